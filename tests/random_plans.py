@@ -37,7 +37,7 @@ def random_cuts(graph: Graph, mesh: Layout, seed: int, cut: float = 0.7) -> Cuts
                 f
                 for f in found.factors
                 if found.capacity[f] % (mesh.size(mine.get(f, ())) * size) == 0
-                and not found.too_many(mesh, {**mine, f: (*mine.get(f, ()), axis)})
+                and not found.indivisible_factor(mesh, {**mine, f: (*mine.get(f, ()), axis)})
             ]
             if possible and draw.random() < cut:
                 factor = draw.choice(possible)

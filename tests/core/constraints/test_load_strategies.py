@@ -180,39 +180,39 @@ MISTAKES = [
     ({"layer1.weigth": {"in_strategy": [None]}}, r"is empty"),
     (
         {"layer1.weigth": {"in_strategy": [[1]]}},
-        r"no module or operator named 'layer1.weigth'; closest",
+        r"no module or operator named 'layer1.weigth'\nclosest",
     ),
     ({"layer1": [[8, 1], [1, 1]]}, r"layer1: must be a JSON object, not \[\[8, 1\], \[1, 1\]\]"),
-    ({"layer1": {}}, r"layer1: the entry is empty; give an in_strategy"),
-    ({"layer1": {"in_strategi": []}}, r"layer1: unknown key 'in_strategi'; did you mean 'in_str"),
+    ({"layer1": {}}, r"layer1: the entry is empty\ngive an in_strategy"),
+    ({"layer1": {"in_strategi": []}}, r"layer1: unknown key 'in_strategi'\ndid you mean 'in_str"),
     ({"layer1": {"out_strategy": [[8, 1]]}}, r"layer1: out_strategy requires an in_strategy"),
     ({"layer1": {"in_strategy": 8}}, r"layer1: in_strategy: must be a list .*, not 8"),
     (
         {"layer1": {"in_strategy": [8, 1]}},
-        r"layer1: in_strategy: 8 is not a valid entry; valid are",
+        r"layer1: in_strategy: 8 is not a valid entry\nvalid are",
     ),
     (
         {"layer1": {"in_strategy": [[8, 0]]}},
-        r"layer1: in_strategy: .*\(8, 0\) contains 0; a shard count",
+        r"layer1: in_strategy: .*\(8, 0\) contains 0\na shard count",
     ),
     (
         {"layer1": {"in_strategy": [["x", None]]}},
-        r"contains 'x'; a shard count must be an int of at least 1",
+        r"contains 'x'\na shard count must be an int of at least 1",
     ),
     (
         {"layer1": {"in_strategy": [{"b": ["x"]}]}},
-        r"unknown layout 'b'; the file's layouts are 'l'",
+        r"unknown layout 'b'\nthe file's layouts are 'l'",
     ),
     ({"layer1": {"in_strategy": [{"l": ["z", None]}]}}, r"layer1: in_strategy: unknown axis 'z'"),
     ({"layer1": {"in_strategy": [{"l": [["x", "x"]]}]}}, r"axis 'x' is used more than once"),
     ({"layer1": {"in_strategy": [{"l": [["x", 3]]}]}}, r"a tuple of names or 'None', not by"),
     (
         {"layer1": {"parameter_plan": {"wait": [8, 1]}}},
-        r"layer1: parameter_plan: .*'wait'; closest: w",
+        r"layer1: parameter_plan: .*'wait'\nclosest: w",
     ),
     (
         {"relu": {"in_strategy": [[8, 1]], "parameter_plan": {"weight": [1]}}},
-        r"relu: parameter_plan: ReLU has no parameter 'weight'; closest: none, the module has",
+        r"relu: parameter_plan: ReLU has no parameter 'weight'\nclosest: none, the module has",
     ),
     (
         {"layer1.relu": {"in_strategy": [[8, 1]], "parameter_plan": {"weight": [1]}}},
@@ -238,11 +238,11 @@ def test_a_mistake_in_a_file_is_named_with_its_place(
     ("text", "message"),
     [
         ("{", "invalid JSON: Expecting"),
-        ("[]", "unsupported version None; this version of Shardwright reads"),
-        ('{"version": 7}', "unsupported version 7; this version of Shardwright reads"),
+        ("[]", "unsupported version None\nthis version of Shardwright reads"),
+        ('{"version": 7}', "unsupported version 7\nthis version of Shardwright reads"),
         ('{"version": 1}', "missing key 'strategies'"),
         ('{"version": 1, "strategies": []}', r"strategies: must be a JSON object, not \[\]"),
-        ('{"version": 1, "strategy": {}}', "unknown key 'strategy'; did you mean 'strategies'"),
+        ('{"version": 1, "strategy": {}}', "unknown key 'strategy'\ndid you mean 'strategies'"),
         ('{"version": 1, "strategies": {"a": {}, "a": {}}}', "duplicate key 'a'"),
         (
             '{"version": 1, "strategies": {}, "layouts": {"l": {"device_matrix": 8}}}',
@@ -273,5 +273,5 @@ def test_an_operator_that_is_not_there_is_named_by_plan_with_the_nearest(tmp_pat
     net, args, kwargs = network(batch=32)
     path = write(tmp_path / "strategies.json", {"relu.relu": {"in_strategy": [[8, 1]]}})
     sw.load_strategies(net, path)
-    with pytest.raises(sw.StrategyError, match=r"'relu\.relu' is pinned as .* closest .* relu"):
+    with pytest.raises(sw.StrategyError, match=r"'relu\.relu' is pinned as .*\nclosest .* relu"):
         sw.plan(net, args, kwargs, devices=8, mode="semi_auto")

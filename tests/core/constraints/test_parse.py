@@ -68,8 +68,8 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         linear(),
         ((3, 1), (1, 1)),
         r"^fc: strategy \(\(3,1\),\(1,1\)\) for aten.linear\(x \[16, 32\], w \[64, 32\]\): "
-        r"dimension 0 of input 0 has size 16, which is not divisible into 3 shards; valid are 1, 2,"
-        r" 4, 8$",
+        r"dimension 0 of input 0 has size 16, which is not divisible into 3 shards\n"
+        r"valid numbers of shards are 1, 2, 4, 8$",
     ),
     (
         "factors that disagree, and the weight's order",
@@ -77,34 +77,34 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         ((2, 4), (4, 1)),
         r"conflicting shard counts for factor k of b k, j k -> b j: dimension 1 of input 0 has 4"
         r" shards, dimension 1 of input 1 has 1 shard; the weight of nn.Linear is stored as"
-        r" \(out_features, in_features\);"
-        r" valid is \(\(2,4\),\(1,4\)\)$",
+        r" \(out_features, in_features\)\n"
+        r"a valid strategy is \(\(2,4\),\(1,4\)\)$",
     ),
     (
         "factors that disagree in a product of matrices",
         op_of(aten.matmul.default, of(16, 32), of(32, 64)),
         ((2, 4), (2, 1)),
-        r"dimension 1 of input 0 has 4 shards, dimension 0 of input 1 has 2 shards;"
-        r" valid is \(\(2,4\),\(4,1\)\)$",
+        r"dimension 1 of input 0 has 4 shards, dimension 0 of input 1 has 2 shards\n"
+        r"a valid strategy is \(\(2,4\),\(4,1\)\)$",
     ),
     (
         "factors that disagree where only the first can give way",
         op_of(aten.matmul.default, of(16, 32), of(32, 64)),
         ((1, 4), (1, 8)),
-        r"dimension 0 of input 1 has 1 shard; valid is \(\(1,1\),\(1,8\)\)$",
+        r"dimension 0 of input 1 has 1 shard\na valid strategy is \(\(1,1\),\(1,8\)\)$",
     ),
     (
         "a count that several entries must share and the devices cannot be divided by",
         op_of(aten.scaled_dot_product_attention.default, *[of(2, 24, 24, 8)] * 3),
         ((1, 8, 1, 1), (1, 3, 1, 1), (1, 3, 1, 1)),
-        r"8 shards, dimension 1 of input 1 has 3 shards;"
-        r" valid is \(\(1,8,1,1\),\(1,8,1,1\),\(1,8,1,1\)\)$",
+        r"8 shards, dimension 1 of input 1 has 3 shards\n"
+        r"a valid strategy is \(\(1,8,1,1\),\(1,8,1,1\),\(1,8,1,1\)\)$",
     ),
     (
         "two factors that disagree at once",
         op_of(aten.scaled_dot_product_attention.default, *[of(2, 24, 24, 8)] * 3),
         ((1, 2, 3, 1), (1, 4, 1, 1), (1, 1, 6, 1)),
-        r" valid is \(\(1,4,1,1\),\(1,4,1,1\),\(1,4,1,1\)\)$",
+        r"a valid strategy is \(\(1,4,1,1\),\(1,4,1,1\),\(1,4,1,1\)\)$",
     ),
     (
         "layouts that cut a factor by different axes",
@@ -116,13 +116,14 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         "an axis that cuts two factors",
         linear(),
         (LAYOUT("dp", "None"), LAYOUT("dp", "None")),
-        r"dp cuts both factor b and factor j of b k, j k",
+        r"axis dp shards both factor b and factor j of b k, j k",
     ),
     (
         "the axis of a softmax",
         op_of(aten.softmax.int, of(16, 32), 1),
         ((4, 2),),
-        r"dimension 1 of input 0 cannot be sharded \(rule: b _ -> b _\); valid is 1",
+        r"dimension 1 of input 0 cannot be sharded \(rule: b _ -> b _\)\n"
+        r"the only valid number of shards is 1",
     ),
     (
         "normalized dimensions",
@@ -134,7 +135,7 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         "more parts than devices",
         linear(),
         ((4, 2), (2, 2)),
-        r"cut into 16 shards \(b 4 · k 2 · j 2\), but there are only 8 devices",
+        r"would have 16 shards \(b 4 · k 2 · j 2\), but there are only 8 devices",
     ),
     (
         "too few dimensions",
@@ -152,7 +153,7 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         "too few inputs",
         linear(),
         ((2, 4),),
-        r"1 entries for 2 tensor inputs; the bias is added by a separate operator",
+        r"1 entries for 2 tensor inputs\ngive no entry for the bias: a separate operator adds it",
     ),
     (
         "too many inputs",
@@ -164,7 +165,8 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         "a dimension that a view splits",
         op_of(aten.unflatten.int, of(24), 0, (2, 12)),
         ((4,),),
-        r"the number of shards of dimension 0 of input 0 must divide 2, .*; valid are 1, 2$",
+        r"the number of shards of dimension 0 of input 0 must divide 2, .*\n"
+        r"valid numbers of shards are 1, 2$",
     ),
 ]
 
@@ -180,7 +182,7 @@ def test_what_cannot_be_is_refused(op: Op, inputs: tuple[Any, ...], message: str
 def test_parts_that_do_not_divide_the_devices_are_refused() -> None:
     with pytest.raises(
         StrategyError,
-        match=r"of shards, 4 \(b 4\), does not divide the 6 devices; valid totals are 1, 2, 3, 6",
+        match=r"of shards, 4 \(b 4\), does not divide the 6 devices\nvalid totals are 1, 2, 3, 6",
     ):
         cuts_of(linear(), (4, 1), (1, 1), devices=6)
 

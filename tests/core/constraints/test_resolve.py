@@ -74,7 +74,7 @@ def test_layouts_matter_more_than_nodes() -> None:
 
 def test_a_layout_of_another_number_of_devices_is_refused() -> None:
     message = (
-        r"up: the device matrix \(2, 2, 2\) .* has 8 devices .*, but the plan is for 4 .*; use"
+        r"up: the device matrix \(2, 2, 2\) .* has 8 devices .*, but the plan is for 4 .*\nuse"
     )
     with pytest.raises(LayoutError, match=message):
         mesh_of(4, [("up", LAYOUT("dp", "None"))])
@@ -142,11 +142,12 @@ def test_counts_of_a_parameter_keep_the_axes_of_its_use(
         ),
         (
             (3, 1),
-            r"dimension 0 has size 16, which is not divisible into 3 shards; valid are 1, 2, 4, 8",
+            r"dimension 0 has size 16, which is not divisible into 3 shards\n"
+            r"valid numbers of shards are 1, 2, 4, 8",
         ),
         (
             (4, 4),
-            r"\(4,4\) does not fit 8 devices; the product of the shard counts must divide",
+            r"\(4,4\) does not fit 8 devices\nthe product of the shard counts must divide",
         ),
     ],
 )

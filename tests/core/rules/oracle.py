@@ -81,7 +81,7 @@ def cuts_of(found: ShardingRule) -> Iterator[tuple[Layout, Cuts]]:
     for first, second in combinations(found.factors, 2):
         cuts = {first: (0,), second: (1,)}
         halves = found.capacity[first] % 2 == 0 and found.capacity[second] % 2 == 0
-        if halves and not found.too_many(square, cuts):
+        if halves and not found.indivisible_factor(square, cuts):
             yield square, cuts
 
 

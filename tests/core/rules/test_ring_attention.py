@@ -73,7 +73,7 @@ def test_each_device_has_as_many_causal_pairs_in_every_step(devices: int, rows: 
             send = Reduce(none, none, none)
             ring = _Ring(devices, index, 1, 0, (rows // 2, rows // 2), True, 4, None, send)
             counted = 0
-            for queries, keys, diagonal in ring.computed(step, rows, rows):
+            for queries, keys, diagonal in ring.parts_of_step(step, rows, rows):
                 shape = queries.stop - queries.start, keys.stop - keys.start
                 counted += int(torch.ones(shape, dtype=torch.int).tril(diagonal).sum())
             pairs.add(counted)
@@ -162,5 +162,5 @@ def test_devices_that_know_their_place_compute_what_one_does(devices, rows, caus
 
 def test_gradients_follow_their_keys_home() -> None:
     ring = Reduction(("ring",), RING, (2, 2, 8, 12), torch.float32, varying=True)
-    assert ring.times(4, differentiable=True) == (3, 6)
-    assert ring.times(4, differentiable=False) == (3, 0)
+    assert ring.num_collectives(4, differentiable=True) == (3, 6)
+    assert ring.num_collectives(4, differentiable=False) == (3, 0)

@@ -1,8 +1,8 @@
-"""The user's sharding strategies, resolved to cuts on a device matrix.
+"""The user's sharding constraints, resolved to sharded factors on a device matrix.
 
 A strategy has one entry per tensor: the number of equal shards of each dimension, `(2, 4)`; a
-`TensorLayout`, which names the axes that cut each dimension, in order; or `None`, which leaves the
-tensor to the other entries.
+`TensorLayout`, which names the mesh axes that shard each dimension, in order; or `None`, if the
+sharding of the tensor follows from the other entries.
 """
 
 from shardwright.core.constraints.inputs import (

@@ -1,4 +1,4 @@
-"""Strategies that an error names in place of one whose entries contradict each other."""
+"""Valid strategies to suggest where the entries of a given one contradict each other."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from shardwright.core.rules import ShardingRule
 def with_equal_counts(
     rule: ShardingRule, inputs: Sequence[Entry], devices: int
 ) -> Iterator[OperatorStrategy]:
-    """The entries of `inputs` with one count for each factor: the largest that is requested, the
-    smallest, or what divides all. Layouts stay as they are."""
+    """Yield copies of `inputs` in which all dimensions of a factor have the same shard count.
+
+    The count is the largest requested for the factor, then the smallest, then the greatest common
+    divisor. Entries that are layouts are not changed.
+    """
     requested: dict[str, list[int]] = {}
     for entry, dims in zip(inputs, rule.inputs, strict=False):
         if isinstance(entry, tuple):
             for count, factor in zip(entry, dims, strict=False):
                 if factor in rule.factors:
-                    possible = gcd(count, rule.capacity[factor], devices)
-                    requested.setdefault(factor, []).append(possible)
+                    # A suggestion must be valid: the largest divisor of the request that is.
+                    valid_count = gcd(count, rule.capacity[factor], devices)
+                    requested.setdefault(factor, []).append(valid_count)
     choices: tuple[Callable[[list[int]], int], ...] = (max, min, lambda counts: gcd(*counts))
     for choose in choices:
-        counts = {factor: choose(each) for factor, each in requested.items()}
-        for factor, further in rule.joined.items():
-            if factor in counts and further in counts:
-                counts[factor] = gcd(counts[factor], counts[further])
+        counts = {factor: choose(options) for factor, options in requested.items()}
+        # A dimension named `inner` is sharded by `outer` first: its count must be a multiple.
+        for outer, inner in rule.joined.items():
+            if outer in counts and inner in counts:
+                counts[outer] = gcd(counts[outer], counts[inner])
         entries = (
             tuple(1 if factor is None else counts.get(factor, 1) for factor in dims)
             if isinstance(entry, tuple)

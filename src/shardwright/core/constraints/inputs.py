@@ -1,4 +1,4 @@
-"""`dataset_strategy`: whether every device is given the whole inputs or only its own shard."""
+"""`dataset_strategy`: whether each device receives the full batch or only its own shard."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.errors import StrategyError
 
 DatasetStrategy = str | tuple[Entry, ...]
-"""`full_batch`, `data_parallel`, or an entry for each tensor input."""
+"""`"full_batch"`, `"data_parallel"`, or one entry per tensor input."""
 
 NAMES = ("full_batch", "data_parallel")
 
 
 def check_dataset_strategy(strategy: Any) -> None:
-    """Raises:
-    StrategyError: if `strategy` is neither a name nor a tuple of entries.
+    """Validate a `dataset_strategy`.
+
+    Raises:
+        StrategyError: if `strategy` is neither a name nor a tuple of entries.
     """
     if isinstance(strategy, str):
         if strategy not in NAMES:
             raise StrategyError(
-                f"unknown dataset_strategy {strategy!r}; valid are 'full_batch' (every device is"
-                " given the whole batch), 'data_parallel' (every device is given its own shard of"
-                " the batch), or a tuple with one entry per input"
+                f"unknown dataset_strategy {strategy!r}\n"
+                "valid are 'full_batch' (every device receives the full batch), 'data_parallel'"
+                " (every device receives its own shard of the batch), or a tuple with one entry per"
+                " input"
             )
         return
     check_entries("dataset_strategy", strategy)
 
 
 def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
-    """The entry of each input, by name; empty if `strategy` is a name that holds for all inputs.
+    """Returns the entry of each input by name; empty if `strategy` is a name.
 
     Raises:
         StrategyError: if the number of entries differs from the number of inputs.
@@ -46,7 +49,7 @@ def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
         names = ", ".join(str(value) for value in inputs)
         raise StrategyError(
             f"dataset_strategy has {len(strategy)} entries, but the model has {len(inputs)} tensor"
-            f" inputs: {names}; give one entry per input"
+            f" inputs: {names}\ngive one entry per input"
         )
     return {value.name: entry for value, entry in zip(inputs, strategy, strict=True)}
 
@@ -54,11 +57,11 @@ def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
 def arrivals(
     graph: Graph, mesh: DeviceMatrix, strategy: DatasetStrategy
 ) -> dict[str, tuple[Axes, ...]]:
-    """By name, the axes that cut each dimension of the inputs that are given to devices in shards.
+    """Returns, for each input that arrives sharded, the mesh axes that shard each dimension.
 
     Raises:
-        StrategyError: if an input cannot be sharded as requested; the message names the input, its
-            shape and the valid values.
+        StrategyError: if an input cannot be sharded as requested; the message gives its shape and
+            the valid values.
     """
     entries = input_entries(graph, strategy)
     if strategy == "full_batch":
@@ -77,9 +80,9 @@ def arrivals(
 
 
 def _batch_inputs(graph: Graph) -> list[Value]:
-    """The inputs whose dimension 0 is the batch, which is that of the first non-scalar input."""
-    sized = [value for value in graph.input_values if value.shape]
-    return [value for value in sized if value.shape[0] == sized[0].shape[0]]
+    """The inputs whose dimension 0 has the size of the first non-scalar input's, the batch size."""
+    non_scalar = [value for value in graph.input_values if value.shape]
+    return [value for value in non_scalar if value.shape[0] == non_scalar[0].shape[0]]
 
 
 def _batch_axes(value: Value, mesh: DeviceMatrix) -> tuple[Axes, ...]:
@@ -88,7 +91,7 @@ def _batch_axes(value: Value, mesh: DeviceMatrix) -> tuple[Axes, ...]:
         raise StrategyError(
             f"input {value.name} {list(value.shape)}: dataset_strategy 'data_parallel' shards"
             f" dimension 0 evenly over the {devices} devices of a stage, but its size"
-            f" {value.shape[0]} is not divisible by {devices}; use a multiple of {devices}, or"
-            " dataset_strategy 'full_batch'"
+            f" {value.shape[0]} is not divisible by {devices}\n"
+            f"use a multiple of {devices}, or dataset_strategy 'full_batch'"
         )
     return (tuple(range(len(mesh.device_matrix))), *((),) * (len(value.shape) - 1))

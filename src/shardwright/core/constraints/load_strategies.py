@@ -24,12 +24,11 @@ _CALL = re.compile(r"@\d+")
 
 
 def load_strategies(net: nn.Module, path: str | Path) -> None:
-    """Pins operators of `net` as listed in a strategy file.
+    """Pin the operators of `net` that a strategy file lists.
 
-    The file is written by `Plan.save_strategies`, or by hand. A module's path stands for its main
-    operator in every call; other operators have the names that plans give them, `path.add_1`. An
-    entry of the file replaces an earlier `shard` of the same module, and a later `shard` replaces
-    the entry.
+    The file is written by `Plan.save_strategies`, or by hand. The path of a module names its main
+    operator in every call; other operators have their names in plans, `path.add_1`. The later of an
+    entry and a `shard` of the same module replaces the earlier.
 
     Args:
         net: the model; its modules are pinned in place.
@@ -37,7 +36,7 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
 
     Raises:
         StrategyError: if the file is missing or malformed, or names a module or parameter that
-            `net` does not have. What depends on shapes and devices is checked by `plan`.
+            `net` does not have. `plan` checks what depends on shapes and devices.
         LayoutError: if a layout is invalid.
     """
     text = read_text(path, StrategyError)
@@ -50,7 +49,8 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
             raise StrategyError(f"{path}: {_unknown_name(name, modules)}")
         if suffix and entry.parameters:
             raise StrategyError(
-                f"{path}: {name}: only modules take a parameter_plan, and this is an operator"
+                f"{path}: {name}: only modules take a parameter_plan, and this is an operator\n"
+                f"move it to the entry of the module: {owner or 'the model'}"
             )
         entries.setdefault(owner, {})[suffix] = entry
     pins = {
@@ -63,7 +63,7 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
 
 
 def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """The path of the innermost module that `name` is in."""
+    """The path of the innermost module that contains the operator or module `name`."""
     owner = _CALL.sub("", name)
     while owner and not (owner in modules and name.startswith(owner)):
         owner = owner.rpartition(".")[0]
@@ -71,7 +71,7 @@ def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _operator_names(suffix: str) -> tuple[str, ...] | None:
-    """The operators in what follows a module's path (`.add_1`, `@2`); None if one is unknown."""
+    """The ATen names in the suffix of a module's path (`.add_1`, `@2`); None if one is unknown."""
     pieces = [part for part in _CALL.sub("", suffix).split(".") if part]
     names = tuple(re.sub(r"_\d+$", "", part) for part in pieces)
     return names if all(name == "bias" or _is_operator(name) for name in names) else None
@@ -92,8 +92,8 @@ def _is_operator(name: str) -> bool:
 def _unknown_name(name: str, modules: Mapping[str, nn.Module]) -> str:
     near = get_close_matches(name, [path for path in modules if path], n=3, cutoff=0.0)
     return (
-        f"the model has no module or operator named {name!r}; closest modules:"
-        f" {', '.join(near) or 'none, the model has no modules'}"
+        f"the model has no module or operator named {name!r}\n"
+        f"closest modules: {', '.join(near) or 'none, the model has no modules'}"
     )
 
 
@@ -111,7 +111,7 @@ def _pin(where: str, module: nn.Module, entries: Mapping[str, FileEntry]) -> Pin
 
 
 def _merge(earlier: Pin | None, pin: Pin) -> Pin:
-    """`earlier`, overridden by what `pin` sets."""
+    """Returns `earlier` with the settings of `pin`, which take precedence."""
     if earlier is None:
         return pin
     strategy = None if "" in pin.operators else earlier.strategy

@@ -1,9 +1,9 @@
-"""Parses an operator's strategy into cuts of its factors, with every check that needs shapes.
+"""Parse an operator's strategy into the mesh axes of each factor, with the checks that need shapes.
 
 Shard counts take the axes of the device matrix from the outermost inwards, in the order in which
-the factors first appear: on 8 = 2·2·2 devices `((2, 4), (1, 4))` of a linear layer cuts factor b
-over axis a, and factor k over axes b and c. Over axes that no count takes the computation is
-replicated.
+the factors first appear: on 8 = 2·2·2 devices `((2, 4), (1, 4))` of a linear layer shards factor b
+over axis a, and factor k over axes b and c. The computation is replicated over the axes that no
+count takes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _DimRequest:
-    """The shards that one dimension of an input requests of its factor; `input` is None for an
-    output."""
+    """The sharding that one dimension of a tensor requests for its factor.
+
+    Args:
+        input: index of the input; None for the output.
+        axes: the requested axes; None if the entry only gives a number of shards.
+    """
 
     input: int | None
     dim: int
@@ -45,19 +49,19 @@ class _DimRequest:
 
 
 class _ConflictError(Exception):
-    """A factor, and two dimensions that request other shards of it."""
+    """Two dimensions request different shardings of one factor: (factor, request, request)."""
 
 
 @dataclass(frozen=True)
 class StrategyParser:
-    """Parses the strategy of one operator on one device matrix."""
+    """Parser of the strategy of one operator on one device matrix."""
 
     op: Op
     strategy: OperatorStrategy
     mesh: DeviceMatrix
 
     def error(self, why: str) -> StrategyError:
-        """An error that names operator, shapes and strategy."""
+        """Make an error that names the operator, its shapes and the strategy."""
         return StrategyError(
             f"{self.op.name}: strategy {self.strategy} for {op_signature(self.op)}: {why}"
         )
@@ -66,27 +70,30 @@ class StrategyParser:
     def rule(self) -> ShardingRule:
         rule = rule_of(self.op)
         if rule is None:
-            raise self.error("the operator has no sharding rule, so every device computes it whole")
+            raise self.error(
+                "the operator has no sharding rule, so its computation is replicated\n"
+                "remove the strategy, or register a rule with sw.rules.register"
+            )
         return rule
 
     def cuts(self) -> dict[str, Axes]:
-        """The axes that cut each factor.
+        """Returns the axes that shard each factor.
 
         Raises:
-            StrategyError: if the operator cannot be sharded like this; the message says what is
+            StrategyError: if the operator cannot be sharded as requested; the message says what is
                 valid.
         """
         try:
-            return self._axes(self._of_factors())
+            return self._axes(self._factor_requests())
         except _ConflictError as conflict:
-            raise self._disagreement(*conflict.args) from None
+            raise self._conflict_error(*conflict.args) from None
 
-    def _of_factors(self) -> dict[str, _DimRequest]:
-        """What is requested of each factor.
+    def _factor_requests(self) -> dict[str, _DimRequest]:
+        """The request for each factor, on which all dimensions that carry it agree.
 
         Raises:
             _ConflictError: if two dimensions do not agree.
-            StrategyError: as `cuts`.
+            StrategyError: if an entry is invalid by itself.
         """
         requests: dict[str, _DimRequest] = {}
         for request, factor in self._requests():
@@ -95,51 +102,52 @@ class StrategyParser:
                 raise _ConflictError(factor, first, request)
             if first.axes is None:
                 requests[factor] = replace(first, axes=request.axes)
-        requests = self._apart(requests)
+        requests = self._split_joined_requests(requests)
         self._check_total(requests)
         return requests
 
-    def _apart(self, requests: Mapping[str, _DimRequest]) -> dict[str, _DimRequest]:
-        """What is left to a factor that cuts further what another one cuts that is joined with it.
+    def _split_joined_requests(self, requests: Mapping[str, _DimRequest]) -> dict[str, _DimRequest]:
+        """Split the request for a dimension that two joined factors shard between the two.
+
+        In attention `ring` shards the keys, and the queries before `s` shards them further: 8
+        shards of the queries and 4 of the keys are ring 4, s 2.
 
         Raises:
-            _ConflictError: if the other one is to cut its own dimensions otherwise.
+            _ConflictError: if the shards of the joint dimension are no subdivision of the others.
         """
-        left = dict(requests)
-        for factor, other in self.rule.joined.items():
-            own, both = left.get(factor), left.get(other)
-            if own is not None and both is not None:
-                parts = self._further(own, both)
+        split = dict(requests)
+        for outer, inner in self.rule.joined.items():
+            outer_request, joint_request = split.get(outer), split.get(inner)
+            if outer_request is not None and joint_request is not None:
+                parts = self._split_joint_request(outer_request, joint_request)
                 if parts is None:
-                    raise _ConflictError(factor, both, own)
-                left[factor], left[other] = parts
-        return left
+                    raise _ConflictError(outer, joint_request, outer_request)
+                split[outer], split[inner] = parts
+        return split
 
-    def _further(
-        self, own: _DimRequest, both: _DimRequest
+    def _split_joint_request(
+        self, outer: _DimRequest, joint: _DimRequest
     ) -> tuple[_DimRequest, _DimRequest] | None:
-        """The shards of a factor's own dimensions, and those of another one that cuts further what
-        the two cut together; None if these are cut otherwise."""
-        if both.num_shards % own.num_shards:
+        """The requests of the outer and the inner factor; None if the counts or axes conflict."""
+        if joint.num_shards % outer.num_shards:
             return None
-        rest = replace(both, num_shards=both.num_shards // own.num_shards)
-        if both.axes is None:
-            return own, rest
-        lengths = range(len(both.axes) + 1)
-        first = next((n for n in lengths if self.mesh.size(both.axes[:n]) == own.num_shards), 0)
-        axes, others = both.axes[:first], both.axes[first:]
-        if self.mesh.size(axes) != own.num_shards or own.axes not in (None, axes):
+        inner = replace(joint, num_shards=joint.num_shards // outer.num_shards)
+        if joint.axes is None:
+            return outer, inner
+        lengths = range(len(joint.axes) + 1)
+        count = next((n for n in lengths if self.mesh.size(joint.axes[:n]) == outer.num_shards), 0)
+        outer_axes, inner_axes = joint.axes[:count], joint.axes[count:]
+        if self.mesh.size(outer_axes) != outer.num_shards or outer.axes not in (None, outer_axes):
             return None
-        return replace(own, axes=axes), replace(rest, axes=others)
+        return replace(outer, axes=outer_axes), replace(inner, axes=inner_axes)
 
-    def named(self, axes: Iterable[int]) -> str:
-        """Axes of the mesh, as the strategy's layouts call those that they are of; nothing if it
-        has none."""
+    def user_axis_names(self, axes: Iterable[int]) -> str:
+        """The names of mesh axes in the strategy's layouts, `dp·mp`; empty if it has none."""
         names: dict[int, str] = {}
-        for own in (layout.layout for layout in self.strategy.layouts):
-            each = TensorLayout(own, tuple((axis,) for axis in range(len(own.device_matrix))))
-            pieces = axes_on_mesh(self.op.name, each, self.mesh)
-            for name, piece in zip(own.alias_names, pieces, strict=True):
+        for matrix in (layout.layout for layout in self.strategy.layouts):
+            single_axes = tuple((axis,) for axis in range(len(matrix.device_matrix)))
+            pieces = axes_on_mesh(self.op.name, TensorLayout(matrix, single_axes), self.mesh)
+            for name, piece in zip(matrix.alias_names, pieces, strict=True):
                 names = dict.fromkeys(piece, name) | names
         return "·".join(dict.fromkeys(names[axis] for axis in axes if axis in names))
 
@@ -147,7 +155,8 @@ class StrategyParser:
         op, inputs = self.op, self.strategy.inputs
         dims_of = self.rule.inputs
         if len(inputs) != len(op.inputs):
-            bias = "; the bias is added by a separate operator that follows"
+            # Capture splits the bias off, since a contraction with one could not be a partial sum.
+            bias = "\ngive no entry for the bias: a separate operator adds it, sharded to match"
             raise self.error(
                 f"{len(inputs)} entries for {len(op.inputs)} tensor inputs"
                 + (bias if op.target in _OPS_WITH_BIAS else "")
@@ -164,16 +173,20 @@ class StrategyParser:
         yield from self._output_requests()
 
     def _output_requests(self) -> Iterator[tuple[_DimRequest, str]]:
-        """The requests of outputs for factors that no input carries, such as those of `expand`."""
-        carried = {factor for dims in self.rule.inputs for factor in dims}
+        """The requests of outputs for factors that no input has, such as those of `expand`."""
+        input_factors = {factor for dims in self.rule.inputs for factor in dims}
         entries, values = self.strategy.outputs or (), self.op.outputs
         for index, (entry, value) in enumerate(zip(entries, values, strict=False)):
             dims = self.rule.outputs[index]
-            if entry is None or carried.issuperset(dims):
+            if entry is None or input_factors.issuperset(dims):
                 continue
             counts, axes = self._shard_counts(f"output {index}", entry, value.shape)
             for dim, factor in enumerate(dims):
-                if factor is not None and factor in self.rule.factors and factor not in carried:
+                if (
+                    factor is not None
+                    and factor in self.rule.factors
+                    and factor not in input_factors
+                ):
                     request = _DimRequest(
                         None, dim, counts[dim], None if axes is None else axes[dim]
                     )
@@ -183,7 +196,7 @@ class StrategyParser:
     def _shard_counts(
         self, tensor: str, entry: tuple[int, ...] | TensorLayout, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[Axes, ...] | None]:
-        """The shard count of each dimension, and the axes that cut it if the entry is a layout."""
+        """The shard count of each dimension, and its axes if the entry is a layout."""
         axes = None
         if isinstance(entry, TensorLayout):
             axes = axes_on_mesh(self.op.name, entry, self.mesh)
@@ -197,7 +210,8 @@ class StrategyParser:
             if size % count:
                 raise self.error(
                     f"dimension {dim} of {tensor} has size {size}, which is not divisible into"
-                    f" {count} shards; valid are {divisors(size, self.mesh.num_devices)}"
+                    f" {count} shards\n"
+                    f"valid numbers of shards are {divisors(size, self.mesh.num_devices)}"
                 )
         return counts, axes
 
@@ -206,42 +220,49 @@ class StrategyParser:
             return
         location = request.location
         if factor is None or factor not in self.rule.factors:
-            raise self.error(f"{location} cannot be sharded (rule: {self.rule}); valid is 1")
+            raise self.error(
+                f"{location} cannot be sharded (rule: {self.rule})\nthe only valid number of"
+                " shards is 1"
+            )
         capacity = self.rule.capacity[factor]
         if capacity % request.num_shards:
             raise self.error(
                 f"the number of shards of {location} must divide {capacity}, because the operator"
-                f" splits or merges it; valid are {divisors(capacity, self.mesh.num_devices)}"
+                " splits or merges it\n"
+                f"valid numbers of shards are {divisors(capacity, self.mesh.num_devices)}"
             )
 
-    def _disagreement(self, factor: str, first: _DimRequest, second: _DimRequest) -> StrategyError:
+    def _conflict_error(
+        self, factor: str, first: _DimRequest, second: _DimRequest
+    ) -> StrategyError:
         def describe(request: _DimRequest) -> str:
             over = ""
             if request.axes and first.num_shards == second.num_shards:
-                over = f" over {self.named(request.axes)}"
-            return f"{request.location} has {_shards(request.num_shards)}{over}"
+                over = f" over {self.user_axis_names(request.axes)}"
+            return f"{request.location} has {_shards_text(request.num_shards)}{over}"
 
         hint = ""
         if self.op.target is aten.linear.default:
             hint = "; the weight of nn.Linear is stored as (out_features, in_features)"
-        valid = next((f"; valid is {s}" for s in self._corrections(first, second)), "")
+        valid = next((f"\na valid strategy is {s}" for s in self._corrections(first, second)), "")
         return self.error(
             f"conflicting shard counts for factor {factor} of {self.rule}: {describe(first)},"
             f" {describe(second)}{hint}{valid}"
         )
 
     def _corrections(self, first: _DimRequest, second: _DimRequest) -> Iterator[OperatorStrategy]:
-        """Valid strategies, first those that differ from the given one in a single entry."""
+        """Yield valid strategies, first those that differ from the given one in a single entry."""
         equal = with_equal_counts(self.rule, self.strategy.inputs, self.mesh.num_devices)
-        nearest = chain(self._with_another_entry(first, second), equal)
-        return (strategy for strategy in nearest if self._is_valid(strategy))
+        candidates = chain(self._change_one_entry(first, second), equal)
+        return (strategy for strategy in candidates if self._is_valid(strategy))
 
-    def _with_another_entry(
+    def _change_one_entry(
         self, first: _DimRequest, second: _DimRequest
     ) -> Iterator[OperatorStrategy]:
         inputs = self.strategy.inputs
         candidates: list[tuple[int, Entry]] = []
         weight = inputs[-1]
+        # The most frequent mistake: the weight of nn.Linear given as (in_features, out_features).
         if self.op.target is aten.linear.default and isinstance(weight, tuple):
             candidates.append((len(inputs) - 1, weight[::-1]))
         for request, num_shards in ((second, first.num_shards), (first, second.num_shards)):
@@ -254,7 +275,7 @@ class StrategyParser:
 
     def _is_valid(self, strategy: OperatorStrategy) -> bool:
         try:
-            StrategyParser(self.op, strategy, self.mesh)._of_factors()
+            StrategyParser(self.op, strategy, self.mesh)._factor_requests()
         except (_ConflictError, StrategyError):
             return False
         return True
@@ -266,24 +287,25 @@ class StrategyParser:
         product = " · ".join(f"{factor} {count}" for factor, count in counts.items())
         if total > devices:
             raise self.error(
-                f"the operator would be cut into {total} shards ({product}), but there are only"
-                f" {devices} devices"
+                f"the operator would have {total} shards ({product}), but there are only {devices}"
+                f" devices\nthe total number of shards must divide {devices}"
             )
         if devices % total:
             raise self.error(
                 f"the total number of shards, {total} ({product}), does not divide the {devices}"
-                f" devices; valid totals are {divisors(devices, devices)}"
+                f" devices\nvalid totals are {divisors(devices, devices)}"
             )
 
     def _axes(self, requests: Mapping[str, _DimRequest]) -> dict[str, Axes]:
-        """The axes of every factor: layouts keep theirs, counts share out those that remain."""
+        """The axes of each factor: those of layouts first, then counts take from the others."""
         used: dict[int, str] = {}
         for factor, request in requests.items():
             for axis in request.axes or ():
                 if axis in used:
                     raise self.error(
-                        f"{self.named([axis])} cuts both factor {used[axis]} and factor {factor} of"
-                        f" {self.rule}; an axis can cut only one factor"
+                        f"axis {self.user_axis_names([axis])} shards both factor {used[axis]} and"
+                        f" factor {factor} of {self.rule}\nan axis can shard only one factor: use"
+                        " another axis for one of them"
                     )
                 used[axis] = factor
         free = [a for a in range(len(self.mesh.device_matrix)) if a not in used]
@@ -291,20 +313,20 @@ class StrategyParser:
         for factor, request in requests.items():
             axes = request.axes
             if axes is None:
-                axes = first_axes(request.num_shards, free, self.mesh)
-            assert axes is not None, "the product of all divides the devices"
+                axes = take_outer_axes(request.num_shards, free, self.mesh)
+            assert axes is not None, "the product of all shard counts divides the devices"
             if axes:
                 cuts[factor] = axes
         return cuts
 
 
-def _agree(one: _DimRequest, other: _DimRequest) -> bool:
-    if one.axes is not None and other.axes is not None:
-        return one.axes == other.axes
-    return one.num_shards == other.num_shards
+def _agree(first: _DimRequest, second: _DimRequest) -> bool:
+    if first.axes is not None and second.axes is not None:
+        return first.axes == second.axes
+    return first.num_shards == second.num_shards
 
 
-def _shards(count: int) -> str:
+def _shards_text(count: int) -> str:
     return "1 shard" if count == 1 else f"{count} shards"
 
 
@@ -320,6 +342,7 @@ def op_signature(op: Op) -> str:
 
 
 def divisors(number: int, limit: int) -> str:
+    """The divisors of `number` up to `limit` as text: `1, 2, 4`."""
     numbers = [str(n) for n in range(1, min(number, limit) + 1) if number % n == 0]
     return ", ".join(numbers)
 
@@ -327,13 +350,13 @@ def divisors(number: int, limit: int) -> str:
 def mesh_of(
     devices: int, layouts: Iterable[tuple[str, TensorLayout]], nodes: Iterable[int] = ()
 ) -> DeviceMatrix:
-    """The device matrix of prime axes in which all `layouts` can be expressed.
+    """Returns the device matrix of prime axes on which all `layouts` can be expressed.
 
     Args:
-        layouts: each with the name of the operator or parameter that it is for.
-        nodes: how many neighboring devices each level of links joins, ascending. As many as divide
-            `devices` too make up the innermost axes, as far as the layouts allow it, so that these
-            cross no node: 24 devices of 8 a node are (3, 2, 2, 2).
+        layouts: pairs of the name of the operator or parameter, for errors, and its layout.
+        nodes: number of consecutive devices that each level of the interconnect joins, ascending.
+            Where the layouts allow it, these devices make up the innermost axes, so that such an
+            axis does not cross nodes: 24 devices, 8 per node, are (3, 2, 2, 2).
 
     Raises:
         LayoutError: if a layout has another number of devices, or no device matrix can express all.
@@ -346,8 +369,9 @@ def mesh_of(
                 f"{where}: the device matrix {matrix} of the layout {layout} has"
                 f" {prod(matrix)} devices (ranks {min(layout.layout.ranks)} to"
                 f" {max(layout.layout.ranks)}), but the plan is for {devices} (ranks 0 to"
-                f" {devices - 1}); use a device matrix whose product is {devices}"
+                f" {devices - 1})\nuse a device matrix whose product is {devices}"
             )
+    # A permutation of ranks has no product form: `axes_on_mesh` below checks such layouts.
     plain = {layout.device_matrix: where for where, layout in named if not layout.layout.rank_list}
     matrices = [(devices,), *plain]
     try:
@@ -356,18 +380,19 @@ def mesh_of(
         users = ", ".join(f"{where} {matrix}" for matrix, where in plain.items())
         raise LayoutError(f"{error}; used by {users}") from None
     for node in nodes:
-        together = gcd(devices, node)
+        per_node = gcd(devices, node)
+        # Layouts take precedence: a level whose groups do not nest with them is left out.
         with suppress(LayoutError):
-            sizes = common_axes(*matrices, (devices // together, together))
-            matrices.append((devices // together, together))
-    mesh = _mesh(sizes)
+            sizes = common_axes(*matrices, (devices // per_node, per_node))
+            matrices.append((devices // per_node, per_node))
+    mesh = _cached_mesh(sizes)
     for where, layout in named:
         axes_on_mesh(where, layout, mesh)
     return mesh
 
 
 def axes_on_mesh(where: str, layout: TensorLayout, mesh: DeviceMatrix) -> tuple[Axes, ...]:
-    """The axes of `mesh` that cut each dimension of `layout`.
+    """Returns the axes of `mesh` that shard each dimension of `layout`.
 
     Raises:
         LayoutError: if the axes of the layout are not products of axes of `mesh`.
@@ -378,8 +403,8 @@ def axes_on_mesh(where: str, layout: TensorLayout, mesh: DeviceMatrix) -> tuple[
         raise LayoutError(f"{where}: cannot use the layout {layout}: {error}") from None
 
 
-def first_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axes | None:
-    """Removes from `free` the outermost axes whose sizes multiply to `num_shards`.
+def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axes | None:
+    """Remove from `free` the outermost axes whose sizes multiply to `num_shards`.
 
     Returns:
         The axes in ascending order; None if `free` has no such axes.
@@ -397,6 +422,6 @@ def first_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axes | N
 
 
 @cache
-def _mesh(sizes: tuple[int, ...]) -> DeviceMatrix:
-    """Equal device matrices are one object: what is compared very often is the same then."""
+def _cached_mesh(sizes: tuple[int, ...]) -> DeviceMatrix:
+    """One object per device matrix: caches are keyed by it, and `is` is faster than `==`."""
     return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

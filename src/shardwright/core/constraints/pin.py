@@ -1,8 +1,8 @@
-"""What a user has pinned of a module or a function.
+"""Pins: the constraints that a user has attached to a module or a function.
 
-The pin of a module that has others inside is of its boundary: of the tensors that it is called with
-and those that it returns. While it is traced each of them passes through an `aten.alias`, which is
-an operator like any other and is pinned as one.
+A pin of a module with submodules constrains its boundary: the tensors that it takes and returns.
+During tracing each of these tensors passes through an `aten.alias`, so that the graph has an
+operator to which the constraint applies.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Pin(ModuleTag):
     """The constraints of one module or function.
 
     Args:
-        strategy: of its main operator, or of its boundary.
-        parameters: how parameters are stored, by name in the module.
+        strategy: sharding of the main operator, or of the boundary of a module with submodules.
+        parameters: storage sharding of each parameter, by its name in the module.
         operators: strategies by the suffix that follows the module's path in the operator's name:
             `".add_1"`; `"@2"` for the main operator of the second call; `""` for the main operator
             of every call without an entry of its own.
@@ -40,64 +40,69 @@ class Pin(ModuleTag):
     operators: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
     def trace(self, module: nn.Module, where: str) -> None:
-        one = is_one_operator(module) or not any(module.children())
-        if self.strategy is not None and not one:
+        # A module that capture replaces by one operator, a mixture of experts, counts as a leaf.
+        is_leaf = is_one_operator(module) or not any(module.children())
+        if self.strategy is not None and not is_leaf:
             module.forward = _with_boundary(where, module.forward, self.strategy)
 
 
 class BoundaryPin(Pin, BoundaryTag):
-    """The pin of one tensor that enters or leaves a module."""
+    """The pin of one tensor at the boundary of a module."""
 
 
 def tagged_calls(function: Any, tag: Any) -> Any:
-    """A function that tags the operators of each call; it replaces an earlier one of this kind."""
-    earlier = f"_without_{type(tag).__name__}"
-    inner = getattr(function, earlier, function)
+    """Wrap `function` so that the operators of each call are tagged.
+
+    A wrapper with a tag of the same class is replaced, not nested.
+    """
+    inner_attribute = f"_without_{type(tag).__name__}"
+    inner = getattr(function, inner_attribute, function)
 
     @wraps(inner)
     def tagged(*args: Any, **kwargs: Any) -> Any:
-        # Every call has a tag of its own, which tells its operators from those of other calls.
+        # A new tag for every call: tags are compared by identity, so that the operators of two
+        # calls of the same function can be distinguished.
         with tagging(replace(tag)):
             return inner(*args, **kwargs)
 
-    vars(tagged)[earlier] = inner
+    vars(tagged)[inner_attribute] = inner
     return tagged
 
 
 def _with_boundary(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
-    """`forward`, with a pinned alias of each tensor that it is called with and returns."""
+    """Wrap `forward` so that its tensor arguments and results pass through pinned aliases."""
     signature = inspect.signature(forward)
 
     @wraps(forward)
     def with_boundary(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        given = (call.args, call.kwargs)
-        args, kwargs = _pinned_tensors(f"{where} is called with", given, strategy.inputs)
+        arguments = (call.args, call.kwargs)
+        args, kwargs = _pin_tensors(f"{where} is called with", arguments, strategy.inputs)
         result = forward(*args, **kwargs)
         if strategy.outputs is None:
             return result
-        return _pinned_tensors(f"{where} returns", result, strategy.outputs)
+        return _pin_tensors(f"{where} returns", result, strategy.outputs)
 
     return with_boundary
 
 
-def _pinned_tensors(what: str, tree: Any, entries: tuple[Entry, ...]) -> Any:
-    """`tree` with an alias of each of its tensors that has an entry, which is pinned so.
+def _pin_tensors(what: str, tree: Any, entries: tuple[Entry, ...]) -> Any:
+    """Replace each tensor of `tree` that has an entry by a pinned alias.
 
     Raises:
-        StrategyError: if there are not as many tensors as entries.
+        StrategyError: if the numbers of tensors and entries differ.
     """
     leaves, spec = pytree.tree_flatten(tree)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    if len(places) != len(entries):
-        shapes = ", ".join(str(list(leaves[place].shape)) for place in places)
+    tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if len(tensor_indices) != len(entries):
+        shapes = ", ".join(str(list(leaves[index].shape)) for index in tensor_indices)
         raise StrategyError(
-            f"{what} tensors {shapes or 'none'}, and is pinned as {entries_text(entries)}: a module"
-            f" with others inside takes one entry for each of the {len(places)}, None to leave it"
-            " open; weights are pinned on the modules that own them"
+            f"{what} tensors {shapes or 'none'}, and is pinned as {entries_text(entries)}\n"
+            f"a module with submodules takes one entry for each of these {len(tensor_indices)}"
+            " tensors, or None to leave one open; weights are pinned on the modules that own them"
         )
-    for place, entry in zip(places, entries, strict=True):
+    for index, entry in zip(tensor_indices, entries, strict=True):
         if entry is not None:
             with tagging(BoundaryPin(OperatorStrategy((entry,)))):
-                leaves[place] = torch.ops.aten.alias.default(leaves[place])
+                leaves[index] = torch.ops.aten.alias.default(leaves[index])
     return pytree.tree_unflatten(leaves, spec)

@@ -1,7 +1,10 @@
 """`recompute` marks modules and functions for activation checkpointing.
 
-`recompute_of` finds the marks in a captured graph. A mark is part of the module, or of the function
-that `recompute` returns; there is no global state.
+`recompute_of` collects the marks from a captured graph. A mark is stored on the module, or on the
+function that `recompute` returns; there is no global state.
+
+A *segment* is a set of operators that are recomputed together: only the inputs of the segment are
+saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -30,37 +33,37 @@ RecomputeTarget = TypeVar("RecomputeTarget", bound=Callable[..., Any])
 def recompute(
     target: RecomputeTarget, communication: bool = True, *, operators: Sequence[str] | None = None
 ) -> RecomputeTarget:
-    """Recomputes activations in the backward pass instead of saving them.
+    """Recompute activations in the backward pass instead of saving them.
 
     Every call of the module or function becomes one checkpointed segment: only its inputs are
-    saved, and the backward pass computes the rest again. An inner mark overrides an outer one.
+    saved, and the backward pass recomputes the rest. An inner mark overrides an outer one.
 
     Args:
-        target: a module, with all its submodules (a later mark replaces an earlier one; a
-            `ModuleList` marks each of its modules), or a function; call the returned function in
-            `forward`.
-        communication: whether collectives between layouts are run again too. If not, their results
-            are saved, and recomputation sends no additional bytes.
+        target: a module, with all its submodules, or a function; call the returned function in
+            `forward`. Of a `ModuleList` each module is marked. A later mark of the same module
+            replaces an earlier one.
+        communication: whether to also repeat the collectives between layouts. If not, their results
+            are saved, and recomputation adds no communication volume.
         operators: recompute only these operators, `"aten.softmax"` or `"softmax"`, each together
-            with the operator that reads it. None for all; an empty sequence exempts the target from
-            the mark of a module around it.
+            with the operator that reads its result. None for all; an empty sequence exempts the
+            target from the mark of an enclosing module.
 
     Returns:
         The module itself, or the marked function.
 
     Raises:
         StrategyError: if the target is neither a module nor a function, or `operators` is not a
-            sequence of names. Names that do not occur in the model are reported by `plan`.
+            sequence of names. `plan` reports names that do not occur in the model.
     """
     if isinstance(target, type) or not callable(target):
         raise StrategyError(f"recompute takes a module or a function, not {target!r}")
-    if isinstance(operators, str) or any(not isinstance(kind, str) for kind in operators or ()):
+    if isinstance(operators, str) or any(not isinstance(name, str) for name in operators or ()):
         raise StrategyError(
-            f"operators={operators!r}: must be a sequence of operator names such as"
-            " ('softmax', 'aten.gelu')"
+            f"operators={operators!r}: must be a sequence of operator names\n"
+            "write for example operators=('softmax', 'aten.gelu')"
         )
-    kinds = None if operators is None else tuple(_kind(name) for name in operators)
-    mark = RecomputeMark(communication, kinds)
+    op_types = None if operators is None else tuple(_op_type(name) for name in operators)
+    mark = RecomputeMark(communication, op_types)
     if isinstance(target, nn.ModuleList | nn.ModuleDict):
         for module in target.children():
             recompute(module, communication, operators=operators)
@@ -72,21 +75,21 @@ def recompute(
     return function
 
 
-def _kind(operator: str) -> str:
+def _op_type(operator: str) -> str:
     """`softmax` of `aten.softmax.int`, `aten::softmax` or `softmax`."""
     return operator.replace("::", ".").removeprefix("aten.").partition(".")[0].strip("_")
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A mark, and the segment of one call of its module or function."""
+class _MarkedSegment:
+    """A mark, and the name of the segment of one call of its module or function."""
 
     mark: RecomputeMark
     segment: str
 
 
 def recompute_of(graph: Graph) -> dict[str, Recompute]:
-    """By name, the operators that the marks of a captured graph recompute.
+    """Returns the operators that the marks of a captured graph recompute, by name.
 
     Raises:
         StrategyError: if a mark matches no operator.
@@ -103,18 +106,20 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
     members: dict[str, list[Op]] = {}
     selected: dict[RecomputeMark, list[Op]] = {}
     for op in graph.ops:
-        place = _innermost_mark(op, modules, functions)
-        if place is None:
+        marked = _innermost_mark(op, modules, functions)
+        if marked is None:
             continue
-        if place.mark.kinds is None:
-            recomputed[op.name] = Recompute(place.segment, place.mark.communication)
-            members.setdefault(place.segment, []).append(op)
-        elif local_operator_name(op.target) in place.mark.kinds:
-            selected.setdefault(place.mark, []).append(op)
-    places = _positions(graph)
+        if marked.mark.kinds is None:
+            recomputed[op.name] = Recompute(marked.segment, marked.mark.communication)
+            members.setdefault(marked.segment, []).append(op)
+        elif local_operator_name(op.target) in marked.mark.kinds:
+            selected.setdefault(marked.mark, []).append(op)
+    op_index = _op_indices(graph)
     for ops in members.values():
+        # Recomputing a single operator saves no memory by itself: its result would be saved as the
+        # input of the next operator.
         if len([op for op in ops if not op.name.endswith(".bias")]) == 1:
-            _add_readers(graph, recomputed, ops, places)
+            _add_readers(graph, recomputed, ops, op_index)
     for mark, ops in selected.items():
         add_segments(graph, recomputed, ops, mark.communication)
     return recomputed
@@ -123,60 +128,58 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
 def add_segments(
     graph: Graph, recomputed: dict[str, Recompute], ops: Sequence[Op], communication: bool
 ) -> None:
-    """Adds `ops` to `recomputed`, together with the operators that save their results.
+    """Add `ops` to `recomputed`, together with the operators that save their results.
 
-    Operators that follow each other, or read each other's results, share a segment.
+    Consecutive operators, and those that read each other's results, share a segment.
     """
     members: dict[str, list[Op]] = {}
     segments: dict[str, str] = {}
-    place = _positions(graph)
+    op_index = _op_indices(graph)
     for op in ops:
-        makers = [graph.producer[v].name for v in op.inputs if v in graph.producer]
-        number = place[op.name]
-        previous = [graph.ops[number - 1].name] if number else []
-        neighbors = [segments[name] for name in (*makers, *previous) if name in segments]
+        producers = [graph.producer[v].name for v in op.inputs if v in graph.producer]
+        index = op_index[op.name]
+        previous = [graph.ops[index - 1].name] if index else []
+        neighbors = [segments[name] for name in (*producers, *previous) if name in segments]
         segments[op.name] = neighbors[0] if neighbors else op.name
         members.setdefault(segments[op.name], []).append(op)
     for segment, segment_ops in members.items():
         recomputed.update((op.name, Recompute(segment, communication)) for op in segment_ops)
     for segment_ops in members.values():
-        _add_readers(graph, recomputed, segment_ops, place)
+        _add_readers(graph, recomputed, segment_ops, op_index)
 
 
-def _positions(graph: Graph) -> dict[str, int]:
-    return {op.name: number for number, op in enumerate(graph.ops)}
+def _op_indices(graph: Graph) -> dict[str, int]:
+    return {op.name: index for index, op in enumerate(graph.ops)}
 
 
 def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
-    """The calls of marked functions, by the mark of each.
+    """The calls of marked functions, by the identity of their mark.
 
     Raises:
-        StrategyError: if one has no operator.
+        StrategyError: if a call has no operator.
     """
     for mark, source in graph.call_tags:
         if not isinstance(mark, RecomputeMark):
             continue
         ops = [op for op in graph.ops if any(tag is mark for tag in op.tags)]
         if not ops and mark.checkpoint:
-            continue
+            continue  # A call of torch.utils.checkpoint that computes nothing is no error.
         if not ops:
             raise StrategyError(
                 f"the function called at {source or 'an unknown line'} is marked by recompute, but"
-                " the graph has no operator of this call; its result is unused, or it computes"
-                " nothing"
+                " the graph has no operator of this call\n"
+                "its result is unused, or it computes nothing: remove the mark"
             )
-        _check_kinds(f"the function called at {source or 'an unknown line'}", mark, ops)
-        yield (
-            id(mark),
-            _MarkedCall(_Place(mark, ops[0].name), _common_depth([op.calls for op in ops])),
-        )
+        _check_op_types(f"the function called at {source or 'an unknown line'}", mark, ops)
+        segment = _MarkedSegment(mark, ops[0].name)
+        yield id(mark), _MarkedCall(segment, _common_depth([op.calls for op in ops]))
 
 
 @dataclass(frozen=True)
 class _MarkedCall:
     """A call of a marked function, and the number of module calls that enclose it."""
 
-    place: _Place
+    segment: _MarkedSegment
     depth: int
 
 
@@ -187,19 +190,21 @@ def _common_depth(calls: Sequence[tuple[str, ...]]) -> int:
 
 def _innermost_mark(
     op: Op, modules: Mapping[str, RecomputeMark], functions: Mapping[int, _MarkedCall]
-) -> _Place | None:
-    """The innermost mark around an operator."""
+) -> _MarkedSegment | None:
     function = next((functions[id(tag)] for tag in op.tags if id(tag) in functions), None)
+    # Modules that the marked function calls are inside it, those before `depth` around it.
     for call in reversed(op.calls[function.depth if function else 0 :]):
         mark = modules.get(call.partition("@")[0])
         if mark is not None:
-            return _Place(mark, call or "model")
-    return function.place if function else None
+            return _MarkedSegment(mark, call or "model")
+    return function.segment if function else None
 
 
 def _check_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) -> None:
-    """Raises:
-    StrategyError: if the module of a mark has no operator, or none with a name that it lists.
+    """Check that every marked module has operators, and those that its mark lists.
+
+    Raises:
+        StrategyError: for the first mark whose module does not.
     """
     inside: dict[RecomputeMark, list[Op]] = {mark: [] for mark in modules.values()}
     for op in graph.ops:
@@ -213,46 +218,48 @@ def _check_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) -> None:
             near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
             raise StrategyError(
                 f"{where} is marked by recompute, but has no operator in the graph: it is never"
-                f" called, or it computes nothing; closest operators: {', '.join(near)}"
+                f" called, or it computes nothing\nclosest operators: {', '.join(near)}"
             )
-        _check_kinds(where, mark, ops)
+        _check_op_types(where, mark, ops)
 
 
-def _check_kinds(where: str, mark: RecomputeMark, ops: Sequence[Op]) -> None:
-    known = dict.fromkeys(local_operator_name(op.target) for op in ops)
-    for kind in mark.kinds or ():
-        if kind not in known:
+def _check_op_types(where: str, mark: RecomputeMark, ops: Sequence[Op]) -> None:
+    present = dict.fromkeys(local_operator_name(op.target) for op in ops)
+    for op_type in mark.kinds or ():
+        if op_type not in present:
             raise StrategyError(
-                f"recompute: {where} has no operator {kind!r}; its operators are {', '.join(known)}"
+                f"recompute: {where} has no operator {op_type!r}\n"
+                f"its operators are {', '.join(present)}"
             )
 
 
 def _add_readers(
-    graph: Graph, recomputed: dict[str, Recompute], ops: Sequence[Op], place: Mapping[str, int]
+    graph: Graph, recomputed: dict[str, Recompute], ops: Sequence[Op], op_index: Mapping[str, int]
 ) -> None:
-    """Extends a segment by the operators that save its results for their backward pass.
+    """Extend a segment by the operators that save its results for their backward pass.
 
-    Otherwise these results would stay in memory. The last operator of a segment is not itself
-    recomputed, only its inputs are, so only the last one may be expensive.
+    Otherwise these results would stay in memory. The backward pass recomputes what the last
+    operator of a segment reads, but not that operator: only the last one may be expensive.
     """
     segment = recomputed[ops[-1].name]
     results = [value for op in ops for value in op.outputs]
     members = {op.name for op in ops}
-    keeping: set[str] = set()
+    savers: set[str] = set()
     views: set[str] = set()
     for value in results:
         for op, index in graph.consumers[value]:
             if op.name in members:
                 continue
             if _is_view(op):
+                # A saved view keeps the memory of the tensor alive: look at who saves the view.
                 views.add(op.name)
                 results += op.outputs
             elif index in saved_tensors(op).inputs:
-                keeping.add(op.name)
-    if not keeping:
+                savers.add(op.name)
+    if not savers:
         return
-    last = max(keeping, key=lambda name: place[name])
-    earlier = {name for name in keeping | views if place[name] < place[last]}
+    last = max(savers, key=lambda name: op_index[name])
+    earlier = {name for name in savers | views if op_index[name] < op_index[last]}
     if last not in recomputed and not any(
         name in recomputed or _is_expensive(graph.by_name[name]) for name in earlier
     ):

@@ -1,4 +1,4 @@
-"""What the user's strategies fix before any search starts: the mesh, cuts, outputs and storage."""
+"""Resolve the user's strategies to the decisions that a search must keep: mesh, cuts, storage."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shardwright.core.constraints.parse import (
     StrategyParser,
     axes_on_mesh,
     divisors,
-    first_axes,
     mesh_of,
+    take_outer_axes,
 )
 from shardwright.core.constraints.strategy import Entry, OperatorStrategy, entries_text, entry_text
 from shardwright.core.graph.graph import Graph, Op, Value
@@ -23,7 +23,7 @@ from shardwright.core.rules.rule import Cuts
 from shardwright.errors import StrategyError
 
 OutputAxes = tuple[tuple[Axes, ...] | None, ...]
-"""For each output the axes that cut each dimension; None where the search is free to choose."""
+"""For each output the axes that shard each dimension; None if the search decides."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class ResolvedConstraints:
     """The decisions of a plan that the user has made.
 
     Args:
-        mesh: the device matrix, in which all layouts of the user can be expressed.
-        cuts: of every pinned operator; `{}` for a replicated one. The bias of a pinned operator is
-            cut like the output that it is added to.
-        outputs: the output axes of the operators that have an out_strategy.
+        mesh: the device matrix, on which all layouts of the user can be expressed.
+        cuts: the axes of each factor, for every pinned operator; `{}` for a replicated one. The
+            bias of a pinned operator is sharded like the output to which it is added.
+        outputs: the output axes of each operator with an out_strategy.
     """
 
     mesh: DeviceMatrix
@@ -49,17 +49,17 @@ def resolve(
     parameters: Mapping[str, Entry],
     nodes: Iterable[int] = (),
 ) -> ResolvedConstraints:
-    """Resolves strategies to cuts on a common device matrix.
+    """Resolve strategies to cuts on a common device matrix.
 
     Args:
-        strategies: by name of the operator.
-        parameters: the requested storage of parameters; here only its layouts matter, which the
-            device matrix must be able to express.
-        nodes: how many neighboring devices each level of links joins, as `mesh_of` takes them.
+        strategies: the strategy of each pinned operator, by its name.
+        parameters: the requested storage of parameters. Only its layouts matter here: the device
+            matrix must be able to express them.
+        nodes: number of consecutive devices that each level of the interconnect joins, ascending.
 
     Raises:
-        StrategyError: if an operator cannot be sharded as requested; the message names the
-            operator, its shapes and what is valid.
+        StrategyError: if an operator cannot be sharded as requested; the message gives its shapes
+            and what is valid.
         LayoutError: if a layout has another number of devices, or no device matrix can express all.
     """
     layouts = [(name, layout) for name, s in strategies.items() for layout in s.layouts]
@@ -83,20 +83,26 @@ def resolve(
 
 
 def _in_captured_shapes(op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix) -> OperatorStrategy:
-    """The same shards of tensors whose leading dimensions are one in the user's code, and apart in
-    the graph."""
+    """Translate a strategy to the shapes of the graph.
+
+    Where the user's code flattens leading dimensions, as `x.view(-1, k) @ w` does, the graph has
+    them unflattened; the entry of the flattened dimension is distributed over them.
+    """
 
     def entry_of(value: Value, entry: Entry) -> Entry:
         dims = entry.axes if isinstance(entry, TensorLayout) else entry
+        # An entry that already has the dimensions of the graph is taken as it is.
         if entry is None or not dims or len(dims) != len(value.shape) - op.flattened + 1:
             return entry
-        lead = value.shape[: op.flattened]
+        flattened_shape = value.shape[: op.flattened]
         if isinstance(entry, TensorLayout):
             first, *rest = axes_on_mesh(op.name, entry, mesh)
-            axes = _dealt_out(lead, first, [mesh.device_matrix[axis] for axis in first])
+            sizes = [mesh.device_matrix[axis] for axis in first]
+            axes = _distribute_over_dims(flattened_shape, first, sizes)
             return TensorLayout(mesh, (*map(tuple, axes), *rest))
         primes = prime_factors(entry[0])
-        return (*map(prod, _dealt_out(lead, primes, primes)), *entry[1:])
+        counts = map(prod, _distribute_over_dims(flattened_shape, primes, primes))
+        return (*counts, *entry[1:])
 
     def entries(values: Sequence[Value], requested: tuple[Entry, ...]) -> tuple[Entry, ...]:
         return (*map(entry_of, values, requested), *requested[len(values) :])
@@ -110,36 +116,42 @@ def _in_captured_shapes(op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix) 
     )
 
 
-def _dealt_out(shape: Sequence[int], axes: Iterable[int], sizes: Iterable[int]) -> list[list[int]]:
-    """Each of `axes` goes to the outermost dimension that its size still divides, or to the
-    last."""
-    left, parts = list(shape), [list[int]() for _ in shape]
+def _distribute_over_dims(
+    shape: Sequence[int], axes: Iterable[int], sizes: Iterable[int]
+) -> list[list[int]]:
+    """Assign each axis to the outermost dimension that its size still divides, or to the last."""
+    local_shape, axes_of_dim = list(shape), [list[int]() for _ in shape]
     for axis, size in zip(axes, sizes, strict=True):
-        dim = next((dim for dim, rest in enumerate(left) if rest % size == 0), len(left) - 1)
-        left[dim] //= size
-        parts[dim].append(axis)
-    return parts
+        divisible = (dim for dim, local_size in enumerate(local_shape) if local_size % size == 0)
+        dim = next(divisible, len(local_shape) - 1)
+        local_shape[dim] //= size
+        axes_of_dim[dim].append(axis)
+    return axes_of_dim
 
 
 def _output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes, ...]:
-    """The axes that cut the output of a pinned operator once its partial sum is all-reduced."""
+    """The axes that shard the output of a pinned operator once its partial sum is all-reduced."""
     rule = rule_of(op)
     assert rule is not None
     return rule.layouts(mesh, cuts)[1][0].axes
 
 
 def _cuts_for_first_input(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
-    """The cuts with which an operator reads its first input cut by `axes`."""
+    """The cuts under which an operator reads its first input sharded by `axes`."""
     rule = rule_of(op)
     assert rule is not None
     factors = zip(rule.inputs[0], axes, strict=True)
-    return {f: cut for f, cut in factors if f is not None and f in rule.factors and cut}
+    return {
+        factor: axes_of_dim
+        for factor, axes_of_dim in factors
+        if factor is not None and factor in rule.factors and axes_of_dim
+    }
 
 
 def requested_storage(
     graph: Graph, mesh: DeviceMatrix, parameters: Mapping[str, Entry], used: Storage
 ) -> dict[str, tuple[Axes, ...]]:
-    """How every parameter is stored: as requested by the user, otherwise as it is `used`.
+    """Returns the storage axes of every parameter: those requested, else those it is `used` with.
 
     Raises:
         StrategyError: if a parameter cannot be sharded as requested.
@@ -154,14 +166,14 @@ def requested_storage(
 
 
 def requested_outputs(parser: StrategyParser, cuts: Cuts) -> OutputAxes | None:
-    """The output axes that out_strategy requests; None if the operator has none.
+    """Returns the output axes that the out_strategy requests; None without an out_strategy.
 
-    An output can stay as the operator computes it. A partial sum is all-reduced, or
-    reduce-scattered onto any dimensions, whose innermost axes the axes of the sum then become.
+    An output can keep the layout that the operator computes. A partial sum is all-reduced, or
+    reduce-scattered onto any dimensions, of which the axes of the sum become the innermost.
 
     Raises:
-        StrategyError: if an output cannot get the requested layout; the message lists those that it
-            can get.
+        StrategyError: if an output cannot have the requested layout; the message lists the valid
+            ones.
     """
     op, entries = parser.op, parser.strategy.outputs
     if entries is None:
@@ -182,7 +194,7 @@ def _requested_axes(
     parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout
 ) -> tuple[Axes, ...]:
     shape = parser.op.outputs[index].shape
-    exact = isinstance(entry, TensorLayout)
+    names_axes = isinstance(entry, TensorLayout)
     counts = entry.shard_counts if isinstance(entry, TensorLayout) else entry
     assert counts is not None
     if len(counts) != len(shape):
@@ -192,27 +204,35 @@ def _requested_axes(
         )
     if isinstance(entry, TensorLayout):
         requested = axes_on_mesh(parser.op.name, entry, parser.mesh)
-        axes = requested if _adds_minor_axes(requested, computed) else None
+        axes = requested if _only_appends_axes(requested, computed) else None
     else:
         axes = _axes_for_counts(counts, computed)
-    fits = all(size % count == 0 for size, count in zip(shape, counts, strict=True))
-    if axes is None or not fits:
-        raise _invalid_output(parser, index, entry, computed, exact)
+    divides = all(size % count == 0 for size, count in zip(shape, counts, strict=True))
+    if axes is None or not divides:
+        raise _invalid_output(parser, index, entry, computed, names_axes)
     return axes
 
 
-def _adds_minor_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> bool:
+def _only_appends_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> bool:
     """Whether `requested` only appends axes of the partial sum to those of each dimension."""
     return all(
-        axes[: len(own)] == own and computed.partial.issuperset(axes[len(own) :])
-        for axes, own in zip(requested, computed.axes, strict=True)
+        axes[: len(computed_axes)] == computed_axes
+        and computed.partial.issuperset(axes[len(computed_axes) :])
+        for axes, computed_axes in zip(requested, computed.axes, strict=True)
     )
 
 
 def _axes_for_counts(counts: tuple[int, ...], computed: TensorLayout) -> tuple[Axes, ...] | None:
+    """The computed axes with axes of the partial sum appended; None if the counts do not fit."""
     free, requested = sorted(computed.partial), []
-    for count, own, axes in zip(counts, computed.shard_counts, computed.axes, strict=True):
-        extra = None if count % own else first_axes(count // own, free, computed.layout)
+    for count, computed_count, axes in zip(
+        counts, computed.shard_counts, computed.axes, strict=True
+    ):
+        extra = (
+            None
+            if count % computed_count
+            else take_outer_axes(count // computed_count, free, computed.layout)
+        )
         if extra is None:
             return None
         requested.append((*axes, *extra))
@@ -220,9 +240,9 @@ def _axes_for_counts(counts: tuple[int, ...], computed: TensorLayout) -> tuple[A
 
 
 def _invalid_output(
-    parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout, exact: bool
+    parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout, names_axes: bool
 ) -> StrategyError:
-    names = parser.named(sorted(computed.partial))
+    names = parser.user_axis_names(sorted(computed.partial))
     over = f" over {names}" if names else ""
     if computed.partial:
         num_terms = computed.layout.size(computed.partial)
@@ -233,21 +253,21 @@ def _invalid_output(
         scattered = ", ".join(map(entry_text, options))
         valid = f"{entry_text(computed.shard_counts)} (all-reduce)"
         valid += f", {scattered} (reduce-scatter)" if scattered else ""
-        valid += "; the axes of the sum must be the innermost of a dimension" if exact else ""
+        valid += "; the axes of the sum must be the innermost of a dimension" if names_axes else ""
     else:
         description = f"{entry_text(computed.shard_counts)}, not a partial sum"
-        dims = ", ".join(parser.named(axes) or "None" for axes in computed.axes)
-        valid = f"({dims})" if exact else entry_text(computed.shard_counts)
+        dims = ", ".join(parser.user_axis_names(axes) or "None" for axes in computed.axes)
+        valid = f"({dims})" if names_axes else entry_text(computed.shard_counts)
     return parser.error(
         f"output {index} {list(parser.op.outputs[index].shape)} cannot be sharded as"
-        f" {entry_text(entry)}: the operator computes it as {description}; valid is {valid}"
+        f" {entry_text(entry)}: the operator computes it as {description}\nvalid is {valid}"
     )
 
 
 def _reduce_scatter_counts(
     computed: TensorLayout, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """The shard counts after reduce-scattering the whole sum onto one dimension."""
+    """The shard counts after reduce-scattering the partial sum onto one dimension."""
     terms, counts = computed.layout.size(computed.partial), computed.shard_counts
     for dim, size in enumerate(shape):
         if size % (counts[dim] * terms) == 0:
@@ -257,13 +277,13 @@ def _reduce_scatter_counts(
 def cut_axes(
     where: str, option: str, tensor: Value, entry: Entry, mesh: DeviceMatrix, used: tuple[Axes, ...]
 ) -> tuple[Axes, ...]:
-    """The axes that cut each dimension of a tensor for which `option` requests `entry`.
+    """Returns the axes that shard each dimension of a tensor for which `option` requests `entry`.
 
-    Shard counts first take the axes that cut the dimension where the tensor is used, so that as
-    little as possible is communicated, then the outermost axes that remain.
+    Shard counts first take the axes with which the dimension is used, to communicate as little as
+    possible, then the outermost of the others.
 
     Args:
-        used: the axes that cut each dimension where an operator reads it.
+        used: the axes that shard each dimension where an operator reads the tensor.
 
     Raises:
         StrategyError: if the tensor cannot be sharded as requested.
@@ -283,7 +303,8 @@ def cut_axes(
         if size % count:
             raise StrategyError(
                 f"{where}: {request}: dimension {dim} has size {size}, which is not divisible into"
-                f" {count} shards; valid are {divisors(size, mesh.num_devices)}"
+                f" {count} shards\n"
+                f"valid numbers of shards are {divisors(size, mesh.num_devices)}"
             )
     return (
         axes if axes is not None else _storage_axes_for_counts(where, request, counts, mesh, used)
@@ -298,11 +319,11 @@ def _storage_axes_for_counts(
     free = [axis for axis in range(len(mesh.device_matrix)) if axis not in used_axes]
     stored = []
     for count, axes in zip(counts, reused, strict=True):
-        extra = first_axes(count // mesh.size(axes), free, mesh)
+        extra = take_outer_axes(count // mesh.size(axes), free, mesh)
         if extra is None:
             raise StrategyError(
-                f"{where}: {request} does not fit {mesh.num_devices} devices; the product of the"
-                " shard counts must divide their number"
+                f"{where}: {request} does not fit {mesh.num_devices} devices\nthe product of the"
+                f" shard counts must divide {mesh.num_devices}"
             )
         stored.append((*axes, *extra))
     return tuple(stored)

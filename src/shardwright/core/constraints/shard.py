@@ -1,6 +1,6 @@
-"""`shard` pins strategies to modules and functions; `pins_of` finds them in a captured graph.
+"""`shard` pins strategies to modules and functions; `pins_of` collects them from a captured graph.
 
-A pin is part of the module, or of the function that `shard` returns; there is no global state.
+A pin is stored on the module, or on the function that `shard` returns; there is no global state.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _DATA_MOVEMENT_OPS = (
     aten.to.dtype,
     aten.detach.default,
 )
-"""Operators that do not count when a pin must be about a single operator."""
+"""Operators ignored when a pin must refer to a single operator."""
 
 
 class NamedFunction(nn.Module):
-    """A function as a module, so that it has a name in the module tree, in pins and in plans.
+    """Wrap a function in a module, so that it has a name in the module tree, in pins and in plans.
 
     Args:
-        function: any function; called with the arguments of the module.
+        function: any function; it is called with the arguments of the module.
 
     Raises:
         StrategyError: if `function` is a module or not callable.
@@ -53,7 +53,8 @@ class NamedFunction(nn.Module):
         super().__init__()
         if isinstance(function, nn.Module) or not callable(function):
             raise StrategyError(
-                f"Op takes a function, not {function!r}; a module already has a name"
+                f"Op takes a function, not {function!r}\n"
+                "a module needs no Op: it already has a name"
             )
         self.function = function
 
@@ -73,33 +74,37 @@ def shard(
     out_strategy: tuple[Entry, ...] | None = None,
     parameter_plan: Mapping[str, Entry] | None = None,
 ) -> ShardTarget:
-    """Pins how an operator is sharded; no search changes it.
+    """Pin the sharding of an operator, so that the search does not change it.
 
     Args:
-        target: a module, whose main operator is pinned in every call (a later `shard` replaces an
-            earlier one), or a function; call the returned function in `forward`. Of a module that
-            has others inside, what it is called with and what it returns is pinned.
+        target: a module, or a function. Of a module without submodules the main operator is pinned,
+            in every call; of a module with submodules its arguments and results are. A later
+            `shard` of the same module replaces this one. Of a function, call the returned one in
+            `forward`.
         in_strategy: one entry per tensor input, in the order of the operator or of the signature of
             `forward`: a tuple with the number of shards of each dimension, a `TensorLayout`, or
-            None if it follows from the other entries. Weights have torch's shape; for `nn.Linear`
-            that is (out_features, in_features). Dimensions that no entry cuts are replicated, and
-            so is the computation over devices that are left over.
+            None if it follows from the other entries. Weights have torch's shape, for `nn.Linear`
+            (out_features, in_features). Dimensions without shards are replicated; if the strategy
+            has fewer shards than there are devices, the computation is replicated over the rest.
         out_strategy: one entry per output, in the same form. Partial sums are all-reduced or
             reduce-scattered to match; with None the operators that read the output decide. It also
-            cuts dimensions that only the output has, such as those that `expand` adds.
-        parameter_plan: by name, an entry for how each parameter of the module is stored.
+            shards dimensions that only the output has, such as those that `expand` adds.
+        parameter_plan: one entry for the storage of each parameter, by its name in the module.
 
     Returns:
         The module itself, or the pinned function.
 
     Raises:
-        StrategyError: if an entry is invalid or a parameter is unknown. What depends on shapes and
-            the number of devices is checked by `plan`.
+        StrategyError: if an entry is invalid or a parameter is unknown. `plan` checks what depends
+            on shapes and on the number of devices.
     """
     if isinstance(target, type) or not callable(target):
         raise StrategyError(f"shard takes a module or a function, not {target!r}")
     if in_strategy is None and out_strategy is not None:
-        raise StrategyError("out_strategy requires an in_strategy")
+        raise StrategyError(
+            "out_strategy requires an in_strategy\n"
+            "pass one too: shard(net.fc, ((2, 4), (1, 4)), out_strategy=((8, 1),))"
+        )
     if in_strategy is None and parameter_plan is None:
         raise StrategyError("shard needs an in_strategy or a parameter_plan")
     strategy = None
@@ -112,24 +117,26 @@ def shard(
         return target
     if parameter_plan is not None:
         raise StrategyError(
-            "only modules take a parameter_plan, a function has no parameters; call shard on the"
-            " module that owns them"
+            "only modules take a parameter_plan, a function has no parameters\n"
+            "call shard on the module that owns them"
         )
     function: ShardTarget = tagged_calls(target, Pin(strategy))
     return function
 
 
 def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Raises:
-    StrategyError: if the module has no such parameter, or an entry is invalid.
+    """Return a validated copy of a `parameter_plan`.
+
+    Raises:
+        StrategyError: if the module has no such parameter, or an entry is invalid.
     """
-    known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for name, entry in plan.items():
-        if name not in known:
-            near = get_close_matches(str(name), known, cutoff=0.0)
+        if name not in parameters:
+            near = get_close_matches(str(name), parameters, cutoff=0.0)
             raise StrategyError(
-                f"parameter_plan: {type(module).__name__} has no parameter {name!r}; closest:"
-                f" {', '.join(near) or 'none, the module has no parameters'}"
+                f"parameter_plan: {type(module).__name__} has no parameter {name!r}\n"
+                f"closest: {', '.join(near) or 'none, the module has no parameters'}"
             )
         check_entry(f"parameter_plan of {name!r}", entry)
     return dict(plan)
@@ -140,8 +147,8 @@ class Pins:
     """The pins of a graph.
 
     Args:
-        strategies: by name of the operator.
-        parameters: how parameters are stored, by name of the parameter.
+        strategies: the strategy of each pinned operator, by its name.
+        parameters: the storage entry of each pinned parameter, by its name.
     """
 
     strategies: dict[str, OperatorStrategy]
@@ -149,7 +156,7 @@ class Pins:
 
 
 def pins_of(graph: Graph) -> Pins:
-    """Finds the operators and parameters that the pins of a captured graph refer to.
+    """Collect the pins of a captured graph by the operators and parameters that they refer to.
 
     Raises:
         StrategyError: if a pin matches no operator or several, or two pins of one operator differ.
@@ -162,13 +169,14 @@ def pins_of(graph: Graph) -> Pins:
     ):
         if strategies.setdefault(op.name, strategy) != strategy:
             raise StrategyError(
-                f"{op.name} has two conflicting pins, {strategies[op.name]} and {strategy}; keep"
-                " one of them"
+                f"{op.name} has two conflicting pins, {strategies[op.name]} and {strategy}\n"
+                "keep one of them"
             )
     return Pins(strategies, _parameter_plans(graph))
 
 
 def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+    # The pin of a module with submodules is on the aliases of its boundary (`constraints/pin.py`).
     with_boundary = {op.module for op in graph.ops if _is_boundary(op)}
     for pin, paths in _modules_by_pin(graph).items():
         if pin.strategy is None or with_boundary.issuperset(paths):
@@ -185,7 +193,7 @@ def _is_boundary(op: Operator) -> bool:
 
 
 def _modules_by_pin(graph: Graph) -> dict[Pin, list[str]]:
-    """Every pin of a module, with all paths of that module."""
+    """All paths of the module of each pin: a module that is used twice has two."""
     paths: dict[Pin, list[str]] = {}
     for path, pin in _pinned_modules(graph):
         paths.setdefault(pin, []).append(path)
@@ -198,21 +206,25 @@ def _pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
 
 
 def _named_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
-    calls: dict[str, list[Operator]] = {}
+    """Strategies from files, by operator name; without `@n` they apply to every call."""
+    ops_by_name: dict[str, list[Operator]] = {}
     for op in graph.ops:
-        first, _, number = op.name.rpartition("@")
-        calls.setdefault(first if number.isdigit() else op.name, []).append(op)
+        name, _, call_number = op.name.rpartition("@")
+        ops_by_name.setdefault(name if call_number.isdigit() else op.name, []).append(op)
     for pin, paths in _modules_by_pin(graph).items():
-        named = {path + suffix for path in paths for suffix in pin.operators}
+        # An entry for one call, "net.fc@2", takes precedence over that for all calls, "net.fc".
+        listed = {path + suffix for path in paths for suffix in pin.operators}
         for suffix, strategy in pin.operators.items():
             names = [path + suffix for path in paths]
             ops = [graph.by_name[name] for name in names if name in graph.by_name]
-            ops += [op for name in names for op in calls.get(name, ()) if op.name not in named]
+            ops += [
+                op for name in names for op in ops_by_name.get(name, ()) if op.name not in listed
+            ]
             if not ops:
                 near = get_close_matches(names[0], list(graph.by_name), n=3, cutoff=0.0)
                 raise StrategyError(
                     f"{names[0]!r} is pinned as {strategy}, but the graph has no operator of this"
-                    f" name; closest operators: {', '.join(near)}"
+                    f" name\nclosest operators: {', '.join(near)}"
                 )
             for op in ops:
                 yield op, strategy
@@ -220,18 +232,18 @@ def _named_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy
 
 def _main_operators(graph: Graph, path: str) -> list[Operator]:
     """The main operator of each call of a module."""
-    below = [op for op in graph.ops if not path or f"{op.module}.".startswith(f"{path}.")]
-    own = [op for op in below if op.module == path]
+    inside = [op for op in graph.ops if not path or f"{op.module}.".startswith(f"{path}.")]
+    direct = [op for op in inside if op.module == path]
     where = f"module {path!r}" if path else "the model itself"
-    if len(own) < len(below):
-        raise StrategyError(_ambiguous(where, below))
+    if len(direct) < len(inside):
+        raise StrategyError(_ambiguous(where, inside))
     calls: dict[str, list[Operator]] = {}
-    for op in own:
-        calls.setdefault(_call(op.name, path), []).append(op)
+    for op in direct:
+        calls.setdefault(_call_suffix(op.name, path), []).append(op)
     return [_main_operator(where, ops) for ops in calls.values()]
 
 
-def _call(name: str, path: str) -> str:
+def _call_suffix(name: str, path: str) -> str:
     """`""` for operators of the first call of a module, `@2` for those of the second."""
     suffix = name.removeprefix(path)
     return suffix.partition(".")[0] if path and suffix.startswith("@") else ""
@@ -243,12 +255,12 @@ def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrat
             continue
         ops = [op for op in graph.ops if pin in op.tags]
         if not ops and isinstance(pin, BoundaryPin):
-            continue  # A tensor that nothing reads.
+            continue  # Nothing reads the tensor, so the graph has no alias of it.
         where = f"the pinned function called at {source or 'an unknown line'}"
         if not ops:
             raise StrategyError(
-                f"{where}, {pin.strategy}: the graph has no operator of this call; its result is"
-                " unused, or the call computes nothing"
+                f"{where}, {pin.strategy}: the graph has no operator of this call\n"
+                "its result is unused, or the call computes nothing: remove the pin"
             )
         yield _main_operator(where, ops), pin.strategy
 
@@ -269,9 +281,9 @@ def _ambiguous(where: str, ops: Sequence[Operator]) -> str:
     names = ", ".join(op.name for op in ops[:8])
     more = f" and {len(ops) - 8} more" if len(ops) > 8 else ""
     return (
-        f"{where} has {len(ops)} operators, but a pin is for a single one: {names}{more}; pin a"
-        " module with one operator, the function that is called (wrap it in sw.Op to name it), or a"
-        " module around it, of which inputs and outputs are pinned"
+        f"{where} has {len(ops)} operators, but a pin is for a single one: {names}{more}\n"
+        "pin a module with one operator, the function that is called (wrap it in sw.Op to name it),"
+        " or a module around it, whose arguments and results are pinned"
     )
 
 
@@ -279,25 +291,26 @@ def _no_operator(graph: Graph, path: str, pin: Pin) -> str:
     near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
     return (
         f"module {path!r} is pinned as {pin.strategy}, but has no operator in the graph: it is"
-        f" never called, or it computes nothing; closest operators: {', '.join(near)}"
+        f" never called, or it computes nothing\nclosest operators: {', '.join(near)}"
     )
 
 
 def _parameter_plans(graph: Graph) -> dict[str, Entry]:
-    known = {value.name for value in graph.parameters}
-    stored: dict[str, Entry] = {}
+    parameters = {value.name for value in graph.parameters}
+    entries: dict[str, Entry] = {}
     for path, pin in _pinned_modules(graph):
-        for inner, entry in pin.parameters.items():
-            name = ".".join(filter(None, (path, inner)))
-            first = graph.tied.get(name, name)
-            if first not in known:
+        for name_in_module, entry in pin.parameters.items():
+            name = ".".join(filter(None, (path, name_in_module)))
+            # A tied parameter is in the graph once, under the first of its names.
+            graph_name = graph.tied.get(name, name)
+            if graph_name not in parameters:
                 raise StrategyError(
                     f"parameter_plan of {path or 'the model'!r}: no operator uses the parameter"
                     f" {name!r}"
                 )
-            if stored.setdefault(first, entry) != entry:
+            if entries.setdefault(graph_name, entry) != entry:
                 raise StrategyError(
                     f"parameter_plan of {path or 'the model'!r}: the parameter {name!r} has two"
                     " conflicting entries"
                 )
-    return stored
+    return entries

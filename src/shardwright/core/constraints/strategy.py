@@ -10,16 +10,16 @@ from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.errors import StrategyError
 
 Entry = tuple[int, ...] | TensorLayout | None
-"""The sharding of one tensor: a shard count per dimension, a layout, or None to leave it open."""
+"""Sharding of one tensor: a shard count per dimension, a layout, or None to leave it open."""
 
 
 @dataclass(frozen=True)
 class OperatorStrategy:
-    """How one operator is to be sharded.
+    """The requested sharding of one operator.
 
     Args:
-        inputs: an entry for each tensor input, in the order of the operator.
-        outputs: an entry for each output; None leaves them as the operator computes them.
+        inputs: one entry per tensor input, in the order of the operator.
+        outputs: one entry per output; None keeps the sharding that the operator computes.
 
     Raises:
         StrategyError: if an entry is not a tuple of positive ints, a layout or None, or if a layout
@@ -36,8 +36,8 @@ class OperatorStrategy:
         entries = (*self.inputs, *(self.outputs or ()))
         if all(entry is None for entry in entries) and self.inputs:
             raise StrategyError(
-                f"in_strategy {entries_text(self.inputs)} is empty; give at least one input an"
-                " entry other than None"
+                f"in_strategy {entries_text(self.inputs)} is empty\n"
+                "give at least one input an entry other than None, such as ((2,4),(1,4))"
             )
 
     def __str__(self) -> str:
@@ -46,13 +46,13 @@ class OperatorStrategy:
 
     @property
     def layouts(self) -> Iterator[TensorLayout]:
-        """The layouts among its entries."""
+        """The entries that are layouts."""
         for entry in (*self.inputs, *(self.outputs or ())):
             if isinstance(entry, TensorLayout):
                 yield entry
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict that can be written as JSON: counts as lists, layouts as dicts."""
+        """Returns the strategy as JSON data: counts as lists, layouts as dicts."""
         return {
             "inputs": [_entry_data(entry) for entry in self.inputs],
             "outputs": None if self.outputs is None else [_entry_data(e) for e in self.outputs],
@@ -80,53 +80,59 @@ def _entry(data: Any) -> Entry:
 
 
 def check_entries(what: str, entries: Any) -> None:
-    """Raises:
-    StrategyError: if `entries` is not a tuple of valid entries.
+    """Validate a tuple of entries; `what` names the option in errors.
+
+    Raises:
+        StrategyError: if `entries` is not a tuple of valid entries.
     """
     if not isinstance(entries, tuple):
         raise StrategyError(f"{what} must be a tuple with one entry per tensor, not {entries!r}")
     for entry in entries:
         if isinstance(entry, int):
             raise StrategyError(
-                f"{what} {entries!r} contains the int {entry!r}; an entry is a tuple with one shard"
-                f" count per dimension, a TensorLayout, or None. For a single tensor write"
-                f" ({entries!r},)"
+                f"{what} {entries!r} contains the int {entry!r}\n"
+                "an entry is a tuple with one shard count per dimension, a TensorLayout, or None;"
+                f" for a single tensor write ({entries!r},)"
             )
         check_entry(what, entry)
 
 
 def check_entry(what: str, entry: Any) -> None:
-    """Raises:
-    StrategyError: if `entry` is neither a tuple of positive counts, nor a layout, nor None.
+    """Validate one entry; `what` names the option in errors.
+
+    Raises:
+        StrategyError: if `entry` is neither a tuple of positive ints, nor a layout, nor None, or is
+            the layout of a partial sum.
     """
     if entry is None:
         return
     if isinstance(entry, TensorLayout):
         if entry.partial or entry.varying:
             raise StrategyError(
-                f"{what}: the layout {entry} is a partial sum; a strategy only says which axes cut"
-                " dimensions"
+                f"{what}: the layout {entry} is a partial sum\n"
+                "a strategy only says which axes shard dimensions; leave out partial and varying"
             )
         return
     if isinstance(entry, Layout):
         raise StrategyError(
-            f"{what}: {entry} is a Layout, not a TensorLayout; call it with the axes of each"
-            " dimension: layout('dp', 'None')"
+            f"{what}: {entry} is a Layout, not a TensorLayout\n"
+            "call it with the axes of each dimension: layout('dp', 'None')"
         )
     if not isinstance(entry, tuple):
         raise StrategyError(
-            f"{what} contains {entry!r}; an entry is a tuple with one shard count per dimension,"
-            " a TensorLayout, or None"
+            f"{what} contains {entry!r}\n"
+            "an entry is a tuple with one shard count per dimension, such as (2, 4), a"
+            " TensorLayout, or None"
         )
     for count in entry:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise StrategyError(
-                f"{what}: {entry!r} contains {count!r}; a shard count must be an int of at least 1"
+                f"{what}: {entry!r} contains {count!r}\na shard count must be an int of at least 1"
             )
 
 
 def entry_text(entry: Entry) -> str:
-    """`(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout."""
+    """An entry as errors show it: `(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout."""
     if isinstance(entry, tuple):
         return f"({','.join(map(str, entry))}{',' if len(entry) == 1 else ''})"
     return str(entry)

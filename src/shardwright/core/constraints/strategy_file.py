@@ -1,4 +1,4 @@
-"""The JSON file of strategies, which people can read and edit.
+"""The JSON file of strategies, meant to be read and edited by hand.
 
     {
      "version": 1,
@@ -11,7 +11,7 @@
      }
     }
 
-An entry is a list of shard counts, null, or the name of a layout with the axes that cut each
+An entry is a list of shard counts, null, or the name of a layout with the axes that shard each
 dimension.
 """
 
@@ -36,8 +36,8 @@ class FileEntry:
     """The entry of one operator or module.
 
     Args:
-        strategy: of the operator; None for an entry that only stores parameters.
-        parameters: how the module's parameters are stored, by name in the module.
+        strategy: sharding of the operator; None for an entry that only has a `parameter_plan`.
+        parameters: storage sharding of each parameter, by its name in the module.
     """
 
     strategy: OperatorStrategy | None
@@ -45,7 +45,7 @@ class FileEntry:
 
 
 def strategies_to_text(strategies: Mapping[str, FileEntry]) -> str:
-    """The text of a strategy file, one line per entry."""
+    """Serialize strategies, one line per entry."""
     names: dict[Layout, str] = {}
     lines = [
         f"  {json.dumps(k)}: {json.dumps(_to_json(entry, names))}"
@@ -86,10 +86,13 @@ def _entry_data(entry: Entry, names: dict[Layout, str]) -> Any:
 
 
 def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
-    """The entries of a strategy file, by name of the operator or module.
+    """Parse the text of a strategy file.
 
     Args:
         where: the name of the file, for error messages.
+
+    Returns:
+        The entries by name of the operator or module.
 
     Raises:
         StrategyError: if the file or an entry is malformed; the message says where.
@@ -99,8 +102,8 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:
         raise StrategyError(
-            f"{where}: unsupported version {version!r}; this version of Shardwright reads strategy"
-            f" files of version {VERSION}"
+            f"{where}: unsupported version {version!r}\n"
+            f"this version of Shardwright reads strategy files of version {VERSION}"
         )
     _check_keys(where, data, ("version", "layouts", "strategies"))
     if "strategies" not in data:
@@ -126,7 +129,7 @@ def _check_keys(where: str, data: Mapping[str, Any], valid: Iterable[str]) -> No
         if key not in valid:
             near = get_close_matches(key, list(valid), n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(valid)}"
-            raise StrategyError(f"{where}: unknown key {key!r}; {hint}")
+            raise StrategyError(f"{where}: unknown key {key!r}\n{hint}")
 
 
 def _parse_layout(where: str, data: Any) -> Layout:
@@ -152,9 +155,9 @@ def _parse_file_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> F
         for name, entry in plan.items()
     }
     if inputs is None and outputs is not None:
-        raise StrategyError(f"{where}: out_strategy requires an in_strategy")
+        raise StrategyError(f"{where}: out_strategy requires an in_strategy\nadd one to the entry")
     if inputs is None and not parameters:
-        raise StrategyError(f"{where}: the entry is empty; give an in_strategy or a parameter_plan")
+        raise StrategyError(f"{where}: the entry is empty\ngive an in_strategy or a parameter_plan")
     if inputs is None:
         return FileEntry(None, parameters)
     try:
@@ -181,8 +184,10 @@ def _parse_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
     if isinstance(data, dict) and len(data) == 1:
         ((name, dims),) = data.items()
         if name not in layouts:
-            known = ", ".join(map(repr, layouts)) or "none"
-            raise StrategyError(f"{where}: unknown layout {name!r}; the file's layouts are {known}")
+            defined = ", ".join(map(repr, layouts)) or "none"
+            raise StrategyError(
+                f"{where}: unknown layout {name!r}\nthe file's layouts are {defined}"
+            )
         if isinstance(dims, list):
             names = (tuple(d) if isinstance(d, list) else d or "None" for d in dims)
             try:
@@ -191,7 +196,7 @@ def _parse_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
                 raise LayoutError(f"{where}: {error}") from None
     if not isinstance(data, list):
         raise StrategyError(
-            f"{where}: {short_repr(data)} is not a valid entry; valid are a list of shard counts"
+            f"{where}: {short_repr(data)} is not a valid entry\nvalid are a list of shard counts"
             ' such as [2, 4], a layout such as {"layout": ["dp", "None"]}, or null'
         )
     counts = tuple(data)

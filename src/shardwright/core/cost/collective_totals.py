@@ -75,7 +75,7 @@ def _of_chunk(chunk: Chunk, micro_batches: int) -> Iterator[_Sent]:
         trained = any(value.requires_grad for value in chunk.graph.by_name[name].outputs)
         for each in inner:
             reduction = each.reduction
-            forward, backward = reduction.times(flow.mesh.size(each.axes), trained)
+            forward, backward = reduction.num_collectives(flow.mesh.size(each.axes), trained)
             runs = forward + backward + (forward if name in flow.computed_again else 0)
             size = prod(reduction.shape) * reduction.dtype.itemsize
             yield reduction.collective, each.axes, runs * micro_batches, size

@@ -169,7 +169,7 @@ def _tensors(
     """Bytes and factors of the inputs and of the outputs."""
 
     def tensor(value: Value, dims: tuple[str | None, ...]) -> tuple[int, frozenset[str]]:
-        factors = rule.carried(dims) if rule is not None else frozenset[str]()
+        factors = rule.factors_of(dims) if rule is not None else frozenset[str]()
         return value.numel * value.itemsize, factors
 
     none: tuple[tuple[str | None, ...], ...] = ((),) * max(len(op.inputs), len(op.outputs))

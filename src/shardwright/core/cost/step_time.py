@@ -250,7 +250,7 @@ class TimeModel:
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
         once = self.links.seconds(reduction.collective, axes, num_bytes)
         group, gained = self.mesh.size(axes), 1 - self.slowdown
-        times = reduction.times(group, differentiable)
+        times = reduction.num_collectives(group, differentiable)
         if reduction.kind != RING:
             return times[0] * once, times[1] * once
         launches = (group - 1) * RING_OPERATORS * self.device.overhead

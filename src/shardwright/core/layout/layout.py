@@ -420,7 +420,7 @@ def _agrees(coarse: DeviceMatrix, fine: DeviceMatrix, pieces: tuple[Axes, ...]) 
 
 
 @lru_cache(maxsize=1 << 16)
-def one_layout(
+def interned_layout(
     layout: DeviceMatrix,
     axes: tuple[Axes, ...],
     partial: frozenset[int] = frozenset(),

@@ -17,7 +17,7 @@ from math import prod
 
 from shardwright.core.graph.graph import Graph, Kind, Op, Value
 from shardwright.core.layout.collective_spec import COLLECTIVES
-from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, one_layout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, interned_layout
 from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.core.partition.decisions import Decisions, Recompute, Storage
 from shardwright.core.partition.join_transfers import join_transfers
@@ -45,7 +45,7 @@ class InnerReduction:
         reduction, group = self.reduction, mesh.size(self.axes)
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
         once = COLLECTIVES[reduction.collective].sent(num_bytes, group)
-        forward, backward = reduction.times(group, differentiable)
+        forward, backward = reduction.num_collectives(group, differentiable)
         return forward * once, backward * once
 
 
@@ -171,7 +171,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
 def initial_layout(value: Value, mesh: DeviceMatrix, decisions: Decisions) -> TensorLayout:
     """How a parameter is stored, and how an input, a buffer or a constant arrives."""
     axes = decisions.storage if value.kind is Kind.PARAMETER else decisions.arrivals
-    return one_layout(mesh, tuple(axes.get(value.name, ((),) * len(value.shape))))
+    return interned_layout(mesh, tuple(axes.get(value.name, ((),) * len(value.shape))))
 
 
 def storage_as_used(graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> Storage:

@@ -134,7 +134,7 @@ def _adapted_cuts(
                 for factor, axes in cuts[op.name].items()
                 if factor in rule.factors
             }
-            further = rule.too_many(mesh, kept)
+            further = rule.indivisible_factor(mesh, kept)
             result[op.name] = {f: axes for f, axes in kept.items() if f != further}
     return result
 

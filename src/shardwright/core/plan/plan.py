@@ -178,7 +178,7 @@ def _incompatibilities(plan: Plan, graph: Graph) -> Iterator[str]:
                     f"operator {op.name!r}: factor {factor!r} of size {rule.capacity[factor]} is"
                     f" not divisible into {mesh.size(axes)} shards"
                 )
-        if rule is not None and rule.too_many(mesh, plan.cuts.get(op.name, {})):
+        if rule is not None and rule.indivisible_factor(mesh, plan.cuts.get(op.name, {})):
             yield f"operator {op.name!r}: two cut factors share a dimension that is too small"
         for axes_of_each, value in zip(plan.outputs.get(op.name, ()), op.outputs, strict=False):
             if axes_of_each is not None and len(axes_of_each) != len(value.shape):

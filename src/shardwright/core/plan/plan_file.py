@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, Validati
 from shardwright.core.constraints import OperatorStrategy
 from shardwright.core.cost.memory import StageMemory
 from shardwright.core.cost.time_parts import KINDS, TimePart
-from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, one_layout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, interned_layout
 from shardwright.core.partition.axis_meaning import Meaning
 from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.partition.pipeline_spec import REDUCTIONS, PipelineSpec
@@ -111,7 +111,7 @@ def _to_layout(parsed: _LayoutOnMesh, info: ValidationInfo) -> TensorLayout | No
     context: Any = info.context
     mesh = context.get("mesh")
     axes = (parsed.axes, frozenset(parsed.partial), frozenset(parsed.varying))
-    return None if mesh is None else one_layout(mesh, *axes)
+    return None if mesh is None else interned_layout(mesh, *axes)
 
 
 def _to_pin(parsed: _Pin) -> OperatorStrategy:

@@ -1,4 +1,4 @@
-"""Sharding rules: for each operator, which factors can be cut and what it computes on shards."""
+"""Sharding rules: which factors of each operator can be sharded, and its computation on shards."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ __all__ = ["ShardingRule", "is_random", "register", "rule_of"]
 
 
 def rule_of(op: Op) -> ShardingRule | None:
-    """The sharding rule of `op`; None if it has none, in which case every device computes it whole.
+    """Returns the sharding rule of `op`, or None: without a rule its computation is replicated.
 
     Operators with the same target, shapes, dtypes and arguments share one rule.
     """
     number = num_rules()
-    known = _KNOWN.get(op)
-    if known is None or known[0] != number:
-        known = _KNOWN[op] = number, _find_rule(op)
-    return known[1]
+    cached = _CACHED_RULES.get(op)
+    # A user may register a rule after a graph has been captured.
+    if cached is None or cached[0] != number:
+        cached = _CACHED_RULES[op] = number, _find_rule(op)
+    return cached[1]
 
 
-_KNOWN: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyDictionary()
-"""The rules of operators, each with the number of rules that were registered when it was found."""
+_CACHED_RULES: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyDictionary()
+"""The rule of each operator, with the number of rules registered when it was looked up."""
 
 
 def _find_rule(op: Op) -> ShardingRule | None:
@@ -66,15 +67,17 @@ def _find_rule(op: Op) -> ShardingRule | None:
 
 
 def is_random(op: Op) -> bool:
-    """Whether `op` draws random numbers, which lowering then seeds: also without a rule, so that
-    devices that all compute it in full draw the same."""
+    """Whether `op` draws random numbers, which lowering then seeds.
+
+    Operators without a rule count too: the devices that replicate one must draw the same numbers.
+    """
     rule = rule_of(op)
     return draws_random(op) if rule is None else rule.random
 
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """The cache key of a rule: all that it depends on, and one such operator."""
+    """The cache key of a rule; `op` is any operator with this key."""
 
     maker: RuleMaker
     target: Any

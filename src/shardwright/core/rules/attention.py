@@ -1,12 +1,13 @@
 """Scaled dot product attention: `b h s/ring _, b h ring _, b h ring _ -> b h s/ring _`.
 
-Cut by `s`, a block of queries reads all keys, which are gathered; cut by `ring`, the blocks of keys
-and values go round (`core/rules/ring_attention.py`).
+There are two ways of context parallelism: sharded by `s`, a block of queries reads all keys, which
+are all-gathered; sharded by `ring`, blocks of keys and values are passed from device to device
+(`core/rules/ring_attention.py`).
 
-Each causal query reads one key more than the one before, so blocks of them are unequal work. Of n
-devices the one with block i exchanges the second half of its queries with the one with block
-n - 1 - i, and the results back: each computes an early and a late half, as many pairs as all others
-(the order of blocks of Megatron-LM's context parallelism).
+Under a causal mask each query reads one key more than the one before, so that later blocks have
+more work. Of n devices, those with the blocks i and n - 1 - i therefore swap the second halves of
+their queries, and swap the results back. Each device then computes the same number of query-key
+pairs (the load balancing of Megatron-LM's context parallelism).
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from shardwright.core.rules.rule import (
 
 @rule_for(torch.ops.aten.scaled_dot_product_attention.default)
 def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
-    """Batch, heads and queries can be cut.
+    """Batch, heads and queries can be sharded.
 
     With grouped-query attention the number of shards must divide the number of key-value heads, so
     that queries stay with their keys; a single key-value head is replicated. Keys and features
-    cannot be cut: fused kernels take values of the size of the keys only, and without one all
+    cannot be sharded: fused kernels take values of the size of the keys only, and without one all
     scores would be held.
     """
     arguments = call_arguments(op)
@@ -91,33 +92,39 @@ def _reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...
 
 
 def _batch(ndim: int) -> tuple[str, ...]:
-    """The factors of all dimensions but positions and features."""
+    """The factors of the leading dimensions: all but positions and features."""
     return ("b", "h", *(f"h{i}" for i in range(2, ndim - 2)))[: ndim - 2]
 
 
 def exchanged_halves(
-    op: Op, shard_counts: Mapping[str, int], numbers: Sequence[Value] = ()
+    op: Op, shard_counts: Mapping[str, int], query_vectors: Sequence[Value] = ()
 ) -> tuple[Reduction, ...]:
-    """The exchange of the second halves of blocks of queries, of `numbers` of queries,
-    `[..., queries, 1]`, and of what they give."""
+    """The swaps of half a block of queries, of `query_vectors`, and of the results.
+
+    Args:
+        query_vectors: further inputs with a row per query, `[..., queries, 1]`.
+    """
     blocks = shard_counts.get("s", 1)
     half = op.output.shape[-2] // blocks // 2
     if blocks == 1 or half == 0:
         return ()
 
-    def of(value: Value, varying: bool) -> Reduction:
+    def swap(value: Value, varying: bool) -> Reduction:
         *batch, _, size = value.shape
         factors = _batch(len(op.output.shape))[-len(batch) :] if batch else ()
         sizes = zip(batch, factors, strict=True)
         local = [n // shard_counts.get(f, 1) if n > 1 else n for n, f in sizes]
         return Reduction(("s",), MIRROR, (*local, half, size), value.dtype, varying, varying)
 
-    return (of(op.inputs[0], True), *(of(each, False) for each in numbers), of(op.output, True))
+    return (
+        swap(op.inputs[0], True),
+        *(swap(vector, False) for vector in query_vectors),
+        swap(op.output, True),
+    )
 
 
 def _causal_block(op: Op, local: Local) -> Callable[..., Any]:
-    """Causal attention of a block of queries; with other blocks, of the halves that this device
-    computes."""
+    """Causal attention of a block of queries, of which the second half is swapped for balance."""
     if local.shard_counts.get("s", 1) == 1:
         return op.target
     rows, last = local.output_shapes[0][-2], local.shard_counts["s"] - 1
@@ -126,47 +133,52 @@ def _causal_block(op: Op, local: Local) -> Callable[..., Any]:
         return _causal_rows(op, rows, index * rows)
     swap_queries, swap_results = local.reduce
     early = _causal_rows(op, rows - late, index * rows)
-    of_other = _causal_rows(op, late, (last - index) * rows + rows - late)
+    swapped_half = _causal_rows(op, late, (last - index) * rows + rows - late)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
-        mine, others = arguments.pop("query").split((rows - late, late), -2)
-        results = of_other(swap_queries(others), **arguments)
-        return torch.cat((early(mine, **arguments), swap_results(results)), -2)
+        early_queries, late_queries = arguments.pop("query").split((rows - late, late), -2)
+        results = swapped_half(swap_queries(late_queries), **arguments)
+        return torch.cat((early(early_queries, **arguments), swap_results(results)), -2)
 
     return run
 
 
 def _causal_rows(op: Op, rows: int, start: Any) -> Callable[..., Any]:
-    """Causal attention of `rows` queries that begin at position `start`, which read the keys up to
-    their end.
+    """Causal attention of `rows` queries from position `start` on.
 
-    The first ones are causal as a whole is, and the others are for fused kernels of accelerators;
-    where there is none, their mask is a tensor: on the CPU, and where many ranks are simulated at
-    once, each of which would read another number of keys.
+    The queries from 0 on are ordinary causal attention. The others need a causal mask aligned to
+    the last key, which the fused kernels of accelerators support. The mask is a tensor on the CPU,
+    and if many ranks are simulated at once (`start` is then a `SymInt`), as the number of keys that
+    a block reads would differ between them.
     """
-    known = isinstance(start, int)
-    fused = _lower_right(rows, start + rows) if known else None
-    first, bind = known and start == 0, binder(op)
+    is_concrete = isinstance(start, int)
+    fused_mask = _lower_right(rows, start + rows) if is_concrete else None
+    is_first, bind = is_concrete and start == 0, binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
         query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
-        if known:
-            key, value = (each.narrow(-2, 0, start + rows) for each in (key, value))
-        # On the meta device only shapes count.
-        arguments["is_causal"] = first or query.is_meta
+        if is_concrete:
+            key, value = (tensor.narrow(-2, 0, start + rows) for tensor in (key, value))
+        # On the meta device only shapes matter, and the mask would be of all pairs.
+        arguments["is_causal"] = is_first or query.is_meta
         if not arguments["is_causal"]:
             pairs = query.new_ones(rows, key.shape[-2], dtype=torch.bool)
-            arguments["attn_mask"] = fused if known and not query.is_cpu else pairs.tril(start)
+            arguments["attn_mask"] = (
+                fused_mask if is_concrete and not query.is_cpu else pairs.tril(start)
+            )
         return F.scaled_dot_product_attention(query, key, value, **arguments)
 
     return run
 
 
 def _lower_right(queries: int, keys: int) -> CausalBias:
-    """The causal mask that ends with the last key; made empty, as PyTorch allocates all pairs."""
+    """The causal mask aligned to the last key.
+
+    Made for no rows and then resized, since PyTorch's constructor allocates a mask of all pairs.
+    """
     bias = causal_lower_right(0, 0)
     bias.seq_len_q, bias.seq_len_kv = queries, keys
     return bias

@@ -1,7 +1,7 @@
-"""Operators that treat each item of a batch on its own: linear algebra, transforms, samples.
+"""Operators on each item of a batch separately: linear algebra, Fourier transforms, sampling.
 
-Linear algebra works on the last dimensions of its tensors and broadcasts those before, which can be
-cut; of what a transform works along nothing can.
+Linear algebra works on the last dimensions of its tensors; the dimensions before are broadcast and
+can be sharded. The dimensions along which a Fourier transform works cannot.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ LINEAR_ALGEBRA = {
     (2, 2): ("cholesky_solve", "linalg_solve_triangular", "triangular_solve"),
     (2, 2, 1): ("lu_solve",),
 }
-"""By the number of dimensions of each input that an operator works on."""
+"""Operators by the number of trailing dimensions of each input that are not batch dimensions."""
 
 
-def _batched(*worked_on: int) -> RuleMaker:
-    """The rule of an operator that works on so many of the last dimensions of its inputs."""
+def _batched(*item_ranks: int) -> RuleMaker:
+    """Make the rule of an operator whose items have `item_ranks` dimensions in each input."""
 
     def rule(op: Op) -> ShardingRule | None:
-        counts = worked_on[: len(op.inputs)]
+        counts = item_ranks[: len(op.inputs)]
         ranks = [len(v.shape) - n for v, n in zip(op.inputs, counts, strict=True)]
         batch: Dims = tuple(NAMES[: max(ranks)])
         if min(ranks) < 0 or any(len(v.shape) < len(batch) for v in op.outputs):
@@ -62,29 +62,29 @@ def _batched(*worked_on: int) -> RuleMaker:
     return rule
 
 
-for _worked_on, _operators in LINEAR_ALGEBRA.items():
-    rule_for(*overloads(*_operators))(_batched(*_worked_on))
-for _space in (2, 3):
-    rule_for(*overloads(f"fractional_max_pool{_space}d"))(_batched(_space, 1))
-    rule_for(*overloads(f"max_unpool{_space}d"))(_batched(_space, _space))
+for _item_ranks, _operators in LINEAR_ALGEBRA.items():
+    rule_for(*overloads(*_operators))(_batched(*_item_ranks))
+for _spatial_dims in (2, 3):
+    rule_for(*overloads(f"fractional_max_pool{_spatial_dims}d"))(_batched(_spatial_dims, 1))
+    rule_for(*overloads(f"max_unpool{_spatial_dims}d"))(_batched(_spatial_dims, _spatial_dims))
 
 
 @rule_for(*overloads("linalg_solve", "linalg_solve_ex"))
 def solve(op: Op) -> ShardingRule | None:
-    """The right-hand side is a vector where its shape is that of the matrices without columns."""
+    """The right-hand side is a batch of vectors if its shape is `left.shape[:-1]`, as in torch."""
     left, right = (value.shape for value in op.inputs)
     return _batched(2, 1 if len(right) == 1 or right == left[:-1] else 2)(op)
 
 
 @rule_for(*overloads("cdist"))
 def distances(op: Op) -> ShardingRule:
-    """Vectors of both sets can be cut; their features cannot."""
+    """`... i _, ... j _ -> ... i j`: vectors of both sets can be sharded, features cannot."""
     return from_notation("... i _, ... j _ -> ... i j", op)
 
 
 @rule_for(*overloads("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"))
 def sample_grid(op: Op) -> ShardingRule:
-    """Batch, channels and the places at which an image is sampled can be cut."""
+    """Batch, channels and the sampling points can be sharded; the image's own dimensions cannot."""
     space = ("s", "t", "u")[: len(op.output.shape) - 2]
     image, grid = ("b", "c", *(None,) * len(space)), ("b", *space, None)
     return sharding_rule(op, (image, grid), (("b", "c", *space),))
@@ -99,8 +99,8 @@ def affine_grid(op: Op) -> ShardingRule:
     return sharding_rule(op, (("b", None, None),), outputs, kernel=kernel)
 
 
-_KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
-_TRANSFORMS = [f"fft_{kind}{dims}" for kind in _KINDS for dims in ("", "2", "n")]
+_TRANSFORM_TYPES = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+_TRANSFORMS = [f"fft_{name}{dims}" for name in _TRANSFORM_TYPES for dims in ("", "2", "n")]
 
 
 @rule_for(*overloads(*_TRANSFORMS))
@@ -115,7 +115,7 @@ def fourier(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("stft", "istft"))
 def short_fourier(op: Op) -> ShardingRule:
-    """The signals of a batch can be cut; positions and the window cannot."""
+    """Only the batch can be sharded."""
     inverse = op.target is aten.istft.default
     batch: Dims = ("b",)[: len(op.inputs[0].shape) - (2 if inverse else 1)]
     values = [(v, batch if v is op.inputs[0] else ()) for v in op.inputs]

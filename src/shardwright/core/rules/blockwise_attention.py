@@ -1,9 +1,9 @@
-"""Attention without a mask of all pairs.
+"""Attention in a sliding window or under a computed mask, without a mask tensor of all pairs.
 
-In a sliding window, `b h s _, b h s _, b h s _ -> b h s _`, a block of positions reads its own keys
-and the window before them, which it gets from the device with the block before: not all keys, as
-other attention does, and no device has more work than another. Where a window is wider than a
-block, what was received is passed on.
+With a sliding window, `b h s _, b h s _, b h s _ -> b h s _`, a block of positions needs its own
+keys and those of the window before it, which it receives from the device with the previous block.
+Full attention would gather all keys. The work is balanced. If the window is wider than a block, the
+devices forward the keys that they have received.
 """
 
 from __future__ import annotations
@@ -38,38 +38,39 @@ from shardwright.core.rules.rule import (
 
 @rule_for(windowed_attention)
 def windowed_attention_rule(op: Op) -> ShardingRule:
-    """Batch, heads and positions can be cut."""
-    return _rule(op, [_QUERIES] * 3, kernel=_windowed_block, reductions=_passed_on)
+    """Batch, heads and positions can be sharded."""
+    return _rule(op, [_QUERIES] * 3, kernel=_windowed_block, reductions=_window_transfers)
 
 
 @rule_for(masked_attention)
 def masked_attention_rule(op: Op) -> ShardingRule:
-    """Batch, heads and queries can be cut, with the numbers of queries of which masks are made."""
+    """Batch, heads and queries can be sharded; per-query inputs of the mask like the queries."""
     keys: Dims = ("b", "h", None, None)
     vectors = [_QUERIES[4 - len(value.shape) :] for value in op.inputs[3:]]
     causal = call_arguments(op)["causal"]
-    halves = _halves if causal else no_reductions
-    return _rule(op, [_QUERIES, keys, keys, *vectors], kernel=_masked_rows, reductions=halves)
+    swaps = _balancing_swaps if causal else no_reductions
+    return _rule(op, [_QUERIES, keys, keys, *vectors], kernel=_masked_rows, reductions=swaps)
 
 
 _QUERIES: Dims = ("b", "h", "s", None)
 
 
 def _rule(op: Op, inputs: Sequence[Dims], **options: Unpack[RuleOptions]) -> ShardingRule:
-    """With grouped queries the number of shards must divide the number of heads of keys."""
+    """The rule of both; with grouped-query attention the shards must divide the key-value heads."""
     heads = op.inputs[1].shape[1]
     capacity = {"h": heads} if heads > 1 else None
     options["main"] = Main({"b": "I", "h": "H", "s": "S"}, weight=None)
     return sharding_rule(op, inputs, (_QUERIES,), capacity=capacity, **options)
 
 
-def _halves(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Causal queries are exchanged for equal work, with their numbers."""
-    numbers = [value for value in op.inputs[3:] if value.shape[-2] > 1]
-    return exchanged_halves(op, shard_counts, numbers)
+def _balancing_swaps(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    """Swaps of half of the causal queries, and of the mask vectors that have a row per query."""
+    query_vectors = [value for value in op.inputs[3:] if value.shape[-2] > 1]
+    return exchanged_halves(op, shard_counts, query_vectors)
 
 
 def _masked_rows(op: Op, local: Local) -> Callable[..., Any]:
+    """Masked attention of a block of queries; causal ones are balanced by swaps of halves."""
     blocks, rows = local.shard_counts.get("s", 1), local.output_shapes[0][-2]
     if blocks == 1:
         return op.target
@@ -81,36 +82,39 @@ def _masked_rows(op: Op, local: Local) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
         vectors = arguments["vectors"]
-        of_queries = [n for n, each in enumerate(vectors) if each.shape[-2] > 1]
-        split = (arguments["query"], *(vectors[n] for n in of_queries))
-        mine, others = zip(*(torch.split(x, [rows - late, late], -2) for x in split), strict=True)
-        others = tuple(swap(other) for swap, other in zip(swaps, others, strict=True))
+        of_queries = [n for n, vector in enumerate(vectors) if vector.shape[-2] > 1]
+        query_rows = (arguments["query"], *(vectors[n] for n in of_queries))
+        early, swapped = zip(
+            *(torch.split(x, [rows - late, late], -2) for x in query_rows), strict=True
+        )
+        swapped = tuple(swap(half) for swap, half in zip(swaps, swapped, strict=True))
 
-        def attend(query: Tensor, *numbers: Tensor, start: Any) -> Tensor:
-            known = dict(zip(of_queries, numbers, strict=True))
-            read = tuple(known.get(n, each) for n, each in enumerate(vectors))
+        def attend(query: Tensor, *query_vectors: Tensor, start: Any) -> Tensor:
+            by_index = dict(zip(of_queries, query_vectors, strict=True))
+            local_vectors = tuple(by_index.get(n, vector) for n, vector in enumerate(vectors))
             return masked_attention(
-                **{**arguments, "query": query, "vectors": read, "start": start}
+                **{**arguments, "query": query, "vectors": local_vectors, "start": start}
             )
 
-        results = attend(*others, start=(blocks - index) * rows - late)
-        return torch.cat((attend(*mine, start=index * rows), swap_results(results)), -2)
+        results = attend(*swapped, start=(blocks - index) * rows - late)
+        return torch.cat((attend(*early, start=index * rows), swap_results(results)), -2)
 
     return run
 
 
 def rows_before(op: Op, blocks: int) -> list[int]:
-    """How many positions of each of the blocks before its own a block reads, the nearest first."""
+    """The number of positions that a block reads of each preceding block, the nearest first."""
     arguments = call_arguments(op)
-    rows, left, found = op.output.shape[-2] // blocks, arguments["window"] - 1, list[int]()
-    while left > 0 and len(found) < blocks - 1:
-        found.append(min(left, rows))
-        left -= rows
-    return found
+    # A window of w positions includes the query's own.
+    rows, remaining, counts = op.output.shape[-2] // blocks, arguments["window"] - 1, list[int]()
+    while remaining > 0 and len(counts) < blocks - 1:
+        counts.append(min(remaining, rows))
+        remaining -= rows
+    return counts
 
 
-def _passed_on(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Keys and values side by side, from each device to the one with the next block."""
+def _window_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    """Transfers of keys and values, concatenated, to the device with the next block."""
     key, value = op.inputs[1:]
     batch, heads, _, _ = key.shape
     batch, size = batch // shard_counts.get("b", 1), key.shape[-1] + value.shape[-1]
@@ -127,15 +131,17 @@ def _windowed_block(op: Op, local: Local) -> Callable[..., Any]:
     if blocks == 1:
         return op.target
     start, bind = local.index("s") * local.output_shapes[0][-2], binder(op)
-    passes = list(zip(rows_before(op, blocks), local.reduce, strict=True))
+    transfers = list(zip(rows_before(op, blocks), local.reduce, strict=True))
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
         key, value = arguments["key"], arguments["value"]
         parts = [torch.cat((key, value), -1)]
-        for rows, from_previous in passes:
-            last = parts[0].shape[-2] - rows
-            parts.insert(0, from_previous(parts[0].narrow(-2, last, rows)))
+        for rows, from_previous in transfers:
+            # The block before the first one of the sequence comes from its end; its positions are
+            # negative there, and the window excludes them.
+            begin = parts[0].shape[-2] - rows
+            parts.insert(0, from_previous(parts[0].narrow(-2, begin, rows)))
         sizes = [key.shape[-1], value.shape[-1]]
         arguments["key"], arguments["value"] = torch.split(torch.cat(parts, -2), sizes, -1)
         return windowed_attention(**{**arguments, "start": start})

@@ -1,7 +1,7 @@
-"""Matrix products; cutting the contracted dimension makes the output a partial sum.
+"""Matrix products; sharding the contracted dimension makes the output a partial sum.
 
-The labels of their factors are those of the literature: I for the rows of the first input, J for
-the columns of the second (the weight), K for the contracted and B for the batch dimensions.
+The labels of their factors, I, J, K and B: the rows of the first input, the columns of the second
+(the weight), the contracted dimensions, the batch dimensions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 @rule_for(aten.linear.default)
 def linear(op: Op) -> ShardingRule:
-    """`... k, j k -> ... j`; with a bias, which every shard would add, K cannot be cut."""
+    """`... k, j k -> ... j`; with a bias, which every shard would add, K cannot be sharded."""
     if argument(op, "bias") is None:
         return _as_main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
     return _as_main(from_notation("... k, j k, j -> ... j", op), weight=1)
@@ -61,7 +61,7 @@ def matmul(op: Op) -> ShardingRule:
 
 @rule_for(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
 def addmm_rule(op: Op) -> ShardingRule:
-    """`beta * input + alpha * (a @ b)`: K cannot be cut, as every shard would add the input."""
+    """`beta * input + alpha * (a @ b)`: K cannot be sharded, as every shard would add the input."""
     batch: Dims = ("b",) if len(op.output.shape) == 3 else ()
     columns: Dims = ("j",) if len(op.inputs[2].shape) > 1 else ()
     out = (*batch, "i", *columns)
@@ -72,7 +72,7 @@ def addmm_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.addbmm.default)
 def addbmm(op: Op) -> ShardingRule:
-    """The batch, over which it sums, cannot be cut, as every shard would add the input."""
+    """The batch, over which it sums, cannot be sharded, as every shard would add the input."""
     inputs = (aligned(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
     return _as_main(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
 
@@ -97,22 +97,21 @@ def outer(op: Op) -> ShardingRule:
 
 @rule_for(aten.inner.default)
 def inner(op: Op) -> ShardingRule:
-    """Contracts the last dimensions and keeps the others, those of the first input first; with a
-    scalar it is an ordinary product."""
+    """`s k, t k -> s t`: contracts the last dimensions; with a scalar, an elementwise product."""
     if not all(value.shape for value in op.inputs):
         dims = names(op.output)
         return sharding_rule(op, aligned(op, dims), (dims,))
     last = tuple(len(value.shape) - 1 for value in op.inputs)
-    return _side_by_side(op, last[:1], last[1:])
+    return _tensor_product(op, last[:1], last[1:])
 
 
 @rule_for(aten.tensordot.default)
 def tensordot(op: Op) -> ShardingRule:
-    return _side_by_side(op, tuple(argument(op, "dims_self")), tuple(argument(op, "dims_other")))
+    return _tensor_product(op, tuple(argument(op, "dims_self")), tuple(argument(op, "dims_other")))
 
 
-def _side_by_side(op: Op, first: tuple[int, ...], second: tuple[int, ...]) -> ShardingRule:
-    """A product that contracts the paired dimensions and keeps the others, in order."""
+def _tensor_product(op: Op, first: tuple[int, ...], second: tuple[int, ...]) -> ShardingRule:
+    """Contracts dimensions `first` of one input with `second` of the other, in pairs."""
     unused = iter(NAMES)
     left, right = ([next(unused) for _ in value.shape] for value in op.inputs)
     for i, j in zip(first, second, strict=True):
@@ -126,7 +125,7 @@ def _side_by_side(op: Op, first: tuple[int, ...], second: tuple[int, ...]) -> Sh
 
 @rule_for(aten.einsum.default)
 def einsum(op: Op) -> ShardingRule | None:
-    """The equation itself is the rule; None for one that takes a diagonal (`ii`)."""
+    """The equation itself is the rule; None if it takes a diagonal (`ii`)."""
     terms, out = _terms(op)
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
@@ -140,9 +139,9 @@ def einsum(op: Op) -> ShardingRule | None:
 
 @rule_for(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
 def grouped_mm(op: Op) -> ShardingRule | None:
-    """Rows sorted by group, each multiplied by the matrix of its group: `b k, _ k j, _ -> b j`.
+    """`b k, _ k j, _ -> b j`: rows sorted by group, each multiplied by the matrix of its group.
 
-    None for the other forms, in which something else than the rows is grouped.
+    None for the other forms, in which columns or contracted dimensions are grouped.
     """
     ranks = [len(value.shape) for value in op.inputs]
     if ranks != [2, 3, 1] or argument(op, "bias") is not None:
@@ -152,7 +151,7 @@ def grouped_mm(op: Op) -> ShardingRule | None:
 
 
 def _group_ends_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Shifts the group ends to the rows of this device."""
+    """Translate the group ends, which count all rows, to the rows of this device."""
     rows = local.output_shapes[0][0]
 
     def multiply(x: Tensor, weight: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +163,7 @@ def _group_ends_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def _terms(op: Op) -> tuple[list[Dims], Dims]:
-    """The labels of the operands and the result of an einsum, with `...` expanded to capitals."""
+    """The labels of an einsum's operands and result, with `...` expanded to capital letters."""
     inputs, arrow, output = op.args[0].replace(" ", "").partition("->")
     texts = inputs.split(",")
     lengths = [
@@ -189,7 +188,7 @@ def _product(op: Op, left: Dims, right: Dims, out: Dims) -> ShardingRule:
 
 
 def _as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
-    """`rule` as that of a main operator: the product of inputs `first` and `first + 1`."""
+    """Mark `rule` as that of a main operator, the product of inputs `first` and `first + 1`."""
     left, right, out = rule.inputs[first], rule.inputs[first + 1], rule.outputs[0]
     named = [name for name in dict.fromkeys((*left, *right)) if name is not None]
     batch = [name for name in named if name in left and name in right and name in out]

@@ -1,4 +1,4 @@
-"""Convolutions: `b k …, j k … -> b j …`; spatial dimensions are never cut."""
+"""Convolutions: `b k …, j k … -> b j …`; spatial dimensions are never sharded."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def general_convolution(op: Op) -> ShardingRule:
 
 
 def _convolution(op: Op, transposed: bool) -> ShardingRule:
-    """Batch `b`, output channels `j` and input channels `k` can be cut; `k` gives a partial sum.
+    """Batch `b`, output channels `j` and input channels `k` can be sharded, `k` by a partial sum.
 
-    A grouped (or depthwise) convolution can only be cut between groups, by one factor `g` of input,
-    weight and output channels. With a bias, which every device would add, `k` cannot be cut.
+    A grouped (or depthwise) convolution is only sharded between groups, by one factor `g` of input,
+    weight and output channels. With a bias, which every device would add, `k` is not sharded.
     """
     arguments = call_arguments(op)
     weight, groups = arguments["weight"], arguments["groups"]

@@ -1,4 +1,4 @@
-"""Operators that create tensors: constant and random ones are created in shards, others whole."""
+"""Operators that create tensors: constants and random tensors in shards, others replicated."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from shardwright.core.rules.rule import ShardingRule, rule_for
 @rule_for(*overloads("new_zeros", "new_ones", "new_full", "new_empty"))
 @rule_for(torch.ops.aten.normal.float_float)
 def sharded_creation(op: Op) -> ShardingRule:
-    """Every device creates its shard; a tensor that only supplies the dtype is not cut."""
-    place = list(schema_parameters(op.target)).index("size")
-    by_position = place < len(op.args)
+    """Every device creates its shard; a tensor that only supplies the dtype is not sharded."""
+    size_index = list(schema_parameters(op.target)).index("size")
+    # Lowering replaces the sizes only where they are a positional argument.
+    by_position = size_index < len(op.args)
     dims = names(op.output) if by_position else (None,) * len(op.output.shape)
     return sharding_rule(
         op,
         [(None,) * len(value.shape) for value in op.inputs],
         (dims,),
-        sizes=place if by_position else None,
+        sizes=size_index if by_position else None,
         random=draws_random(op),
     )
 
@@ -41,7 +42,7 @@ def creation_like(op: Op) -> ShardingRule:
 @rule_for(*overloads("arange", "linspace", "logspace", "eye", "randperm", "scalar_tensor"))
 @rule_for(*overloads("tril_indices", "triu_indices", "hann_window", "hamming_window"))
 def replicated_creation(op: Op) -> ShardingRule:
-    """Every device creates the whole tensor; consumers slice it without communication."""
+    """Every device creates the full tensor; consumers slice it without communication."""
     inputs = [(None,) * len(value.shape) for value in op.inputs]
     replicated = (None,) * len(op.output.shape)
     return sharding_rule(op, inputs, (replicated,), random=draws_random(op))

@@ -1,9 +1,10 @@
-"""Cross entropy of logits `b s v` with the classes last; the classes can be cut too.
+"""Cross entropy of logits `b s v` with the classes last; the classes can be sharded too.
 
 With log(Σ exp) written out, the loss of one row is `W log Σ_c exp z_c - Σ_c a_c z_c`, where z are
 the logits minus their maximum, a_c is the weight of class c times its (smoothed) target
-probability, and W = Σ_c a_c. All of these are sums over the classes. So two all-reduces, one of the
-maximum and one of the sums, give every device with a shard of the classes the loss of the row.
+probability, and W = Σ_c a_c. All of these are sums over the classes, so two all-reduces, one of the
+maximum and one of the sums, give every device the loss of its rows (vocabulary parallel cross
+entropy, as in Megatron-LM).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NONE = 0
 
 @rule_for(cross_entropy)
 def cross_entropy_rule(op: Op) -> ShardingRule:
-    """Rows and classes can be cut. A reduced loss is a partial sum if rows are cut."""
+    """Rows and classes can be sharded. A reduced loss is a partial sum if rows are sharded."""
     arguments = call_arguments(op)
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["logits"].shape) - 1]
     target = (*rows, "v") if _by_probabilities(op) else rows
@@ -50,6 +51,7 @@ def cross_entropy_rule(op: Op) -> ShardingRule:
 
 
 def _by_probabilities(op: Op) -> bool:
+    """Whether the targets are class probabilities, not class indices."""
     return bool(call_arguments(op)["target"].dtype.is_floating_point)
 
 
@@ -71,7 +73,8 @@ def _reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...
 
 
 def _number_of_sums(op: Op) -> int:
-    """Σ exp z, Σ a z, W if it is not 1, and with class weights the weight of the target."""
+    """Number of class sums: Σ exp z, Σ a z, W unless it is 1, and with class weights that of the
+    target."""
     if _by_probabilities(op):
         return 3
     return 2 if call_arguments(op)["weight"] is None else 4
@@ -121,9 +124,11 @@ def _sharded_classes_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def _class_index_terms(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """Σ a z over the local classes, which start at `first`.
+    """The local terms of Σ a z and, with class weights, of W and of the weight of the target.
 
-    With class weights also W and the weight of the target.
+    Args:
+        first: index of the first local class.
+        classes: number of all classes.
     """
     weight, smoothing = arguments["weight"], arguments["label_smoothing"]
     target = arguments["target"].long()
@@ -147,7 +152,7 @@ def _class_index_terms(
 def _probability_terms(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """Σ a z over the local classes, and W."""
+    """The local terms of Σ a z and of W."""
     smoothing = arguments["label_smoothing"]
     weighted = arguments["target"].to(scores.dtype) * (1 - smoothing) + smoothing / classes
     if arguments["weight"] is not None:

@@ -1,8 +1,8 @@
 """Dropout and the other operators that draw random numbers of the shape of their input.
 
-Lowering seeds them by operator, step and shard: the same plan draws the same numbers on every run,
-and so do all devices with the same shard. If a dimension is cut, the numbers differ from those that
-a single device would draw.
+Lowering seeds them by operator, step and shard: a plan draws the same numbers on every run, and all
+devices with the same shard draw the same ones. The numbers of a sharded tensor differ from those
+that a single device would draw.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def dropout(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("feature_dropout", "feature_alpha_dropout"))
 def feature_dropout(op: Op) -> ShardingRule:
-    """One number per sample and channel (the first two dimensions); the others cannot be cut."""
+    """One number per sample and channel, the first two dimensions; others cannot be sharded."""
     free = names(op.output)[:2]
     return _random_rule(
         op, (*free, *(None,) * (len(op.output.shape) - len(free))), is_active_dropout(op)

@@ -1,6 +1,6 @@
-"""Embedding: `v e, b s -> b s e`, a lookup in a table whose rows (`v`) can be cut too.
+"""Embedding, `v e, b s -> b s e`: a lookup in a table whose rows (`v`) can be sharded too.
 
-Of bags, `v e, b _ -> b e`, the sum or mean (or maximum) of several rows is looked up.
+An embedding bag, `v e, b _ -> b e`, looks up the sum, mean or maximum of several rows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ aten = torch.ops.aten
 
 @rule_for(aten.embedding.default)
 def embedding(op: Op) -> ShardingRule:
-    """Indices, features `e` and rows `v` of the table can be cut; rows give a partial sum.
+    """Indices, features `e` and rows `v` of the table can be sharded; rows by a partial sum.
 
     Sparse gradients, and those scaled by the frequency of an index, need all indices and rows on
-    one device, so only the features can be cut then.
+    one device: then only the features can be sharded.
     """
     arguments = call_arguments(op)
     indices = names(arguments["indices"], exclude="ve")
@@ -44,40 +44,44 @@ def embedding(op: Op) -> ShardingRule:
     )
 
 
-def in_other_blocks(indices: Tensor, first: Any, size: int, whole: int) -> Tensor:
-    """Where `indices` are in another block of a dimension than the one of `size` from `first` on.
+def in_other_blocks(indices: Tensor, first: Any, size: int, total: int) -> Tensor:
+    """Mask of the indices that are in another device's block of a dimension of size `total`.
 
-    An index that is not in the whole dimension is in none, so that every device refuses to read it.
+    An index out of range is not masked, so that every device raises the error of the lookup.
+
+    Args:
+        first, size: the block of this device.
     """
-    here: Tensor = (indices >= first) & (indices < first + size)
-    inside: Tensor = (indices >= 0) & (indices < whole)
-    return inside & ~here
+    in_this_block: Tensor = (indices >= first) & (indices < first + size)
+    in_range: Tensor = (indices >= 0) & (indices < total)
+    return in_range & ~in_this_block
 
 
 def _rows(op: Op, local: Local) -> tuple[Any, int, int]:
-    """The first row of the table on this device, how many it has, and how many there are."""
-    whole = op.inputs[0].shape[0]
-    size = whole // local.shard_counts["v"]
-    return local.index("v") * size, size, whole
+    """The first local row of the table, the number of local rows, and that of all rows."""
+    total = op.inputs[0].shape[0]
+    size = total // local.shard_counts["v"]
+    return local.index("v") * size, size, total
 
 
 def _sharded_lookup(op: Op, local: Local) -> Callable[..., Any]:
-    """Rows of other devices count as zero, so that the sum over devices is the row."""
+    """A lookup in which the rows of other devices are zero: the results are partial sums."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    first, size, whole = _rows(op, local)
+    first, size, total = _rows(op, local)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
         indices, padding = arguments["indices"], arguments["padding_idx"]
-        elsewhere = in_other_blocks(indices, first, size, whole)
+        elsewhere = in_other_blocks(indices, first, size, total)
         row = (indices - first).masked_fill(elsewhere, 0)
         rows = aten.embedding.default(arguments["weight"], row)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding < 0:
             return rows
-        # The padding row has no gradient, whichever device holds it.
+        # `padding_idx` counts all rows, so it cannot be passed on to the local lookup: the row has
+        # no gradient, whichever device has it.
         return torch.where((indices == padding).unsqueeze(-1), rows.detach(), rows)
 
     return run
@@ -88,9 +92,9 @@ MAXIMUM = 2
 
 @rule_for(embedding_bag)
 def embedding_bag_rule(op: Op) -> ShardingRule:
-    """Bags, features `e` and, except for a maximum, rows `v` of the table can be cut.
+    """Bags, features `e` and, except for a maximum, rows `v` of the table can be sharded.
 
-    Bags of several sizes stay together, as it depends on the offsets where each begins. So do all
+    Bags of different sizes are not sharded, as the offsets decide where each begins; neither are
     indices whose gradients are scaled by their frequency.
     """
     arguments = call_arguments(op)
@@ -116,10 +120,10 @@ def embedding_bag_rule(op: Op) -> ShardingRule:
 
 
 def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
-    """Rows of other devices weigh nothing; a mean is divided by what all devices add up."""
+    """Bags in which the rows of other devices have weight 0; means divide by the global count."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    first, size, whole = _rows(op, local)
+    first, size, total = _rows(op, local)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -131,7 +135,7 @@ def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
             weights = torch.ones_like(indices, dtype=table.dtype)
         if padding is not None:
             weights = weights.masked_fill(indices == padding, 0)
-        elsewhere = in_other_blocks(indices, first, size, whole)
+        elsewhere = in_other_blocks(indices, first, size, total)
         row = (indices - first).masked_fill(elsewhere, 0)
 
         def bags(rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -140,10 +144,10 @@ def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
                 rows, indices, arguments["offsets"], weights, include_last_offset=last
             )
 
-        total = bags(table, row, weights.masked_fill(elsewhere, 0))
+        bag_sums = bags(table, row, weights.masked_fill(elsewhere, 0))
         if not mean:
-            return total
+            return bag_sums
         count = bags(table.new_ones(1, 1), torch.zeros_like(indices), weights)
-        return total / count.clamp(min=1)
+        return bag_sums / count.clamp(min=1)
 
     return run

@@ -1,8 +1,8 @@
-"""Mixtures of experts: tokens, experts, and the inner dimension of each expert can be cut.
+"""Mixtures of experts: tokens, experts, and the inner dimension of each expert can be sharded.
 
-Devices that cut the experts read the same tokens, and each adds what its own experts make of them:
-a partial sum, in which no token is dropped, however unevenly they choose. The hidden dimension is
-not cut: the gate needs the whole sum over it.
+Expert parallelism without an all-to-all: the devices along the expert axes read the same tokens,
+and the sum over their own experts is a partial sum. No token is dropped, however unbalanced the
+routing. The hidden dimension is not sharded: the gate needs the complete sum over it.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def experts_rule(op: Op) -> ShardingRule:
 
 def _kernel(op: Op, local: Local) -> Callable[..., Any]:
     total = call_arguments(op)["gate_up"].shape[0]
-    here = total // local.shard_counts.get("e", 1)
+    num_local = total // local.shard_counts.get("e", 1)
     inner_shards = local.shard_counts.get("i", 1)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
         if arguments["down_bias"] is not None:
-            # Each of the devices that share an expert adds its part.
+            # The devices that share an expert sum their outputs, so the bias must be split.
             arguments["down_bias"] = arguments["down_bias"] / inner_shards
-        first = local.index("e") * here if here < total else 0
+        first = local.index("e") * num_local if num_local < total else 0
         return experts(**{**arguments, "first": first, "total": total})
 
     return run

@@ -1,4 +1,4 @@
-"""Operators that concatenate, split or index; the dimension along which they do cannot be cut."""
+"""Operators that concatenate, split or index; the dimension that they do it in is not sharded."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def cat(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("stack"))
 def stack(op: Op) -> ShardingRule:
-    place = argument(op, "dim") % len(op.output.shape)
-    dims = without(names(op.output), place)
-    return sharding_rule(op, [_drop(dims, place)] * len(op.inputs), (dims,))
+    dim = argument(op, "dim") % len(op.output.shape)
+    dims = without(names(op.output), dim)
+    return sharding_rule(op, [_drop(dims, dim)] * len(op.inputs), (dims,))
 
 
 @rule_for(*overloads("split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"))
@@ -46,9 +46,9 @@ def split_rule(op: Op) -> ShardingRule:
 @rule_for(aten.unbind.int, aten.select.int)
 def unbind(op: Op) -> ShardingRule:
     x = op.inputs[0]
-    place = argument(op, "dim") % len(x.shape)
-    dims = without(names(x), place)
-    return sharding_rule(op, (dims,), (_drop(dims, place),) * len(op.outputs))
+    dim = argument(op, "dim") % len(x.shape)
+    dims = without(names(x), dim)
+    return sharding_rule(op, (dims,), (_drop(dims, dim),) * len(op.outputs))
 
 
 @rule_for(aten.slice.Tensor)
@@ -63,9 +63,9 @@ def slice_rule(op: Op) -> ShardingRule:
 @rule_for(*overloads("select_scatter", "slice_scatter"))
 def slice_scatter_rule(op: Op) -> ShardingRule:
     x, source = op.inputs
-    place = argument(op, "dim") % len(x.shape)
-    dims = without(names(x), place)
-    written = dims if len(source.shape) == len(x.shape) else _drop(dims, place)
+    dim = argument(op, "dim") % len(x.shape)
+    dims = without(names(x), dim)
+    written = dims if len(source.shape) == len(x.shape) else _drop(dims, dim)
     return sharding_rule(op, (dims, written), (dims,))
 
 
@@ -73,7 +73,7 @@ def slice_scatter_rule(op: Op) -> ShardingRule:
 @rule_for(*overloads("reflection_pad3d", "replication_pad1d", "replication_pad2d"))
 @rule_for(*overloads("replication_pad3d"))
 def pad(op: Op) -> ShardingRule:
-    """Padded (or cropped) dimensions cannot be cut."""
+    """Padded (or cropped) dimensions cannot be sharded."""
     amounts = argument(op, "pad", argument(op, "padding"))
     padded = [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
     dims = without(names(op.output), *padded)
@@ -82,7 +82,8 @@ def pad(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("one_hot"))
 def one_hot(op: Op) -> ShardingRule | None:
-    """None if the number of classes is inferred from the data, where shards would disagree."""
+    """`b s -> b s _`; None if the number of classes is inferred from the data, which differs
+    between shards."""
     if argument(op, "num_classes") < 0:
         return None
     dims = names(op.inputs[0])
@@ -102,7 +103,7 @@ def meshgrid(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("gather", "take_along_dim"))
 def gather(op: Op) -> ShardingRule | None:
-    """Indices can be cut; the dimension that they index cannot.
+    """Indices can be sharded; the dimension that they index cannot.
 
     None without `dim`, which flattens the tensors.
     """
@@ -110,17 +111,17 @@ def gather(op: Op) -> ShardingRule | None:
     dim = argument(op, "dim")
     if dim is None or len(x.shape) != len(indices.shape) or not x.shape:
         return None
-    place = dim % len(x.shape)
+    indexed_dim = dim % len(x.shape)
     unequal = [
         i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _differ(sizes)
     ]
-    looked_up = without(names(x), *(i for i in unequal if i != place))
-    return sharding_rule(op, (without(looked_up, place), looked_up), (looked_up,))
+    dims = without(names(x), *(i for i in unequal if i != indexed_dim))
+    return sharding_rule(op, (without(dims, indexed_dim), dims), (dims,))
 
 
 @rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
 def scatter(op: Op) -> ShardingRule:
-    """Dimensions in which all tensors have the same size can be cut, except the indexed one."""
+    """Dimensions in which all tensors have the same size can be sharded, except the indexed one."""
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
     unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _differ(sizes)]
@@ -131,7 +132,7 @@ def scatter(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("take"))
 def take(op: Op) -> ShardingRule:
-    """Looks up positions in the flattened tensor, which is not cut."""
+    """Looks up positions in the flattened tensor, which is not sharded."""
     dims = names(op.inputs[1])
     return sharding_rule(op, ((None,) * len(op.inputs[0].shape), dims), (dims,))
 
@@ -142,15 +143,15 @@ def index_select(op: Op) -> ShardingRule:
     dims = names(x)
     if not dims:
         return sharding_rule(op, ((), (None,) * len(indices.shape)), ((),))
-    place = argument(op, "dim") % len(dims)
-    picked = (dims[place],)[: len(indices.shape)]
-    out = dims if picked else without(dims, place)
-    return sharding_rule(op, (without(dims, place), picked), (out,))
+    dim = argument(op, "dim") % len(dims)
+    index_dims = (dims[dim],)[: len(indices.shape)]
+    out = dims if index_dims else without(dims, dim)
+    return sharding_rule(op, (without(dims, dim), index_dims), (out,))
 
 
 @rule_for(*overloads("index_add", "index_copy", "index_reduce", "index_fill"))
 def index_add_rule(op: Op) -> ShardingRule | None:
-    """Writes the rows that an index names; the dimension of the rows cannot be cut."""
+    """Writes rows by index; the dimension of the rows cannot be sharded."""
     x, indices, *source = op.inputs
     if not x.shape:
         return None
@@ -161,9 +162,9 @@ def index_add_rule(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(op: Op) -> ShardingRule | None:
-    """Indexed dimensions cannot be cut; dimensions of the index tensors become result dimensions.
+    """Indexed dimensions cannot be sharded; those of the index tensors can.
 
-    None for masks, where the shape of the result depends on the data.
+    None for masks: the shape of the result depends on the data.
     """
     dims = _index_dims(op)
     if dims is None:
@@ -175,7 +176,7 @@ def index(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.index_put.default)
 def index_put(op: Op) -> ShardingRule | None:
-    """The written values can be cut along dimensions that are not indexed; None for masks."""
+    """The written values can be sharded along dimensions that are not indexed; None for masks."""
     dims = _index_dims(op)
     if dims is None:
         return None
@@ -189,23 +190,23 @@ def index_put(op: Op) -> ShardingRule | None:
 
 
 def _index_dims(op: Op) -> tuple[Dims, Dims, Dims] | None:
-    """Dimensions of `x[indices]`: those of `x`, of the broadcast indices and of the result.
+    """The dimensions of `x`, of the broadcast indices and of the result in `x[indices]`.
 
-    The dimensions of the indices take the place of the indexed ones, or come first if those are not
-    adjacent.
+    As in NumPy, the dimensions of the indices replace the indexed ones, or come first if those are
+    not adjacent.
     """
     x, indices = op.args[0], list(op.args[1])
-    places = [i for i, index in enumerate(indices) if index is not None]
+    indexed = [i for i, index in enumerate(indices) if index is not None]
     index_values = [value for value in indices if isinstance(value, Value)]
-    if not places or any(value.dtype in (torch.bool, torch.uint8) for value in index_values):
+    if not indexed or any(value.dtype in (torch.bool, torch.uint8) for value in index_values):
         return None
-    source = without(names(x), *places)
+    source = without(names(x), *indexed)
     unused = [name for name in NAMES if name not in names(x)]
     at: Dims = tuple(unused[: max(len(value.shape) for value in index_values)])
-    first, last = places[0], places[-1]
-    if places == list(range(first, last + 1)):
+    first, last = indexed[0], indexed[-1]
+    if indexed == list(range(first, last + 1)):
         return source, at, (*source[:first], *at, *source[last + 1 :])
-    remaining = tuple(name for i, name in enumerate(source) if i not in places)
+    remaining = tuple(name for i, name in enumerate(source) if i not in indexed)
     return source, at, (*at, *remaining)
 
 
@@ -213,5 +214,5 @@ def _differ(sizes: tuple[int, ...]) -> bool:
     return len(set(sizes)) > 1
 
 
-def _drop(dims: Dims, place: int) -> Dims:
-    return (*dims[:place], *dims[place + 1 :])
+def _drop(dims: Dims, dim: int) -> Dims:
+    return (*dims[:dim], *dims[dim + 1 :])

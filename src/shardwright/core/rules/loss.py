@@ -1,4 +1,4 @@
-"""Losses of elements, of rows, and of log-probabilities against class indices."""
+"""Losses: elementwise ones, those of rows, and those of log-probabilities and class indices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SUM = 2
 
 @rule_for(CTC_LOSSES)
 def ctc(op: Op) -> ShardingRule | None:
-    """Samples can be cut where each has a row of targets."""
+    """Samples can be sharded if targets are padded to a matrix, not concatenated."""
     rows = len(call_arguments(op)["targets"].shape) == 2
     return from_notation("_ b _, b _, b, b -> b", op) if rows else None
 
@@ -51,14 +51,14 @@ def ctc(op: Op) -> ShardingRule | None:
     *overloads("poisson_nll_loss", "hinge_embedding_loss", "margin_ranking_loss"),
 )
 def elementwise_loss(op: Op) -> ShardingRule:
-    """All dimensions can be cut. For a mean, local mean / number of shards is a term of the sum."""
+    """All dimensions can be sharded; a mean is a partial sum of local means / number of shards."""
     shape = torch.broadcast_shapes(*(value.shape for value in op.inputs))  # type: ignore[no-untyped-call]
     dims: Dims = tuple(NAMES[: len(shape)])
     return _loss_rule(op, aligned(op, dims), dims, mean_loss_kernel)
 
 
 def mean_loss_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """The operator itself, with a mean divided by the number of shards."""
+    """The operator itself; a mean is divided by the number of shards, to be a term of the sum."""
     num_shards = prod(local.shard_counts.values())
     if call_arguments(op)["reduction"] != MEAN or num_shards == 1:
         return op.target
@@ -77,7 +77,7 @@ def _loss_rule(
 
 @rule_for(*overloads("cosine_embedding_loss"))
 def cosine_embedding_loss(op: Op) -> ShardingRule:
-    """Rows can be cut; the features of a row, over which the cosine sums, cannot."""
+    """Rows can be sharded; the features of a row, over which the cosine sums, cannot."""
     rows: Dims = ("b",)[: len(op.inputs[-1].shape)]
     pairs = tuple((*rows, None) for _ in op.inputs[:2])
     return _loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
@@ -94,7 +94,7 @@ def margin_loss(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("nll_loss_nd", "nll_loss", "nll_loss2d"))
 def nll_loss(op: Op) -> ShardingRule:
-    """`b v s -> b s`: all but the classes can be cut. A mean counts the valid targets globally."""
+    """`b v s -> b s`: all but the classes can be sharded; a mean counts valid targets globally."""
     arguments = call_arguments(op)
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["target"].shape)]
     scores = (*rows[:1], None, *rows[1:])
@@ -103,12 +103,12 @@ def nll_loss(op: Op) -> ShardingRule:
 
 
 def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """The all-reduce of the count (or weight) of valid targets, if a mean loss is cut."""
-    cut = tuple(factor for factor, count in shard_counts.items() if factor != "v" and count > 1)
-    if call_arguments(op)["reduction"] != MEAN or not cut:
+    """The all-reduce of the count (or weight) of valid targets, if a mean loss is sharded."""
+    sharded = tuple(name for name, count in shard_counts.items() if name != "v" and count > 1)
+    if call_arguments(op)["reduction"] != MEAN or not sharded:
         return ()
     dtype = accumulation_dtype(op.output.dtype)
-    return (Reduction(cut, "sum", (), dtype, differentiable=False),)
+    return (Reduction(sharded, "sum", (), dtype, differentiable=False),)
 
 
 def _nll_kernel(op: Op, local: Local) -> Callable[..., Any]:
@@ -116,10 +116,10 @@ def _nll_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
-    """The local sum over rows / the weight of the valid targets of all devices.
+    """The local sum over rows divided by the weight of the valid targets of all devices.
 
-    The targets are counted early, so that no device waits for others before its backward pass. The
-    sum is taken in single precision, because it may overflow the half precision of the mean.
+    The count of targets is launched early, so that no device waits for others before its backward
+    pass. The sum is in single precision: it may overflow where the mean in half precision does not.
     """
     call_args = call_arguments(op)
     scores, dtype = next(iter(schema_parameters(op.target))), accumulation_dtype(op.output.dtype)
@@ -143,5 +143,5 @@ def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums: single precision for half precision inputs, as in torch."""
+    """The dtype in which torch accumulates: single precision for half precision inputs."""
     return torch.float32 if dtype.itemsize < 4 else dtype

@@ -31,9 +31,9 @@ CHANNELS = ("weight", "bias", "running_mean", "running_var")
 
 @rule_for(*overloads("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"))
 def feature_norm(op: Op) -> ShardingRule:
-    """The normalized dimensions, which come last, cannot be cut; all others can.
+    """`b s _, _ -> b s _`: all but the normalized dimensions, the last ones, can be sharded.
 
-    Mean and reciprocal deviation, if they are returned, have size 1 in the normalized dimensions.
+    Mean and reciprocal deviation, if returned, have size 1 in the normalized dimensions.
     """
     arguments = call_arguments(op)
     count = len(arguments["normalized_shape"])
@@ -45,7 +45,7 @@ def feature_norm(op: Op) -> ShardingRule:
 
 @rule_for(aten.group_norm.default, aten.native_group_norm.default)
 def group_norm(op: Op) -> ShardingRule:
-    """The batch can be cut, and the channels between groups; so are the statistics of groups."""
+    """The batch can be sharded, and the channels between groups; so can the statistics."""
     arguments, native = call_arguments(op), op.target is aten.native_group_norm.default
     groups = arguments["group" if native else "num_groups"]
     dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
@@ -64,17 +64,16 @@ def group_norm(op: Op) -> ShardingRule:
 
 @rule_for(aten._weight_norm.default)
 def weight_norm(op: Op) -> ShardingRule:
-    """Only the dimension can be cut whose slices have norms of their own; none if there is one
-    norm of the whole weight."""
+    """Only `dim`, along which each slice has its own norm, can be sharded."""
     weight, norms = op.inputs
-    kept = call_arguments(op)["dim"]
-    dims = tuple(name if d == kept else None for d, name in enumerate(names(weight)))
+    slice_dim = call_arguments(op)["dim"]
+    dims = tuple(name if d == slice_dim else None for d, name in enumerate(names(weight)))
     return sharding_rule(op, (dims, dims[: len(norms.shape)]), (dims,))
 
 
 @rule_for(aten.batch_norm.default)
 def batch_norm(op: Op) -> ShardingRule | None:
-    """With running statistics the operator is elementwise, so all dimensions can be cut.
+    """With running statistics the operator is elementwise, so all dimensions can be sharded.
 
     With batch statistics it updates its inputs in place; `batch_norm_train` replaces it then.
     """
@@ -83,9 +82,9 @@ def batch_norm(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.instance_norm.default)
 def instance_norm(op: Op) -> ShardingRule | None:
-    """Batch and channels can be cut; with running statistics the spatial dimensions too.
+    """Batch and channels can be sharded; with running statistics the spatial dimensions too.
 
-    None if it uses image statistics and updates the running ones in place.
+    None if it uses the statistics of the input and updates the running ones in place.
     """
     arguments = call_arguments(op)
     if arguments["use_input_stats"] and arguments["running_mean"] is not None:
@@ -108,11 +107,11 @@ def _image(op: Op) -> Dims:
 
 @rule_for(batch_norm_train)
 def training_batch_norm(op: Op) -> ShardingRule:
-    """All dimensions can be cut; every device computes the statistics of the global batch.
+    """All dimensions can be sharded; every device computes the statistics of the global batch.
 
-    If batch or space are cut, the kernel all-reduces first the sums, then the squared deviations
-    from the mean: two passes, as on one device, which avoid cancellation. The new running
-    statistics are complete on every device.
+    If batch or spatial dimensions are sharded, the kernel all-reduces the sums, then the squared
+    deviations from the mean. Two passes, as on one device, avoid the cancellation of E[x²] - E[x]².
+    The new running statistics are replicated.
     """
     dims = _image(op)
     inputs = input_dims(op, {"x": dims, **dict.fromkeys(CHANNELS, ("c",))})
@@ -133,13 +132,13 @@ def pooled_factors(op: Op) -> tuple[str, ...]:
 
 
 def _pooled_statistics(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    cut = tuple(f for f in pooled_factors(op) if shard_counts.get(f, 1) > 1)
-    if not cut:
+    sharded = tuple(f for f in pooled_factors(op) if shard_counts.get(f, 1) > 1)
+    if not sharded:
         return ()
     x = op.inputs[0]
     channels = x.shape[1] // shard_counts.get("c", 1)
     # The result normalizes different shards, so its gradient is a sum over them.
-    reduction = Reduction(cut, "sum", (channels,), accumulation_dtype(x.dtype), varying=True)
+    reduction = Reduction(sharded, "sum", (channels,), accumulation_dtype(x.dtype), varying=True)
     return (reduction, reduction)
 
 
@@ -177,7 +176,7 @@ def _pooled_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def _update_running_average(running: Tensor, new: Tensor, momentum: float) -> Tensor:
-    """Torch's running average, in which the new value has weight `momentum`."""
+    """The exponential moving average as torch defines it: `momentum` weighs the new value."""
     return running.detach() * (1 - momentum) + new.to(running.dtype) * momentum
 
 

@@ -1,12 +1,12 @@
-"""Building rules: from an einsum-like notation, from dimension names, from operator arguments.
+"""Builders of rules: from an einsum-like notation, dimension names and operator arguments.
 
 In the notation `"b s k, j k -> b s j"`
 
 - tensors are separated by `,`, dimensions by spaces; inputs are in the order of `Op.inputs`;
-- `_` (or `.`) is a dimension that cannot be cut, `()` a tensor without dimensions;
+- `_` (or `.`) is a dimension that cannot be sharded, `()` a tensor without dimensions;
 - `...` is any number of leading dimensions, right-aligned as in broadcasting and named
   `b s t u v w …`;
-- an input dimension of size 1 whose factor is larger elsewhere is broadcast, and cannot be cut.
+- an input dimension of size 1 whose factor is larger elsewhere is broadcast, and cannot be sharded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = _LEADING + "".join(c for c in ascii_lowercase if c not in _LEADING)
 
 
 class RuleOptions(TypedDict, total=False):
-    """The fields of `ShardingRule` other than dimensions and sizes."""
+    """The optional fields of `ShardingRule`, as keyword arguments."""
 
     complete: frozenset[str]
     main: Main | None
@@ -48,12 +48,12 @@ def from_notation(
     capacity: Mapping[str, int] | None = None,
     **options: Unpack[RuleOptions],
 ) -> ShardingRule:
-    """The rule of `op` in notation, with sizes from the shapes of its tensors.
+    """Build the rule of `op` from notation; factor sizes come from the shapes of its tensors.
 
     Args:
         notation: inputs and outputs as in `"b s k, j k -> b s j"`.
-        reduced: factors that an output lacks but that can be cut: names, or one string of them.
-        capacity: for factors whose number of shards must divide something other than their size.
+        reduced: factors that an output lacks and that can be sharded: names, or one string of them.
+        capacity: the number that the shard count must divide, for factors where it is not the size.
 
     Raises:
         ValueError: if the notation does not match the tensors of `op`, or sizes of a factor differ.
@@ -89,7 +89,7 @@ def sharding_rule(
     capacity: Mapping[str, int] | None = None,
     **options: Unpack[RuleOptions],
 ) -> ShardingRule:
-    """The rule of `op` with these dimensions, with sizes from the shapes of its tensors.
+    """Build the rule of `op` from dimension names; factor sizes come from its tensors' shapes.
 
     Raises:
         ValueError: if a tensor has another number of dimensions, or the sizes of a factor differ.
@@ -113,10 +113,10 @@ def sharding_rule(
     )
     for dims, value in zip((*broadcast, *outputs), (*op.inputs, *op.outputs), strict=True):
         for name, size in zip(dims, value.shape, strict=True):
-            fits = name is None or (
+            is_consistent = name is None or (
                 size % capacities[name] == 0 if name in capacities else size == sizes[name]
             )
-            if not fits:
+            if not is_consistent:
                 raise ValueError(
                     f"{op}: factor {name!r} has size {size} in {value}, and another size elsewhere"
                 )
@@ -130,18 +130,18 @@ def sharding_rule(
 
 
 def names(value: Value, exclude: str = "") -> Dims:
-    """A name for each dimension of `value`, none of them in `exclude`: `("b", "s", "t")`."""
+    """A factor name for each dimension of `value`, none of them in `exclude`: `("b", "s", "t")`."""
     return tuple([name for name in NAMES if name not in exclude][: len(value.shape)])
 
 
 def without(dims: Dims, *positions: int) -> Dims:
-    """`dims` where those at the positions `positions` (negative ones from the end) are not cut."""
+    """`dims` with None at `positions` (negative from the end), so that these are not sharded."""
     excluded = {position % len(dims) for position in positions} if dims else set()
     return tuple(None if i in excluded else name for i, name in enumerate(dims))
 
 
 def aligned(op: Op, dims: Dims) -> tuple[Dims, ...]:
-    """`dims` of a broadcast result, right-aligned to each input."""
+    """The dimensions of each input, right-aligned to those of a broadcast result, `dims`."""
     return tuple(dims[len(dims) - len(value.shape) :] for value in op.inputs)
 
 
@@ -156,8 +156,10 @@ def draws_random(op: Op) -> bool:
 
 
 def overloads(*operators: str) -> tuple[Any, ...]:
-    """All functional overloads of these ATen operators that return tensors, without named dims;
-    none of those that this version of PyTorch lacks."""
+    """All functional overloads of these ATen operators that return tensors.
+
+    Overloads with named dimensions, and operators that this version of PyTorch lacks, are left out.
+    """
     functional = []
     for operator in filter(partial(hasattr, torch.ops.aten), operators):
         packet = getattr(torch.ops.aten, operator)
@@ -177,12 +179,13 @@ def _tensors(side: str) -> list[list[str]]:
 
 def _dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
     if "..." in tokens:
-        place, count = tokens.index("..."), ndim - len(tokens) + 1
+        ellipsis_index, count = tokens.index("..."), ndim - len(tokens) + 1
         if count < 0:
             raise ValueError(
                 f"{' '.join(tokens)!r} names more dimensions than the {ndim} of the tensor"
             )
-        tokens = [*tokens[:place], *leading[len(leading) - count :], *tokens[place + 1 :]]
+        expanded = leading[len(leading) - count :]
+        tokens = [*tokens[:ellipsis_index], *expanded, *tokens[ellipsis_index + 1 :]]
     return tuple(None if token in "_." else token for token in tokens)
 
 
@@ -197,7 +200,7 @@ def schema_parameters(target: OpTarget) -> dict[str, Any]:
 
 
 def named_arguments(op: Op) -> dict[str, Any]:
-    """The arguments of the call by name, in the order of the call, without defaults."""
+    """The arguments given in the call, by name and in the order of the call."""
     return {**dict(zip(schema_parameters(op.target), op.args, strict=False)), **op.kwargs}
 
 
@@ -207,16 +210,16 @@ def call_arguments(op: Op) -> dict[str, Any]:
 
 
 def input_dims(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
-    """The dimensions of `Op.inputs`, from those of the named arguments."""
+    """The dimensions of each of `Op.inputs`, from those of the arguments by name."""
     return tuple(
         dims[name] for name, value in named_arguments(op).items() if isinstance(value, Value)
     )
 
 
 def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
-    """A function from the arguments of a kernel call to all arguments by name, with defaults.
+    """Returns a function that binds the arguments of a kernel call by name, with defaults.
 
-    What does not depend on the call is computed once, here.
+    The signature is read here, once, since kernels run in every step.
     """
     defaults = schema_parameters(op.target)
     names = tuple(defaults)
@@ -228,11 +231,11 @@ def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, A
 
 
 def with_arguments(op: Op, **replacements: Any) -> Callable[..., Any]:
-    """The target of `op` as a function that overrides the arguments in `replacements`."""
+    """Returns the target of `op` with the arguments in `replacements` overridden."""
     names = list(schema_parameters(op.target))
-    places = {names.index(name): value for name, value in replacements.items()}
-    positional = {i: value for i, value in places.items() if i < len(op.args)}
-    keywords = {names[i]: value for i, value in places.items() if i >= len(op.args)}
+    by_index = {names.index(name): value for name, value in replacements.items()}
+    positional = {i: value for i, value in by_index.items() if i < len(op.args)}
+    keywords = {names[i]: value for i, value in by_index.items() if i >= len(op.args)}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         positional_args = (positional.get(i, value) for i, value in enumerate(args))

@@ -1,6 +1,6 @@
 """Elementwise operators, whose inputs are broadcast to the shape of the output.
 
-Most are recognized by ATen's tag `pointwise`; those that lack it are registered here.
+Most are recognized by ATen's tag `pointwise`; those without the tag are registered here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
     *overloads("resolve_conj"),
 )
 def pointwise(op: Op) -> ShardingRule | None:
-    """Every dimension of the output is a factor; an input lacks those along which it is broadcast.
+    """`b s, s -> b s`: every dimension of the output can be sharded.
 
     None if the outputs differ in shape, or the operator mutates an input.
     """
@@ -51,7 +51,7 @@ def pointwise(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("to", "type_as"))
 def dtype_cast(op: Op) -> ShardingRule:
-    """A second tensor only supplies dtype and device, so it is not cut."""
+    """A second tensor only supplies dtype and device, so it is not sharded."""
     dims = names(op.output)
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,))
@@ -70,14 +70,14 @@ def prelu(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("glu"))
 def glu(op: Op) -> ShardingRule:
-    """Multiplies the two halves of one dimension, which cannot be cut."""
+    """Multiplies the two halves of one dimension, which cannot be sharded."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("bucketize", "searchsorted"))
 def bucketize(op: Op) -> ShardingRule | None:
-    """Looks up every element in one sorted sequence, which is not cut."""
+    """Looks up every element in one sorted sequence, which is not sharded."""
     dims = names(op.output)
     boundaries = argument(op, "boundaries", argument(op, "sorted_sequence"))
     if len(boundaries.shape) != 1:

@@ -1,4 +1,4 @@
-"""Pooling, resizing and pixel shuffling: batch and channels can be cut, space cannot."""
+"""Pooling, resizing, pixel shuffling: batch and channels can be sharded, spatial dims cannot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESIZES = {
 
 
 def leading_dims_rule(num_replicated: int) -> RuleMaker:
-    """A rule under which all but the last `num_replicated` dimensions can be cut."""
+    """Make a rule under which all but the last `num_replicated` dimensions can be sharded."""
 
     def rule(op: Op) -> ShardingRule:
         count = len(op.output.shape) - num_replicated
@@ -41,13 +41,13 @@ for _spatial, _resizes in RESIZES.items():
 
 @rule_for(*overloads("pixel_shuffle", "pixel_unshuffle"))
 def shuffle_pixels(op: Op) -> ShardingRule:
-    """Moves elements between channels and pixels; only the dimensions before them can be cut."""
+    """Moves elements between channels and pixels; only leading dimensions can be sharded."""
     dims = (*("b", "c", "d", "e", "f")[: len(op.output.shape) - 3], None, None, None)
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("channel_shuffle"))
 def shuffle_channels(op: Op) -> ShardingRule:
-    """All dimensions but the channels can be cut."""
+    """All dimensions but the channels can be sharded."""
     dims = ("b", None, *("s", "t", "u")[: len(op.output.shape) - 2])
     return sharding_rule(op, (dims,), (dims,))

@@ -1,4 +1,4 @@
-"""Recurrent layers: a step needs all features of the previous one, so only the batch can be cut."""
+"""Recurrent layers: only the batch can be sharded, as a step reads all features of the last one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Operators along dimensions: reductions, scans, sorts.
 
-Sums and means are linear, so a dimension that they reduce can be cut, which gives a partial sum.
-The other operators cannot be cut along the dimensions on which they work.
+Sums and means are linear, so a dimension that they reduce can be sharded: the output is then a
+partial sum. The other operators cannot be sharded along the dimensions that they reduce or scan.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ aten = torch.ops.aten
 
 @rule_for(*overloads("sum", "nansum", "count_nonzero"))
 def sum_rule(op: Op) -> ShardingRule:
-    """Local sums are terms of the sum."""
+    """`b s -> b`: reduced dimensions can be sharded, local sums are terms of the result."""
     dims = names(op.inputs[0])
     return sharding_rule(op, (dims,), (_output_dims(op, dims),), reduced=_reduced_names(op))
 
 
 @rule_for(*overloads("mean"))
 def mean(op: Op) -> ShardingRule:
-    """Local means divided by the number of shards are terms of the mean."""
+    """`b s -> b`: local means divided by the number of shards are terms of the result."""
     dims = names(op.inputs[0])
     reduced = _reduced_names(op)
     return sharding_rule(
@@ -56,7 +56,7 @@ def _local_mean(op: Op, local: Local) -> Callable[..., Any]:
 @rule_for(*overloads("frobenius_norm", "logsumexp", "nanmean", "median", "nanmedian", "mode"))
 @rule_for(*overloads("kthvalue"))
 def reduction_rule(op: Op) -> ShardingRule:
-    """Reduced dimensions cannot be cut."""
+    """Reduced dimensions cannot be sharded."""
     dims = without(names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (_output_dims(op, dims),) * len(op.outputs))
 
@@ -64,23 +64,23 @@ def reduction_rule(op: Op) -> ShardingRule:
 @rule_for(*overloads("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"))
 @rule_for(*overloads("sort", "argsort", "topk", "flip", "roll"))
 def scan_rule(op: Op) -> ShardingRule:
-    """The dimensions in `dim` or `dims` cannot be cut; without either none can."""
+    """The dimensions in `dim` or `dims` cannot be sharded; without either none can."""
     dims = without(names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 
 
 @rule_for(*overloads("rot90"))
 def rotation(op: Op) -> ShardingRule:
-    """The plane that turns cannot be cut."""
+    """The two dimensions of the plane of rotation cannot be sharded."""
     dims = without(names(op.output), *argument(op, "dims"))
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("renorm"))
 def renorm(op: Op) -> ShardingRule:
-    """Only the dimension whose slices are scaled can be cut."""
-    kept = argument(op, "dim") % len(op.output.shape)
-    dims = tuple(name if i == kept else None for i, name in enumerate(names(op.output)))
+    """Only the dimension whose slices are scaled can be sharded."""
+    slice_dim = argument(op, "dim") % len(op.output.shape)
+    dims = tuple(name if i == slice_dim else None for i, name in enumerate(names(op.output)))
     return sharding_rule(op, (dims,), (dims,))
 
 
@@ -92,14 +92,14 @@ def sort_rows(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("diff", "linalg_cross"))
 def diff_rule(op: Op) -> ShardingRule:
-    """Combines elements of several tensors along one dimension, which cannot be cut."""
+    """Combines elements along one dimension, which cannot be sharded."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, aligned(op, dims), (dims,))
 
 
 @rule_for(aten.histc.default)
 def histogram(op: Op) -> ShardingRule:
-    """Local counts are terms of the sum; without explicit bounds nothing can be cut."""
+    """Local counts are terms of the sum; without explicit bounds nothing can be sharded."""
     dims = names(op.inputs[0])
     bounded = argument(op, "min") < argument(op, "max")
     reduced = [name for name in dims if name is not None] if bounded else []
@@ -108,7 +108,7 @@ def histogram(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("cosine_similarity"))
 def cosine_similarity(op: Op) -> ShardingRule:
-    """The dimension of the vectors cannot be cut; the two tensors are broadcast."""
+    """The feature dimension cannot be sharded; the two tensors are broadcast."""
     dim, ndim = argument(op, "dim"), len(op.output.shape) + 1
     dims = names(op.output)
     dims = (*dims[: dim % ndim], None, *dims[dim % ndim :])

@@ -1,4 +1,4 @@
-"""Rules that users give to their own operators, checked against the operator itself."""
+"""`sw.rules.register`: sharding rules of users' own operators, tested against the operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
 
 TOLERANCE = 1e-3
-"""Relative to the largest number of an output; what a wrong rule gives is of its own size."""
+"""Allowed difference relative to the largest element: the error of a wrong rule is of order 1."""
 
 
 def register(
@@ -27,25 +27,24 @@ def register(
     reduced: str | Iterable[str] = (),
     kernel: Kernel | None = None,
 ) -> None:
-    """Gives an operator a sharding rule.
+    """Register the sharding rule of an operator.
 
     Args:
         target: `torch.ops.library.operator.default`, made for instance with
             `torch.library.custom_op` and `register_fake`.
         notation: the dimensions of its tensors, `"b s k, j k -> b s j"`; see `docs/rules.md`.
-        example: arguments of a call, on which the rule is checked: tensors of random numbers whose
-            dimensions that carry a factor are even. On the meta device nothing is checked but the
-            notation.
-        reduced: factors that the output lacks but that may be cut, names or one string of them:
-            the outputs of blocks are terms of a sum.
-        kernel: builds what computes a shard, if that is not the operator itself.
+        example: arguments of a call, on which the rule is tested: random tensors, in which the size
+            of every factor is even. With tensors on the meta device only the notation is checked.
+        reduced: factors that the output lacks and that can be sharded, names or one string of them:
+            the local outputs are then terms of a sum.
+        kernel: builds the function that computes a shard, if it is not the operator itself.
 
     Raises:
-        StrategyError: if the operator has a rule, the notation does not fit its tensors, or halves
-            of the example do not give what the rule says.
+        StrategyError: if the operator already has a rule, the notation does not match its tensors,
+            or two shards of the example do not give the result that the rule predicts.
     """
     if target in registry():
-        raise StrategyError(f"{target} has a sharding rule already")
+        raise StrategyError(f"{target} has a sharding rule already\nremove one of the two calls")
 
     def rule(op: Op) -> ShardingRule:
         return from_notation(notation, op, reduced=reduced, kernel=kernel)
@@ -55,7 +54,7 @@ def register(
 
 
 def example_op(target: OpTarget, args: tuple[Any, ...]) -> Op:
-    """The operator `target(*args)` as graphs have it."""
+    """Make the `Op` of the call `target(*args)`."""
 
     def value(tensor: Tensor) -> Value:
         return Value("tensor", tuple(tensor.shape), tensor.dtype)
@@ -71,18 +70,18 @@ def _check(target: OpTarget, maker: RuleMaker, example: tuple[Any, ...]) -> None
     except ValueError as error:
         raise StrategyError(f"the sharding rule of {target} does not fit it: {error}") from None
     assert rule is not None
-    wholes = pytree.tree_leaves(target(*example))
-    if all(whole.is_meta for whole in wholes):
+    full_outputs = pytree.tree_leaves(target(*example))
+    if all(output.is_meta for output in full_outputs):
         return
-    halved = [factor for factor in rule.factors if rule.capacity[factor] % 2 == 0]
-    if not halved:
+    even_factors = [factor for factor in rule.factors if rule.capacity[factor] % 2 == 0]
+    if not even_factors:
         raise StrategyError(
             f"the sharding rule `{rule}` of {target} cannot be checked: no factor of the example"
-            " has an even size"
+            " has an even size\nuse an example in which the size of every factor is even"
         )
-    for factor in halved:
+    for factor in even_factors:
         try:
-            difference = _difference(op, rule, factor, example, wholes)
+            difference = _difference(op, rule, factor, example, full_outputs)
         except Exception as error:
             difference = f"it fails: {str(error).strip().splitlines()[0]}"
         if difference:
@@ -93,31 +92,35 @@ def _check(target: OpTarget, maker: RuleMaker, example: tuple[Any, ...]) -> None
 
 
 def _difference(
-    op: Op, rule: ShardingRule, factor: str, example: tuple[Any, ...], wholes: list[Tensor]
+    op: Op, rule: ShardingRule, factor: str, example: tuple[Any, ...], full_outputs: list[Tensor]
 ) -> str:
-    """In what the two halves of `factor`, put together, differ from the whole; empty if in
-    nothing."""
+    """Shard `factor` in two and describe how the joined outputs differ from the full ones.
+
+    Returns an empty text if they agree.
+    """
     mesh, cuts = DeviceMatrix((2,), ("x",)), {factor: (0,)}
     inputs, outputs = rule.layouts(mesh, cuts)
-    parts = []
-    for half in range(2):
+    local_outputs = []
+    for rank in range(2):
         layouts = iter(inputs)
 
-        def shard(tensor: Tensor, half: int = half, layouts: Any = layouts) -> Tensor:
-            return tensor[next(layouts).slices(half, tuple(tensor.shape))].contiguous()
+        def shard(tensor: Tensor, rank: int = rank, layouts: Any = layouts) -> Tensor:
+            return tensor[next(layouts).slices(rank, tuple(tensor.shape))].contiguous()
 
         args = pytree.tree_map_only(Tensor, shard, example)
         shapes = tuple(o.shard_shape(v.shape) for o, v in zip(outputs, op.outputs, strict=True))
-        local = Local(rule.shard_counts(mesh, cuts), lambda f, i=half: i * (f == factor), shapes)  # type: ignore[misc]
+        local = Local(rule.shard_counts(mesh, cuts), lambda f, i=rank: i * (f == factor), shapes)  # type: ignore[misc]
         function = op.target if rule.kernel is None else rule.kernel(op, local)
-        parts.append(pytree.tree_leaves(function(*args)))
-    for place, (whole, layout) in enumerate(zip(wholes, outputs, strict=True)):
-        first, second = (half[place] for half in parts)
-        expected = layout.shard_shape(tuple(whole.shape))
+        local_outputs.append(pytree.tree_leaves(function(*args)))
+    for index, (full, layout) in enumerate(zip(full_outputs, outputs, strict=True)):
+        first, second = (of_rank[index] for of_rank in local_outputs)
+        expected = layout.shard_shape(tuple(full.shape))
         if {tuple(first.shape), tuple(second.shape)} != {expected}:
-            return f"output {place} has shape {list(first.shape)}, not {list(expected)}"
-        cut = [dim for dim, axes in enumerate(layout.axes) if axes]
-        joined = torch.cat([first, second], cut[0]) if cut else first + second
-        if whole.numel() and (joined - whole).abs().max() > TOLERANCE * whole.abs().max():
-            return f"output {place} is not " + ("its blocks" if cut else "the sum of its terms")
+            return f"output {index} has shape {list(first.shape)}, not {list(expected)}"
+        sharded_dims = [dim for dim, axes in enumerate(layout.axes) if axes]
+        joined = torch.cat([first, second], sharded_dims[0]) if sharded_dims else first + second
+        if full.numel() and (joined - full).abs().max() > TOLERANCE * full.abs().max():
+            return f"output {index} is not " + (
+                "its blocks" if sharded_dims else "the sum of its terms"
+            )
     return ""

@@ -1,16 +1,15 @@
-"""Attention whose keys and values go round a ring of devices, each of which keeps its queries.
+"""Ring attention: each device keeps its queries, keys and values travel round a ring of devices.
 
-Each device has a block of positions. It computes what its queries get from its own keys and values
-while these are on their way to the next device, then what they get from those that came, until all
-have been everywhere; the results are merged. In the backward pass keys and values go round again,
-and the gradient of each block follows it home. So a device holds a few blocks, however many there
-are (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
-Context", 2023).
+Each device has a block of positions. In step 0 it attends to its own keys and values while these
+are sent to the next device; in each later step, to those that it has just received. After n - 1
+transfers each block has visited all n devices, and the partial results are merged by their
+log-sum-exp. In the backward pass keys and values travel again, and the gradient of each block
+follows it home. Memory is that of a few blocks, independently of n (Liu, Zaharia and Abbeel, "Ring
+Attention with Blockwise Transformers for Near-Infinite Context", 2023).
 
-A causal query reads the keys before it, so blocks would be unequal work: devices exchange the
-second half of their block with the one whose block is as far from the last as their own is from the
-first (the order of blocks of Megatron-LM's context parallelism). Then the queries of each have as
-much to do with the keys of each other.
+Under a causal mask later blocks have more work. Devices with the blocks i and n - 1 - i therefore
+swap the second halves of their blocks before the ring (the load balancing of Megatron-LM's context
+parallelism); each step then has equal work on all devices.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from shardwright.core.rules.notation import binder, call_arguments
 from shardwright.core.rules.rule import MIRROR, RING, Local, Reduce, Reduction
 
 BlockIndex = int | torch.SymInt
-"""A number that differs between devices: a symbol where many are simulated at once."""
+"""Index of a device's block: an int, or a symbol if many devices are simulated at once."""
 
 
 def has_ring(arguments: Mapping[str, Any]) -> bool:
-    """Whether keys and values of this attention may go round a ring: without a mask or dropout, and
-    if it is causal, with as many queries as keys."""
+    """Whether ring attention supports this call: no mask or dropout; if causal, as many queries as
+    keys."""
     query, key, value = (arguments[name].shape for name in ("query", "key", "value"))
     return (
         len(query) == len(key) == len(value) == 4
@@ -48,152 +47,164 @@ def has_ring(arguments: Mapping[str, Any]) -> bool:
 
 
 def positions(arguments: Mapping[str, Any]) -> int:
-    """What the number of devices in a ring must divide."""
+    """The number that the number of devices in a ring must divide."""
     return gcd(arguments["query"].shape[-2], arguments["key"].shape[-2])
 
 
 def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """The ring; causal queries, keys and values are exchanged before it, and results after it."""
+    """The ring; under a causal mask with swaps of queries and keys before, of results after it."""
     arguments = call_arguments(op)
     query, key, value = (arguments[name].shape for name in ("query", "key", "value"))
-    devices, pair = shard_counts["ring"], key[3] + value[3]
+    devices, pair_size = shard_counts["ring"], key[3] + value[3]
 
-    def of(kind: str, heads: int, rows: int, size: int) -> Reduction:
+    def reduction(kind: str, heads: int, rows: int, size: int) -> Reduction:
         shape = query[0] // shard_counts.get("b", 1), heads, rows, size
         return Reduction(("ring",), kind, shape, op.output.dtype, varying=True)
 
     heads = [n // shard_counts.get("h", 1) if n > 1 else 1 for n in (query[1], key[1])]
-    ring = of(RING, heads[1], key[2] // devices, pair)
-    late = _late(arguments, devices, shard_counts.get("s", 1))
-    if late == (0, 0):
+    ring = reduction(RING, heads[1], key[2] // devices, pair_size)
+    swapped = _num_swapped(arguments, devices, shard_counts.get("s", 1))
+    if swapped == (0, 0):
         return (ring,)
     return (
-        of(MIRROR, heads[0], late[0], query[3]),
-        of(MIRROR, heads[1], late[1], pair),
+        reduction(MIRROR, heads[0], swapped[0], query[3]),
+        reduction(MIRROR, heads[1], swapped[1], pair_size),
         ring,
-        of(MIRROR, heads[0], late[0], value[3]),
+        reduction(MIRROR, heads[0], swapped[0], value[3]),
     )
 
 
-def _late(arguments: Mapping[str, Any], devices: int, parts: int) -> tuple[int, int]:
-    """How many queries and keys are exchanged with the mirrored block.
+def _num_swapped(arguments: Mapping[str, Any], devices: int, parts: int) -> tuple[int, int]:
+    """The numbers of queries and of keys that a device swaps with the mirrored block.
 
     Args:
-        parts: into how many the queries of a block are cut further.
+        parts: number of shards, by factor `s`, of the queries of a block.
     """
     queries, keys = (arguments[name].shape[-2] // devices for name in ("query", "key"))
-    exchanged = arguments["is_causal"] and queries // parts > 1
-    return (queries // parts // 2, keys // 2) if exchanged else (0, 0)
+    swaps = arguments["is_causal"] and queries // parts > 1
+    return (queries // parts // 2, keys // 2) if swaps else (0, 0)
 
 
 def ring_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Attention of a block of queries to all keys, of which this device has a block."""
-    bind, of_call = binder(op), call_arguments(op)
+    """The kernel of a device with a block of queries and a block of keys and values."""
+    bind, full_arguments = binder(op), call_arguments(op)
     devices, parts = local.shard_counts["ring"], local.shard_counts.get("s", 1)
-    late = _late(of_call, devices, parts)
+    swapped = _num_swapped(full_arguments, devices, parts)
     ring = _Ring(
         devices=devices,
         index=local.index("ring"),
         parts=parts,
         part=local.index("s") if parts > 1 else 0,
-        late=late,
-        causal=of_call["is_causal"],
-        size=of_call["key"].shape[-1],
-        scale=of_call["scale"],
-        send=local.reduce[2 if any(late) else 0],
+        swapped=swapped,
+        causal=full_arguments["is_causal"],
+        key_size=full_arguments["key"].shape[-1],
+        scale=full_arguments["scale"],
+        send=local.reduce[2 if any(swapped) else 0],
     )
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
+        # Keys and values are one tensor, so that each step is one transfer.
         query, pairs = arguments["query"], torch.cat((arguments["key"], arguments["value"]), -1)
-        if any(late):
-            query = _exchanged(query, late[0], local.reduce[0])
-            pairs = _exchanged(pairs, late[1], local.reduce[1])
+        if any(swapped):
+            query = _swap_last_rows(query, swapped[0], local.reduce[0])
+            pairs = _swap_last_rows(pairs, swapped[1], local.reduce[1])
         out: Tensor = _RingAttention.apply(query, pairs, ring)  # type: ignore[no-untyped-call]
-        return _exchanged(out, late[0], local.reduce[3]) if any(late) else out
+        return _swap_last_rows(out, swapped[0], local.reduce[3]) if any(swapped) else out
 
     return run
 
 
-def _exchanged(block: Tensor, late: int, exchange: Reduce) -> Tensor:
-    """A block with the last rows of another device in place of its own."""
-    mine, others = torch.split(block, [block.shape[-2] - late, late], -2)
-    return torch.cat((mine, exchange(others)), -2)
+def _swap_last_rows(block: Tensor, count: int, swap: Reduce) -> Tensor:
+    """Replace the last `count` rows of a block by those of the mirrored block."""
+    first, last = torch.split(block, [block.shape[-2] - count, count], -2)
+    return torch.cat((first, swap(last)), -2)
 
 
 Part = tuple[slice, slice, BlockIndex | None]
-"""Rows of the queries, rows of the keys, and the diagonal between the two if there is one."""
+"""Query rows, key rows, and the diagonal of the causal mask between them; None without a mask."""
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """The way of keys and values.
+    """The ring of one attention, as one device sees it.
 
     Args:
-        devices: how many there are.
-        index: of this one.
-        parts: into how many the queries of a block are cut.
-        part: that of this device.
-        late: how many of the last queries and of the last keys are those of the mirrored block.
-        size: of keys; what follows in the same tensor are values.
-        send: to the next device, from the one before.
+        devices: number of devices in the ring.
+        index: index of this device's block.
+        parts: number of shards, by factor `s`, of the queries of a block.
+        part: index of this device's shard of them.
+        swapped: numbers of the last queries and of the last keys that come from the mirrored block.
+        key_size: features of a key; in the tensor of pairs the features of the value follow.
+        send: sends to the next device and receives from the previous one.
     """
 
     devices: int
     index: BlockIndex
     parts: int
     part: BlockIndex
-    late: tuple[int, int]
+    swapped: tuple[int, int]
     causal: bool
-    size: int
+    key_size: int
     scale: float | None
     send: Reduce
 
-    def computed(self, step: int, queries: int, keys: int) -> Iterator[Part]:
-        """What is computed with the keys that came after so many steps."""
-        own = self.index, self.devices - 1 - self.index
-        holder = (self.index - step) % self.devices
-        held = holder, self.devices - 1 - holder
-        for rows, start in _runs([self.parts * n + self.part for n in own], queries, self.late[0]):
-            for read, first in _runs(held, keys, self.late[1]):
+    def parts_of_step(self, step: int, queries: int, keys: int) -> Iterator[Part]:
+        """The pairs of query rows and key rows to compute in a step: up to 2 x 2."""
+        own_blocks = self.index, self.devices - 1 - self.index
+        origin = (self.index - step) % self.devices
+        key_blocks = origin, self.devices - 1 - origin
+        query_blocks = [self.parts * n + self.part for n in own_blocks]
+        for rows, start in _row_ranges(query_blocks, queries, self.swapped[0]):
+            for key_rows, first in _row_ranges(key_blocks, keys, self.swapped[1]):
                 diagonal = start - first if self.causal else None
                 if isinstance(diagonal, int) and diagonal <= rows.start - rows.stop:
-                    continue  # No query reads one of these keys.
-                yield rows, read, diagonal
+                    continue  # All these keys come after all these queries.
+                yield rows, key_rows, diagonal
 
-    def sent(self, x: Tensor) -> Callable[[], Tensor]:
-        """Sends `x` on; the result waits for what comes instead."""
+    def send_on(self, x: Tensor) -> Callable[[], Tensor]:
+        """Launch the transfer of `x` to the next device; the result waits for its counterpart."""
         pending = self.send.start(x)
         return lambda: self.send.end(pending).view(x.shape)
 
     def split(self, pairs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values in some rows."""
+        """The keys and the values in some rows, as views."""
         part = pairs[..., rows, :]
-        return part[..., : self.size], part[..., self.size :]
+        return part[..., : self.key_size], part[..., self.key_size :]
 
 
-def _runs(blocks: Sequence[BlockIndex], rows: int, late: int) -> list[tuple[slice, BlockIndex]]:
-    """Rows that are neighbors, of a block and the last of the mirrored one, with the position of
-    the first."""
-    early = slice(0, rows - late)
-    runs: list[tuple[slice, BlockIndex]] = [(early, blocks[0] * rows)]
-    if late:
-        runs.append((slice(early.stop, rows), blocks[1] * rows + early.stop))
-    return runs
+def _row_ranges(
+    blocks: Sequence[BlockIndex], rows: int, swapped: int
+) -> list[tuple[slice, BlockIndex]]:
+    """The ranges of consecutive positions in a block, each with the position of its first row.
+
+    Args:
+        blocks: the index of the block and of the mirrored one, which its last rows come from.
+        swapped: the number of these rows.
+    """
+    own = slice(0, rows - swapped)
+    ranges: list[tuple[slice, BlockIndex]] = [(own, blocks[0] * rows)]
+    if swapped:
+        ranges.append((slice(own.stop, rows), blocks[1] * rows + own.stop))
+    return ranges
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, pairs: Tensor, ring: _Ring) -> Tensor:
-        ctx.ring, ctx.place = ring, ring.send.place()
-        merged = _Merged(query, pairs.shape[-1] - ring.size)
-        coming: Callable[[], Tensor] | None = None
-        held = pairs
+        # `place` is read by the runtime's errors, which name the program's line.
+        ctx.ring, ctx.place = ring, ring.send.call_site()
+        merged = _MergedOutput(query, pairs.shape[-1] - ring.key_size)
+        receive: Callable[[], Tensor] | None = None
+        current = pairs
         for step in range(ring.devices):
-            held = coming() if coming is not None else held
-            coming = ring.sent(held) if step < ring.devices - 1 else None
-            for rows, read, diagonal in ring.computed(step, query.shape[-2], held.shape[-2]):
-                key, value = ring.split(held, read)
+            current = receive() if receive is not None else current
+            # Launched before the computation, so that the two overlap.
+            receive = ring.send_on(current) if step < ring.devices - 1 else None
+            for rows, key_rows, diagonal in ring.parts_of_step(
+                step, query.shape[-2], current.shape[-2]
+            ):
+                key, value = ring.split(current, key_rows)
                 part = partial_attention(query[..., rows, :], key, value, diagonal, ring.scale)
                 merged.add(rows, *part)
         out, lse = merged.out.to(query.dtype), merged.lse
@@ -204,46 +215,54 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (query, pairs, out, lse), ring = ctx.saved_tensors, ctx.ring
-        of_query = torch.zeros_like(query, dtype=lse.dtype)
-        own = held = pairs
-        coming: Callable[[], Tensor] | None = None
-        followed: Callable[[], Tensor] | None = None
+        grad_query = torch.zeros_like(query, dtype=lse.dtype)
+        grad_own_pairs = current = pairs
+        receive: Callable[[], Tensor] | None = None
+        receive_grad: Callable[[], Tensor] | None = None
         for step in range(ring.devices):
-            held = coming() if coming is not None else held
-            coming = ring.sent(held) if step < ring.devices - 1 else None
-            found = torch.zeros_like(pairs)
-            for rows, read, diagonal in ring.computed(step, query.shape[-2], held.shape[-2]):
-                key, value = ring.split(held, read)
-                mine = (each[..., rows, :] for each in (gradient, query))
-                known = out[..., rows, :], lse[..., rows]
-                parts = partial_attention_backward(*mine, key, value, *known, diagonal, ring.scale)
-                of_query[..., rows, :] += parts[0]
-                for sums, each in zip(ring.split(found, read), parts[1:], strict=True):
-                    sums += each
+            current = receive() if receive is not None else current
+            receive = ring.send_on(current) if step < ring.devices - 1 else None
+            grad_pairs = torch.zeros_like(pairs)
+            for rows, key_rows, diagonal in ring.parts_of_step(
+                step, query.shape[-2], current.shape[-2]
+            ):
+                key, value = ring.split(current, key_rows)
+                local = (tensor[..., rows, :] for tensor in (gradient, query))
+                saved = out[..., rows, :], lse[..., rows]
+                parts = partial_attention_backward(*local, key, value, *saved, diagonal, ring.scale)
+                grad_query[..., rows, :] += parts[0]
+                for total, part in zip(ring.split(grad_pairs, key_rows), parts[1:], strict=True):
+                    total += part
             if step == 0:
-                own = found
+                grad_own_pairs = grad_pairs
                 continue
-            # The gradient of keys and values goes on with them, to where they came from.
-            found = found if followed is None else found.add_(followed())
-            followed = ring.sent(found)
-        own = own if followed is None else own.add_(followed())
-        return of_query.to(query.dtype), own, None
+            # The gradient of keys and values travels one step behind them; after the last step it
+            # is on the device before their own, so that one more transfer brings it home.
+            grad_pairs = grad_pairs if receive_grad is None else grad_pairs.add_(receive_grad())
+            receive_grad = ring.send_on(grad_pairs)
+        grad_own_pairs = (
+            grad_own_pairs if receive_grad is None else grad_own_pairs.add_(receive_grad())
+        )
+        return grad_query.to(query.dtype), grad_own_pairs, None
 
 
-class _Merged:
-    """What queries got so far."""
+class _MergedOutput:
+    """The output and log-sum-exp of queries over the keys seen so far."""
 
     def __init__(self, query: Tensor, size: int) -> None:
         precise = torch.promote_types(query.dtype, torch.float32)
         self.out = query.new_zeros(*query.shape[:-1], size, dtype=precise)
-        # Less than that of any keys, but a number: minus infinity from itself is none.
-        nothing = torch.finfo(precise).min
-        self.lse = query.new_full(query.shape[:-1], nothing, dtype=precise)
+        # Not minus infinity, whose difference to itself is NaN: the log-sum-exp of no key at all.
+        lowest = torch.finfo(precise).min
+        self.lse = query.new_full(query.shape[:-1], lowest, dtype=precise)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """What the queries in some rows get from further keys."""
+        """Merge the result of the queries in `rows` over further keys.
+
+        out = (e^lse1 out1 + e^lse2 out2) / e^lse, with e^lse = e^lse1 + e^lse2.
+        """
         before = self.lse[..., rows]
         after = torch.logaddexp(before, lse)
-        kept, new = ((each - after).exp().unsqueeze(-1) for each in (before, lse))
-        self.out[..., rows, :] = kept * self.out[..., rows, :] + new * out
+        old_weight, new_weight = ((x - after).exp().unsqueeze(-1) for x in (before, lse))
+        self.out[..., rows, :] = old_weight * self.out[..., rows, :] + new_weight * out
         self.lse[..., rows] = after

@@ -1,10 +1,10 @@
-"""Sharding rules: how each operator can be cut, in terms of named factors.
+"""Sharding rules: how each operator can be sharded, in terms of named factors.
 
 A rule names the dimensions of an operator's tensors like an einsum: a linear layer is
-`"b s k, j k -> b s j"`. *Cutting* factor `b` over axes of the device matrix shards every tensor
-that carries `b`. A tensor that lacks it is read whole and its gradient is a partial sum; if the
-output lacks it, the factor is *reduced* and the output is a partial sum. Propagation, search, cost
-and lowering all use this one rule.
+`"b s k, j k -> b s j"`. Sharding factor `b` over axes of the device matrix shards every tensor that
+has `b`. An input that lacks it is replicated over these axes and its gradient is a partial sum; if
+the output lacks it, the factor is *reduced* and the output is a partial sum. Propagation, search,
+cost and lowering all use this one rule. (Shardy's sharding rules are built on the same idea.)
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 import torch
 
 from shardwright.core.graph.graph import Op
-from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, one_layout
+from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, interned_layout
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
 
 Dims = tuple[str | None, ...]
-"""The factor that each dimension of a tensor carries; None for dimensions that cannot be cut."""
+"""The factor of each dimension of a tensor; None for dimensions that cannot be sharded."""
 
 Cuts = Mapping[str, tuple[int, ...]]
-"""For each cut factor the axes of the device matrix that cut it, most significant first."""
+"""The axes of the device matrix that shard each factor, most significant first."""
 
 OperatorLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
-"""The layouts of the inputs of an operator and of its outputs."""
+"""The layouts of an operator's inputs and of its outputs."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Main:
         labels: factors with their label in the literature (`I`, `J`, `K`), in the order that breaks
             ties; the search does not choose factors that are not listed.
         weight: index of the input whose replication `mem_coeff` weighs, or None.
-        exclusive: pairs of factors of which only one can be cut (J and K of a matrix product).
+        exclusive: pairs of factors of which only one can be sharded (J and K of a matrix product).
     """
 
     labels: Mapping[str, str]
@@ -53,19 +53,20 @@ MIRROR, PREVIOUS, RING = "mirror", "previous", "ring"
 
 @dataclass(frozen=True)
 class Reduction:
-    """A collective inside a local operator: an all-reduce, for batch statistics or a cut class
-    dimension, or an exchange of tensors, for equal shares of the work.
+    """A collective inside a kernel: an all-reduce, as of batch statistics, or an exchange.
 
     Args:
-        factors: it is over all axes that cut these factors.
-        kind: `"sum"`, `"max"`, or an exchange: `"mirror"`, in which each device gets the tensor of
-            the one whose shard is as far from the last as its own is from the first, or
-            `"previous"`, that of the one with the shard before, and the first that of the last; or
-            `"ring"`: the same until each tensor has been on all devices, beside the computation,
-            and again in the backward pass, with its gradient.
-        varying: whether the gradient is sent likewise, because different shards read the result.
-        differentiable: whether a gradient passes.
-        shape, dtype: of the reduced tensor on one device.
+        factors: the group is all devices along the axes that shard these factors.
+        kind: `"sum"` or `"max"`, an all-reduce; or an exchange of tensors between the n shards:
+
+            - `"mirror"`: shard i swaps with shard n - 1 - i;
+            - `"previous"`: shard i receives from shard i - 1, the first from the last;
+            - `"ring"`: n - 1 such exchanges, overlapped with computation, until each tensor has
+              visited all devices; repeated in the backward pass, together with the gradient.
+        varying: whether the backward pass runs the collective on the gradient too, because devices
+            use the result for different shards.
+        differentiable: whether the result has a gradient.
+        shape, dtype: those of the tensor on one device.
     """
 
     factors: tuple[str, ...]
@@ -77,24 +78,25 @@ class Reduction:
 
     @property
     def ordered(self) -> bool:
-        """Whether the order of the axes matters, of which the first counts most."""
+        """Whether the result depends on the order of the shards."""
         return self.kind in (PREVIOUS, RING)
 
     @property
     def collective(self) -> str:
-        """Its kind of `COLLECTIVES`."""
+        """The kind of collective in `COLLECTIVES` that carries it out."""
         return "permute" if self.kind in (MIRROR, PREVIOUS, RING) else "all_reduce"
 
-    def times(self, group: int, differentiable: bool) -> tuple[int, int]:
-        """How often that collective runs in a group of so many devices, forward and backward.
+    def num_collectives(self, group: int, differentiable: bool) -> tuple[int, int]:
+        """Returns how often the collective runs in the forward and in the backward pass.
 
         Args:
-            differentiable: whether a gradient comes back to the operator.
+            group: the number of devices in the group.
+            differentiable: whether the operator has a backward pass.
         """
         forward = group - 1 if self.kind == RING else 1
-        back = self.varying and self.differentiable and differentiable
-        # Round a ring the gradient of each tensor follows it.
-        return forward, (2 if self.kind == RING else 1) * forward if back else 0
+        has_backward = self.varying and self.differentiable and differentiable
+        # In the backward pass of a ring both the tensors and their gradients travel.
+        return forward, (2 if self.kind == RING else 1) * forward if has_backward else 0
 
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -102,18 +104,18 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Reduce:
-    """Executes a `Reduction` on the tensor of one device.
+    """A `Reduction` bound to its process group, to be called on the tensor of one device.
 
     Args:
-        run: all of it, with its gradient.
-        start, end: launch and wait, for a reduction without gradient; other work can run between.
-        place: where in the program it is called, for errors in the backward pass.
+        run: the complete, differentiable collective.
+        start, end: launch and wait, without gradient, so that other work can run in between.
+        call_site: returns the line of the program that calls it, for errors in the backward pass.
     """
 
     run: Function
     start: Function
     end: Function
-    place: Callable[[], object] = lambda: None
+    call_site: Callable[[], object] = lambda: None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(x)
@@ -128,8 +130,8 @@ class TwoPhaseKernel:
 
     Args:
         reads: indices into `Op.inputs` of the inputs that `start` takes.
-        start: the first half, called on their local tensors.
-        finish: the second half, called on the result of `start` and the arguments of the kernel.
+        start: launches the communication; called on the local tensors of these inputs.
+        finish: computes the result; called on the result of `start` and the kernel's arguments.
     """
 
     reads: tuple[int, ...]
@@ -143,11 +145,11 @@ class TwoPhaseKernel:
 
 @dataclass(frozen=True)
 class Local:
-    """The device on which a kernel runs, as far as a kernel needs to know it.
+    """The view that a kernel has of the device on which it runs.
 
     Args:
-        shard_counts: the number of shards of each factor of the rule (1 if it is not cut).
-        index: from a factor to the index of this device's shard: an int, or a `SymInt` if many
+        shard_counts: the number of shards of each factor of the rule (1 if it is not sharded).
+        index: maps a factor to the index of this device's shard: an int, or a `SymInt` if many
             ranks are simulated at once.
         output_shapes: shapes of the local outputs.
         reduce: one function per reduction in the rule's `reductions`, in order.
@@ -170,25 +172,25 @@ def no_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, .
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """How one operator can be cut.
+    """How one operator can be sharded.
 
     Args:
         inputs: the factors of each tensor input, in the order of `Op.inputs`.
         outputs: the factors of each output.
         capacity: for each factor the number that its shard count must divide: usually its size; for
             a dimension that a view splits, the size of the leading part.
-        reduced: factors that an output lacks but that can be cut: the local outputs are then terms
-            of a sum.
+        reduced: factors that an output lacks and that can be sharded: the local outputs are then
+            partial sums.
         complete: factors that the kernel reduces itself (`reductions`): outputs that lack them are
-            complete, and equal on all devices that differ only in them.
+            replicated over the axes of the factor, not partial sums.
         main: set for operators that the search decides by cost.
-        kernel: builds the local function if it is not simply `op.target` on local tensors.
+        kernel: builds the local function if it is not `op.target` itself on local tensors.
         reductions: the collectives inside the kernel, given the shard counts of the factors.
         sizes: index of the argument with the sizes of the output (`view`, `expand`), which is
             replaced by the local sizes.
-        random: whether the operator draws random numbers, which the plan then seeds.
-        joined: for a factor that cuts also the dimensions of another, that other, which cuts them
-            further if an operator is cut by both. Searches cut by one of the two.
+        random: whether the operator draws random numbers, which the program then seeds.
+        joined: pairs outer: inner of factors where `outer` also shards the dimensions of `inner`;
+            with both, `inner` subdivides the shards of `outer`. Searches shard only one of the two.
     """
 
     inputs: tuple[Dims, ...]
@@ -209,49 +211,51 @@ class ShardingRule:
 
     def __post_init__(self) -> None:
         named = {f: None for dims in (*self.inputs, *self.outputs) for f in dims if f is not None}
-        object.__setattr__(self, "factors", tuple(f for f in named if self.may_cut(f)))
+        object.__setattr__(self, "factors", tuple(f for f in named if self.can_shard(f)))
 
     def __str__(self) -> str:
-        """The rule in notation: `b s k, j k -> b s j`; `_` is never cut, `()` is a scalar,
-        and `s/ring` is cut by both."""
+        """The rule in notation: `b s k, j k -> b s j`.
+
+        `_` is a dimension that is never sharded, `()` a scalar, `s/ring` a dimension that two
+        factors shard.
+        """
 
         def text(tensors: tuple[Dims, ...]) -> str:
-            named = ([self.cutting(d) or "_" for d in dims] for dims in tensors)
+            named = ([self.factors_of_dim(d) or "_" for d in dims] for dims in tensors)
             return ", ".join(" ".join(map("/".join, dims)) or "()" for dims in named)
 
         return f"{text(self.inputs)} -> {text(self.outputs)}".lstrip()
 
-    def may_cut(self, factor: str) -> bool:
-        """Whether `factor` can be cut at all: its capacity is above 1, and outputs that lack it may
-        be partial sums."""
+    def can_shard(self, factor: str) -> bool:
+        """Whether `factor` can be sharded on any number of devices."""
         if self.capacity.get(factor, 1) < 2:
             return False
         summed = self.reduced | self.complete
-        return factor in summed or all(factor in self.carried(dims) for dims in self.outputs)
+        return factor in summed or all(factor in self.factors_of(dims) for dims in self.outputs)
 
-    def cutting(self, name: str | None) -> tuple[str, ...]:
-        """The factors that cut a dimension of this name: its own, and those joined with it."""
+    def factors_of_dim(self, name: str | None) -> tuple[str, ...]:
+        """The factors that shard a dimension: its own, and those joined with it."""
         if name is None:
             return ()
-        return (name, *(factor for factor, other in self.joined.items() if other == name))
+        return (name, *(outer for outer, inner in self.joined.items() if inner == name))
 
-    def carried(self, dims: Dims) -> frozenset[str]:
-        """The factors that cut a tensor."""
-        return frozenset(factor for name in dims for factor in self.cutting(name))
+    def factors_of(self, dims: Dims) -> frozenset[str]:
+        """The factors that shard a tensor with these dimensions."""
+        return frozenset(factor for name in dims for factor in self.factors_of_dim(name))
 
-    def too_many(self, mesh: DeviceMatrix, cuts: Cuts) -> str | None:
-        """A factor that does not divide further what others that are joined with it have left."""
+    def indivisible_factor(self, mesh: DeviceMatrix, cuts: Cuts) -> str | None:
+        """The factor that is not divisible by the shards of it and its joined factors, or None."""
         for factor in self.joined.values():
-            shards = prod(mesh.size(cuts.get(each, ())) for each in self.cutting(factor))
+            shards = prod(mesh.size(cuts.get(f, ())) for f in self.factors_of_dim(factor))
             if self.capacity[factor] % shards:
                 return factor
         return None
 
     def layouts(self, mesh: DeviceMatrix, cuts: Cuts) -> OperatorLayouts:
-        """Those of an operator that is cut by `cuts`.
+        """Returns the layouts of inputs and outputs if the operator is sharded by `cuts`.
 
         Raises:
-            StrategyError: if two factors cut the same dimension, which the two do not divide.
+            StrategyError: if two factors shard a dimension that their product does not divide.
         """
         key = mesh, tuple(cuts.items())
         if key not in self._layouts:
@@ -260,28 +264,34 @@ class ShardingRule:
 
     def _layouts_of(self, mesh: DeviceMatrix, cuts: Cuts) -> OperatorLayouts:
         cut_axes = {axis: factor for factor, axes in cuts.items() for axis in axes}
-        factor = self.too_many(mesh, cuts)
+        factor = self.indivisible_factor(mesh, cuts)
         if factor is not None:
-            size, shards = self.capacity[factor], " and ".join(self.cutting(factor))
-            raise StrategyError(f"`{self}`: the shards of {shards} together do not divide {size}")
+            size, shards = self.capacity[factor], " and ".join(self.factors_of_dim(factor))
+            raise StrategyError(
+                f"`{self}`: the shards of {shards} together do not divide {size}\n"
+                f"shard only one of them, or use numbers of shards whose product divides {size}"
+            )
 
         def axes_of(dims: Dims) -> tuple[tuple[int, ...], ...]:
-            # What cuts further dimensions too is the more significant.
+            # The axes of an outer factor come first: the inner one subdivides its shards.
             return tuple(
-                tuple(axis for f in reversed(self.cutting(name)) for axis in cuts.get(f, ()))
+                tuple(axis for f in reversed(self.factors_of_dim(name)) for axis in cuts.get(f, ()))
                 for name in dims
             )
 
         def lacking(dims: Dims) -> frozenset[int]:
-            carried = self.carried(dims)
-            return frozenset(axis for axis, factor in cut_axes.items() if factor not in carried)
+            """The axes that shard the operator but not a tensor with these dimensions."""
+            own = self.factors_of(dims)
+            return frozenset(axis for axis, factor in cut_axes.items() if factor not in own)
 
+        # An input is replicated over axes that it lacks, but each device uses it for another shard
+        # of the operator: its gradient there is one term of a sum, which is what `varying` says.
         inputs = tuple(
-            one_layout(mesh, axes_of(dims), varying=lacking(dims)) for dims in self.inputs
+            interned_layout(mesh, axes_of(dims), varying=lacking(dims)) for dims in self.inputs
         )
         complete = {axis for axis, factor in cut_axes.items() if factor in self.complete}
         outputs = tuple(
-            one_layout(mesh, axes_of(dims), partial=lacking(dims) - complete)
+            interned_layout(mesh, axes_of(dims), partial=lacking(dims) - complete)
             for dims in self.outputs
         )
         return inputs, outputs
@@ -296,11 +306,11 @@ _RULES: dict[Any, RuleMaker] = {}
 
 
 def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
-    """Registers the decorated function as the one that builds the rule of these operators.
+    """Register the decorated function as the builder of the rule of these operators.
 
     Args:
-        targets: ATen operators, other functions, or the names of operators of a library that need
-            not be imported: `"library.operator.default"`.
+        targets: ATen operators, other functions, or the names of operators of a library, which need
+            not be importable: `"library.operator.default"`.
 
     Raises:
         ValueError: if an operator already has a rule.
@@ -317,15 +327,15 @@ def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
 
 
 def find_rule_maker(target: Any) -> RuleMaker | None:
-    """The function that builds the rule of `target`, or None."""
+    """Returns the function that builds the rule of `target`, or None."""
     return _RULES.get(target) or _RULES.get(str(target))
 
 
 def num_rules() -> int:
-    """How many operators (or their names) have a rule."""
+    """The number of registered rules; caches use it to notice a registration."""
     return len(_RULES)
 
 
 def registry() -> Mapping[Any, RuleMaker]:
-    """All operators (or their names) that have a rule."""
+    """A read-only view of all operators (or their names) that have a rule."""
     return MappingProxyType(_RULES)

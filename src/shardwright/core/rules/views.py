@@ -1,8 +1,8 @@
-"""Operators that move elements but compute nothing: reshapes, permutations, expansions.
+"""Operators that only move elements: reshapes, permutations, expansions.
 
-A reshape maps segments of consecutive dimensions onto each other. Only the leading dimensions of a
-segment can be cut, into a number of shards that divides both sizes: then shard i of the input is,
-in memory order, shard i of the output.
+A reshape maps segments of consecutive dimensions onto each other. Only the leading dimension of a
+segment can be sharded, and the number of shards must divide its size in input and output: then
+shard i of the input is, in memory order, shard i of the output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def reshape_rule(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("flatten", "unflatten", "squeeze", "unsqueeze", "ravel"))
 def reshape_to_local_shape(op: Op) -> ShardingRule:
-    """Reshapes whose arguments may be wrong for a shard, e.g. if a local size becomes 1."""
+    """Reshapes whose arguments may not fit a shard: `squeeze` would drop a local size of 1."""
     return _build_reshape_rule(op, kernel=_local_reshape)
 
 
@@ -53,7 +53,7 @@ def _local_reshape(op: Op, local: Local) -> Callable[..., Any]:
 def reshape_segments(
     source: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[Dims, Dims, dict[str, int]]:
-    """What can be cut when a tensor of shape `source` is reshaped to `target`.
+    """Find the dimensions that can be sharded if a tensor is reshaped from `source` to `target`.
 
     Returns:
         The factors of the dimensions of both, and the capacity of each factor.
@@ -83,16 +83,16 @@ def reshape_segments(
 @rule_for(*overloads("permute", "transpose", "t", "numpy_T", "mT", "movedim", "moveaxis"))
 @rule_for(*overloads("swapaxes", "swapdims", "adjoint", "matrix_H", "mH"))
 def permute_rule(op: Op) -> ShardingRule:
-    """Permutes dimensions; the permutation is read off a meta tensor with distinct sizes."""
+    """The permutation is read off a meta tensor in which every dimension has another size."""
     dims = names(op.inputs[0])
-    marked = torch.empty([2 + i for i in range(len(dims))], device="meta")
-    permuted = op.target(marked, *op.args[1:], **op.kwargs)
+    distinct_sizes = torch.empty([2 + i for i in range(len(dims))], device="meta")
+    permuted = op.target(distinct_sizes, *op.args[1:], **op.kwargs)
     return sharding_rule(op, (dims,), (tuple(dims[size - 2] for size in permuted.shape),))
 
 
 @rule_for(*overloads("expand", "broadcast_to"))
 def expand(op: Op) -> ShardingRule:
-    """Expanded dimensions of the result can be cut: every device expands to its shard."""
+    """Expanded dimensions of the result can be sharded: every device expands to its shard."""
     dims = names(op.output)
     return sharding_rule(op, aligned(op, dims), (dims,), sizes=1)
 
@@ -118,12 +118,14 @@ def _expand_all(op: Op, local: Local) -> Callable[..., Any]:
 
 @rule_for(*overloads("repeat", "tile"))
 def repeat_rule(op: Op) -> ShardingRule:
-    """Repeated dimensions cannot be cut."""
+    """Repeated dimensions cannot be sharded."""
     dims = names(op.output)
     (x,) = aligned(op, dims)
-    grown = len(dims) - len(x)
+    num_new = len(dims) - len(x)
     repeated = [
-        i for i, n in enumerate(op.output.shape) if i < grown or n != op.inputs[0].shape[i - grown]
+        i
+        for i, n in enumerate(op.output.shape)
+        if i < num_new or n != op.inputs[0].shape[i - num_new]
     ]
     dims = without(dims, *repeated)
     return sharding_rule(op, aligned(op, dims), (dims,))
@@ -149,13 +151,13 @@ def _without_output_size(op: Op, local: Local) -> Callable[..., Any]:
 
 @rule_for(*overloads("view_as", "reshape_as"))
 def reshape_as(op: Op) -> ShardingRule:
-    """The second tensor only supplies the shape, and is cut like the result."""
+    """The second tensor only supplies the shape; it is sharded like the result."""
     return _build_reshape_rule(op)
 
 
 @rule_for(*overloads("unfold"))
 def unfold(op: Op) -> ShardingRule:
-    """Windows overlap, so the unfolded dimension cannot be cut."""
+    """Windows overlap, so the unfolded dimension cannot be sharded."""
     dims = without(names(op.inputs[0]), argument(op, "dimension"))
     return sharding_rule(op, (dims,), ((*dims, None),))
 
@@ -173,7 +175,7 @@ def im2col_rule(op: Op) -> ShardingRule:
 
 
 def _plane_and_diagonal(op: Op, dims: Dims) -> tuple[Dims, Dims]:
-    """`dims` where the plane of a diagonal is not cut, and those of the diagonal, which is last."""
+    """The dimensions of the matrices, unsharded in their plane, and of the diagonals, put last."""
     plane = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
     remaining = tuple(name for i, name in enumerate(dims) if i not in plane)
     return without(dims, *plane), (*remaining, None)
@@ -187,14 +189,14 @@ def diagonal(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("diagonal_scatter"))
 def diagonal_scatter(op: Op) -> ShardingRule:
-    """Writes a diagonal, which lies last in what is written."""
+    """Writes a diagonal, the last dimension of the second input."""
     plane, line = _plane_and_diagonal(op, names(op.output))
     return sharding_rule(op, (plane, line), (plane,))
 
 
 @rule_for(*overloads("diag_embed"))
 def diag_embed(op: Op) -> ShardingRule:
-    """Puts the last dimension, which cannot be cut, on the diagonal of two new ones."""
+    """Turns the last dimension, which cannot be sharded, into the diagonal of two new ones."""
     plane, line = _plane_and_diagonal(op, names(op.output))
     return sharding_rule(op, (line,), (plane,))
 

@@ -130,8 +130,8 @@ def around_reduction(
 
     if isinstance(whole, BoundCollective):
         back = kind if reduction.varying else None
-        return Reduce(around_both(whole, kind, back, axes, layout), start, end, reduce.place)
-    return Reduce(lambda x: end(start(x)), start, end, reduce.place)
+        return Reduce(around_both(whole, kind, back, axes, layout), start, end, reduce.call_site)
+    return Reduce(lambda x: end(start(x)), start, end, reduce.call_site)
 
 
 def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,7 +129,7 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
         )
 
     tensors = tuple(
-        PricedTensor(value.numel, frozenset(index[f] for f in rule.carried(dims) if f in index))
+        PricedTensor(value.numel, frozenset(index[f] for f in rule.factors_of(dims) if f in index))
         for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True)
     )
     factors_and_none = (*factors, None)
@@ -161,7 +161,7 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
 
 def _dim_cut_by(rule: ShardingRule, factor: str | None, dims: Dims) -> int:
     """The first dim that cutting `factor` cuts."""
-    cut = (dim for dim, name in enumerate(dims) if factor in rule.cutting(name))
+    cut = (dim for dim, name in enumerate(dims) if factor in rule.factors_of_dim(name))
     return next(cut, NO_CUT)
 
 
@@ -188,10 +188,10 @@ def _priced(
 
 def _limits(rule: ShardingRule, factors: Sequence[str], values: Sequence[Value]) -> tuple[int, ...]:
     """The greatest common divisor of each factor's capacity and of all dims that carry it."""
-    limits = {f: rule.capacity[f] if rule.may_cut(f) else 1 for f in factors}
+    limits = {f: rule.capacity[f] if rule.can_shard(f) else 1 for f in factors}
     for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True):
         for size, name in zip(value.shape, dims, strict=True):
-            for factor in filter(limits.__contains__, rule.cutting(name)):
+            for factor in filter(limits.__contains__, rule.factors_of_dim(name)):
                 limits[factor] = gcd(limits[factor], size)
     return tuple(limits.values())
 

@@ -218,7 +218,7 @@ def assert_valid(graph: Graph, mesh: Layout, cuts: CutsOfGraph) -> None:
         axes = [axis for used in cut.values() for axis in used]
         assert len(axes) == len(set(axes))
         for factor, used in cut.items():
-            assert found.may_cut(factor)
+            assert found.can_shard(factor)
             assert found.capacity[factor] % prod(mesh.device_matrix[a] for a in used) == 0
             assert list(used) == sorted(used), "outermost axes must be the most significant"
         inputs, outputs = found.layouts(mesh, cut)
