@@ -21,11 +21,11 @@ from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.layout.redistribution import redistribution_steps
 from shardwright.core.partition.decisions import Decisions
-from shardwright.core.search.by_time.axis_counts import LeastSeconds, group_axes
-from shardwright.core.search.by_time.certificate import certified, gap_of
-from shardwright.core.search.by_time.exact import _Joint
-from shardwright.core.search.by_time.least_redistribution import LeastRedistribution
+from shardwright.core.search.by_time.axis_counts import CountedRedistributionBound, group_axes
+from shardwright.core.search.by_time.certificate import certify, gap_of
+from shardwright.core.search.by_time.exact import _JointTables
 from shardwright.core.search.by_time.problem import search_problem
+from shardwright.core.search.by_time.redistribution_bound import RedistributionBound
 from shardwright.core.search.by_time.search import cuts_of_graph
 from shardwright.core.search.request import Pricing, SearchRequest
 
@@ -40,7 +40,7 @@ def test_no_redistribution_takes_less_than_the_least_seconds(
     value = replace(graph.parameters[0], shape=(24, 24, 24))
     model = TimeModel(cluster, mesh)
     axis_groups = group_axes(model.links)
-    least = LeastSeconds(model.links, axis_groups)
+    least = CountedRedistributionBound(model.links, axis_groups)
     for _ in range(40):
         left, read = random_layout(mesh, draw, True), random_layout(mesh, draw, False)
         for differentiable in (True, False):
@@ -63,15 +63,15 @@ def test_no_combination_of_cuts_is_below_the_bound(
 ) -> None:
     graph, mesh = captured(mlp, sizes=sizes, batch=batch), prime_mesh(devices)
     search = searcher(graph, mesh, cluster)
-    states = _Joint(search.problem, search.model, search.objective).states
+    states = _JointTables(search.problem, search.model, search.objective).all_cuts
     costs = [search.total(search.objective.cost(list(cuts))) for cuts in product(*states)]
     best = list(product(*states))[costs.index(min(costs))]
     request = SearchRequest(graph, mesh, pricing=Pricing(cluster))
-    found = certified(request, cuts_of_graph(graph, search.problem, best))
+    found = certify(request, cuts_of_graph(graph, search.problem, best))
     assert found.cost == pytest.approx(min(costs))
     assert 0.5 * found.cost < found.bound <= min(costs)
     # Whatever plan it starts from.
-    assert certified(request, {}).bound <= min(costs)
+    assert certify(request, {}).bound <= min(costs)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -82,9 +82,9 @@ def test_blocks_that_repeat_prove_no_more_as_one_than_one_by_one(
     request = SearchRequest(graph, mesh, pricing=Pricing(TOY, micro_batches=micro_batches))
     search = searcher(graph, mesh, TOY)
     plan = cuts_of_graph(graph, search.problem, search.best())
-    apart = certified(request, plan)
-    monkeypatch.setattr("shardwright.core.search.by_time.certificate.MOST_OPERATORS", 0)
-    folded = certified(request, plan)
+    apart = certify(request, plan)
+    monkeypatch.setattr("shardwright.core.search.by_time.certificate.MAX_UNFOLDED_VARIABLES", 0)
+    folded = certify(request, plan)
     assert len(search_problem(graph, {}).variables) < len(search.problem.variable_of)
     assert folded.bound <= apart.cost
     assert folded.bound == pytest.approx(apart.bound, rel=0.1)
@@ -107,10 +107,10 @@ def test_no_random_plan_of_a_random_model_is_below_the_bound(seed: int) -> None:
     net, args = random_net(seed)
     graph, mesh = capture(net, args), prime_mesh(4)
     search = searcher(graph, mesh, TOY, fold=False)
-    states = _Joint(search.problem, search.model, search.objective).states
+    states = _JointTables(search.problem, search.model, search.objective).all_cuts
     best = search.best()
     request = SearchRequest(graph, mesh, pricing=Pricing(TOY))
-    found = certified(request, cuts_of_graph(graph, search.problem, best))
+    found = certify(request, cuts_of_graph(graph, search.problem, best))
     assert found.bound > 0.3 * found.cost
     draw = random.Random(seed)
     for _ in range(60):  # Near the best, where a bound that is none would show.
@@ -130,7 +130,10 @@ def test_sums_of_few_numbers_on_a_shared_processor_take_no_less_than_the_least_s
         replace(gloo, device=replace(gloo.device, at_full_rate=1)), prime_mesh(devices)
     )
     mesh, axis_groups = model.mesh, group_axes(model.links)
-    few, many = LeastSeconds(model.links, axis_groups), LeastRedistribution(model.links)
+    few, many = (
+        CountedRedistributionBound(model.links, axis_groups),
+        RedistributionBound(model.links),
+    )
     axes = range(len(mesh.device_matrix))
     whole = TensorLayout(mesh, ((),))
     for summed in (each for n in axes for each in combinations(axes, n + 1)):

@@ -10,7 +10,7 @@ from core.search.toy import TOY, searcher
 from sample_models import captured, llama, mlp
 from shardwright.core.cost.step_time import TimeModel
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.search.by_time.exact import _Joint, search_exactly
+from shardwright.core.search.by_time.exact import _JointTables, search_exactly
 from shardwright.core.search.by_time.objective import Objective
 from shardwright.core.search.request import Pricing, SearchRequest
 
@@ -19,7 +19,7 @@ def test_no_combination_of_cuts_is_below_the_bound_and_the_plan_is_the_best() ->
     graph, mesh = captured(mlp, sizes=(16, 32)), prime_mesh(4)
     search = searcher(graph, mesh, TOY)
     objective = Objective(search.problem, search.model)
-    states = _Joint(search.problem, TimeModel(TOY, mesh), objective).states
+    states = _JointTables(search.problem, TimeModel(TOY, mesh), objective).all_cuts
     least = min(search.total(objective.cost(list(cuts))) for cuts in product(*states))
     shares: list[float] = []
     request = SearchRequest(graph, mesh, pricing=Pricing(TOY), on_share=shares.append)

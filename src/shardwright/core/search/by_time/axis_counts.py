@@ -1,16 +1,15 @@
-"""Layouts by how many axes of each kind cut each dimension, and what lies between two at least.
+"""Layouts as numbers of axes, and lower bounds of redistributions between them.
 
-Axes of one size on one level of links are alike: which of them cut a dimension decides what can be
-shared, not what is possible. So a lower bound knows only their numbers, which are few. Between two
-such layouts lies at least what a device must receive:
+Axes of one size on one level of links form a group. A lower bound needs only how many axes of each
+group cut each dim, not which ones; there are far fewer such layouts. What a device must receive
+between two of them bounds the redistribution:
 
-- A value that is whole somewhere: the block that is read, but for the most that the block that is
-  there can have in common with it.
-- Terms of a sum, one on each of p devices: p - 1 messages for each element until it is a sum, and
-  one for each further copy.
+- From a layout without partial sums: the shard that is read, less the largest overlap that the
+  shard on the device can have with it.
+- From partial sums of p terms: p - 1 messages for each element until it is summed, and one more
+  message for each further copy.
 
-What holds for a device holds for the devices of a node together, whose messages cross the slower
-links. Each step of a redistribution takes at least as long as its messages do.
+The same holds for all devices of a node together, whose messages cross the slower links.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from shardwright.core.cost.collectives import ELEMENT, Links
 from shardwright.core.layout.axes import Axes
 
 LayoutTable = npt.NDArray[np.float32]
-NONE = 1e-6
-"""A share of a value that is but rounding."""
+ROUNDING = 1e-6
+"""Shares of a value below this are rounding errors of single precision."""
 
 Counts = npt.NDArray[np.int64]
-"""How many axes of each kind (last dimension) are used for what (second to last)."""
+"""Numbers of axes, (..., use, axis group): of each group, how many axes cut a factor or a dim."""
 
 
 @dataclass(frozen=True)
@@ -43,135 +42,159 @@ class AxisGroup:
 
 
 def group_axes(links: Links) -> tuple[AxisGroup, ...]:
-    """The axes of a device matrix of prime axes by what they are, those of the fastest links first;
-    one that crosses several levels counts to the fastest."""
-    by_kind: dict[tuple[int, int], list[int]] = {}
+    """Group the axes of a device matrix of prime axes by link level and size, fastest links first.
+
+    An axis that crosses several levels counts to the fastest, which can only lower the bound.
+    """
+    by_group: dict[tuple[int, int], list[int]] = {}
     for axis, size in enumerate(links.mesh.device_matrix):
         if size > 1:
-            by_kind.setdefault((links.levels[axis][0][0], size), []).append(axis)
-    return tuple(AxisGroup(*group, tuple(axes)) for group, axes in sorted(by_kind.items()))
+            by_group.setdefault((links.levels[axis][0][0], size), []).append(axis)
+    return tuple(AxisGroup(*group, tuple(axes)) for group, axes in sorted(by_group.items()))
 
 
-def ways_to_cut(
-    axis_groups: Sequence[AxisGroup], limits: Sequence[int], most: int
+def enumerate_cut_counts(
+    axis_groups: Sequence[AxisGroup], limits: Sequence[int], max_cuts: int
 ) -> Counts | None:
-    """All ways to cut factors, each (way, factor, kind) with the number of axes that cut it; None
-    if there are more than `most`.
+    """Return the numbers of axes of all valid cuts, (cuts, factor, axis group).
 
     Args:
-        limits: for each factor the number that its number of parts must divide.
+        limits: for each factor the number that its number of shards must divide.
+        max_cuts: the largest number of cuts.
+
+    Returns:
+        None if there are more than `max_cuts`.
     """
-    ways = np.zeros((1, len(limits), 0), dtype=np.int64)
+    cut_counts = np.zeros((1, len(limits), 0), dtype=np.int64)
     for number, group in enumerate(axis_groups, start=1):
-        dealt = np.array(list(_dealt(len(group.axes), len(limits))), dtype=np.int64)
-        if len(ways) * len(dealt) > 20 * most:
+        distributions = np.array(
+            list(_axis_distributions(len(group.axes), len(limits))), dtype=np.int64
+        )
+        if len(cut_counts) * len(distributions) > 20 * max_cuts:
             return None
-        before = np.repeat(ways, len(dealt), axis=0)
-        chosen = np.tile(dealt, (len(ways), 1))[:, :, None]
-        ways = np.concatenate([before, chosen], axis=2)
-        divides = np.array(limits) % parts_of(axis_groups[:number], ways) == 0
-        ways = ways[divides.all(axis=1)]
-    return ways if len(ways) <= most else None
+        repeated = np.repeat(cut_counts, len(distributions), axis=0)
+        added = np.tile(distributions, (len(cut_counts), 1))[:, :, None]
+        cut_counts = np.concatenate([repeated, added], axis=2)
+        divides = np.array(limits) % num_shards_of(axis_groups[:number], cut_counts) == 0
+        cut_counts = cut_counts[divides.all(axis=1)]
+    return cut_counts if len(cut_counts) <= max_cuts else None
 
 
-def _dealt(axes: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """All ways in which at most so many axes are dealt out to factors."""
+def _axis_distributions(axes: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to distribute at most `axes` equal axes over `factors` factors."""
     if not factors:
         yield ()
         return
     for first in range(axes + 1):
-        for rest in _dealt(axes - first, factors - 1):
+        for rest in _axis_distributions(axes - first, factors - 1):
             yield (first, *rest)
 
 
-class LeastSeconds:
-    """Seconds that redistributions take at least on the links of a device matrix."""
+class CountedRedistributionBound:
+    """Lower bounds in seconds of redistributions between layouts given as numbers of axes."""
 
     def __init__(self, links: Links, axis_groups: Sequence[AxisGroup]) -> None:
         levels = links.cluster.levels
-        fastest = [max(level.rate for level in levels[n:]) for n in range(len(levels))]
+        fastest_rates = [max(level.rate for level in levels[n:]) for n in range(len(levels))]
         self._latency = [min(level.latency for level in levels[n:]) for n in range(len(levels))]
-        slower = [1 / rate for rate in fastest]
-        self._added = [after - before for before, after in pairwise([0.0, *slower])]
-        # Of fewer bytes a shard may be a sum of fewer numbers than devices: see `Links`.
-        self._few = ELEMENT * links.mesh.num_devices**2 if links.shared else 0
+        seconds_per_byte = [1 / rate for rate in fastest_rates]
+        self._added_seconds_per_byte = [
+            after - before for before, after in pairwise([0.0, *seconds_per_byte])
+        ]
+        # On shared links, a ring over a tensor with fewer elements than devices skips the hops of
+        # empty parts (see `Links`), so that the latencies of all hops are no lower bound there.
+        self._few_elements_bytes = ELEMENT * links.mesh.num_devices**2 if links.shared else 0
         self._level = np.array([group.level for group in axis_groups])
         self._log_size = np.log2([group.size for group in axis_groups])
-        self._axes = np.array([len(group.axes) for group in axis_groups])
-        self._rates: dict[object, tuple[LayoutTable, LayoutTable]] = {}
-        self._tables: dict[object, LayoutTable] = {}
+        self._num_axes = np.array([len(group.axes) for group in axis_groups])
+        self._cached_rates: dict[object, tuple[LayoutTable, LayoutTable]] = {}
+        self._cached_tables: dict[object, LayoutTable] = {}
 
     def between(
-        self, left: Counts, read: Counts, num_bytes: float, differentiable: bool
+        self, source: Counts, reader: Counts, num_bytes: float, differentiable: bool
     ) -> LayoutTable:
-        """From each layout in which a value is left (row) to each in which it is read (column).
+        """Return seconds from each layout at the source (row) to each at a reader (column).
 
         Args:
-            left: (layout, dimension, kind), the last dimension that of sums.
-            read: likewise, the last dimension that of reads whose gradients are sums.
-            num_bytes: of the whole value.
+            source: (layout, dim, axis group); one more dim, the last, is for partial sums.
+            reader: (layout, dim, axis group); the last dim is for partial sums of the gradient.
+            num_bytes: of the full value.
+            differentiable: whether the gradient is redistributed back.
         """
-        key = left.shape, left.tobytes(), read.tobytes(), differentiable
-        if (key, num_bytes) not in self._tables:
-            if key not in self._rates:
-                self._rates[key] = self._both_ways(left, read, differentiable)
-            byte, latency = self._rates[key]
-            if num_bytes < self._few:
+        key = source.shape, source.tobytes(), reader.tobytes(), differentiable
+        if (key, num_bytes) not in self._cached_tables:
+            if key not in self._cached_rates:
+                self._cached_rates[key] = self._with_gradient(source, reader, differentiable)
+            seconds_per_byte, latency = self._cached_rates[key]
+            if num_bytes < self._few_elements_bytes:
                 latency = np.minimum(latency, np.float32(self._latency[0]))
-            self._tables[key, num_bytes] = np.float32(num_bytes) * byte + latency
-        return self._tables[key, num_bytes]
+            self._cached_tables[key, num_bytes] = np.float32(num_bytes) * seconds_per_byte + latency
+        return self._cached_tables[key, num_bytes]
 
-    def _both_ways(
-        self, left: Counts, read: Counts, differentiable: bool
+    def _with_gradient(
+        self, source: Counts, reader: Counts, differentiable: bool
     ) -> tuple[LayoutTable, LayoutTable]:
-        byte, latency = self._one_way(left, read)
+        seconds_per_byte, latency = self._seconds_per_byte_and_latency(source, reader)
         if not differentiable:
-            return byte, latency
-        back, further = self._one_way(read, left)
-        return byte + back.T, latency + further.T
+            return seconds_per_byte, latency
+        backward_byte, backward_latency = self._seconds_per_byte_and_latency(reader, source)
+        return seconds_per_byte + backward_byte.T, latency + backward_latency.T
 
-    def _one_way(self, left: Counts, read: Counts) -> tuple[LayoutTable, LayoutTable]:
-        """Seconds for each byte of the whole value, and latencies."""
-        received = self._received(left, read, self._level >= 0)
-        byte = self._added[0] * received
-        for level, added in enumerate(self._added[1:], start=1):
+    def _seconds_per_byte_and_latency(
+        self, source: Counts, reader: Counts
+    ) -> tuple[LayoutTable, LayoutTable]:
+        """Seconds per byte of the full value, and seconds of latency."""
+        received_share = self._received_share(source, reader, self._level >= 0)
+        seconds_per_byte = self._added_seconds_per_byte[0] * received_share
+        for level, added in enumerate(self._added_seconds_per_byte[1:], start=1):
             if added and (self._level >= level).any():
-                byte += added * self._received(left, read, self._level >= level)
-        sums = left[:, -1] @ (self._log_size * [self._latency[n] for n in self._level])
-        uncut = (left.sum(1) @ self._log_size)[:, None] - read[:, :-1].sum(1) @ self._log_size
+                seconds_per_byte += added * self._received_share(
+                    source, reader, self._level >= level
+                )
+        sums = source[:, -1] @ (self._log_size * [self._latency[n] for n in self._level])
+        uncut = (source.sum(1) @ self._log_size)[:, None] - reader[:, :-1].sum(1) @ self._log_size
         copies = self._latency[0] * np.maximum(uncut, 0.0)
-        latency = np.maximum(sums[:, None] + copies, self._latency[0] * (received > NONE))
-        return byte, latency.astype(np.float32)
+        latency = np.maximum(sums[:, None] + copies, self._latency[0] * (received_share > ROUNDING))
+        return seconds_per_byte, latency.astype(np.float32)
 
-    def _received(self, left: Counts, read: Counts, crossed: npt.NDArray[np.bool_]) -> LayoutTable:
-        """What a device receives over the links that axes cross, as a share of the whole value."""
-        size = np.where(crossed, self._log_size, 0.0)
-        inside = 2.0 ** (self._axes * (self._log_size - size)).sum()
-        groups = 2.0 ** (self._axes * size).sum()
-        here, there = (2.0 ** -(each @ size).astype(np.float32) for each in (left, read))
-        terms = here[:, -1, None] ** -1
-        wanted = there[:, :-1].prod(1)
-        common = np.ones((len(left), len(read)), np.float32)
-        for dim in range(there.shape[1] - 1):
-            if (here[:, dim] != 1).any() or (there[:, dim] != 1).any():
-                common *= np.minimum(here[:, dim, None], there[:, dim])
-        whole, summed = wanted - common, (terms - 2) / groups + wanted
-        received: LayoutTable = np.where(terms > 1 + NONE, summed, whole) / np.float32(inside)
+    def _received_share(
+        self, source: Counts, reader: Counts, crossed: npt.NDArray[np.bool_]
+    ) -> LayoutTable:
+        """What a device receives over links of the crossed groups, as a share of the full value."""
+        log_crossing = np.where(crossed, self._log_size, 0.0)
+        devices_inside = 2.0 ** (self._num_axes * (self._log_size - log_crossing)).sum()
+        num_groups = 2.0 ** (self._num_axes * log_crossing).sum()
+        source_shares, reader_shares = (
+            2.0 ** -(each @ log_crossing).astype(np.float32) for each in (source, reader)
+        )
+        num_terms = source_shares[:, -1, None] ** -1
+        read_share = reader_shares[:, :-1].prod(1)
+        common_share = np.ones((len(source), len(reader)), np.float32)
+        for dim in range(reader_shares.shape[1] - 1):
+            if (source_shares[:, dim] != 1).any() or (reader_shares[:, dim] != 1).any():
+                common_share *= np.minimum(source_shares[:, dim, None], reader_shares[:, dim])
+        from_complete, from_partial = (
+            read_share - common_share,
+            (num_terms - 2) / num_groups + read_share,
+        )
+        received: LayoutTable = np.where(
+            num_terms > 1 + ROUNDING, from_partial, from_complete
+        ) / np.float32(devices_inside)
         return received
 
 
-def parts_of(axis_groups: Sequence[AxisGroup], counts: Counts) -> Counts:
-    """In how many parts so many axes of each kind (last dimension) cut."""
+def num_shards_of(axis_groups: Sequence[AxisGroup], counts: Counts) -> Counts:
+    """Return the number of shards made by `counts` axes of each group (the last dimension)."""
     sizes = np.array([group.size for group in axis_groups], dtype=np.int64)
-    products: Counts = (sizes**counts).prod(axis=-1)
-    return products
+    num_shards: Counts = (sizes**counts).prod(axis=-1)
+    return num_shards
 
 
-def some_axes(axis_groups: Sequence[AxisGroup], counts: Counts, skip: Counts | None = None) -> Axes:
-    """So many axes of each kind, but for the first `skip`."""
-    before = np.zeros_like(counts) if skip is None else skip
+def pick_axes(axis_groups: Sequence[AxisGroup], counts: Counts, skip: Counts | None = None) -> Axes:
+    """Return `counts` axes of each group, after skipping the first `skip` of the group."""
+    first_axes = np.zeros_like(counts) if skip is None else skip
     return tuple(
         axis
-        for group, count, first in zip(axis_groups, counts, before, strict=True)
-        for axis in group.axes[first : first + count]
+        for group, count, start in zip(axis_groups, counts, first_axes, strict=True)
+        for axis in group.axes[start : start + count]
     )

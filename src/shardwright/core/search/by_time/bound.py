@@ -1,18 +1,17 @@
-"""A lower bound of what any plan costs, by which a plan is certified.
+"""A lower bound of the objective over all plans, by sequential tree-reweighted message passing.
 
-Operators are variables, their choices the numbers of axes that cut each factor. What operators cost
-by themselves and what lies between two of them at least are tables, and the least sum of tables is
-bounded by moving costs between them until nothing is gained: the sum of the least entries of all
-tables is never above the least sum (Kolmogorov, "Convergent tree-reweighted message passing for
-energy minimization", 2006). So every state of the messages proves a bound. Three things count less
-than they cost:
+The sum of the least entries of all tables is at most the least sum of the tables. Messages move
+costs between tables without changing any sum, so that the sum of the least entries grows; every
+state of the messages proves a bound (Kolmogorov, "Convergent tree-reweighted message passing for
+energy minimization", 2006). The tables (`count_tables`) relax the objective in three ways:
 
-- Readers of one value share redistributions: together they pay at least a weighted mean of what
-  each would pay alone. Those that pay most in the known plan have the weight.
-- Of communication that computation may hide, a share between 0 and 1 counts.
-- Which axes cut a dimension is left open, but for their sizes and links.
+- Readers of one value share redistributions. Their cost is at least a weighted mean of what each
+  would cost alone; the readers with the largest cost in the known plan are weighted.
+- Overlapped communication counts with a fixed λ between 0 and 1 (see `search`).
+- Which axes cut a dim is left open, except for their sizes and links.
 
-Messages are found with one block for all that repeat; the bound is that of all blocks.
+Messages are computed on the folded problem, in which repeated blocks share variables, and then
+applied to the problem with all blocks.
 """
 
 from __future__ import annotations
@@ -27,45 +26,48 @@ from shardwright.core.search.by_time.problem import SearchProblem, TensorEdge
 from shardwright.progress import OnShare, ignore_share, track
 
 ROUNDS = 60
-"""At most so many times messages go through all operators, there and back."""
+"""The largest number of forward and backward sweeps over all variables."""
 
 GAIN = 5e-4
-"""Relative; less in one round is none."""
+"""Relative growth of the bound in a round below which it counts as converged."""
 
-ByEnd = list[Array]
-"""What a table passes to each of its two ends, for each way to cut that operator."""
+CostsByEnd = list[Array]
+"""The costs that a table passes to the variables at its two ends, for each of their counts."""
 
 
 def lower_bound(
-    tables: CountTables, every: SearchProblem, on_share: OnShare = ignore_share
+    tables: CountTables, unfolded: SearchProblem, on_share: OnShare = ignore_share
 ) -> float:
-    """What a plan costs at least.
+    """Return seconds that no plan's objective is below.
 
     Args:
-        tables: of a problem, with blocks that repeat as one.
-        every: the same problem with all blocks.
-        on_share: of the rounds.
+        tables: of the folded problem.
+        unfolded: the same problem with a variable for every operator.
+        on_share: called with the share of `ROUNDS`.
     """
-    messages = _Messages(tables)
-    best = messages.converged(on_share)
-    if tables.problem is every:
+    messages = _MessagePassing(tables)
+    best = messages.run(on_share)
+    if tables.problem is unfolded:
         return best
-    return _of_all(tables, every, messages.passed())
+    return _unfolded_bound(tables, unfolded, messages.sent_costs())
 
 
-class _Messages:
-    """Messages from each table to its two ends, by the layouts of the value there."""
+class _MessagePassing:
+    """Messages from each edge table to the variables at its ends, by layouts of the value."""
 
     def __init__(self, tables: CountTables) -> None:
         self.tables = tables
-        self._messages = [[np.zeros(len(side.first)) for side in p.sides] for p in tables.pairs]
-        self._around: list[list[tuple[int, int]]] = [[] for _ in tables.op_costs]
-        for number, pair in enumerate(tables.pairs):
-            for end, variable in enumerate(pair.ends):
-                self._around[variable].append((number, end))
+        self._messages = [
+            [np.zeros(len(side.first_of_layout)) for side in table.table_ends]
+            for table in tables.edge_tables
+        ]
+        self._tables_around: list[list[tuple[int, int]]] = [[] for _ in tables.op_costs]
+        for number, table in enumerate(tables.edge_tables):
+            for end, variable in enumerate(table.variables):
+                self._tables_around[variable].append((number, end))
 
-    def converged(self, on_share: OnShare) -> float:
-        """The bound when a round gains nothing; that of the folded problem."""
+    def run(self, on_share: OnShare) -> float:
+        """Sweep until the bound of the folded problem stops growing, and return it."""
         best = -np.inf
         for _ in track(range(ROUNDS), on_share):
             self._sweep(backward=True)
@@ -76,89 +78,114 @@ class _Messages:
         return best
 
     def _sweep(self, backward: bool) -> float:
-        """Each operator tells those after it what it costs them; the bound that this proves."""
+        """Send messages from each variable to later ones, in one direction.
+
+        Returns:
+            The bound that the messages prove.
+        """
         bound = self.tables.constant
         numbers = range(len(self.tables.op_costs))
         for variable in reversed(numbers) if backward else numbers:
-            total, later = self._known(variable, backward)
+            total, later = self._costs_with_messages(variable, backward)
             bound += (1 - sum(share for *_, share in later)) * float(total.min())
             for number, end, share in later:
-                pair, messages = self.tables.pairs[number], self._messages[number]
-                here = pair.sides[end].least(share * total) - messages[end]
-                table = pair.table if end == 0 else pair.table.T
-                scaled = (here / pair.scale).astype(np.float32)
-                told = (scaled[:, None] + table).min(axis=0)
-                messages[1 - end] = pair.scale * told
+                table, messages = self.tables.edge_tables[number], self._messages[number]
+                outgoing = table.table_ends[end].least(share * total) - messages[end]
+                bounds = table.bounds if end == 0 else table.bounds.T
+                scaled = (outgoing / table.scale).astype(np.float32)
+                message = (scaled[:, None] + bounds).min(axis=0)
+                messages[1 - end] = table.scale * message
         return bound
 
-    def _known(self, variable: int, backward: bool) -> tuple[Array, list[tuple[int, int, float]]]:
-        """What the ways to cut an operator cost with all messages, and the tables to which it
-        passes that, each with its share: more where more blocks have it, for one must not bear what
-        is all's."""
-        total, later, times = self.tables.op_costs[variable].copy(), [], [0.0, 0.0]
-        for number, end in self._around[variable]:
-            pair = self.tables.pairs[number]
-            total += self._messages[number][end][pair.sides[end].of]
-            is_later = (pair.ends[1 - end] < variable) == backward
-            times[is_later] += pair.edge.count
-            if is_later:
-                later.append((number, end, pair.edge.count))
-        most = max(times)
-        return total, [(number, end, count / most) for number, end, count in later]
+    def _costs_with_messages(
+        self, variable: int, backward: bool
+    ) -> tuple[Array, list[tuple[int, int, float]]]:
+        """The costs of a variable plus all messages to it, and the tables to pass them on to.
 
-    def passed(self) -> list[ByEnd]:
-        """What each table passes to its ends after a forward sweep, so that the least entry of what
-        remains of it is 0."""
-        passed = [
-            [message[side.of] for message, side in zip(messages, pair.sides, strict=True)]
-            for messages, pair in zip(self._messages, self.tables.pairs, strict=True)
+        Returns:
+            The costs, and for each table to a later variable its number, the end, and the share of
+            the costs that it gets: in proportion to the blocks that the edge stands for, so that a
+            table of a single block does not take the costs of all.
+        """
+        total, later, num_blocks = self.tables.op_costs[variable].copy(), [], [0.0, 0.0]
+        for number, end in self._tables_around[variable]:
+            table = self.tables.edge_tables[number]
+            total += self._messages[number][end][table.table_ends[end].layout_of]
+            is_later = (table.variables[1 - end] < variable) == backward
+            num_blocks[is_later] += table.edge.count
+            if is_later:
+                later.append((number, end, table.edge.count))
+        most_blocks = max(num_blocks)
+        return total, [(number, end, count / most_blocks) for number, end, count in later]
+
+    def sent_costs(self) -> list[CostsByEnd]:
+        """Costs that each table passes to its ends after a forward sweep.
+
+        They are such that the least entry of the remaining table is 0; then only the variables
+        count in the bound.
+        """
+        sent_costs = [
+            [
+                message[side.layout_of]
+                for message, side in zip(messages, table.table_ends, strict=True)
+            ]
+            for messages, table in zip(self._messages, self.tables.edge_tables, strict=True)
         ]
         for variable in range(len(self.tables.op_costs)):
-            total, later = self._known(variable, backward=False)
+            total, later = self._costs_with_messages(variable, backward=False)
             for number, end, share in later:
-                passed[number][end] = passed[number][end] - share * total
-        return passed
+                sent_costs[number][end] = sent_costs[number][end] - share * total
+        return sent_costs
 
 
-def _of_all(tables: CountTables, every: SearchProblem, passed: list[ByEnd]) -> float:
-    """The bound of the problem with all blocks, whose tables pass on what that of their block did:
-    blocks that repeat are all alike, but for the first and the last."""
-    problem, pairs = tables.problem, tables.pairs
-    edges = {_key(edge, edge.readers, edge.source): edge for edge in problem.edges}
+def _unfolded_bound(
+    tables: CountTables, unfolded: SearchProblem, sent_costs: list[CostsByEnd]
+) -> float:
+    """The bound of the problem with all blocks, each of which gets the messages of its folded one.
+
+    Any messages prove a bound, and these are good ones, since all blocks but the first and the last
+    are equal.
+    """
+    problem, edge_tables = tables.problem, tables.edge_tables
+    edges = {_edge_key(edge, edge.readers, edge.source): edge for edge in problem.edges}
     by_reader: dict[tuple[int, tuple[int, int] | None], list[int]] = defaultdict(list)
-    for number, pair in enumerate(pairs):
-        by_reader[id(pair.edge), pair.reader].append(number)
-    around: list[dict[tuple[int, int], float]] = [{} for _ in every.variables]
-    of = problem.variable_of
-    for edge in every.edges:
-        readers = Counter((of[op], place) for op, place in edge.readers)
-        source = None if edge.source is None else (of[edge.source[0]], edge.source[1])
-        folded = edges[_key(edge, tuple(sorted(readers)), source)]
-        # Readers that one block stands for share what that passes on.
-        for reader, times in readers.items():
-            for number in by_reader[id(folded), reader]:
+    for number, table in enumerate(edge_tables):
+        by_reader[id(table.edge), table.reader].append(number)
+    tables_around: list[dict[tuple[int, int], float]] = [{} for _ in unfolded.variables]
+    variable_of = problem.variable_of
+    for edge in unfolded.edges:
+        readers = Counter((variable_of[op], input_index) for op, input_index in edge.readers)
+        source = None if edge.source is None else (variable_of[edge.source[0]], edge.source[1])
+        folded_edge = edges[_edge_key(edge, tuple(sorted(readers)), source)]
+        # Readers that share a variable divide the message to it.
+        for reader, count in readers.items():
+            for number in by_reader[id(folded_edge), reader]:
                 assert edge.source is not None
                 ends = [(edge.source[0], 0, 1.0)]
-                ends += [(n, 1, 1 / times) for n, place in edge.readers if (of[n], place) == reader]
+                ends += [
+                    (n, 1, 1 / count)
+                    for n, input_index in edge.readers
+                    if (variable_of[n], input_index) == reader
+                ]
                 for variable, end, share in ends:
                     key = number, end
-                    around[variable][key] = around[variable].get(key, 0.0) + share
-    alike: Counter[tuple[int, frozenset[tuple[tuple[int, int], float]]]] = Counter()
-    for variable, tables_around in zip(of, around, strict=True):
-        alike[variable, frozenset(tables_around.items())] += 1
+                    tables_around[variable][key] = tables_around[variable].get(key, 0.0) + share
+    num_variables: Counter[tuple[int, frozenset[tuple[tuple[int, int], float]]]] = Counter()
+    for variable, its_tables in zip(variable_of, tables_around, strict=True):
+        num_variables[variable, frozenset(its_tables.items())] += 1
     bound = tables.constant
-    for (variable, passing), count in alike.items():
+    for (variable, table_shares), count in num_variables.items():
         cost = tables.op_costs[variable] / problem.variables[variable].count
-        for (number, end), part in passing:
-            cost = cost + part / pairs[number].edge.count * passed[number][end]
+        for (number, end), share in table_shares:
+            cost = cost + share / edge_tables[number].edge.count * sent_costs[number][end]
         bound += count * float(cost.min())
     return bound
 
 
-def _key(
+def _edge_key(
     edge: TensorEdge, readers: tuple[tuple[int, int], ...], source: tuple[int, int] | None
 ) -> Hashable:
-    """What makes values one edge of a problem."""
-    own = edge.value.name if source is None else None
-    made = source, edge.fixed_axes, readers, edge.returned, edge.differentiable
-    return own, made, edge.value.shape, edge.value.dtype
+    """What must be equal for two values to share an edge."""
+    name = edge.value.name if source is None else None
+    properties = source, edge.fixed_axes, readers, edge.returned, edge.differentiable
+    return name, properties, edge.value.shape, edge.value.dtype

@@ -1,7 +1,7 @@
-"""How far a plan is from the best of its kind at most.
+"""The optimality gap of a plan: its objective over a lower bound for all plans on its mesh.
 
-A plan's cost is what the search by seconds minimizes, for the plan as it is: seconds of a step in
-which nothing is computed beside redistributions of activations, and what `mem_coeff` counts.
+The objective is (1) in `core.search`: seconds of a step, without overlap of computation with
+redistributions of activations, plus the weighted parameter memory.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.by_time.bound import lower_bound
-from shardwright.core.search.by_time.count_tables import CountTables, TooManyWaysError
+from shardwright.core.search.by_time.count_tables import CountTables, TooManyCutsError
 from shardwright.core.search.by_time.search import TimedSearch, timed_search
 from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 from shardwright.progress import OnShare, ignore_share, subrange
 
-MOST_OPERATORS = 600
-"""Of a model with more, blocks that repeat are bounded as one, which weakens the bound a little."""
+MAX_UNFOLDED_VARIABLES = 600
+"""With more variables, messages are computed on the folded problem, which weakens the bound a
+little."""
 
-ROUNDING = 1e-5
-"""Relative; tables have single precision."""
+TABLE_PRECISION = 1e-5
+"""Relative rounding error by which bounds are lowered: tables have single precision."""
 
 
 @dataclass(frozen=True)
-class Certified:
-    """A plan and how good it is at least.
+class CertifiedCuts:
+    """Cuts with their objective and a lower bound of it.
 
     Args:
-        cost: of the plan, in seconds (with what kept bytes count).
-        bound: no plan costs less; 0 if nothing is known.
+        cost: the objective of the cuts, in seconds.
+        bound: no cuts cost less; 0 if unknown.
     """
 
     cuts: CutsOfGraph
@@ -46,88 +47,99 @@ class Certified:
 
     @property
     def gap(self) -> float | None:
-        """By what share the plan is above the least cost at most; None if nothing is known."""
+        """`cost / bound - 1`; None if no bound is known."""
         return max(0.0, self.cost / self.bound - 1) if self.bound > 0 else None
 
 
-def certified(request: SearchRequest, cuts: Mapping[str, Cuts]) -> Certified:
-    """What a plan costs, and what every plan for this request costs at least.
+def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
+    """Return the objective of cuts and a lower bound of that of all cuts for the request.
 
     Args:
-        request: on a device matrix of prime axes, with pricing.
-        cuts: of the plan.
+        request: on a device matrix of prime axes, with pricing; its `on_share` is called.
+        cuts: of each operator.
 
-    The request's `on_share` is told of the bound.
-
-    Raises: as `searches_by_time`.
+    Raises:
+        StrategyError: if the request has no pricing.
+        ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
-    every = timed_search(request, fold=False)
-    cost = every.cost(cuts)
-    total = every.total(cost)
-    folds = len(every.problem.variables) > MOST_OPERATORS
-    search = timed_search(request) if folds else every
-    shares = (1.0,) if every.model.shared else (1.0, 0.5) if cost.exposed else (0.0,)
-    pricing, weight = every.pricing, every.model.parameter_weight
-    fast = _all_fast(pricing.cluster)
+    unfolded = timed_search(request, fold=False)
+    cost = unfolded.cost(cuts)
+    total = unfolded.total(cost)
+    is_folded = len(unfolded.problem.variables) > MAX_UNFOLDED_VARIABLES
+    search = timed_search(request) if is_folded else unfolded
+    exposed_shares = (1.0,) if unfolded.model.shared else (1.0, 0.5) if cost.exposed else (0.0,)
+    pricing, weight = unfolded.pricing, unfolded.model.parameter_weight
+    fast = _with_fastest_links(pricing.cluster)
+    # If the tables for the cluster's links are too large, those with equal links may not be.
     models = (
-        every.model,
+        unfolded.model,
         TimeModel(fast, request.mesh, pricing.stages, pricing.sharing, weight),
     )
     for model in models:
         try:
             bound = max(
                 _bound(
-                    search, every, model, share, cuts, subrange(request.on_share, n, len(shares))
+                    search,
+                    unfolded,
+                    model,
+                    exposed_share,
+                    cuts,
+                    subrange(request.on_share, index, len(exposed_shares)),
                 )
-                for n, share in enumerate(shares)
+                for index, exposed_share in enumerate(exposed_shares)
             )
-        except TooManyWaysError:
+        except TooManyCutsError:
             continue
-        return Certified(_plain(cuts), total, min(total, bound * (1 - ROUNDING)))
-    return Certified(_plain(cuts), total, 0.0)
+        return CertifiedCuts(_as_dicts(cuts), total, min(total, bound * (1 - TABLE_PRECISION)))
+    return CertifiedCuts(_as_dicts(cuts), total, 0.0)
 
 
 def _bound(
     search: TimedSearch,
-    every: TimedSearch,
+    unfolded: TimedSearch,
     model: TimeModel,
-    share: float,
+    exposed_share: float,
     cuts: Mapping[str, Cuts],
     on_share: OnShare,
 ) -> float:
-    tabulates, bounds = subrange(on_share, 0, 3, size=2), subrange(on_share, 2, 3)
-    tables = CountTables(search.problem, model, search.weights(share), cuts, tabulates)
-    return lower_bound(tables, every.problem, bounds)
+    table_part, message_part = subrange(on_share, 0, 3, size=2), subrange(on_share, 2, 3)
+    tables = CountTables(search.problem, model, search.weights(exposed_share), cuts, table_part)
+    return lower_bound(tables, unfolded.problem, message_part)
 
 
-def _all_fast(cluster: Cluster) -> Cluster:
-    """The same with all devices joined by the fastest of its links: nothing takes longer there, and
-    axes are all alike."""
+def _with_fastest_links(cluster: Cluster) -> Cluster:
+    """The cluster with all devices on one level of its fastest links.
+
+    No collective takes longer there, so its bounds hold for `cluster` too; and with all axes of a
+    size in one group, tables are much smaller.
+    """
     levels = cluster.levels
     rate, latency = max(level.rate for level in levels), min(level.latency for level in levels)
     link = LinkLevel(levels[0].name, rate, latency, levels[-1].devices, TREES)
     return replace(cluster, levels=(link,))
 
 
-def _plain(cuts: Mapping[str, Cuts]) -> CutsOfGraph:
+def _as_dicts(cuts: Mapping[str, Cuts]) -> CutsOfGraph:
     return {name: {f: tuple(axes) for f, axes in each.items()} for name, each in cuts.items()}
 
 
-def in_prime_axes(mesh: DeviceMatrix, levels: Sequence[Spans]) -> tuple[DeviceMatrix, list[Axes]]:
-    """A device matrix with an axis for each prime factor of each axis, and for each old axis the
-    new ones that it is made of.
+def to_prime_axes(mesh: DeviceMatrix, levels: Sequence[Spans]) -> tuple[DeviceMatrix, list[Axes]]:
+    """Split the axes of a device matrix into prime factors.
 
     Args:
-        levels: the levels of links that each axis crosses, the fastest first.
+        levels: the link levels that each axis crosses, the fastest first.
+
+    Returns:
+        The new device matrix, and for each axis of `mesh` the axes that replace it.
     """
     sizes: list[int] = []
-    made: list[Axes] = []
+    prime_axes_of: list[Axes] = []
     for spans in levels:
         primes = [p for _, size in reversed(spans) for p in prime_factors(size)]
-        made.append(tuple(range(len(sizes), len(sizes) + len(primes))))
+        prime_axes_of.append(tuple(range(len(sizes), len(sizes) + len(primes))))
         sizes += primes
     names = tuple(islice(axis_names(), len(sizes)))
-    return DeviceMatrix(tuple(sizes), names, mesh.rank_list), made
+    return DeviceMatrix(tuple(sizes), names, mesh.rank_list), prime_axes_of
 
 
 def gap_of(
@@ -138,25 +150,30 @@ def gap_of(
     mem_coeff: float,
     on_share: OnShare = ignore_share,
 ) -> float | None:
-    """By what share a plan costs more at most than the best with the same device matrix, stages and
-    micro-batches, whatever is pinned; None if there are too many to say.
+    """Return an upper bound of the relative gap between a plan and the best one.
+
+    The best of all plans with the same device matrix, stages and micro-batches; pins and fixed
+    outputs are ignored.
 
     Args:
-        mesh: of the plan, whose axes may be products.
+        mesh: of the plan; its axes need not be prime.
+
+    Returns:
+        None if the tables of the bound would be too large.
     """
     levels = Links(pricing.cluster, mesh, pricing.stages).levels
-    primes, made = in_prime_axes(mesh, levels)
+    primes, prime_axes_of = to_prime_axes(mesh, levels)
 
-    def finer(axes: Axes) -> Axes:
-        return tuple(prime for axis in axes for prime in made[axis])
+    def to_primes(axes: Axes) -> Axes:
+        return tuple(prime for axis in axes for prime in prime_axes_of[axis])
 
     request = SearchRequest(
         graph,
         primes,
-        arrivals={n: tuple(map(finer, axes)) for n, axes in decisions.arrivals.items()},
+        arrivals={n: tuple(map(to_primes, axes)) for n, axes in decisions.arrivals.items()},
         pricing=pricing,
         mem_coeff=mem_coeff,
         on_share=on_share,
     )
-    cuts = {n: {f: finer(a) for f, a in each.items()} for n, each in decisions.cuts.items()}
-    return certified(request, cuts).gap
+    cuts = {n: {f: to_primes(a) for f, a in each.items()} for n, each in decisions.cuts.items()}
+    return certify(request, cuts).gap

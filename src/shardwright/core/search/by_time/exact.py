@@ -1,11 +1,11 @@
-"""The joint optimum over all operators and axes, or how far from it a plan can be at most.
+"""Joint search over all operators and axes, with a lower bound of the objective.
 
-The same elimination as on one axis, with one choice for each combination of cuts on all axes. What
-readers of one value share is not known to tables of two operators; each of n readers is charged an
-n-th of its redistribution there, which is never more than they pay together. So the least sum is a
-*lower bound* of every plan's cost, and where its plan costs as much, that is the optimum. It
-serves to certify other searches on small models and few devices. Where tables become too large it
-stops, with the best plan so far and the bound of `certificate`.
+Variable elimination as on one axis, but a choice is one combination of cuts on all axes. Tables of
+two operators cannot express that readers of a value share redistributions. So each of n readers is
+charged 1/n of its redistribution, which is at most what they cost together. The least sum is hence
+a *lower bound* for all plans; where its cuts cost as much, they are optimal. For small models and
+few devices: where tables become too large, the result is the best of the other searches with the
+bound of `certificate`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.layout.redistribution import redistribution_steps
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.by_time.axis_tables import Weights
-from shardwright.core.search.by_time.certificate import Certified, certified
+from shardwright.core.search.by_time.certificate import CertifiedCuts, certify
 from shardwright.core.search.by_time.elimination import (
     Factor,
     Table,
@@ -43,22 +43,21 @@ from shardwright.progress import OnShare, subrange, track
 
 logger = logging.getLogger("shardwright.search")
 
-MOST_CHOICES = 512
-"""Combinations of cuts that one operator may have."""
+MAX_CUTS_PER_OPERATOR = 512
+"""The largest number of combinations of cuts of one operator."""
 
-MOST_CONVERSIONS = 1 << 14
-"""Pairs of layouts between which redistributions may be looked for."""
+MAX_REDISTRIBUTIONS = 1 << 14
+"""The largest number of pairs of layouts to search redistribution steps for."""
 
 LARGEST_TABLE = 1 << 26
 
 
-class TooLargeError(Exception):
-    """There is no room for tables of all operators together."""
+class TablesTooLargeError(Exception):
+    """The tables of all operators together would be too large."""
 
 
-def search_exactly(request: SearchRequest) -> Certified:
-    """The best plan of all that are tried, and a lower bound of every plan's cost: that of all
-    operators together where there is room for their tables, else that of `certificate`.
+def search_exactly(request: SearchRequest) -> CertifiedCuts:
+    """Return the best cuts found, with a lower bound for all cuts.
 
     Raises:
         StrategyError: if the request has no pricing.
@@ -66,24 +65,28 @@ def search_exactly(request: SearchRequest) -> Certified:
     """
     search = timed_search(request)
     graph, bound = request.graph, 0.0
-    first, jointly, last = (subrange(request.on_share, number, 3) for number in range(3))
-    plans = [cuts_of_graph(graph, search.problem, search.best(first))]
-    every = timed_search(request, fold=False)
+    search_part, joint_part, bound_part = (
+        subrange(request.on_share, number, 3) for number in range(3)
+    )
+    plans = [cuts_of_graph(graph, search.problem, search.best(search_part))]
+    unfolded_search = timed_search(request, fold=False)
     try:
-        tables = _Joint(every.problem, every.model, every.objective)
-        for number, share in enumerate(every.exposed_shares):
-            weights = every.weights(share)
-            cuts, least = tables.solve(
-                weights, subrange(jointly, number, len(every.exposed_shares))
+        tables = _JointTables(
+            unfolded_search.problem, unfolded_search.model, unfolded_search.objective
+        )
+        for number, exposed_share in enumerate(unfolded_search.exposed_shares):
+            weights = unfolded_search.weights(exposed_share)
+            cuts, least_sum = tables.solve(
+                weights, subrange(joint_part, number, len(unfolded_search.exposed_shares))
             )
-            bound = max(bound, least)
-            local_search(every.objective, cuts, every.total, ROUNDS, GAIN)
-            plans.append(cuts_of_graph(graph, every.problem, cuts))
-    except TooLargeError as reason:
+            bound = max(bound, least_sum)
+            local_search(unfolded_search.objective, cuts, unfolded_search.total, ROUNDS, GAIN)
+            plans.append(cuts_of_graph(graph, unfolded_search.problem, cuts))
+    except TablesTooLargeError as reason:
         logger.info("mode='exact' stops early: %s", reason)
-    best = min(plans, key=lambda plan: every.total(every.cost(plan)))
-    known = certified(replace(request, on_share=last), best)
-    return replace(known, bound=max(known.bound, min(bound, known.cost)))
+    best = min(plans, key=lambda plan: unfolded_search.total(unfolded_search.cost(plan)))
+    certified = certify(replace(request, on_share=bound_part), best)
+    return replace(certified, bound=max(certified.bound, min(bound, certified.cost)))
 
 
 class ExactSearch(SearchMode):
@@ -94,62 +97,68 @@ class ExactSearch(SearchMode):
     requires_pricing: ClassVar[bool] = True
 
     def search(self, request: SearchRequest) -> CutsOfGraph:
-        found = search_exactly(request)
+        result = search_exactly(request)
         if request.log_costs:
             search = timed_search(request, fold=False)
-            cuts = [found.cuts.get(v.op.name, {}) for v in search.problem.variables]
+            cuts = [result.cuts.get(v.op.name, {}) for v in search.problem.variables]
             log_costs(search.problem, search.objective, search.axes, cuts, search.weights(0.0))
-        if found.gap is not None:
-            logger.info("the plan is within %.3g%% of the optimum", 100 * found.gap)
-        return found.cuts
+        if result.gap is not None:
+            logger.info("the plan is within %.3g%% of the optimum", 100 * result.gap)
+        return result.cuts
 
 
-class _Joint:
-    """Tables whose choices are the cuts of an operator on all axes."""
+class _JointTables:
+    """Cost tables in which a choice is the cuts of an operator over all axes."""
 
     def __init__(self, problem: SearchProblem, model: TimeModel, objective: Objective) -> None:
         self.problem, self.model, self.objective = problem, model, objective
-        self.states = [self._states(variable) for variable in problem.variables]
-        most = max(len(states) for states in self.states)
-        if most > MOST_CHOICES:
-            raise TooLargeError(f"an operator has {most:,} combinations of cuts")
+        self.all_cuts = [self._enumerate_cuts(variable) for variable in problem.variables]
+        max_cuts = max(len(all_cuts) for all_cuts in self.all_cuts)
+        if max_cuts > MAX_CUTS_PER_OPERATOR:
+            raise TablesTooLargeError(f"an operator has {max_cuts:,} combinations of cuts")
         self._redistributions: dict[object, ObjectiveCost] = {}
 
     def solve(self, weights: Weights, on_share: OnShare) -> tuple[list[Cuts], float]:
-        """The choices with the least sum of the tables, and that sum.
+        """Return the cuts with the least sum of the tables, and a lower bound for all cuts.
 
         Raises:
             TooLargeError: if tables would be too large.
         """
-        sizes = [len(states) for states in self.states]
+        sizes = [len(all_cuts) for all_cuts in self.all_cuts]
         factors: list[Factor] = [
-            ((n,), np.array([self._operator(variable, cuts, weights) for cuts in self.states[n]]))
+            (
+                (n,),
+                np.array(
+                    [self._operator_cost(variable, cuts, weights) for cuts in self.all_cuts[n]]
+                ),
+            )
             for n, variable in enumerate(self.problem.variables)
         ]
         slack = 0.0
         for edge in track(self.problem.edges, on_share):
-            factors += self._edge(edge, weights)
+            factors += self._edge_tables(edge, weights)
         for n, variable in enumerate(self.problem.variables):
             if not variable.differentiable and variable.pinned is None:
-                # Made whole: then its readers convert nothing. The bound is lower by what it gains.
+                # Replicate operators without gradients (masks, positions), so that their readers
+                # need no redistributions. Lower the bound by what their best cuts would save.
                 table = factors[n][1]
                 slack += float(table[-1] - table.min())
                 factors.append(((n,), np.array([np.inf] * (sizes[n] - 1) + [0.0])))
         try:
             least = minimum(sizes, factors, limit=LARGEST_TABLE)
         except TooWideError as error:
-            raise TooLargeError(f"the operators are too densely connected: {error}") from None
-        cuts = [states[c] for states, c in zip(self.states, least.choices, strict=True)]
+            raise TablesTooLargeError(f"the operators are too densely connected: {error}") from None
+        cuts = [all_cuts[c] for all_cuts, c in zip(self.all_cuts, least.choices, strict=True)]
         return cuts, least.cost - slack
 
-    def _states(self, variable: OpVariable) -> list[Cuts]:
-        """All combinations of cuts; the last is none."""
+    def _enumerate_cuts(self, variable: OpVariable) -> list[Cuts]:
+        """All valid combinations of cuts; the last is no cut."""
         if variable.pinned is not None:
             return [variable.pinned]
         matrix = self.model.mesh.device_matrix
         axes = [axis for axis, size in enumerate(matrix) if size > 1]
         names, limits = variable.op_type.factors, variable.op_type.limits
-        states: list[Cuts] = []
+        all_cuts: list[Cuts] = []
         for choice in product((*range(len(names)), NO_CUT), repeat=len(axes)):
             cuts = axes_of_factors(
                 {axis: names[f] for axis, f in zip(axes, choice, strict=True) if f != NO_CUT}
@@ -157,38 +166,38 @@ class _Joint:
             if any({names[n] for n in pair} <= {*cuts} for pair in variable.op_type.joined):
                 continue
             if all(limits[names.index(f)] % self.model.mesh.size(a) == 0 for f, a in cuts.items()):
-                states.append(cuts)
-        return states
+                all_cuts.append(cuts)
+        return all_cuts
 
-    def _operator(self, variable: OpVariable, cuts: Cuts, weights: Weights) -> float:
+    def _operator_cost(self, variable: OpVariable, cuts: Cuts, weights: Weights) -> float:
         return variable.count * weights.of(self.objective.operator(variable, cuts))
 
-    def _edge(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
-        """A table for the maker and each reader, charged their share of the redistribution."""
+    def _edge_tables(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
+        """A table for the source and each reader, with the reader's share of redistributions."""
         if edge.is_shared_parameter:
             return []
         mesh, ndim = self.model.mesh, len(edge.value.shape)
-        maker = edge.source_variable
+        source_variable = edge.source_variable
         sources = [
             self.objective.source_layout(edge, cuts)
-            for cuts in (self.states[maker] if maker is not None else [{}])
+            for cuts in (self.all_cuts[source_variable] if source_variable is not None else [{}])
         ]
         readers: list[tuple[int | None, list[TensorLayout]]] = []
         for n, place in edge.readers:
             variable = self.problem.variables[n]
-            layouts = [self.objective.layouts(variable, cuts) for cuts in self.states[n]]
+            layouts = [self.objective.layouts(variable, cuts) for cuts in self.all_cuts[n]]
             readers.append((n, [inputs[place] for inputs, _ in layouts]))
         if edge.returned:
             readers.append((None, [mesh.replicated(ndim)]))
         share = edge.count / len(readers)
         factors = []
         for reader, targets in readers:
-            table = share * self._table(edge, sources, targets, weights)
+            table = share * self._redistribution_table(edge, sources, targets, weights)
             if table.any():
-                factors.append(factor_between(maker, reader, table))
+                factors.append(factor_between(source_variable, reader, table))
         return factors
 
-    def _table(
+    def _redistribution_table(
         self,
         edge: TensorEdge,
         sources: Sequence[TensorLayout],
@@ -196,14 +205,16 @@ class _Joint:
         weights: Weights,
     ) -> Table:
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-        if len(self._redistributions) + len(rows) * len(columns) > MOST_CONVERSIONS:
-            raise TooLargeError(f"more than {MOST_CONVERSIONS:,} redistributions to search for")
+        if len(self._redistributions) + len(rows) * len(columns) > MAX_REDISTRIBUTIONS:
+            raise TablesTooLargeError(
+                f"more than {MAX_REDISTRIBUTIONS:,} redistributions to search for"
+            )
         costs = np.array(
             [[weights.of(self._redistribution(edge, a, b)) for b in columns] for a in rows]
         )
-        at_row = {layout: i for i, layout in enumerate(rows)}
-        at_column = {layout: i for i, layout in enumerate(columns)}
-        return costs[np.ix_([at_row[a] for a in sources], [at_column[b] for b in targets])]
+        row_of = {layout: i for i, layout in enumerate(rows)}
+        column_of = {layout: i for i, layout in enumerate(columns)}
+        return costs[np.ix_([row_of[a] for a in sources], [column_of[b] for b in targets])]
 
     def _redistribution(
         self, edge: TensorEdge, source: TensorLayout, target: TensorLayout

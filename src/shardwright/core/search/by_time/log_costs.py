@@ -1,4 +1,4 @@
-"""The costs of a search by seconds as those of the symbolic one are logged."""
+"""Log the costs of the search by time in the format of the symbolic search."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def log_costs(
     cuts: Sequence[Cuts],
     weights: Weights,
 ) -> None:
-    """Writes what each choice of each operator costs in seconds of a step, with all others as they
-    are decided; of blocks that repeat once.
+    """Log the cost of each choice of each main operator, in seconds of a step, all others fixed.
+
+    Repeated blocks are logged once.
 
     Args:
-        cuts: of the variables, as they are decided.
+        cuts: the decided cuts of each variable.
     """
     around = problem.edges_around()
     mesh = objective.model.mesh

@@ -12,8 +12,8 @@ from shardwright.core.cost.step_time import TimeModel
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.layout.redistribution import redistribution_steps
 from shardwright.core.rules.rule import Cuts, no_reductions
-from shardwright.core.search.by_time.least_redistribution import LeastRedistribution
 from shardwright.core.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
+from shardwright.core.search.by_time.redistribution_bound import RedistributionBound
 from shardwright.core.search.nearby_cuts import OpLayouts, layouts_of
 
 
@@ -91,7 +91,7 @@ class Objective:
         self._operators: dict[object, ObjectiveCost] = {}
         self._edges: dict[object, ObjectiveCost] = {}
         self._layouts: dict[object, OpLayouts] = {}
-        self._least = LeastRedistribution(model.links)
+        self._least = RedistributionBound(model.links)
 
     def cost(self, cuts: Sequence[Cuts]) -> ObjectiveCost:
         """Return the cost of the whole model.

@@ -14,7 +14,7 @@ from shardwright.core.cost.collectives import Links
 from shardwright.core.cost.step_time import TimeModel
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.layout.redistribution import redistribution_steps
-from shardwright.core.search.by_time.least_redistribution import LeastRedistribution
+from shardwright.core.search.by_time.redistribution_bound import RedistributionBound
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=["trees", "rings", "gloo"])
@@ -26,7 +26,7 @@ def test_the_steps_of_a_redistribution_take_no_less_than_the_bound(
     value = replace(captured(mlp, sizes=(16, 32)).parameters[0], shape=(48, 48, 48))
     num_bytes = value.numel * value.itemsize
     model = TimeModel(cluster, mesh)
-    least = LeastRedistribution(model.links)
+    least = RedistributionBound(model.links)
     shares = []
     for _ in range(60):
         left, read = random_layout(mesh, draw, True), random_layout(mesh, draw, False)
@@ -43,7 +43,7 @@ def test_the_steps_of_a_redistribution_take_no_less_than_the_bound(
 def test_blocks_that_the_same_axes_choose_in_two_dimensions_count_as_held() -> None:
     # Half of the devices hold all that they read, so that the mean receives half of a block.
     mesh = prime_mesh(4)
-    least = LeastRedistribution(Links(CLUSTERS[0], mesh))
+    least = RedistributionBound(Links(CLUSTERS[0], mesh))
     one, other = mesh("a", "b"), mesh("b", "a")
     message = CLUSTERS[0].levels[0].latency
     received = least.seconds(one, other, 1e9, False) - message

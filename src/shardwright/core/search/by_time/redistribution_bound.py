@@ -1,0 +1,139 @@
+"""A lower bound of a redistribution between two layouts, without a search for its steps.
+
+A device must receive what it reads of a value and does not hold, and all devices of a node together
+must receive what crosses the slower links. `axis_counts` has the bound for layouts of which only
+the numbers of axes are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import pairwise, takewhile
+from operator import eq
+
+from shardwright.core.cost.collectives import Links
+from shardwright.core.layout.axes import Axes
+from shardwright.core.layout.layout import TensorLayout
+
+Placement = tuple[Axes, ...]
+"""The axes that cut each dim."""
+
+ROUNDING = 1e-9
+"""Shares of a value below this are rounding errors of double precision."""
+
+
+class RedistributionBound:
+    """Lower bounds on the links of a device matrix of prime axes, cached by layouts.
+
+    >>> from shardwright.core.cost.clusters import load_cluster
+    >>> from shardwright.core.layout.prime_mesh import prime_mesh
+    >>> mesh = prime_mesh(16)
+    >>> least = LeastRedistribution(Links(load_cluster("h100"), mesh))
+    >>> whole, rows, columns = mesh("None", "None"), mesh("b", "None"), mesh("None", "b")
+    >>> least.seconds(whole, rows, 2**20, differentiable=False)
+    0.0
+    >>> 0 < least.seconds(rows, columns, 2**20, False) < least.seconds(rows, whole, 2**20, False)
+    True
+    """
+
+    def __init__(self, links: Links) -> None:
+        levels = links.cluster.levels
+        fastest_rates = [max(level.rate for level in levels[n:]) for n in range(len(levels))]
+        seconds_per_byte = [1 / rate for rate in fastest_rates]
+        self._added_seconds_per_byte = [
+            after - before for before, after in pairwise([0.0, *seconds_per_byte])
+        ]
+        self._latency = min(level.call + level.latency for level in levels)
+        self._mesh = links.mesh
+        # An axis that crosses several levels counts to the fastest, which can only lower the bound.
+        self._level = [spans[0][0] if spans else 0 for spans in links.levels]
+        self._devices_inside = [
+            links.mesh.size([axis for axis, level in enumerate(self._level) if level < crossed])
+            for crossed in range(len(levels) + 1)
+        ]
+        self._cache: dict[object, tuple[float, float]] = {}
+
+    def seconds(
+        self, source: TensorLayout, target: TensorLayout, num_bytes: float, differentiable: bool
+    ) -> float:
+        """Return a lower bound in seconds of a redistribution and of that of the gradient back.
+
+        Args:
+            num_bytes: of the full value.
+        """
+        key = source.axes, source.partial, target.axes, target.varying, differentiable
+        if key not in self._cache:
+            seconds_per_byte, latency = self._seconds_per_byte_and_latency(
+                source.axes, source.partial, target.axes
+            )
+            if differentiable:
+                backward_byte, backward_latency = self._seconds_per_byte_and_latency(
+                    target.axes, target.varying, source.axes
+                )
+                seconds_per_byte, latency = (
+                    seconds_per_byte + backward_byte,
+                    latency + backward_latency,
+                )
+            self._cache[key] = seconds_per_byte, latency
+        seconds_per_byte, latency = self._cache[key]
+        return seconds_per_byte * num_bytes + latency
+
+    def _seconds_per_byte_and_latency(
+        self, source: Placement, partial_axes: Collection[int], target: Placement
+    ) -> tuple[float, float]:
+        """Seconds per byte of the full value, and seconds of latency."""
+        received = self._received_share(source, partial_axes, target, 0)
+        seconds_per_byte = self._added_seconds_per_byte[0] * received
+        for crossed, added in enumerate(self._added_seconds_per_byte[1:], start=1):
+            if added and self._devices_inside[crossed] < self._devices_inside[-1]:
+                seconds_per_byte += added * self._received_share(
+                    source, partial_axes, target, crossed
+                )
+        return seconds_per_byte, self._latency if received > ROUNDING else 0.0
+
+    def _received_share(
+        self, source: Placement, partial_axes: Collection[int], target: Placement, crossed: int
+    ) -> float:
+        """What a device receives over links of level `crossed` and slower ones, as a share of the
+        full value: the mean over all devices, which the slowest device cannot stay below."""
+        devices_inside, num_groups = (
+            self._devices_inside[crossed],
+            self._devices_inside[-1] / self._devices_inside[crossed],
+        )
+        num_terms = self._size(self._crossing_axes(partial_axes, crossed))
+        read_share = common_share = 1.0
+        paired_axes: set[int] = set()
+        for source_axes, target_axes in zip(source, target, strict=True):
+            source_rest, target_rest = (
+                self._crossing_axes(source_axes, crossed),
+                self._crossing_axes(target_axes, crossed),
+            )
+            read_share /= self._size(target_rest)
+            num_common = sum(1 for _ in takewhile(bool, map(eq, source_rest, target_rest)))
+            common_share /= self._size(source_rest[:num_common])
+            source_rest, target_rest = source_rest[num_common:], target_rest[num_common:]
+            sizes, axes = (
+                (self._size(source_rest), self._size(target_rest)),
+                {*source_rest, *target_rest},
+            )
+            # Source and target blocks overlap independently, so that the mean overlap is the
+            # product of both shares, unless some axis selects blocks on both sides.
+            independent = (
+                len(axes) == len(source_rest) + len(target_rest) and not axes & paired_axes
+            )
+            common_share /= sizes[0] * sizes[1] if independent else max(sizes)
+            paired_axes |= axes if source_rest and target_rest else set()
+        # Partial sums of p terms: p - 1 messages until an element is summed, and one for each copy
+        # of the sum but the first.
+        received = (
+            read_share - common_share
+            if num_terms == 1
+            else (num_terms - 2) / num_groups + read_share
+        )
+        return received / devices_inside
+
+    def _crossing_axes(self, axes: Collection[int], crossed: int) -> Axes:
+        return tuple(axis for axis in axes if self._level[axis] >= crossed)
+
+    def _size(self, axes: Axes) -> int:
+        return self._mesh.size(axes)
