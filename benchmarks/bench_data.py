@@ -34,7 +34,7 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
         numbers = np.random.default_rng(0)
         numbers.integers(0, VOCABULARY, TOKENS, dtype=np.uint16).tofile(file)
         for devices in size.of(DEVICES[:1], full=DEVICES):
-            planned = Run.from_file(ROOT / "configs" / "llama2_7b_auto.yaml").on(devices)
+            planned = Run.from_file(ROOT / "configs" / "llama2_7b_auto.yaml").for_devices(devices)
             step, data = planned.plan(devices).step, planned.config.data
             assert step is not None and data.seq_length is not None
             tokens = data.batch_size * data.seq_length

@@ -39,8 +39,8 @@ Found = tuple[float, str, float, int]
 
 def run(size: Size = Size.DEFAULT) -> list[Table]:
     table = Table("By limit, GiB", ("stages", "limit", "plan", "step, s", "memory", "planning, s"))
-    run = Run.from_file(ROOT / "configs" / CONFIG).on(DEVICES)
-    model, graph = run.captured()
+    run = Run.from_file(ROOT / "configs" / CONFIG).for_devices(DEVICES)
+    model, graph = run.capture()
     gc.collect()
     gc.freeze()
     ways, limits = size.of((("8",), LIMITS[::4]), full=(tuple(WAYS), LIMITS))
@@ -48,7 +48,7 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
         fastest = 0.0
         for limit in limits:
             options = {"cluster": CLUSTER, "memory_limit": f"{limit}GiB", **WAYS[stages]}
-            planned = partial(run.plan_of, model, graph, DEVICES, **options)
+            planned = partial(run.plan_graph, model, graph, DEVICES, **options)
             seconds, plan, step, needed = in_fork(partial(_measured, planned))
             shown = f"{step:.2f}" if plan else "–"
             row = plan or "none fits", shown, binary(needed), f"{seconds:.0f}"

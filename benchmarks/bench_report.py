@@ -48,7 +48,7 @@ def pages(folder: Path, every: int) -> Table:
     """A row for one in `every` of the models."""
     table = Table("The page and the text", ("model", "lines", "widest", "page, s", "page, MB"))
     for file in sorted((ROOT / "configs").glob("*_auto.yaml"))[::every]:
-        Run.from_file(file).on(DEVICES).plan(DEVICES).save(folder / "plan.json")
+        Run.from_file(file).for_devices(DEVICES).plan(DEVICES).save(folder / "plan.json")
         plan, html = Plan.load(folder / "plan.json"), folder / "page.html"
         seconds = cpu_seconds(partial(plan.report, html))
         lines = plan_text(plan, width=COLUMNS).splitlines()

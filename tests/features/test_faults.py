@@ -148,13 +148,13 @@ def test_another_runs_checkpoints_are_neither_taken_nor_replaced(
     assert train(monkeypatch, config) == 2
     said = capsys.readouterr().err
     assert said == (
-        "error: a holds the checkpoints of a run, up to step 3: resume it with --resume, or "
-        "choose another folder\n"
+        "error: a already holds checkpoints of a run, up to step 3\n"
+        "resume that run with --resume, or choose another folder\n"
     )
     without = Path(config).read_text().replace(", checkpoint: {folder: a, every: 2}", "")
     Path("without.yaml").write_text(without)
     assert train(monkeypatch, "without.yaml", "--resume") == 2
-    assert "nothing to resume: set train.checkpoint" in capsys.readouterr().err
+    assert "nothing to resume: the configuration has no train" in capsys.readouterr().err
 
 
 @contextmanager
@@ -254,7 +254,7 @@ def test_a_rank_that_does_not_come_is_told_by_the_redistribution_that_waited(
     in_program = where in ("forward", "backward")
     place = named + (r" \(line \d+ of the program, (relu|square)\)" if in_program else "")
     first, second = str(caught.value).splitlines()
-    assert re.match(r"rank 1 \(process \d+\) did not answer the others; its log: .*", first)
+    assert re.match(r"rank 1 \(process \d+\) did not answer the other ranks; its log: .*", first)
     # Gloo says one or the other, as the pair of sockets or the operation ends first.
     reason = "(Timed out waiting 10000ms for |Application timeout caused pair closure)"
     assert re.match(rf"rank 0: communication failed {place}: {reason}", second)

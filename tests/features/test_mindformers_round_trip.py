@@ -19,7 +19,7 @@ STAGES = {"parallel_config__pipeline_stage": 2, "parallel_config__micro_batch_nu
 def planned(file: Path, text: str, devices: int = 8) -> Plan:
     """The plan of a file, whose strategies are saved where it says."""
     file.write_text(text)
-    run = Run.from_file(file).on(devices)
+    run = Run.from_file(file).for_devices(devices)
     plan = run.plan(devices)
     run.save_strategies(plan)
     return plan

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def written(name: str, **changes: Any) -> Run:
     """The run of a file that is written into the current folder."""
     Path(f"{name}.yaml").write_text(json.dumps(small(**{**TRAINED, **changes})))
-    return Run.from_file(f"{name}.yaml").on(2)
+    return Run.from_file(f"{name}.yaml").for_devices(2)
 
 
 @pytest.fixture
@@ -133,8 +133,8 @@ def test_a_prefix_is_tuned_on_two_devices_as_on_one(
         ({"load_checkpoint": "absent"}, "load_checkpoint: absent: no such file or folder"),
         (
             {"load_checkpoint": "empty", "resume_training": True},
-            "resume_training: empty holds no complete checkpoint to resume from; set it to False,"
-            " or load_checkpoint to the folder of an earlier run",
+            "resume_training: empty holds no complete checkpoint to resume from\n"
+            "set resume_training to False, or load_checkpoint to the folder of an earlier run",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_what_a_run_should_begin_with_must_be_there(
 ) -> None:
     run = written("run", **changes)
     with pytest.raises(CheckpointError, match=f"^run.yaml: {message}"):
-        run.check_resumes()
+        run.check_checkpoints()
 
 
 def test_a_run_may_only_save_its_strategies(

@@ -96,7 +96,7 @@ def test_what_is_loaded_and_saved_has_its_place() -> None:
     named = run_of(parallel__strategy_ckpt_save_file="./strategy.ckpt")
     config = translate_run(named, devices=8)
     assert config.parallel.save_strategies == "./strategy.ckpt"
-    assert "./strategy.ckpt is written as JSON, the strategies of the plan" in named.notes
+    assert "./strategy.ckpt: strategies of the plan are written as JSON" in named.notes
 
 
 def test_mem_coeff_auto_is_the_smallest_that_fits_the_memory_of_a_device(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_as_many_stages_are_searched_as_there_are_servers_or_micro_batches(
         parallel_config__micro_batch_num=6,
     )
     run = on_cluster(Run.from_file(file), cluster)
-    assert run.on(32).config.parallel.max_stages == most
+    assert run.for_devices(32).config.parallel.max_stages == most
 
 
 def test_stages_that_are_given_are_taken_and_others_suggested(
@@ -292,7 +292,7 @@ def test_gathers_that_are_made_again_free_what_was_gathered() -> None:
 
 def test_where_every_device_counts_the_batch_grows_with_them(tmp_path: Path) -> None:
     run = Run.from_file(written(tmp_path, parallel__full_batch=False))
-    assert [run.on(n).config.data.batch_size for n in (2, 8)] == [4, 16]
+    assert [run.for_devices(n).config.data.batch_size for n in (2, 8)] == [4, 16]
 
 
 def test_the_command_says_once_what_has_no_meaning(tmp_path: Path) -> None:

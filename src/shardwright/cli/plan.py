@@ -179,7 +179,7 @@ def check_command(
     """Train the planned program on simulated ranks in one process, and compare outputs, gradients,
     and parameters after two steps with the model itself on one device, and the bytes sent with the
     plan. Exit status 1 if they differ."""
-    run = run_of(config, mem_coeff).on(devices)
+    run = run_of(config, mem_coeff).for_devices(devices)
     result = check(run.model(), run.example_batch(), {}, run.plan(devices))
     text = f"{devices} simulated ranks vs. one device, float64\n{result}"
     typer.echo(dumps(asdict(result), indent=1) if json else text)

@@ -58,7 +58,7 @@ def rehearse_command(
 ) -> None:
     """Train for three steps as one rank of many, in this process, without the other ranks and
     without devices. Exit status 1 if a rank sends other bytes than the plan says."""
-    run = run_of(config, mem_coeff, cluster=cluster, memory_limit=memory_limit).on(devices)
+    run = run_of(config, mem_coeff, cluster=cluster, memory_limit=memory_limit).for_devices(devices)
     saved = Plan.load(plan) if plan is not None else None
     if saved is not None and saved.devices != devices:
         raise PlanError(f"{plan} is for {saved.devices} devices, not for {devices}")

@@ -165,7 +165,7 @@ def _train_node(node: Node, options: _Options) -> None:
     logs = LogFolder(options.log_dir)
     if node.rank == 0:
         with lock_folders(*_written(run, logs)):
-            run.check_resumes()
+            run.check_checkpoints()
             logs.clear(num_ranks=1, keep_steps=run.resumes)
     # A node may come back into a run that goes on; node 0 has seen to it that it is the same run.
     command = options.command(resume=run.checkpoints() is not None)
@@ -187,7 +187,7 @@ def _train(options: _Options) -> None:
         if world.local_size < world.size:
             run.check_nodes(world.local_size)
         if world.restarts == 0:
-            run.check_resumes()
+            run.check_checkpoints()
         check_trackers(run.config.train.log_to)
         run, chosen = _planned(run, options, bounds, world)
         profile = None if world.restarts else options.profile
@@ -239,7 +239,7 @@ def _planned(
         raise PlanError(
             f"--elastic {bounds.minimum}:{bounds.maximum} does not allow {devices} devices"
         )
-    run = run.on(devices)
+    run = run.for_devices(devices)
     run.check_data()
     report_batch(run, options.config, devices)
     if saved is not None:

@@ -68,7 +68,7 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
             "data.target: expected 'module:callable', got 'nonsense' (a string)",
         ),
         ("data: {name: mnist, target: 'a:b'}", "data: give either name or target, not both"),
-        ("data: {arguments: {a: 1}}", "data: arguments are for a target, and there is none"),
+        ("data: {arguments: {a: 1}}", "data: the key arguments needs the key target"),
         (
             "data: {path: here}",
             "data: path is for name: mnist or text or tokens only",
@@ -88,7 +88,7 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "parallel: {recompute: {}}",
-            "parallel.recompute needs the key modules where the model is a target",
+            "parallel.recompute needs the key modules if the model is a target",
         ),
         ("data: {name: text}", "data: name: text needs the key seq_length, for example 64"),
         ("data: {seq_length: 8}", "data: seq_length is for name: text or tokens only"),
@@ -96,7 +96,7 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ("data: {dtype: uint16}", "data: dtype is for name: tokens only"),
         (
             "train: {evaluation: {every: 5}}",
-            "train.evaluation needs the key path, of data to evaluate on",
+            "train.evaluation needs the key path of its data",
         ),
         (
             "train: {evaluation: {path: val.bin}}",

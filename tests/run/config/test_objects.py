@@ -151,7 +151,7 @@ def test_modules_that_are_computed_again_must_be_there() -> None:
     mark_recomputed(net, RecomputeSection(modules=["1"]))
     with pytest.raises(ConfigError, match="the model has no module '7'; nearest is "):
         mark_recomputed(net, RecomputeSection(modules=["7"]))
-    with pytest.raises(ConfigError, match="no blocks: set the key modules"):
+    with pytest.raises(ConfigError, match="no transformer blocks\nset the key modules"):
         mark_recomputed(net, RecomputeSection())
 
 

@@ -59,14 +59,14 @@ def test_recompute_auto_asks_the_plan_to_fit_into_memory(tmp_path: Path) -> None
 
 def test_weights_are_loaded_before_the_first_step(run: Run) -> None:
     with pytest.raises(CheckpointError, match=r"train.load: .*weights.pt: no such file"):
-        run.check_resumes()
+        run.check_checkpoints()
     torch.manual_seed(5)
     given = run.model()
     with torch.no_grad():
         for parameter in given.parameters():
             parameter.add_(1.0)
     sw.save_state_dict(given, run.folder / "weights.pt")
-    run.check_resumes()
+    run.check_checkpoints()
     net = run.model()
     run.checkpoint_policy.begin(net, torch.optim.SGD(net.parameters()), None, run.numbers)
     for name, value in net.state_dict().items():
@@ -103,7 +103,9 @@ train: {steps: 4, evaluation: {path: val.npy, every: 2, batches: 3}}
 def test_a_plan_for_parts_of_batches_is_refused(run: Run) -> None:
     batch = run.example_batch()
     plan = sw.plan(run.model(), batch, devices=2, dataset_strategy="data_parallel")
-    with pytest.raises(PlanError, match="own part of a batch, but a run gives whole batches"):
+    with pytest.raises(
+        PlanError, match="own shard of a batch, but a configured run passes the global batch"
+    ):
         RankTraining.of(run, plan, torch.device("cpu"))
 
 

@@ -48,7 +48,7 @@ def test_without_a_folder_it_says_how_to_give_one(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_missing_folder_says_which_and_what_it_should_hold(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent: no such folder; .* train-images-idx3-ubyte and"):
+    with pytest.raises(DataError, match=r"absent: no such folder\n.* train-images-idx3-ubyte and"):
         mnist(tmp_path / "absent")
 
 

@@ -71,9 +71,9 @@ def test_code_beside_a_tokenizer_is_not_run(
     for name in ("tokenizer_config.json", "config.json"):
         (tmp_path / name).write_text(json.dumps(PLANTED))
     (tmp_path / "planted.py").write_text("open('run', 'w')")
-    with pytest.raises(DataError, match=r"not a tokenizer that can be loaded: .*custom code"):
+    with pytest.raises(DataError, match=r"the tokenizer cannot be loaded: .*custom code"):
         packed_text(4, tmp_path / "a.txt", tmp_path)
     (tmp_path / "damaged.json").write_text("{")
-    with pytest.raises(DataError, match=r"damaged\.json: not a tokenizer that can be loaded"):
+    with pytest.raises(DataError, match=r"damaged\.json: the tokenizer cannot be loaded"):
         packed_text(4, tmp_path / "a.txt", tmp_path / "damaged.json")
     assert not (tmp_path / "run").exists()

@@ -94,23 +94,23 @@ def test_a_token_beyond_the_vocabulary_is_named_by_its_file_and_place(tmp_path: 
 def test_what_is_no_file_of_tokens_is_one_clear_error(tmp_path: Path) -> None:
     wide, short, empty = tmp_path / "wide.bin", tmp_path / "short.bin", tmp_path / "empty.bin"
     wide.write_bytes(TOKENS.astype("uint32").tobytes())
-    with pytest.raises(DataError, match=r"wide\.bin: looks like tokens of 32 bits"):
+    with pytest.raises(DataError, match=r"wide\.bin: looks like uint32 tokens"):
         token_sequences(wide, 16)
     assert torch.equal(token_sequences(wide, 16, dtype="uint32")[0][ROWS], wanted()[ROWS])
     short.write_bytes(b"123")
-    with pytest.raises(DataError, match="3 bytes are no whole number of uint16 tokens"):
+    with pytest.raises(DataError, match="3 bytes are not a whole number of uint16 tokens"):
         token_sequences(short, 16)
     short.write_bytes(b"1234")
     with pytest.raises(DataError, match="2 tokens are less than one sequence of seq_length 16"):
         token_sequences(short, 16)
     empty.touch()
-    with pytest.raises(DataError, match=r"empty\.bin: not a file of tokens"):
+    with pytest.raises(DataError, match=r"empty\.bin: not a token file"):
         token_sequences(empty, 16)
     np.save(tmp_path / "real.npy", np.zeros(100))
-    with pytest.raises(DataError, match="holds float64, not whole numbers"):
+    with pytest.raises(DataError, match="array of integers, got one of float64"):
         token_sequences(tmp_path / "real.npy", 16)
     (tmp_path / "text.npy").write_text("text")
-    with pytest.raises(DataError, match=r"text\.npy: not a file of tokens"):
+    with pytest.raises(DataError, match=r"text\.npy: not a token file"):
         token_sequences(tmp_path / "text.npy", 16)
     with pytest.raises(DataError, match="no such file or folder"):
         token_sequences(tmp_path / "absent.bin", 16)

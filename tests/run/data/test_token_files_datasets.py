@@ -41,7 +41,7 @@ def test_lists_of_tokens_are_read_one_after_another(tmp_path: Path) -> None:
     assert ids[torch.tensor([0])][0, 0] == 50 and (labels[torch.tensor([1])] == -100).all()
     assert bytes(packed_text(6, tmp_path / "one")[0][0].tolist()) == b"a\0bc\0a"
     datasets.DatasetDict({"train": whole}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(DataError, match=r"has the splits train: give .*splits/train"):
+    with pytest.raises(DataError, match=r"has several splits: train\nuse .*splits/train"):
         token_sequences(tmp_path / "splits", 16)
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "text")
     with pytest.raises(DataError, match="has no column input_ids, only text"):

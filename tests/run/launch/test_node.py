@@ -72,9 +72,9 @@ def test_options_that_describe_no_node_are_refused(
 @pytest.mark.parametrize(
     ("rank", "host", "message"),
     [
-        (0, "192.0.2.1", ": it must name this node, since --node-rank is 0"),
+        (0, "192.0.2.1", "\nuse an address of this node, because --node-rank is 0"),
         (1, "no.such.host.invalid", "--rdzv no.such.host.invalid:"),
-        (1, "127.0.0.1", ": node 0 has not answered within 2 s: is it started with this --rdzv"),
+        (1, "127.0.0.1", ": node 0 has not answered within 2 s\ncheck that node 0 is started with"),
     ],
 )
 def test_an_address_that_leads_nowhere_is_refused(
@@ -94,7 +94,7 @@ def test_a_port_that_is_in_use_is_refused(port: int, tmp_path: Path) -> None:
 def test_a_rank_belongs_to_one_node_as_long_as_it_lives(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "BEAT", 0.5)
+    monkeypatch.setattr(room, "HEARTBEAT_SECONDS", 0.5)
     with room._joined(node(0, port), timedelta(seconds=30)):
         with (
             room._joined(node(1, port), timedelta(seconds=30)),
@@ -129,7 +129,7 @@ def test_node_0_leaves_after_the_others(port: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.distributed
 def test_nodes_that_do_not_come_are_not_waited_for_forever(port: int, tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError, match=r"fewer than 2 nodes came to 127.* within 2 s"):
+    with pytest.raises(RankFailedError, match=r"fewer than 2 nodes joined at 127.* within 2 s"):
         launch_node(["-c", "pass"], node(0, port), LogFolder(tmp_path), timeout=SHORT)
 
 
@@ -161,7 +161,7 @@ def test_ranks_that_the_agent_ends_are_not_said_to_be_killed(
         launch_node(["-c", GIVES_UP], alone, LogFolder(tmp_path), timeout=SHORT)
     first, last = str(raised.value).splitlines()
     assert "rank 1 (process " in first
-    assert ") did not answer the others, rank 2 (process " in first
-    assert ") did not answer the others; its log: " in first
+    assert ") did not answer the other ranks, rank 2 (process " in first
+    assert ") did not answer the other ranks; its log: " in first
     assert last == "rank 0: nobody came"
     assert not raised.value.lost

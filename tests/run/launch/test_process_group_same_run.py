@@ -89,4 +89,4 @@ def test_a_difference_between_nodes_is_one_error_on_each_rank(
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_for_a_collective() -> None:
     (line,) = run({}, seconds=2)
-    assert line == "CommunicationError not all 2 ranks came within 2 s"
+    assert line == "CommunicationError not all 2 ranks joined within 2 s"

@@ -65,7 +65,7 @@ def test_a_rank_with_an_error_of_its_own_is_named_before_those_that_waited_for_i
 def test_a_rank_that_still_ran_when_the_others_gave_up_is_named() -> None:
     said = message(end(0, 1, 1, error=WAITED), end(1, -15, 4, signals=ENDED))
     assert said.splitlines() == [
-        "rank 1 (process 101) did not answer the others; its log: logs/1/rank.1/stderr",
+        "rank 1 (process 101) did not answer the other ranks; its log: logs/1/rank.1/stderr",
         "rank 0: communication failed in x",
     ]
 

@@ -100,7 +100,7 @@ def test_the_loss_on_other_data_is_in_every_so_many_records_and_changes_nothing(
     batches = Batches((x, x.sum(1, keepdim=True)), batch_size=4)
     other = Batches((x.square(), x[:, :1]), batch_size=4)
     runs = list[list[StepRecord]]()
-    for evaluation in (None, Evaluation(other, every=2, most=2)):
+    for evaluation in (None, Evaluation(other, every=2, max_batches=2)):
         torch.manual_seed(0)
         net = Loss()
         runs.append(trained(net, batches, epochs=2, evaluation=evaluation))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwright.core.cost.collective_totals import CollectiveTotal
-from shardwright.run.loop.step_summary import StepSummary, most_allocated
+from shardwright.run.loop.step_summary import StepSummary, peak_allocated
 
 RANGES = ("send ", "wait ", "bucket ", "schedule", "forward of", "layers.")
 
@@ -110,5 +110,5 @@ def test_the_most_that_was_allocated_is_the_height_of_what_came_and_went() -> No
     events = [event("aten::empty", start, start + 1) for start, _ in sizes]
     for each, (_, size) in zip(events, sizes, strict=True):
         each.self_cpu_memory_usage = size
-    assert most_allocated(events) == 150
-    assert most_allocated([]) == 0
+    assert peak_allocated(events) == 150
+    assert peak_allocated([]) == 0

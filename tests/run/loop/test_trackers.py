@@ -18,7 +18,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_the_run(
 ) -> None:
     check_trackers([])
     monkeypatch.setattr("shardwright.run.loop.trackers.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"wandb is not installed: .*'shardwright\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"wandb is not installed\n.*'shardwright\[wandb\]'"):
         check_trackers(["wandb"])
 
 

@@ -1,4 +1,4 @@
-"""YAML configurations and what they describe."""
+"""YAML configuration files and the runs that they describe."""
 
 from shardwright.run.config.load import load, parse
 from shardwright.run.config.run import Run

@@ -1,4 +1,4 @@
-"""Weights and checkpoints: what a run starts from, and what it saves."""
+"""Initial weights and checkpoints of a run: what it loads and what it saves."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from shardwright.run.loop.weights import load_weights
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """The weights and checkpoints of a configuration.
+    """Where a run loads its weights from, and when it saves checkpoints.
 
     Args:
-        train: the section of this name.
-        folder: what its paths are relative to.
-        file: the name of the configuration, for errors.
-        load_key, resume_key: its keys for the weights to start from, and for resuming.
-        must_resume: whether it is an error if there is nothing to resume from.
+        train: the `train` section of the configuration.
+        folder: the folder to which paths of the configuration are relative.
+        file: name of the configuration file, for error messages.
+        load_key, resume_key: names of the keys for initial weights and for resuming in `file`, for
+            error messages.
+        must_resume: raise an error if there is no checkpoint to resume from.
     """
 
     train: TrainSection
@@ -37,11 +38,11 @@ class CheckpointPolicy:
 
     @property
     def weights(self) -> Path | None:
-        """Where the weights to start from are; None for new ones."""
+        """Path of the initial weights; None for random initialization."""
         return None if self.train.load is None else self.folder / self.train.load
 
     def checkpoints(self) -> Checkpoints | None:
-        """The run's checkpoints; None where it saves none."""
+        """The checkpoints of the run; None if it saves none."""
         section = self.train.checkpoint
         if section is None:
             return None
@@ -49,10 +50,11 @@ class CheckpointPolicy:
         return Checkpoints(folder, keep=section.keep, asynchronous=section.asynchronous)
 
     def check(self) -> None:
-        """Raises:
-        CheckpointError: the run starts anew, but its folder holds the checkpoints of another; or it
-            resumes, but saves none, or must resume, but there are none; or the weights to start
-            from are missing.
+        """Check that the run can start from its weights or checkpoints.
+
+        Raises:
+            CheckpointError: a new run would write into a folder with checkpoints of another run; a
+                resumed run has no checkpoints; or the initial weights are missing.
         """
         checkpoints, weights = self.checkpoints(), self.weights
         if weights is not None and not weights.exists():
@@ -61,8 +63,8 @@ class CheckpointPolicy:
             )
         if self.train.resume and checkpoints is None:
             raise CheckpointError(
-                "nothing to resume: set train.checkpoint, for example "
-                "train: {checkpoint: {folder: checkpoints, every: 100}}"
+                "nothing to resume: the configuration has no train.checkpoint\n"
+                "set it, for example train: {checkpoint: {folder: checkpoints, every: 100}}"
             )
         if checkpoints is None:
             return
@@ -70,13 +72,13 @@ class CheckpointPolicy:
         if self.must_resume and not steps:
             raise CheckpointError(
                 f"{self.file}: {self.resume_key}: {checkpoints.folder} holds no complete checkpoint"
-                f" to resume from; set it to False, or {self.load_key} to the folder of an earlier"
-                " run"
+                f" to resume from\nset {self.resume_key} to False, or {self.load_key} to the folder"
+                " of an earlier run"
             )
         if steps and not self.train.resume:
             raise CheckpointError(
-                f"{checkpoints.folder} holds the checkpoints of a run, up to step "
-                f"{steps[-1]}: resume it with --resume, or choose another folder"
+                f"{checkpoints.folder} already holds checkpoints of a run, up to step "
+                f"{steps[-1]}\nresume that run with --resume, or choose another folder"
             )
 
     def begin(
@@ -86,15 +88,17 @@ class CheckpointPolicy:
         checkpoints: Checkpoints | None,
         numbers: RunNumbers,
     ) -> Position:
-        """Where the run starts: after its newest intact checkpoint; else at the beginning, with the
-        weights that the configuration names.
+        """Restore the newest intact checkpoint, or load the initial weights.
 
-        The optimizer keeps the settings of the configuration, and random generators start anew if
-        `numbers.seed` is not that of the checkpoint.
+        Optimizer hyperparameters come from the configuration, not from the checkpoint. Random
+        generators are reseeded if `numbers.seed` differs from the checkpoint's.
+
+        Returns:
+            The position at which training starts.
 
         Raises:
-            CheckpointError: if the checkpoint is of another model or optimizer, or in the middle of
-                an epoch whose samples now have another order.
+            CheckpointError: the checkpoint belongs to another model or optimizer, or was saved in
+                the middle of an epoch whose sample order has changed.
         """
         if checkpoints is not None and self.train.resume and checkpoints.newest() is not None:
             step, info = checkpoints.select()
@@ -106,8 +110,9 @@ class CheckpointPolicy:
         return BEGINNING
 
     def _check_order(self, folder: Path, info: CheckpointInfo, numbers: RunNumbers) -> None:
-        """Raises: CheckpointError: the rest of the epoch cannot be told from what was trained."""
+        """Raise CheckpointError if a partly trained epoch would continue in another order."""
         position, saved = info.position, info.run
+        # At an epoch boundary no sample of the next epoch has been trained on: any order is valid.
         if saved is None or not (position.batch or position.sample):
             return
         changes = {
@@ -118,12 +123,13 @@ class CheckpointPolicy:
             if before != after:
                 raise CheckpointError(
                     f"{self.file}: {name} is {after}, but was {before} when {folder} was saved in"
-                    f" the middle of epoch {position.epoch}: in another order, samples would be"
-                    f" trained twice or never: resume with {before}, or start anew from its"
-                    f" weights, with {self.load_key}: {folder} and another folder for checkpoints"
+                    f" the middle of epoch {position.epoch}: the sample order would change, and"
+                    f" samples would be trained on twice or never\nresume with {before}, or start a"
+                    f" new run from these weights: {self.load_key}: {folder}, and another folder"
+                    " for checkpoints"
                 )
 
     def saves_at(self, step: int, last: int) -> bool:
-        """Every so many steps, and after the last."""
+        """Whether a checkpoint is saved after `step`; always after the `last`."""
         section = self.train.checkpoint
         return section is not None and (step % section.every == 0 or step == last)

@@ -1,7 +1,7 @@
-"""Configuration files of other frameworks, which packages add as plug-ins.
+"""Plug-ins that read configuration files of other frameworks.
 
 A plug-in is a module with the functions of `ConfigFormat`, registered as an entry point in the
-group `shardwright.config_formats`; `shardwright.mindformers` is one.
+group `shardwright.config_formats`, for example `shardwright.mindformers`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GROUP = "shardwright.config_formats"
 
 
 class ForeignRun(Protocol):
-    """A run as the file of another framework describes it."""
+    """A run described by a configuration file of another framework."""
 
     @property
     def name(self) -> str:
@@ -25,63 +25,66 @@ class ForeignRun(Protocol):
 
     @property
     def devices(self) -> int:
-        """Number of devices that the file is written for."""
+        """Number of devices for which the file is written."""
 
     @property
     def memory_limit(self) -> int | None:
-        """Bytes that each device may use; None for all that it has."""
+        """Memory limit in bytes per device; None for all of its memory."""
 
     @property
     def only_strategies(self) -> bool:
-        """Whether the run ends after writing the strategies of its plan."""
+        """Whether the run only writes the strategies of its plan, without training."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Differences from what the file says, and their reasons."""
+        """Settings that differ from the file, with reasons."""
 
     @property
     def unused(self) -> tuple[str, ...]:
         """Keys of the file that have no effect."""
 
     def config(self) -> Config:
-        """The run in Shardwright's keys, for `devices` devices."""
+        """The run as a Shardwright configuration, for `devices` devices."""
 
     def fitted(self, config: Config, devices: int, servers: int) -> Config:
-        """`config` with the batch size and the stages for another number of devices.
+        """`config` with batch size and stages adjusted to `devices` devices on `servers` servers.
 
         Raises:
-            ConfigError: the numbers of the file do not fit `devices`.
+            ConfigError: the parallel degrees of the file do not multiply to `devices`.
         """
 
     def batch_formula(self, devices: int) -> str:
-        """How the batch size follows from the numbers of the file, as a sentence."""
+        """The formula of the global batch size, with the numbers of the file inserted."""
 
     def checkpoint_policy(self, policy: CheckpointPolicy) -> CheckpointPolicy:
-        """`policy` with the keys by which the file asks for it."""
+        """`policy` with the key names of this format, for error messages."""
 
 
 class ConfigFormat(Protocol):
-    """Reads the files of one framework."""
+    """Reader of one framework's configuration files."""
 
     def recognizes(self, content: Any) -> bool:
-        """Whether `content`, a parsed YAML file, is of this format."""
+        """Whether `content`, a parsed YAML file, has this format."""
 
     def read_run(self, content: Any, file: str) -> ForeignRun:
-        """The run that `content` describes; `file` is its name in errors.
+        """Parse `content`.
+
+        Args:
+            file: name of the file, for error messages.
 
         Raises:
-            ConfigError: a missing, invalid or contradictory key.
+            ConfigError: a key is missing, invalid or contradicts another.
         """
 
 
 @cache
 def config_formats() -> tuple[ConfigFormat, ...]:
-    """The installed formats."""
+    """All installed formats."""
     return tuple(entry.load() for entry in entry_points(group=GROUP))
 
 
 def foreign_run(content: Any, file: str) -> ForeignRun | None:
-    """The run in a file of another framework; None if `content` is of no installed format."""
-    recognized = (each for each in config_formats() if each.recognizes(content))
-    found = next(recognized, None)
-    return None if found is None else found.read_run(content, file)
+    """The run described by a file of another framework; None if no installed format matches."""
+    matching = (each for each in config_formats() if each.recognizes(content))
+    config_format = next(matching, None)
+    return None if config_format is None else config_format.read_run(content, file)

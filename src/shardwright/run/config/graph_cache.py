@@ -1,13 +1,11 @@
-"""Captured graphs of language models, cached on disk, so that a model is captured once.
+"""On-disk cache of captured graphs of language models.
 
-They are in `$XDG_CACHE_HOME/shardwright/graphs`, by default in `~/.cache`, one file for each model,
-shape of its inputs, and version of everything that determines the graph. A file is used only if its
-checksum proves that it is what was written under its name. Reading it runs no code, but a graph is
-what is trained: a folder that others can write to is not used. `SHARDWRIGHT_GRAPH_CACHE=off` in the
-environment captures each time.
+Location: `$XDG_CACHE_HOME/shardwright/graphs`, by default `~/.cache/shardwright/graphs`. Each file
+name is a hash of the model, its input shapes, and the versions of all code that affects the graph;
+each file has a checksum. Loading runs no code, but whoever edits a graph decides what is trained:
+a folder writable by other users is ignored. `SHARDWRIGHT_GRAPH_CACHE=off` disables the cache.
 
-The cache never ends a run: a file or folder that cannot be used is one warning, and the model is
-captured.
+Cache failures never stop a run: they are logged as a warning, and the model is captured.
 """
 
 from __future__ import annotations
@@ -32,20 +30,20 @@ from shardwright.core.graph.serialize import FORMAT, dumps, loads
 logger = logging.getLogger("shardwright.capture")
 
 MAX_GRAPHS = 32
-"""Graphs that are kept; beyond it, the least recently read are removed."""
+"""Maximum number of cached graphs; the least recently used are evicted."""
 
 PACKAGES = ("shardwright", "transformers", "peft")
 
 
 def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
-    """The cached graph for `description`, else what `capture` returns, which is then cached.
+    """Return the cached graph of `description`; on a miss, call `capture` and cache its result.
 
-    A file that is damaged or of another format is replaced; a folder that cannot be read or
-    written, or that others can write to, is ignored.
+    Damaged files and files of another format version are replaced. The cache is skipped if its
+    folder is not accessible, or is writable by other users.
 
     Args:
-        description: of all that determines the graph beside the versions of packages; its `repr`
-            must be the same each time.
+        description: everything that determines the graph except package versions; its `repr` must
+            be the same in every process.
     """
     if os.environ.get("SHARDWRIGHT_GRAPH_CACHE") == "off":
         return capture()
@@ -57,7 +55,7 @@ def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
         logger.warning("%s is damaged, capturing again: %s", folder / f"{key}.graph", error)
         graph = None
     except (OSError, RuntimeError) as error:
-        # RuntimeError: of a user without a home folder.
+        # Path.home() raises RuntimeError for a user without a home folder.
         logger.warning("graphs are not cached: %s", error)
         return capture()
     if graph is None:
@@ -67,17 +65,17 @@ def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
 
 
 def graphs_folder() -> Path:
-    """The folder of the cache."""
+    """The folder of cached graphs."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "shardwright" / "graphs"
 
 
 def _read(folder: Path, key: str) -> Graph | None:
-    """The graph, or None if there is no file.
+    """The cached graph, or None on a miss.
 
     Raises:
-        OSError: if the folder or the file cannot be read, or others can write to the folder.
-        ValueError: if the file is not as it was written.
+        OSError: the folder or the file cannot be read, or the folder is writable by other users.
+        ValueError: the file is damaged.
     """
     path = folder / f"{key}.graph"
     try:
@@ -86,23 +84,24 @@ def _read(folder: Path, key: str) -> Graph | None:
     except FileNotFoundError:
         return None
     graph = loads(content, key)
-    with suppress(OSError):  # Only the order of removal depends on it.
+    # The modification time records the last use, for eviction; a read-only folder has none.
+    with suppress(OSError):
         path.touch()
     return graph
 
 
 def _check_private(folder: Path) -> None:
-    """Raises: PermissionError: others than this user can write to the folder."""
+    """Raise PermissionError if other users can write to the folder."""
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"{folder} is not used: it belongs to another user, or others can write to it (its"
+            f"{folder} is not used: it belongs to another user, or other users can write to it (its"
             " owner can `chmod 700` it)"
         )
 
 
 def _write(folder: Path, key: str, graph: Graph) -> None:
-    """Replaces the file at once, so that another process reads the earlier file or the new one."""
+    """Write the file atomically: concurrent readers see the old file or the new one."""
     try:
         content = dumps(graph, key)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -115,31 +114,32 @@ def _write(folder: Path, key: str, graph: Graph) -> None:
             except OSError:
                 written.unlink(missing_ok=True)
                 raise
-        _remove_oldest(folder)
-    except Exception as error:  # A constant of the graph can raise anything.
+        _evict_oldest(folder)
+    # Constants of the graph may be objects of any library, and serializing them can raise anything.
+    except Exception as error:
         logger.warning("the captured graph is not cached: %s", error)
 
 
-def _remove_oldest(folder: Path) -> None:
-    """Other processes may remove files at the same time."""
-    ages: dict[Path, float] = {}
+def _evict_oldest(folder: Path) -> None:
+    last_used: dict[Path, float] = {}
     for path in folder.iterdir():
+        # Another process may evict the same file at the same time.
         with suppress(FileNotFoundError):
-            ages[path] = path.stat().st_mtime
-    for path in sorted(ages, key=ages.__getitem__, reverse=True)[MAX_GRAPHS:]:
+            last_used[path] = path.stat().st_mtime
+    for path in sorted(last_used, key=last_used.__getitem__, reverse=True)[MAX_GRAPHS:]:
         path.unlink(missing_ok=True)
 
 
 def _key(description: object) -> str:
     versions = [
         *(FORMAT, platform.python_version(), torch.__version__, torch.version.git_version),
-        *map(_version, PACKAGES),
-        _own_source(),
+        *map(_package_version, PACKAGES),
+        _source_hash(),
     ]
     return hashlib.sha256(repr((description, versions)).encode()).hexdigest()[:32]
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -147,8 +147,8 @@ def _version(package: str) -> str:
 
 
 @cache
-def _own_source() -> str:
-    """A hash of all modules of this package, which capture and the form of graphs depend on."""
+def _source_hash() -> str:
+    """Hash of the source of this package: any change of capture invalidates cached graphs."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())

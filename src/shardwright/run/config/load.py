@@ -1,4 +1,4 @@
-"""From a YAML file to a `Config`, with every mistake of the file named at once."""
+"""Parses YAML into a `Config`, and reports all mistakes of a file at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from shardwright.errors import ConfigError
 from shardwright.run.config.schema import Config
 from shardwright.text_files import parse_yaml, read_text, short_repr
 
-TYPES_WANTED = {
+# Error types of pydantic and the type that each expected, in the words of YAML.
+EXPECTED_TYPES = {
     "int_type": "an integer",
     "int_from_float": "an integer",
     "float_type": "a number",
@@ -27,26 +28,37 @@ TYPES_WANTED = {
 
 
 def load(path: str | Path) -> Config:
-    """The configuration in the file at `path`.
+    """Load the configuration file at `path`.
 
     Raises:
-        ConfigError: no such file, no valid YAML, unknown keys, wrong types or contradictions: one
-            line for each.
+        ConfigError: a missing file, invalid YAML, unknown keys, wrong types or contradictions; one
+            line per mistake.
     """
     return parse(read_text(path, ConfigError), str(path))
 
 
 def parse(text: str, name: str = "config") -> Config:
-    """The configuration written in `text`; errors start with `name`. Raises: as `load`."""
+    """Parse the YAML `text` of a configuration.
+
+    Args:
+        name: the start of each error message, usually the file name.
+
+    Raises:
+        ConfigError: see `load`.
+    """
     return validated(parse_yaml(text, name, ConfigError), name)
 
 
 def validated(content: Any, name: str) -> Config:
-    """The configuration that is in the plain data of a file. Raises: as `load`."""
+    """Validate `content`, a parsed YAML file.
+
+    Raises:
+        ConfigError: see `load`.
+    """
     if not isinstance(content, dict):
         valid = ", ".join(Config.model_fields)
         raise ConfigError(
-            f"{name}: expected a mapping with the keys {valid}, got {_shown(content)}"
+            f"{name}: expected a mapping with the keys {valid}, got {_format_value(content)}"
         )
     try:
         return Config.model_validate(content)
@@ -56,47 +68,47 @@ def validated(content: Any, name: str) -> Config:
 
 
 def _problem(details: ErrorDetails) -> str:
-    """One line: the key, its value, and what is valid."""
-    path, kind, value = details["loc"], details["type"], details["input"]
+    """The message of one validation error: key, value, and what is valid."""
+    path, error_type, value = details["loc"], details["type"], details["input"]
     key = ".".join(str(part) for part in path)
-    if kind == "extra_forbidden":
+    if error_type == "extra_forbidden":
         return f"{key}: unknown key; {_valid_keys(path)}"
-    if kind == "missing":
+    if error_type == "missing":
         return f"{key}: missing"
-    if kind in TYPES_WANTED:
-        return f"{key}: expected {TYPES_WANTED[kind]}, got {_shown(value)}"
-    if kind in ("literal_error", "option_error"):
+    if error_type in EXPECTED_TYPES:
+        return f"{key}: expected {EXPECTED_TYPES[error_type]}, got {_format_value(value)}"
+    if error_type in ("literal_error", "option_error"):
         valid = details["ctx"]["expected"]
-        return f"{key}: expected {valid}, got {_shown(value)}{_nearest(value, valid)}"
-    if kind == "string_pattern_mismatch":
-        return f"{key}: expected 'module:callable', got {_shown(value)}"
-    if kind == "value_error":
+        return f"{key}: expected {valid}, got {_format_value(value)}{_suggestion(value, valid)}"
+    if error_type == "string_pattern_mismatch":
+        return f"{key}: expected 'module:callable', got {_format_value(value)}"
+    if error_type == "value_error":
         return f"{key}: {details['ctx']['error']}" if key else str(details["ctx"]["error"])
-    return f"{key}: {details['msg'].replace('Input', 'value', 1)}, got {_shown(value)}"
+    return f"{key}: {details['msg'].replace('Input', 'value', 1)}, got {_format_value(value)}"
 
 
 def _valid_keys(path: tuple[int | str, ...]) -> str:
     section: type[BaseModel] = Config
     for part in path[:-1]:
         annotation = section.model_fields[str(part)].annotation
-        # A section that may be left out is a union with None.
+        # An optional section is annotated `Section | None`.
         section = next(
-            kind
-            for kind in get_args(annotation) or (annotation,)
-            if isinstance(kind, type) and issubclass(kind, BaseModel)
+            member
+            for member in get_args(annotation) or (annotation,)
+            if isinstance(member, type) and issubclass(member, BaseModel)
         )
     keys = [field.alias or name for name, field in section.model_fields.items()]
     near = difflib.get_close_matches(str(path[-1]), keys, n=1)
     return f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(keys)}"
 
 
-def _nearest(value: object, valid: str) -> str:
+def _suggestion(value: object, valid: str) -> str:
     near = difflib.get_close_matches(str(value), re.findall(r"'(\w+)'", valid), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "nothing"
-    kinds = {"str": " (a string)", "dict": " (a mapping)", "list": " (a list)"}
-    return f"{short_repr(value)}{kinds.get(type(value).__name__, '')}"
+    yaml_types = {"str": " (a string)", "dict": " (a mapping)", "list": " (a list)"}
+    return f"{short_repr(value)}{yaml_types.get(type(value).__name__, '')}"

@@ -1,4 +1,4 @@
-"""The model, data and optimizer that a configuration describes."""
+"""Builds the model, data and optimizer of a configuration."""
 
 from __future__ import annotations
 
@@ -32,38 +32,44 @@ Built = TypeVar("Built")
 
 
 def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) -> nn.Module:
-    """The model that is described; `folder` is what its paths are relative to.
+    """Build the model of the `model` section.
+
+    Args:
+        folder: the folder to which paths of the section are relative.
 
     Raises:
-        ConfigError: a target that returns no module, an unknown model, sizes or arguments.
+        ConfigError: a target does not return a module, or the model, its sizes or arguments are
+            unknown.
     """
     if model.target is not None:
         net = call_target("model.target", model.target, model.arguments, folder)
         if not isinstance(net, nn.Module):
-            kind = type(net).__name__
-            raise ConfigError(f"model.target: {model.target} returned a {kind}, not an nn.Module")
+            returned = type(net).__name__
+            raise ConfigError(
+                f"model.target: {model.target} returned a {returned}, not an nn.Module"
+            )
         return net.to(dtype)
+    # `build` takes these too, but each has a key of its own: one way to write a setting.
     keys = ("dtype", "train.dtype"), ("lora", "model.lora"), ("prefix", "model.prefix")
     for name, key in keys:
         if name in model.arguments:
-            raise ConfigError(f"model.arguments.{name}: use the key {key} instead")
+            raise ConfigError(f"model.arguments.{name}: not an argument\nuse the key {key} instead")
     lora = None if model.lora is None else LoRA(**model.lora.model_dump())
     options = {**model.arguments, "dtype": dtype, "lora": lora}
     if model.hf is not None:
-        inside = isinstance(model.hf, str)
-        source = folder / model.hf if inside else model.hf  # type: ignore[operator]
-        return _called("model", build_hf, source, **options)
+        is_path = isinstance(model.hf, str)
+        source = folder / model.hf if is_path else model.hf  # type: ignore[operator]
+        return _call("model", build_hf, source, **options)
     if model.prefix is not None:
         options["prefix"] = PrefixTuning(**model.prefix.model_dump())
     if model.sizes is not None:
-        sizes = _called("model.sizes", Dimensions, **model.sizes)
-        return _called("model", build, sizes, **options)
-    return _called("model", build, model.name, **options)
+        sizes = _call("model.sizes", Dimensions, **model.sizes)
+        return _call("model", build, sizes, **options)
+    return _call("model", build, model.name, **options)
 
 
 def compute_dtype_of(model: schema.ModelSection, folder: Path) -> str | None:
-    """The dtype in which a published model is computed, as its configuration says; None where
-    nothing says so.
+    """The compute dtype in the published configuration of the model; None if it names none.
 
     Raises:
         ConfigError: the configuration of `hf` does not exist.
@@ -73,15 +79,18 @@ def compute_dtype_of(model: schema.ModelSection, folder: Path) -> str | None:
     if model.hf is None:
         return None
     source = folder / model.hf if isinstance(model.hf, str) else model.hf
-    return _called("model", hf_compute_dtype, source)
+    return _call("model", hf_compute_dtype, source)
 
 
 @contextmanager
-def errors_of(key: str, kind: type[ShardwrightError]) -> Iterator[None]:
-    """What the code of others raises on the values of `key`, as one error with the place in it.
+def wrapped_errors(key: str, error_type: type[ShardwrightError]) -> Iterator[None]:
+    """Context in which errors of third-party code become an `error_type` with key, file and line.
+
+    Args:
+        key: the configuration key whose value the code handles.
 
     Raises:
-        kind: anything but a `ShardwrightError` was raised.
+        error_type: an exception other than a `ShardwrightError` was raised.
     """
     try:
         yield
@@ -89,171 +98,194 @@ def errors_of(key: str, kind: type[ShardwrightError]) -> Iterator[None]:
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        # PyTorch adds the stack of its own C++ code.
+        # PyTorch appends its C++ stack to messages, after these words.
         message, _, _ = str(error).partition("Exception raised from")
         text = " ".join(message.split()) or "no message"
-        place = f"{Path(last.filename).name}:{last.lineno}"
-        raise kind(f"{key}: {type(error).__name__}: {text} ({place})") from error
+        source_line = f"{Path(last.filename).name}:{last.lineno}"
+        raise error_type(f"{key}: {type(error).__name__}: {text} ({source_line})") from error
 
 
-def _called(key: str, function: Callable[..., Built], *args: Any, **kwargs: Any) -> Built:
-    """Raises: ConfigError: arguments that the function does not take, or values that cannot be."""
+def _call(key: str, function: Callable[..., Built], *args: Any, **kwargs: Any) -> Built:
+    """Call `function`, with errors that name the configuration key.
+
+    Raises:
+        ConfigError: the function does not take these arguments, or rejects a value.
+    """
+    # Binding first tells a mistake in the configuration from a TypeError inside the function.
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
-        place = f"{key}.arguments" if key == "model" else key
-        raise ConfigError(f"{place}: {error}") from None
-    with errors_of(key, ConfigError):
+        arguments_key = f"{key}.arguments" if key == "model" else key
+        raise ConfigError(f"{arguments_key}: {error}") from None
+    with wrapped_errors(key, ConfigError):
         try:
             return function(*args, **kwargs)
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
 
 
-def mark_recomputed(net: nn.Module, chosen: schema.RecomputeSection) -> None:
-    """Marks what is recomputed in the backward pass.
+def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
+    """Mark the modules to be recomputed in the backward pass (activation checkpointing).
 
     Raises:
         ConfigError: the model has no such module, or no blocks.
     """
     modules = dict(net.named_modules())
-    for path, kinds in _recomputed(net, chosen).items():
+    for path, op_types in _recomputed_op_types(net, section).items():
         if path not in modules:
             near = get_close_matches(path, modules, n=1, cutoff=0.0)
             raise ConfigError(
                 f"parallel.recompute.modules: the model has no module {path!r};"
                 f" nearest is {near[0]}"
             )
-        recompute(modules[path], chosen.communication, operators=kinds)
+        recompute(modules[path], section.communication, operators=op_types)
 
 
-def _recomputed(net: nn.Module, chosen: schema.RecomputeSection) -> dict[str, list[str] | None]:
-    """The kinds of operators that are recomputed in each module, None for all."""
-    if chosen.modules is not None:
-        return dict.fromkeys(chosen.modules, chosen.operators)
+def _recomputed_op_types(
+    net: nn.Module, section: schema.RecomputeSection
+) -> dict[str, list[str] | None]:
+    """Operator types to recompute, by module path; None for all operators of the module."""
+    if section.modules is not None:
+        return dict.fromkeys(section.modules, section.operators)
     blocks = list(paths_of_blocks(net))
     if not blocks:
-        raise ConfigError("parallel.recompute: the model has no blocks: set the key modules")
-    numbers = range(len(blocks)) if chosen.blocks is None else chosen.blocks
-    if (last := max((*numbers, *chosen.whole_blocks), default=0)) >= len(blocks):
         raise ConfigError(
-            f"parallel.recompute: there is no block {last}; valid are 0 to {len(blocks) - 1}"
+            "parallel.recompute: the model has no transformer blocks\n"
+            "set the key modules to paths of modules, for example modules: [encoder]"
         )
-    kinds = dict.fromkeys((blocks[number] for number in numbers), chosen.operators)
-    return kinds | dict.fromkeys(blocks[number] for number in chosen.whole_blocks)
+    block_indices = range(len(blocks)) if section.blocks is None else section.blocks
+    if (last := max((*block_indices, *section.whole_blocks), default=0)) >= len(blocks):
+        raise ConfigError(
+            f"parallel.recompute: the model has no block {last}; valid are 0 to {len(blocks) - 1}"
+        )
+    op_types = dict.fromkeys((blocks[index] for index in block_indices), section.operators)
+    # Fully recomputed blocks win where a block is in both lists.
+    return op_types | dict.fromkeys(blocks[index] for index in section.whole_blocks)
 
 
 def load_samples(
     data: schema.DataSection, model: schema.ModelSection, folder: Path
 ) -> tuple[Samples, ...]:
-    """The data, samples on dimension 0; `folder` is what its paths are relative to.
+    """Load the dataset as tensors with samples on dimension 0.
+
+    Token files are memory-mapped, and their tokens are checked only when they are read.
+
+    Args:
+        folder: the folder to which paths of the section are relative.
 
     Raises:
-        ConfigError: a target that returns no tensors.
-        DataError: data that is missing or damaged, or a text with a token beyond the vocabulary of
-            the model, where its size is known; of files of tokens, when that is read.
+        ConfigError: a target does not return a tuple of tensors.
+        DataError: the data is missing or damaged, or the text has a token id outside the model's
+            vocabulary.
     """
     if data.target is not None:
         tensors = call_target("data.target", data.target, data.arguments, folder)
         if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors):
-            raise ConfigError(f"data.target: {data.target} must return a tuple of tensors")
+            raise ConfigError(
+                f"data.target: {data.target} must return a tuple of tensors, not"
+                f" {type(tensors).__name__}"
+            )
         return tensors
     path = folder / Path(data.path).expanduser() if data.path is not None else None
-    with errors_of("data", DataError):
+    with wrapped_errors("data", DataError):
         if data.name == "mnist":
             return mnist(path)
         if data.seq_length is None:
             return digits(data.image_size or DIGITS_SIZE)
-        size = _vocab_size(model, folder)
+        vocab_size = _vocab_size(model, folder)
         if data.name == "tokens":
             assert path is not None
-            return token_sequences(path, data.seq_length, size, data.dtype)
+            return token_sequences(path, data.seq_length, vocab_size, data.dtype)
         tokenizer = folder / data.tokenizer if data.tokenizer is not None else None
         tokens = packed_text(data.seq_length, path, tokenizer)
-        _check_tokens(tokens[0], size)
+        _check_tokens(tokens[0], vocab_size)
         return tokens
 
 
 def _vocab_size(model: schema.ModelSection, folder: Path) -> int | None:
-    """The number of tokens that a model knows; None for a target."""
+    """Vocabulary size of the model; None if unknown, as for a target."""
     if model.target is not None:
         return None
     if model.hf is not None:
         config = hf_config(folder / model.hf if isinstance(model.hf, str) else model.hf)
-        size = getattr(config.get_text_config(), "vocab_size", None)
+        vocab_size = getattr(config.get_text_config(), "vocab_size", None)
     else:
-        size = (
+        vocab_size = (
             model.sizes.get("vocab_size") if model.sizes else dimensions(str(model.name)).vocab_size
         )
-    return size if isinstance(size, int) else None
+    return vocab_size if isinstance(vocab_size, int) else None
 
 
-def _check_tokens(tokens: Tensor, size: int | None) -> None:
+def _check_tokens(tokens: Tensor, vocab_size: int | None) -> None:
     highest = int(tokens.max())
-    if size is not None and highest >= size:
+    if vocab_size is not None and highest >= vocab_size:
         raise DataError(
-            f"the text has token {highest}, but the model's vocab_size is {size}: set"
+            f"the text has token {highest}, but the model's vocab_size is {vocab_size}\nset"
             f" vocab_size to at least {highest + 1}, or use a tokenizer with fewer tokens"
         )
 
 
 def build_optimizer(
-    chosen: schema.OptimizerSection, parameters: Iterable[nn.Parameter]
+    section: schema.OptimizerSection, parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that are trained."""
-    options: dict[str, Any] = {"lr": chosen.learning_rate}
+    """Build the optimizer for all parameters that require gradients."""
+    options: dict[str, Any] = {"lr": section.learning_rate}
     for name in ("momentum", "weight_decay", "betas", "eps"):
-        value = getattr(chosen, name)
+        value = getattr(section, name)
         if value is not None:
             options[name] = tuple(value) if name == "betas" else value
-    constructor = OPTIMIZERS[chosen.name].constructor
+    constructor = OPTIMIZERS[section.name].constructor
     trained = [p for p in parameters if p.requires_grad]
-    if chosen.decay_vectors:
+    if section.decay_vectors:
         return constructor(trained, **options)
-    # Both groups are on every rank, also where a stage has nothing for one of them.
+    # Every rank creates both parameter groups, even if its stage has no parameter for one:
+    # checkpoints store groups by index.
     decayed = {"params": [p for p in trained if p.ndim > 1]}
-    others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
-    return constructor([decayed, others], **options)
+    not_decayed = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
+    return constructor([decayed, not_decayed], **options)
 
 
-def build_schedule(chosen: schema.OptimizerSection) -> LRSchedule | None:
-    """The schedule of the learning rate; None for a constant one."""
-    if chosen.schedule is None:
+def build_schedule(section: schema.OptimizerSection) -> LRSchedule | None:
+    """Build the learning rate schedule; None for a constant rate."""
+    if section.schedule is None:
         return None
-    return LRSchedule(peak=chosen.learning_rate, **chosen.schedule.model_dump())
+    return LRSchedule(peak=section.learning_rate, **section.schedule.model_dump())
 
 
 def call_target(key: str, target: str, arguments: Mapping[str, Any], folder: Path) -> Any:
     """Import `target`, call it with `arguments` and return what it returns.
 
     Args:
-        key: where the configuration names the target, for messages.
-        folder: the configuration's folder; its modules come before those installed.
+        key: the configuration key that names the target, for error messages.
+        target: `package.module:callable`.
+        folder: the configuration's folder; its modules take precedence over installed ones.
 
     Raises:
-        ConfigError: no such module or attribute, not callable, or it does not take `arguments`.
+        ConfigError: the module or attribute does not exist, is not callable, or does not take
+            `arguments`.
     """
-    with errors_of(key, ConfigError):
+    with wrapped_errors(key, ConfigError):
         function = _import(key, target, folder)
         signature = inspect.signature(function)
     try:
         signature.bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{key}: {target}{signature} cannot be called: {error}") from None
-    with errors_of(key, ConfigError):
+    with wrapped_errors(key, ConfigError):
         return function(**arguments)
 
 
 def _import(key: str, target: str, folder: Path) -> Callable[..., Any]:
     module_name, _, attribute = target.partition(":")
-    place = str(folder.resolve())
-    if place not in sys.path:
-        sys.path.insert(0, place)
+    import_path = str(folder.resolve())
+    if import_path not in sys.path:
+        sys.path.insert(0, import_path)
     try:
         target_object: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # The target module exists, but something that it imports does not.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # The module is there: something that it imports is not.
+            raise
         raise ConfigError(
             f"{key}: no module {error.name} in {folder} nor among the installed packages"
         ) from None

@@ -1,4 +1,4 @@
-"""Plans of a run beside the one that was made, with which a page of that one compares it."""
+"""Alternative plans of a run, which the report page compares with the chosen plan."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ PRESETS: dict[str, Any] = {
     "data parallel": None,
     "fully sharded data parallel": {"level": "level3", "threshold": 0},
 }
-"""How each stores parameters."""
+"""Parameter storage (`hsdp`) of plans that need no search, by name."""
 
+# Options that turn off every decision of the planner: presets are shown even if they do not fit.
 NO_SEARCH: dict[str, Any] = {
     "mode": "data_parallel",
     "stages": 1,
@@ -34,11 +35,11 @@ NO_SEARCH: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class RunWithPlan:
-    """A run on a number of devices with its plan, and what that was made of.
+    """A planned run, with the captured model from which variants can be planned.
 
     Args:
-        unplanned: the run as it was configured.
-        run: the run with what was chosen for it.
+        unplanned: the run as configured, before the number of micro-batches was chosen.
+        run: the run with the chosen number of micro-batches.
     """
 
     unplanned: Run
@@ -49,62 +50,67 @@ class RunWithPlan:
 
     @classmethod
     def of(cls, run: Run, devices: int) -> RunWithPlan:
-        """Plans a run.
+        """Plan `run` for `devices` devices.
 
         Raises:
-            ShardwrightError: as `Run.plan`.
+            ShardwrightError: see `Run.plan`.
         """
-        unplanned, run = run, run.on(devices).with_micro_batches(devices)
-        model, graph = run.captured()
-        return cls(unplanned, run, model, graph, run.plan_of(model, graph, devices))
+        unplanned, run = run, run.for_devices(devices).with_micro_batches(devices)
+        model, graph = run.capture()
+        return cls(unplanned, run, model, graph, run.plan_graph(model, graph, devices))
 
     def what_if(self) -> Iterator[tuple[str, Plan | str]]:
-        """The plans for half the memory, twice the devices and another batch, while all else stays;
-        in place of one that there is not, why not."""
-        devices, size = self.plan.devices, self.run.config.data.batch_size
+        """Plan for half the memory, twice the devices, half and twice the batch, one change each.
+
+        Yields:
+            The name of the change, and its plan, or the error message if there is no plan.
+        """
+        devices, batch_size = self.plan.devices, self.run.config.data.batch_size
         limit = self.plan.memory_limit
         if limit is None and self.plan.known_memory is not None:
             limit = self.plan.known_memory.peak
         if limit is not None:
             name = f"half the memory, {binary(limit // 2)}"
-            yield self._answer(name, devices, memory_limit=limit // 2)
-        yield self._answer("twice the devices", 2 * devices)
-        yield self._with_batch("half the batch", size // 2)
-        yield self._with_batch("twice the batch", 2 * size)
+            yield self._with_options(name, devices, memory_limit=limit // 2)
+        yield self._with_options("twice the devices", 2 * devices)
+        yield self._with_batch("half the batch", batch_size // 2)
+        yield self._with_batch("twice the batch", 2 * batch_size)
 
     def presets(self) -> Iterator[tuple[str, Plan | str]]:
-        """Plans that need no search, whether they fit into memory or not."""
+        """Plan each of `PRESETS`, without a search and without a memory limit."""
         for name, hsdp in PRESETS.items():
-            yield self._answer(name, self.plan.devices, hsdp=hsdp, **NO_SEARCH)
+            yield self._with_options(name, self.plan.devices, hsdp=hsdp, **NO_SEARCH)
 
     def best_plans(self, top: int) -> Iterator[tuple[str, Plan | str]]:
-        """The fastest plans of so many kinds, but for the one that is this plan, and why there is
-        none of each other kind.
+        """Plan the fastest strategies of `top` different kinds, and skip a plan equal to this one.
+
+        Yields:
+            The kind of strategy, and its plan, or why there is no plan of this kind.
 
         Raises:
-            ShardwrightError: without a cluster, which says how long a step takes.
+            ShardwrightError: the run names no cluster, so step times cannot be predicted.
         """
         ranked = self.unplanned.best_plans(self.plan.devices, top)
-        for kind, plan in ranked.plans.items():
+        for strategy_kind, plan in ranked.plans.items():
             if differences(self.plan, plan):
-                yield str(kind), plan
-        for kind, reason in ranked.left_out.items():
-            yield str(kind), reason.text
+                yield str(strategy_kind), plan
+        for strategy_kind, reason in ranked.left_out.items():
+            yield str(strategy_kind), reason.text
 
-    def _answer(self, name: str, devices: int, **changes: Any) -> tuple[str, Plan | str]:
-        return _tried(
-            self.run, name, partial(self.run.plan_of, self.model, self.graph, devices, **changes)
+    def _with_options(self, name: str, devices: int, **changes: Any) -> tuple[str, Plan | str]:
+        return _plan_or_error(
+            self.run, name, partial(self.run.plan_graph, self.model, self.graph, devices, **changes)
         )
 
-    def _with_batch(self, name: str, size: int) -> tuple[str, Plan | str]:
-        data = self.run.config.data.model_copy(update={"batch_size": size})
+    def _with_batch(self, name: str, batch_size: int) -> tuple[str, Plan | str]:
+        data = self.run.config.data.model_copy(update={"batch_size": batch_size})
         config = self.run.config.model_copy(update={"data": data})
-        # Of a published file the size would follow from the number of devices again.
+        # `foreign` would recompute the batch size from the number of devices.
         run = replace(self.run, config=config, foreign=None)
-        return _tried(run, name, partial(run.plan, self.plan.devices))
+        return _plan_or_error(run, name, partial(run.plan, self.plan.devices))
 
 
-def _tried(run: Run, name: str, plan: partial[Plan]) -> tuple[str, Plan | str]:
+def _plan_or_error(run: Run, name: str, plan: partial[Plan]) -> tuple[str, Plan | str]:
     run.on_progress(name)
     try:
         return name, plan()

@@ -1,4 +1,4 @@
-"""A rehearsal of the run that a configuration describes."""
+"""Rehearses a configured run: a few training steps of single ranks on one process."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from shardwright.run.data.data import Batches
 def rehearse_run(
     run: Run, plan: Plan, ranks: Sequence[int] = (), device: torch.device | None = None
 ) -> Rehearsal:
-    """Trains for three steps as each of some ranks of the plan's devices, without the others.
+    """Run three training steps as each of `ranks`, without the other ranks of the plan.
 
-    The run starts anew, from its own data; its checkpoints are neither read nor written. Where it
-    names no text, tokens of the right shape stand in for the built-in story, which is short.
+    Training starts from scratch on the run's own data; the run's checkpoints are neither read nor
+    written. Language models without a text file get zero tokens of the right shape, because the
+    built-in text may be shorter than three batches.
 
     Args:
-        ranks: by default the first and the last of each stage.
-        device: the CPU, or by default the meta device.
+        ranks: by default the first and the last rank of each stage.
+        device: the CPU or, by default, the meta device.
 
     Raises:
-        PlanError: there is no such rank, the plan is for another model, or a process group is
+        PlanError: a rank does not exist, the plan is for another model, or a process group is
             running.
-        ShardwrightError: what `train` would raise.
+        ShardwrightError: an error that `train` would raise.
     """
     settings = run.config.train
     train = settings.model_copy(
@@ -46,21 +47,22 @@ def rehearse_run(
             "load": None,
         }
     )
-    short = _ShortRun(run.config.model_copy(update={"train": train}), run.folder, run.foreign)
-    where = device or torch.device("meta")
+    short_run = _ShortRun(run.config.model_copy(update={"train": train}), run.folder, run.foreign)
+    rehearsal_device = device or torch.device("meta")
 
     def prepare(device: torch.device) -> _ShortTraining:
-        return _ShortTraining(RankTraining.of(short, plan, device))
+        return _ShortTraining(RankTraining.of(short_run, plan, device))
 
-    chosen = dict.fromkeys(ranks or first_and_last_ranks(plan))
+    rehearsed_ranks = dict.fromkeys(ranks or first_and_last_ranks(plan))
     return Rehearsal(
-        plan.devices, tuple(rehearse_rank(rank, plan, where, prepare) for rank in chosen)
+        plan.devices,
+        tuple(rehearse_rank(rank, plan, rehearsal_device, prepare) for rank in rehearsed_ranks),
     )
 
 
 @dataclass(frozen=True)
 class _ShortTraining:
-    """A `Trainee`."""
+    """Implements `Trainee` of the rehearsal for a configured run."""
 
     training: RankTraining
 
@@ -77,7 +79,7 @@ class _ShortTraining:
 
 
 class _ShortRun(Run):
-    """A run of a few steps, for which any text will do."""
+    """A run of a few steps, on placeholder tokens unless the configuration names a text file."""
 
     @cached_property
     def batches(self) -> Batches:

@@ -1,4 +1,4 @@
-"""From a `Config` to the objects that it describes, and to a plan of them."""
+"""A configured run: builds its model, data and optimizer, captures its graph and plans it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from shardwright.run.config.objects import (
     build_optimizer,
     build_schedule,
     compute_dtype_of,
-    errors_of,
     load_samples,
     mark_recomputed,
+    wrapped_errors,
 )
 from shardwright.run.config.schema import Config, DataSection
 from shardwright.run.data.data import Batches
@@ -55,21 +55,22 @@ from shardwright.run.data.evaluation import Evaluation
 from shardwright.run.loop.loop import LOSSES
 from shardwright.text_files import parse_yaml, read_text
 
-DEVICES_OF_A_SERVER = 8
-"""The published files are for servers of so many; so is a run without a cluster."""
+DEVICES_PER_SERVER = 8
+"""Assumed without a cluster: the published MindFormers files are written for servers of 8."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A configuration and the folder that its modules and paths are relative to.
+    """A configuration, and the objects and plans that follow from it.
 
     Args:
-        foreign: the run as a file of another framework describes it; its batch size may depend
-            on the number of devices.
-        file: its name, which errors start with.
-        on_progress: called with what is being built, captured and searched.
+        folder: the folder to which imported modules and paths are relative.
+        foreign: the same run in the format of another framework, whose batch size may depend on
+            the number of devices; None for a file with Shardwright's own keys.
+        file: name of the configuration file, the start of each error message.
+        on_progress: called before each phase: building, capturing, searching.
     """
 
     config: Config
@@ -80,10 +81,10 @@ class Run:
 
     @staticmethod
     def from_file(path: str | Path) -> Run:
-        """The run of a configuration in Shardwright's own keys, or in an installed format.
+        """Load a configuration file with Shardwright's own keys, or of an installed format.
 
         Raises:
-            ConfigError: as `shardwright.run.config.load.load`.
+            ConfigError: see `shardwright.run.config.load.load`.
         """
         name, folder = str(path), Path(path).parent
         content = parse_yaml(read_text(path, ConfigError), name, ConfigError)
@@ -91,56 +92,64 @@ class Run:
         config = validated(content, name) if foreign is None else foreign.config()
         return Run(config, folder, foreign, name)
 
-    def on(self, devices: int) -> Run:
-        """The run on so many devices.
+    def for_devices(self, devices: int) -> Run:
+        """The run adjusted to `devices` devices.
 
         Raises:
-            ConfigError: the numbers of the file do not fit `devices`.
+            ConfigError: the parallel degrees of the file do not multiply to `devices`.
         """
         if self.foreign is None:
             with self._naming_file():
                 self.config.parallel.check_devices(devices)
             return self
-        fitted = self.foreign.fitted(self.config, devices, self._servers(devices))
-        return replace(self, config=fitted)
+        config = self.foreign.fitted(self.config, devices, self._num_servers(devices))
+        return replace(self, config=config)
 
     def check_nodes(self, size: int) -> None:
-        """Raises: ConfigError: several nodes of `size` devices are none of the cluster's."""
+        """Raise ConfigError if the cluster cannot have several nodes of `size` devices."""
         if self.cluster is not None:
             load_cluster(self.cluster).check_nodes(size)
 
-    def _servers(self, devices: int) -> int:
-        """How many servers the cluster has for so many devices."""
+    def _num_servers(self, devices: int) -> int:
+        """Number of servers that `devices` devices occupy."""
         if self.cluster is None:
-            return -(-devices // DEVICES_OF_A_SERVER)
+            return -(-devices // DEVICES_PER_SERVER)
         return load_cluster(self.cluster).servers(devices)
 
     @cached_property
     def batches(self) -> Batches:
-        """Raises: DataError: data that is missing or damaged."""
-        return self._batches(self.config.data)
+        """The training batches.
+
+        Raises:
+            DataError: the data is missing or damaged.
+        """
+        return self._load_batches(self.config.data)
 
     @cached_property
     def evaluation(self) -> Evaluation | None:
-        """What the loss is computed on beside training, and when.
+        """The evaluation data and its schedule; None without `train.evaluation`.
 
         Raises:
-            DataError: as `batches`.
+            DataError: the data is missing or damaged.
         """
         section = self.config.train.evaluation
         if section is None:
             return None
         try:
-            batches = self._batches(self.config.evaluation_data)
+            batches = self._load_batches(self.config.evaluation_data)
         except DataError as error:
             raise DataError(f"train.evaluation: {error}") from None
         return Evaluation(batches, section.every, section.batches)
 
     def check_data(self) -> None:
-        """Raises: DataError: as `batches` and `evaluation`, which are there after it."""
+        """Load the training and evaluation data now, so that later accesses cannot fail.
+
+        Raises:
+            DataError: the data is missing or damaged.
+        """
         _ = self.batches, self.evaluation
 
-    def _batches(self, data: DataSection) -> Batches:
+    def _load_batches(self, data: DataSection) -> Batches:
         samples = load_samples(data, self.config.model, self.folder)
         cast = tuple(
             t.to(self._dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
@@ -150,21 +159,24 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole training run."""
+        """Number of steps of the whole run."""
         return self.last_step(BEGINNING)
 
     def last_step(self, start: Position) -> int:
-        """The number of steps, from the beginning on, after which a run ends that goes on at
-        `start`; of earlier steps the batches may have had another size."""
+        """Index of the last step of a run that resumes at `start`, counted from 1 over all epochs.
+
+        Steps before `start` are taken from `start.step`, because their batch size may have been
+        another.
+        """
         settings = self.config.train
         steps = start.step + self.batches.steps_from(start, settings.epochs)
         return steps if settings.steps is None else min(steps, settings.steps)
 
     def model(self) -> nn.Module:
-        """The model with its loss, with parameters that depend on `train.seed` only.
+        """Build the model with its loss; initial parameters depend only on `train.seed`.
 
         Raises:
-            ConfigError: it cannot be built from its description.
+            ConfigError: the model cannot be built from its section.
         """
         torch.manual_seed(self.config.train.seed)
         with self._naming_file():
@@ -173,20 +185,27 @@ class Run:
         return net if loss == "none" else WithLoss(net, LOSSES[loss]())
 
     def plan(self, devices: int, files: SavedGraphs | None = None) -> Plan:
-        """The plan for `devices` devices, made for the first batch. Needs no process group.
+        """Plan the run for `devices` devices, with shapes of the first batch.
+
+        Needs no process group.
 
         Args:
-            files: where the graph is saved, and then the plan, or the error that there was.
-        """
-        return self.on(devices)._planned(devices, files)
+            files: where to save the captured graph, and then the plan or the error; None to save
+                nothing.
 
-    def _planned(self, devices: int, files: SavedGraphs | None) -> Plan:
+        Raises:
+            ShardwrightError: the model cannot be built, captured or planned.
+        """
+        return self.for_devices(devices)._plan(devices, files)
+
+    def _plan(self, devices: int, files: SavedGraphs | None) -> Plan:
+        # Saved step by step: after a failed search the captured graph is there to be inspected.
         try:
             run = self.with_micro_batches(devices)
-            model, graph = run.captured()
+            model, graph = run.capture()
             if files is not None:
                 files.graph(graph)
-            plan = run.plan_of(model, graph, devices)
+            plan = run.plan_graph(model, graph, devices)
         except ShardwrightError as error:
             if files is not None:
                 files.error(error)
@@ -196,34 +215,30 @@ class Run:
         return plan
 
     def with_micro_batches(self, devices: int) -> Run:
-        """The run with the number of micro-batches that takes the least time, where its
-        configuration leaves that open.
+        """The run with the fastest number of micro-batches, if its configuration leaves it open.
 
         Raises:
-            ShardwrightError: as `plan`.
+            ShardwrightError: see `plan`.
         """
         if not self.config.parallel.chooses_micro_batches:
             return self
-        return self._in_micro_batches(self._decided(devices).pipeline.micro_batches)
+        return self._with_num_micro_batches(self._decide(devices).pipeline.micro_batches)
 
     def best_plans(self, devices: int, top: int) -> RankedPlans:
-        """The fastest plans of different kinds, as `shardwright.best_plans` finds them.
-
-        Args:
-            top: of so many kinds.
+        """The fastest plan of each of `top` kinds of strategy; see `shardwright.best_plans`.
 
         Raises:
-            ShardwrightError: as `plan`, and without a cluster.
+            ShardwrightError: see `plan`; or the run names no cluster.
         """
         ranking = Ranking(top)
-        self.on(devices)._decided(devices, ranking)
+        self.for_devices(devices)._decide(devices, ranking)
         return ranking.ranked()
 
-    def _decided(self, devices: int, ranking: Ranking | None = None) -> Candidate:
-        """What the plan is made of, with the number of micro-batches that takes the least time."""
+    def _decide(self, devices: int, ranking: Ranking | None = None) -> Candidate:
+        """Run the search, for each number of micro-batches if that is open; return the fastest."""
 
-        def decided(run: Run) -> Candidate:
-            model, graph = run.captured()
+        def decide(run: Run) -> Candidate:
+            model, graph = run.capture()
             options = run._options(model, devices)
             options = options if ranking is None else options_to_rank(options)
             return decide_model(options, graph, ranking=ranking)
@@ -231,22 +246,23 @@ class Run:
         def with_number(number: int) -> Candidate:
             part = f"{number} micro-batches", numbers.index(number), len(numbers)
             report = nested_progress(self.on_progress, *part)
-            return decided(replace(self._in_micro_batches(number), on_progress=report))
+            return decide(replace(self._with_num_micro_batches(number), on_progress=report))
 
         if not self.config.parallel.chooses_micro_batches:
-            return decided(self)
-        numbers = numbers_of_pieces(self._in_micro_batches(1).micro_batch_to_plan())
+            return decide(self)
+        numbers = numbers_of_pieces(self._with_num_micro_batches(1).micro_batch_to_plan())
         return with_best_micro_batches(numbers, with_number)
 
-    def _in_micro_batches(self, number: int) -> Run:
+    def _with_num_micro_batches(self, number: int) -> Run:
         parallel = self.config.parallel.model_copy(update={"micro_batches": number})
         return replace(self, config=self.config.model_copy(update={"parallel": parallel}))
 
-    def captured(self) -> tuple[nn.Module, Graph]:
-        """The model with all marks that the configuration puts on its operators, and its graph.
+    def capture(self) -> tuple[nn.Module, Graph]:
+        """Build the model, attach the strategies of the configuration to it, and capture its graph.
 
         Raises:
-            ShardwrightError: it cannot be built or captured, or the configuration does not fit it.
+            ShardwrightError: the model cannot be built or captured, or the configuration does not
+                match it.
         """
         model, batch = self.model_to_plan(), self.micro_batch_to_plan()
         parallel = self.config.parallel
@@ -257,52 +273,57 @@ class Run:
                 pin_expert(model, **parallel.expert.model_dump(exclude={"layers"}))
             if parallel.recompute is not None and not parallel.recomputes_as_needed:
                 mark_recomputed(model, parallel.recompute)
-        return model, self.graph_of(model, batch)
+        return model, self.capture_graph(model, batch)
 
-    def graph_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Graph:
-        """The graph of `model` on `batch`, a micro-batch, with what is attached to its modules;
-        captured, or read from the cache.
+    def capture_graph(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Graph:
+        """The graph of `model` with the tags of its modules, captured or read from the cache.
+
+        Args:
+            batch: one micro-batch; only shapes and dtypes matter.
 
         Raises:
-            CaptureError: it cannot be captured.
+            CaptureError: the model cannot be captured.
         """
-        graph, number = self._graph_of(model, batch), self.config.parallel.num_micro_batches
+        graph, number = self._capture_or_load(model, batch), self.config.parallel.num_micro_batches
+        # Captures with other numbers of samples too, to prove that the loss is a mean over them.
         return with_mixing(
-            graph, number, lambda samples: self._graph_of(model, with_samples(batch, samples))
+            graph,
+            number,
+            lambda samples: self._capture_or_load(model, with_samples(batch, samples)),
         )
 
-    def _graph_of(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:
+    def _capture_or_load(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:
         half = torch.bfloat16 if self.compute_dtype == "bfloat16" else None
 
-        def captured() -> Graph:
+        def capture_now() -> Graph:
             self.on_progress("capture")
             return capture(model, tuple(batch), compute_dtype=half, on_progress=self.on_progress)
 
-        if not self._describes_graph:
-            return captured()
+        if not self._determines_graph:
+            return capture_now()
         shapes = tuple((tuple(each.shape), each.dtype) for each in batch)
         config = self.config
         description = (config.model.model_dump(), shapes, half, self._dtype, config.loss_name)
-        return replace(cached_graph(description, captured), module_tags=module_tags(model))
+        # Tags (strategies, recomputation) are not part of the cache key: they are attached anew.
+        return replace(cached_graph(description, capture_now), module_tags=module_tags(model))
 
     @contextmanager
     def _naming_file(self) -> Iterator[None]:
-        """Errors inside name the file."""
+        """Prefix a ConfigError with the name of the file."""
         try:
             yield
         except ConfigError as error:
             raise ConfigError(f"{self.file}: {error}") from None
 
     @property
-    def _describes_graph(self) -> bool:
-        """Whether the configuration alone says what is captured: no code and no file of the user
-        does."""
+    def _determines_graph(self) -> bool:
+        """Whether the configuration alone determines the graph, without user code or files."""
         model, data = self.config.model, self.config.data
-        written = model.is_language_model and not isinstance(model.hf, str)
-        return written and data.seq_length is not None
+        model_in_config = model.is_language_model and not isinstance(model.hf, str)
+        return model_in_config and data.seq_length is not None
 
     def model_to_plan(self) -> nn.Module:
-        """The model without memory for its parameters, unless the code of a target needs it."""
+        """The model for capture; parameters take no memory unless a target reads their values."""
         self.on_progress("build")
         if self.config.model.is_language_model:
             with torch.device("meta"):
@@ -310,37 +331,47 @@ class Run:
         return self.deferred_model()
 
     def deferred_model(self) -> nn.Module:
-        """Likewise, with what initializes them; of a model of the meta device nothing does."""
+        """The model with deferred parameters, which each rank initializes for its own shards.
+
+        Falls back to ordinary parameters if the code of a target reads their values.
+        """
         with suppress(ShardwrightError), no_init_parameters():
             return self.model()
         return self.model()
 
     def micro_batch_to_plan(self) -> tuple[Tensor, ...]:
-        """An example of what the model is captured for; of texts only the shape is needed."""
-        data, pieces = self.config.data, self.config.parallel.num_micro_batches
-        with errors_of("data", DataError):
+        """An example micro-batch for capture.
+
+        For texts, meta tensors `[batch, sequence]` of tokens and labels: no data is read.
+        """
+        data, num_micro_batches = self.config.data, self.config.parallel.num_micro_batches
+        with wrapped_errors("data", DataError):
             if data.seq_length is None:
                 batch = self.example_batch()
             else:
                 shape = (data.batch_size, data.seq_length)
                 batch = (torch.empty(shape, dtype=torch.long, device="meta"),) * 2
-            return tuple(micro_batch(list(batch), 0, pieces))
+            return tuple(micro_batch(list(batch), 0, num_micro_batches))
 
-    def plan_of(self, model: nn.Module, graph: Graph, devices: int, **changes: Any) -> Plan:
-        """The plan of what `captured` returned. Operators that an expert has not pinned follow
-        those that are.
+    def plan_graph(self, model: nn.Module, graph: Graph, devices: int, **changes: Any) -> Plan:
+        """Plan the model and graph that `capture` returned.
+
+        With `parallel.expert`, shardings propagate from the pinned operators to all others.
 
         Args:
-            changes: options in place of those of the configuration.
+            changes: options of the planner that replace those of the configuration.
+
+        Raises:
+            ShardwrightError: there is no plan, for example within the memory limit.
         """
         return plan_model(self._options(model, devices, **changes), graph)
 
     def _options(self, model: nn.Module, devices: int, **changes: Any) -> PlanOptions:
         parallel = self.config.parallel
-        by_expert = parallel.expert is not None
+        expert_pins_ops = parallel.expert is not None
         options: dict[str, Any] = {
             **parallel.keywords(FileOptions),
-            "mode": "sharding_propagation" if by_expert else parallel.mode,
+            "mode": "sharding_propagation" if expert_pins_ops else parallel.mode,
             "cluster": self.cluster,
             "compute_dtype": self.compute_dtype,
             "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
@@ -356,16 +387,19 @@ class Run:
 
     @property
     def _has_equal_stages(self) -> bool:
-        """Whether each stage takes equally many blocks in a row, as an expert divides them."""
+        """Whether stages are consecutive runs of blocks, as Megatron assigns them, not searched."""
         parallel, model = self.config.parallel, self.config.model
-        by_hand = parallel.mode == "semi_auto" and model.is_language_model
+        is_manual = parallel.mode == "semi_auto" and model.is_language_model
         schedule = SCHEDULES.get(parallel.schedule)
-        return by_hand and schedule is not None and not schedule.chunked
+        # Interleaved schedules have several chunks per stage, which the planner assigns.
+        return is_manual and schedule is not None and not schedule.chunked
 
     @cached_property
     def compute_dtype(self) -> str | None:
-        """The dtype in which parameters of float32 are computed. Where the file names neither that
-        nor the dtype of parameters, it is that of the model's own configuration.
+        """The compute dtype of float32 parameters (mixed precision); None for float32.
+
+        If the file sets neither `parallel.compute_dtype` nor `train.dtype`, the dtype of the
+        model's published configuration is used.
 
         Raises:
             ConfigError: the model's configuration does not exist.
@@ -378,36 +412,45 @@ class Run:
 
     @property
     def cluster(self) -> str | None:
-        """The name of the cluster, or the path of its file."""
+        """Name of the cluster, or path of its file; None without one."""
         cluster = self.config.parallel.cluster
         if cluster is None or not Path(cluster).suffix:
             return cluster
         return str(self.folder / cluster)
 
     def example_batch(self) -> tuple[Tensor, ...]:
+        """The first training batch."""
         return next(self.batches.epoch(0))
 
     @property
     def resumes(self) -> bool:
-        """Whether the run resumes from its newest checkpoint, if there is one."""
+        """Whether the run resumes from its newest checkpoint, if one exists."""
         return self.config.train.resume
 
     @property
     def checkpoint_policy(self) -> CheckpointPolicy:
-        """What the run starts from and saves."""
+        """Where weights are loaded from, and when checkpoints are saved."""
         policy = CheckpointPolicy(self.config.train, self.folder, self.file)
         return policy if self.foreign is None else self.foreign.checkpoint_policy(policy)
 
-    def check_resumes(self) -> None:
-        """Raises: CheckpointError: as `CheckpointPolicy.check`."""
+    def check_checkpoints(self) -> None:
+        """Check that the run can start from its weights or checkpoints.
+
+        Raises:
+            CheckpointError: see `CheckpointPolicy.check`.
+        """
         self.checkpoint_policy.check()
 
     def checkpoints(self) -> Checkpoints | None:
-        """The run's checkpoints; None where it saves none."""
+        """The checkpoints of the run; None if it saves none."""
         return self.checkpoint_policy.checkpoints()
 
     def save_strategies(self, plan: Plan) -> Path | None:
-        """Writes the strategies of `plan` where the configuration says; None where it does not."""
+        """Write the strategies of `plan` to `parallel.save_strategies`.
+
+        Returns:
+            The path of the file; None if the key is not set.
+        """
         name = self.config.parallel.save_strategies
         if name is None:
             return None
@@ -417,16 +460,17 @@ class Run:
         return path
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Build the optimizer of the configuration for `parameters`."""
         return build_optimizer(self.config.optimizer, parameters)
 
     def rate(self, last: int) -> Callable[[int], float] | None:
-        """The learning rate of each step of a run of `last` steps, where it changes."""
+        """Learning rate as a function of the step, in a run of `last` steps; None if constant."""
         schedule = build_schedule(self.config.optimizer)
         return None if schedule is None else lambda step: schedule.rate(step, last)
 
     @property
     def numbers(self) -> RunNumbers:
-        """The numbers on which the order of samples and the random numbers depend."""
+        """Dataset size and seeds, which determine the sample order and random draws."""
         config = self.config
         return RunNumbers(self.batches.samples, config.data.seed, config.train.seed)
 

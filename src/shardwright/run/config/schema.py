@@ -1,4 +1,4 @@
-"""The keys of a configuration file, their types and defaults."""
+"""Keys of a configuration file, with types and defaults."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ImportTarget = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
 class Section(BaseModel, extra="forbid", strict=True, frozen=True):
-    """Types are taken literally: no text for a number, no key that is not known."""
+    """Base of all sections: strict types (no string for a number) and no unknown keys."""
 
 
 class LoraSection(Section, frozen=True):
-    """Low-rank adapters; all other weights are frozen."""
+    """LoRA adapters; all other weights are frozen."""
 
     target_modules: str | list[str] = ["q_proj", "k_proj", "v_proj", "o_proj"]
     rank: Count = 16
@@ -43,7 +43,7 @@ class LoraSection(Section, frozen=True):
 
 
 class PrefixSection(Section, frozen=True):
-    """Trained keys and values before those of each layer; all weights are frozen."""
+    """Prefix tuning: trained keys and values prepended in each layer; all weights are frozen."""
 
     tokens: Count = 16
     projection: Count | None = None
@@ -51,12 +51,12 @@ class PrefixSection(Section, frozen=True):
 
 
 class ModelSection(Section, frozen=True):
-    """What is trained.
+    """The model, from exactly one of four sources.
 
-    `target` is called with `arguments` and returns an `nn.Module`. `name` is a language model of
-    `shardwright.models` and `sizes` are those of one; both are built with `arguments`. `hf` is a
-    causal language model of `transformers`: the path of a `config.json`, or the arguments of
-    `AutoConfig.for_model`.
+    `target`: a callable that is called with `arguments` and returns an `nn.Module`. `name`: a
+    language model of `shardwright.models`. `sizes`: the fields of `shardwright.models.Dimensions`.
+    `hf`: a causal language model of `transformers`, as the path of a `config.json` or the arguments
+    of `AutoConfig.for_model`. Language models are built with `arguments`.
     """
 
     target: ImportTarget | None = None
@@ -69,7 +69,7 @@ class ModelSection(Section, frozen=True):
 
     @property
     def is_language_model(self) -> bool:
-        """Whether its call returns the loss."""
+        """Whether the model computes its own loss."""
         return self.target is None
 
     @model_validator(mode="after")
@@ -87,10 +87,11 @@ class ModelSection(Section, frozen=True):
 
 
 class DataSection(Section, frozen=True):
-    """What it is trained on. With a `target`, that is called with `arguments` and returns a tuple
-    of tensors with the samples on dimension 0.
+    """The training data.
 
-    `dtype` is that of `.bin` files of tokens that do not say it themselves.
+    `name`: a built-in dataset, or `text` or `tokens` files at `path`. `target`: a callable that is
+    called with `arguments` and returns a tuple of tensors with samples on dimension 0. `dtype`: the
+    dtype of `.bin` token files without a header.
     """
 
     name: Literal["digits", "mnist", "text", "tokens"] | None = None
@@ -109,7 +110,7 @@ class DataSection(Section, frozen=True):
         if self.name is not None and self.target is not None:
             raise ValueError("give either name or target, not both")
         if self.arguments and self.target is None:
-            raise ValueError("arguments are for a target, and there is none")
+            raise ValueError("the key arguments needs the key target")
         if self.name == "tokens" and self.path is None:
             raise ValueError("name: tokens needs the key path, for example train.bin")
         if self.name in ("text", "tokens") and self.seq_length is None:
@@ -117,12 +118,12 @@ class DataSection(Section, frozen=True):
         name = "digits" if self.name is None and self.target is None else self.name
         for key, names in _DATA_KEYS.items():
             if getattr(self, key) is not None and name not in names:
-                words = " or ".join(names)
-                raise ValueError(f"{key} is for name: {words} only")
+                valid = " or ".join(names)
+                raise ValueError(f"{key} is for name: {valid} only")
         return self
 
 
-def _first(error: ValidationError) -> str:
+def _first_message(error: ValidationError) -> str:
     return error.errors()[0]["msg"].removeprefix("Value error, ")
 
 
@@ -133,11 +134,11 @@ _DATA_KEYS = {
     "tokenizer": ("text",),
     "dtype": ("tokens",),
 }
-"""The data that each key is for."""
+"""Values of `name` for which each key is valid."""
 
 
 class ScheduleSection(Section, frozen=True):
-    """How the learning rate rises and falls; the arguments of `LRSchedule`."""
+    """Learning rate schedule; the arguments of `LRSchedule`."""
 
     kind: Literal["constant", "cosine", "linear", "polynomial"] = "cosine"
     end: NotNegative = 0.0
@@ -154,10 +155,10 @@ class ScheduleSection(Section, frozen=True):
 
 
 class OptimizerSection(Section, frozen=True):
-    """Which optimizer, with what rates; a key that is left out has torch's default.
+    """The optimizer and its hyperparameters; keys that are left out have PyTorch's defaults.
 
-    Gradients whose norm together is above `clip_norm` are scaled down to it. Without
-    `decay_vectors`, biases and the weights of norms have no `weight_decay`.
+    `clip_norm`: maximum global gradient norm. `decay_vectors: false`: no weight decay for biases
+    and normalization weights.
     """
 
     name: str = "sgd"
@@ -172,7 +173,7 @@ class OptimizerSection(Section, frozen=True):
 
     @field_validator("name", mode="before")
     @classmethod
-    def _has_name(cls, value: Any) -> Any:
+    def _known_optimizer(cls, value: Any) -> Any:
         if value not in OPTIMIZERS:
             *names, last = (repr(name) for name in OPTIMIZERS)
             expected = f"{', '.join(names)} or {last}"
@@ -181,15 +182,15 @@ class OptimizerSection(Section, frozen=True):
 
     @model_validator(mode="after")
     def _keys_where_used(self) -> Self:
-        chosen = OPTIMIZERS[self.name]
-        for key, example in chosen.required.items():
+        optimizer = OPTIMIZERS[self.name]
+        for key, example in optimizer.required.items():
             if getattr(self, key) is None:
                 raise ValueError(f"name: {self.name} needs the key {key}, for example {example}")
-        taken = {*chosen.keys, *chosen.required}
+        valid_keys = {*optimizer.keys, *optimizer.required}
         for key in ("momentum", "betas", "eps"):
-            if key not in taken and getattr(self, key) is not None:
-                others = [n for n, o in OPTIMIZERS.items() if key in (*o.keys, *o.required)]
-                valid = " or ".join(others)
+            if key not in valid_keys and getattr(self, key) is not None:
+                names = [n for n, o in OPTIMIZERS.items() if key in (*o.keys, *o.required)]
+                valid = " or ".join(names)
                 raise ValueError(f"the key {key} is for name: {valid}, not {self.name}")
         if self.betas is not None and (len(self.betas) != 2 or max(self.betas) >= 1):
             raise ValueError(f"betas: expected two numbers below 1, got {self.betas}")
@@ -197,9 +198,11 @@ class OptimizerSection(Section, frozen=True):
 
 
 class ExpertSection(Section, frozen=True):
-    """How an expert would divide a language model, with `mode: semi_auto`; the arguments of
-    `shardwright.models.expert_sharding.pin_expert`, and the number of blocks of each stage, all
-    equally many where it is left out."""
+    """Megatron-style parallel degrees of a language model, for `mode: semi_auto`.
+
+    The arguments of `shardwright.models.expert_sharding.pin_expert`, and `layers`, the number of
+    blocks of each pipeline stage, by default equal.
+    """
 
     data_parallel: Count = 1
     model_parallel: Count = 1
@@ -211,7 +214,7 @@ class ExpertSection(Section, frozen=True):
 
 
 class OptimizerParallelSection(Section, frozen=True):
-    """Parameters and optimizer state stored sharded; the fields of
+    """ZeRO / FSDP: sharded parameters and optimizer state; fields of
     `shardwright.OptimizerParallel`."""
 
     level: Literal["level1", "level2", "level3"] = "level1"
@@ -220,16 +223,16 @@ class OptimizerParallelSection(Section, frozen=True):
 
 
 class RecomputeSection(Section, frozen=True):
-    """What is recomputed in the backward pass; the arguments of `shardwright.recompute`.
+    """Activation checkpointing; the arguments of `shardwright.recompute`.
 
-    `modules` are paths, and `blocks` numbers of blocks of a language model, from 0; where neither
-    is given it is every block. With `operators` only those of these kinds are recomputed, but all
-    of `whole_blocks`. The word `auto` in place of the section is as much as
-    the memory limit asks for.
+    `modules`: paths of modules. `blocks`: indices of transformer blocks, counted from 0; without
+    either, every block. `operators`: the only operator types that are recomputed (selective
+    recomputation); `whole_blocks` are recomputed fully all the same. `recompute: auto` instead of a
+    section recomputes as much as the memory limit requires.
     """
 
+    # `recompute: auto` is read as `recompute: {auto: true}`.
     auto: bool = False
-
     modules: list[str] | None = None
     blocks: list[Annotated[int, Field(ge=0)]] | None = None
     whole_blocks: list[Annotated[int, Field(ge=0)]] = []
@@ -238,11 +241,11 @@ class RecomputeSection(Section, frozen=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_word(cls, value: Any) -> Any:
+    def _expand_auto(cls, value: Any) -> Any:
         return {"auto": True} if value == "auto" else value
 
     @model_validator(mode="after")
-    def _auto_or_marked(self) -> Self:
+    def _one_selection(self) -> Self:
         if self.auto and any(x is not None for x in (self.modules, self.blocks, self.operators)):
             raise ValueError("give either auto, or modules and operators")
         if self.modules is not None and (self.blocks is not None or self.whole_blocks):
@@ -251,8 +254,11 @@ class RecomputeSection(Section, frozen=True):
 
 
 class ParallelSection(Section, FileOptions, frozen=True):
-    """How the plan is searched. The options of `shardwright.plan` are keys with the same names and
-    defaults; what is not an option of it, or is written otherwise in a file, stands here."""
+    """Parallelism and planner options.
+
+    Inherits the options of `shardwright.plan` as keys with the same names and defaults; declares
+    keys that exist only in files or have another type there.
+    """
 
     mode: str = PlanOptions.mode
     cluster: str | None = None
@@ -275,11 +281,11 @@ class ParallelSection(Section, FileOptions, frozen=True):
 
     @property
     def recomputes_as_needed(self) -> bool:
-        """Whether what is recomputed follows from the memory limit."""
+        """Whether the planner chooses what to recompute from the memory limit."""
         return self.recompute is not None and self.recompute.auto
 
     def check_devices(self, devices: int) -> None:
-        """Raises: ConfigError: the numbers of an expert do not make so many devices."""
+        """Raise ConfigError if the degrees of `expert` do not multiply to `devices`."""
         if self.expert is None or not isinstance(self.stages, int):
             return
         degrees = {
@@ -292,8 +298,8 @@ class ParallelSection(Section, FileOptions, frozen=True):
         if number != devices:
             product = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
             raise ConfigError(
-                f"parallel.expert: {product} = {number}, but there are {devices} devices; valid are"
-                f" {number} devices, or numbers whose product is {devices}"
+                f"parallel.expert: {product} = {number}, but there are {devices} devices\n"
+                f"use {number} devices, or degrees whose product is {devices}"
             )
 
     @model_validator(mode="after")
@@ -303,15 +309,17 @@ class ParallelSection(Section, FileOptions, frozen=True):
         if self.expert is not None and self.strategies is not None:
             raise ValueError("give either expert or strategies, not both")
         if self.expert is not None and self.stages == "auto":
-            raise ValueError("stages: auto is for a search; expert needs their number")
+            raise ValueError("expert needs a number of stages, not stages: auto")
         if self.suggest_stages and (self.stages == "auto" or self.expert is not None):
-            other = "stages: auto" if self.stages == "auto" else "expert"
-            raise ValueError(f"suggest_stages is for a number of stages and a search, not {other}")
+            conflict = "stages: auto" if self.stages == "auto" else "expert"
+            raise ValueError(
+                f"suggest_stages is for a number of stages and a search, not {conflict}"
+            )
         return self
 
 
 class CheckpointSection(Section, frozen=True):
-    """Where checkpoints of the run are saved, how often, and how many are kept."""
+    """Checkpoint folder, interval in steps, and number of checkpoints to keep."""
 
     folder: str = "checkpoints"
     every: Count = 100
@@ -320,9 +328,9 @@ class CheckpointSection(Section, frozen=True):
 
 
 class EvaluationSection(Section, frozen=True):
-    """When the loss on other data is computed, and on how many batches of it, by default all.
+    """Evaluation data, interval in steps, and number of batches, by default all.
 
-    The data are read as those that are trained on, from `path`, or with `arguments` for a target.
+    The data is loaded like the training data, but from `path`, or with `arguments` for a target.
     """
 
     path: str | None = None
@@ -332,7 +340,7 @@ class EvaluationSection(Section, frozen=True):
 
 
 class TrainSection(Section, frozen=True):
-    """How long, in what precision, what is logged, and what is saved to resume from."""
+    """Length, precision, logging and checkpoints of a run."""
 
     epochs: Count = 1
     steps: Count | None = None
@@ -350,7 +358,7 @@ class TrainSection(Section, frozen=True):
 
 
 class Config(Section, frozen=True):
-    """A whole configuration file."""
+    """A configuration file."""
 
     model: ModelSection
     loss: Literal["cross_entropy", "mae", "mse", "none"] | None = None
@@ -361,38 +369,37 @@ class Config(Section, frozen=True):
 
     @property
     def loss_name(self) -> str:
-        """The loss that is added to the model: by default cross entropy, none for one that has its
-        own."""
+        """The loss to add to the model: by default cross entropy, none for a language model."""
         return self.loss or ("none" if self.model.is_language_model else "cross_entropy")
 
     @model_validator(mode="after")
-    def _evaluates_other_data(self) -> Self:
+    def _valid_evaluation_data(self) -> Self:
         evaluation = self.train.evaluation
         if evaluation is not None:
             key = "arguments" if self.data.target is not None else "path"
             if not getattr(evaluation, key):
-                raise ValueError(f"train.evaluation needs the key {key}, of data to evaluate on")
+                raise ValueError(f"train.evaluation needs the key {key} of its data")
             try:
                 _ = self.evaluation_data
             except ValidationError as error:
-                raise ValueError(f"train.evaluation: {_first(error)}") from None
+                raise ValueError(f"train.evaluation: {_first_message(error)}") from None
         return self
 
     @property
     def evaluation_data(self) -> DataSection:
-        """The data of `train.evaluation`, which must be there."""
+        """The data section of `train.evaluation`, which must be set."""
         assert self.train.evaluation is not None
-        other = self.train.evaluation.model_dump(include={"path", "arguments"})
-        return DataSection(**{**self.data.model_dump(), **other})
+        changes = self.train.evaluation.model_dump(include={"path", "arguments"})
+        return DataSection(**{**self.data.model_dump(), **changes})
 
     @model_validator(mode="after")
-    def _one_loss(self) -> Self:
+    def _keys_match_model(self) -> Self:
         if self.model.is_language_model and self.loss_name != "none":
             raise ValueError("remove `loss`: a language model computes its own")
         if self.parallel.expert is not None and not self.model.is_language_model:
             raise ValueError("parallel.expert is for language models, not for a target")
-        again = self.parallel.recompute
-        marks = again is not None and not again.auto and again.modules is None
-        if marks and not self.model.is_language_model:
-            raise ValueError("parallel.recompute needs the key modules where the model is a target")
+        recompute = self.parallel.recompute
+        names_blocks = recompute is not None and not recompute.auto and recompute.modules is None
+        if names_blocks and not self.model.is_language_model:
+            raise ValueError("parallel.recompute needs the key modules if the model is a target")
         return self

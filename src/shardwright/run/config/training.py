@@ -1,4 +1,4 @@
-"""From a run and its plan to a trained model, as one rank."""
+"""Trains a planned run as one rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardwright.run.launch.process_group import World, process_group
 from shardwright.run.loop.loop import train
 from shardwright.run.loop.non_finite import check_finite_state
 from shardwright.run.loop.step_log import StepRecord
-from shardwright.run.loop.step_profile import StepProfile, gathered_ranks
+from shardwright.run.loop.step_profile import StepProfile, gather_measured
 
 
 def train_rank(
@@ -41,26 +41,30 @@ def train_rank(
     """Train as one rank of `world`.
 
     Args:
-        plan: or what makes it, which rank 0 calls for all.
-        on_start: called with the position where the run starts or resumes.
-        profile: steps to be profiled.
+        plan: a plan, or a function that makes one, which only rank 0 calls; the others receive its
+            result.
+        on_step: called after each step.
+        on_start: called with the position at which the run starts or resumes.
+        profile: the steps to profile; None for none.
 
     Raises:
-        PlanError: the world is not of the plan's size, or the plan is for another model.
-        CheckpointError: the newest checkpoint is of another model.
-        ConfigError: fewer steps are left than are to be profiled.
-        ShardwrightError: on all ranks, what rank 0 raises while it plans.
+        PlanError: the plan is for another number of devices, or for another model.
+        CheckpointError: the newest checkpoint belongs to another model.
+        ConfigError: fewer steps remain than are to be profiled.
+        ShardwrightError: planning failed on rank 0; raised on all ranks.
     """
     if isinstance(plan, Plan) and world.size != plan.devices:
         raise PlanError(
-            f"the plan is for {plan.devices} devices, but there are {world.size} processes: "
-            f"start {plan.devices}, or plan for {world.size}"
+            f"the plan is for {plan.devices} devices, but there are {world.size} processes\n"
+            f"start {plan.devices} processes, or plan for {world.size} devices"
         )
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
+    # Leaving the context waits for an asynchronous save that is still being written.
     saving: AbstractContextManager[Checkpoints | None] = run.checkpoints() or nullcontext()
     with process_group(world, timeout, run.config.train.device) as device, saving as checkpoints:
         if not isinstance(plan, Plan):
-            # Code that differs between nodes would go unnoticed if the graph came from rank 0.
+            # Every rank builds its model, and shares the plan only with ranks whose model is equal:
+            # if all took rank 0's graph, code that differs between nodes would go unnoticed.
             plan = shared_plan((run.model_to_plan(), run.config.parallel.model_dump()), plan)
         training = RankTraining.of(run, plan, device, profile)
         training.train(checkpoints, on_step, on_start)
@@ -68,11 +72,12 @@ def train_rank(
 
 @dataclass(frozen=True)
 class Profile:
-    """Steps that are profiled, after a first one.
+    """What to profile, and where the results go.
 
     Args:
-        folder: of each rank, where its trace is written.
-        on_measured: called on rank 0 with what all ranks measured.
+        steps: number of profiled steps, after one warm-up step.
+        folder: maps a rank to the folder of its trace.
+        on_measured: called on rank 0 with the plan and the measurements of all ranks.
     """
 
     steps: int
@@ -81,18 +86,18 @@ class Profile:
 
 
 def check_profiled_steps(profiled: int, steps: int) -> None:
-    """Raises: ConfigError: a run has too few steps left for so many to be profiled."""
+    """Raise ConfigError if `steps` remaining steps are too few to profile `profiled` of them."""
     if steps <= profiled:
-        most = f": at most --profile {steps - 1}" if steps > 1 else ""
+        remedy = f"\nuse at most --profile {steps - 1}" if steps > 1 else ""
         raise ConfigError(
-            f"--profile {profiled} needs {profiled + 1} steps, the first to warm up, but the run"
-            f" has {steps}{most}"
+            f"--profile {profiled} needs {profiled + 1} steps, the first for warm-up, but the run"
+            f" has {steps}{remedy}"
         )
 
 
 @dataclass(frozen=True)
 class RankTraining:
-    """A run on one rank, from the moment when it has its share of the parameters."""
+    """A run on one rank, with its parallelized model and optimizer."""
 
     run: Run
     plan: Plan
@@ -104,14 +109,19 @@ class RankTraining:
     def of(
         cls, run: Run, plan: Plan, device: torch.device, profile: Profile | None = None
     ) -> RankTraining:
-        """Raises: PlanError: the plan is for another model, or for parts of batches."""
+        """Parallelize the model of `run` and build its optimizer.
+
+        Raises:
+            PlanError: the plan is for another model, or expects a shard of the batch per rank.
+        """
         if plan.arrivals:
             raise PlanError(
-                "by the plan's dataset_strategy each rank gives its own part of a batch, but a run"
-                " gives whole batches: plan with dataset_strategy='full_batch', or train with"
-                " `sw.dataloader` in a loop of your own"
+                "the plan's dataset_strategy expects each rank's own shard of a batch, but a"
+                " configured run passes the global batch to every rank\n"
+                "plan with dataset_strategy='full_batch', or train with `sw.dataloader` in a loop"
+                " of your own"
             )
-        # On the meta device there are no values, so none are made.
+        # A rehearsal on the meta device has no values, and so nothing to initialize.
         model = run.model_to_plan() if device.type == "meta" else run.deferred_model()
         net = parallelize(model, plan, device, named_ranges=profile is not None)
         assert isinstance(net, ParallelModule)
@@ -123,7 +133,12 @@ class RankTraining:
         on_step: Callable[[StepRecord], None],
         on_start: Callable[[Position], None] = lambda start: None,
     ) -> None:
-        """All steps that are left; the other arguments are those of `train_rank`."""
+        """Restore the newest checkpoint, and run the remaining steps.
+
+        Args:
+            checkpoints: where to restore from and save to; None for neither.
+            on_step, on_start: see `train_rank`.
+        """
         run, net, optimizer = self.run, self.net, self.optimizer
         settings, policy, numbers = run.config.train, run.checkpoint_policy, run.numbers
         start = policy.begin(net, optimizer, checkpoints, numbers)
@@ -132,21 +147,23 @@ class RankTraining:
             check_profiled_steps(self.profile.steps, last - start.step)
         on_start(start)
 
-        def step_ends(record: StepRecord) -> None:
-            if profiled is not None and profiled.step_ends():
-                self._measured(profiled)
-            on_step(self._with_rates(record))
+        def step_done(record: StepRecord) -> None:
+            if step_profile is not None and step_profile.step_done():
+                self._report_measured(step_profile)
+            on_step(self._with_throughput(record))
 
-        def after_step(place: Position) -> None:
-            saves = policy.saves_at(place.step, last) and checkpoints is not None
-            if saves or place.step == last:
-                check_finite_state(net, optimizer, f"after step {place.step}")
+        def after_step(position: Position) -> None:
+            saves = policy.saves_at(position.step, last) and checkpoints is not None
+            # Reads all parameters, so only where NaN would outlive the run: in a checkpoint or in
+            # the final weights.
+            if saves or position.step == last:
+                check_finite_state(net, optimizer, f"after step {position.step}")
             if saves and checkpoints is not None:
-                checkpoints.save(net, optimizer, place, self.plan, numbers)
+                checkpoints.save(net, optimizer, position, self.plan, numbers)
 
         devices = net.execution.devices
         waits = devices.waits.counting(devices.device) if devices.several else nullcontext()
-        with self._profiling() as profiled, waits:
+        with self._profiling() as step_profile, waits:
             train(
                 net,
                 optimizer,
@@ -154,7 +171,7 @@ class RankTraining:
                 epochs=settings.epochs,
                 max_steps=settings.steps,
                 device=devices.device,
-                on_step=step_ends,
+                on_step=step_done,
                 start=start,
                 after_step=after_step,
                 rate=run.rate(last),
@@ -163,20 +180,22 @@ class RankTraining:
                 evaluation=run.evaluation,
             )
 
-    def _with_rates(self, record: StepRecord) -> StepRecord:
-        """A record with what follows from the plan, and the memory of the accelerator."""
+    def _with_throughput(self, record: StepRecord) -> StepRecord:
+        """The record with tokens per second, MFU and the peak memory of the accelerator."""
         plan, speed, device = (
             self.plan,
             record.samples_per_second,
             self.net.execution.devices.device,
         )
-        share = None
+        mfu = None
         if plan.step is not None and plan.step.utilization is not None:
-            share = plan.step.utilization * plan.step.seconds * speed / self.run.batches.batch_size
+            # The FLOPs of a step are the same as predicted, so MFU scales with the inverse of the
+            # step time: predicted MFU · predicted seconds / measured seconds.
+            mfu = plan.step.utilization * plan.step.seconds * speed / self.run.batches.batch_size
         return replace(
             record,
             tokens_per_second=None if plan.sequence is None else speed * plan.sequence,
-            utilization=share,
+            utilization=mfu,
             peak_memory=peak_bytes(device),
         )
 
@@ -187,12 +206,13 @@ class RankTraining:
         folder = self.profile.folder(_rank())
         return StepProfile(self.profile.steps, folder, devices.device)
 
-    def _measured(self, profiled: StepProfile) -> None:
-        """Hands on what all ranks measured, on rank 0."""
+    def _report_measured(self, step_profile: StepProfile) -> None:
+        """Gather the measurements of all ranks, and pass them to `on_measured` on rank 0."""
         assert self.profile is not None
         partitioned, devices = self.net.execution.partitioned, self.net.execution.devices
-        mine = profiled.measured(_rank(), devices.stage, self.net, self.optimizer)
-        ranks = gathered_ranks(mine)
+        own = step_profile.measured(_rank(), devices.stage, self.net, self.optimizer)
+        ranks = gather_measured(own)
+        # Empty on all ranks but 0.
         if ranks:
             name, stages = self.run.cluster, range(partitioned.pipeline.stages)
             cluster = None if name is None else load_cluster(name)
@@ -201,7 +221,7 @@ class RankTraining:
                 Measured(
                     fingerprint=self.plan.fingerprint,
                     device=devices.device.type,
-                    steps=profiled.steps,
+                    steps=step_profile.steps,
                     ranks=ranks,
                     predicted=tuple(collective_totals(partitioned, n, cluster) for n in stages),
                 ),

@@ -1,1 +1,1 @@
-"""Batches of samples and of texts."""
+"""Datasets of samples, texts and tokens, and their batches."""

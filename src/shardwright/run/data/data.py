@@ -29,7 +29,7 @@ DIGITS_SIZE, MNIST_SIZE = 8, 28
 
 
 class Samples(Protocol):
-    """Samples by their numbers: a tensor with the samples on dimension 0, or what reads them."""
+    """Samples by index: a tensor with samples on dimension 0, or a lazy reader of a file."""
 
     def __len__(self) -> int: ...
 
@@ -38,14 +38,18 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Batches:
-    """Full batches of `tensors`, whose dimension 0 is the samples.
+    """Shuffled global batches of a dataset.
 
     The order of an epoch depends only on `seed` and the epoch, so every rank draws the same global
-    batches on any number of devices. Samples that do not fill a last batch are skipped in that
-    epoch.
+    batches on any number of devices. An incomplete last batch is skipped in that epoch.
+
+    Args:
+        tensors: the fields of the dataset, with samples on dimension 0.
+        batch_size: samples per global batch.
+        seed: seed of the shuffling.
 
     Raises:
-        DataError: if the tensors differ in their number of samples, or do not fill one batch.
+        DataError: the tensors differ in their number of samples, or do not fill one batch.
     """
 
     tensors: tuple[Samples, ...]
@@ -61,7 +65,7 @@ class Batches:
         if len(self) == 0:
             raise DataError(
                 f"the dataset has only {counts[0]} samples, less than one batch of "
-                f"{self.batch_size}: use a batch_size of at most {counts[0]}"
+                f"{self.batch_size}\nuse a batch_size of at most {counts[0]}"
             )
 
     def __len__(self) -> int:
@@ -74,23 +78,30 @@ class Batches:
         return len(self.tensors[0])
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The batches of epoch `epoch`, starting with sample `first` of its order."""
+        """The batches of an epoch.
+
+        Args:
+            epoch: index of the epoch.
+            first: position in the epoch's shuffled order at which to start.
+        """
+        # SeedSequence mixes both numbers: `seed + epoch` would repeat the orders of another seed.
         seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(self.samples, generator=generator)
-        # Labels may be the tokens themselves, which are read once.
+        # Language models have the tokens themselves as labels: read the same file only once.
         distinct = {id(tensor): tensor for tensor in self.tensors}
         for start in range(first, self.samples - self.batch_size + 1, self.batch_size):
             rows = order[start : start + self.batch_size]
-            read = {key: tensor[rows] for key, tensor in distinct.items()}
-            yield tuple(read[id(tensor)] for tensor in self.tensors)
+            batch = {key: tensor[rows] for key, tensor in distinct.items()}
+            yield tuple(batch[id(tensor)] for tensor in self.tensors)
 
     def first_sample(self, position: Position) -> int:
-        """The sample of its epoch with which the batch at `position` starts."""
+        """Position of the batch's first sample in the shuffled order of its epoch."""
+        # A position without `sample` comes from an epoch whose batches all have the same size.
         return position.batch * self.batch_size if position.sample is None else position.sample
 
     def after(self, position: Position) -> Position:
-        """The position after the batch at `position`."""
+        """The position of the next batch."""
         step, end = position.step + 1, self.first_sample(position) + self.batch_size
         if end + self.batch_size > self.samples:
             return Position(step, position.epoch + 1, 0, 0)
@@ -100,18 +111,21 @@ class Batches:
         """Number of batches from `position` to the end of `epochs` epochs."""
         if position.epoch >= epochs:
             return 0
-        rest = max(0, self.samples - self.first_sample(position)) // self.batch_size
-        return rest + (epochs - position.epoch - 1) * len(self)
+        rest_of_epoch = max(0, self.samples - self.first_sample(position)) // self.batch_size
+        return rest_of_epoch + (epochs - position.epoch - 1) * len(self)
 
 
 def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
-    """scikit-learn's handwritten digits: images [1797, 1, size, size] in 0…1, labels [1797].
+    """Load scikit-learn's handwritten digits.
 
-    For sizes above 8 the pixels are repeated and the border is padded with background: 28 gives
-    digits of 24 x 24 pixels in the middle of 28 x 28, much like those of MNIST.
+    For sizes above 8, pixels are repeated and the border is zero-padded: size 28 has digits of
+    24 x 24 pixels centered in 28 x 28, similar to MNIST.
+
+    Returns:
+        Images [1797, 1, size, size] with values in 0…1, and labels [1797].
 
     Raises:
-        DataError: if scikit-learn is not installed, or the size is below 8.
+        DataError: scikit-learn is not installed, or the size is below 8.
     """
     if image_size < DIGITS_SIZE:
         raise DataError(f"image_size={image_size}: digits need at least {DIGITS_SIZE} pixels")
@@ -128,27 +142,31 @@ def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
 
 
 def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
-    """MNIST's training set from its IDX files, plain or gzipped: images [n, 1, rows, columns],
-    normalized to mean 0 and standard deviation 1, labels [n].
+    """Load MNIST's training set from its IDX files, plain or gzipped.
 
-    `folder` defaults to the environment variable DATA_PATH.
+    Args:
+        folder: the folder of the files, by default the environment variable DATA_PATH.
+
+    Returns:
+        Images [samples, 1, rows, columns], normalized to mean 0 and standard deviation 1, and
+        labels [samples].
 
     Raises:
-        DataError: if the folder or a file is missing, or a file is malformed.
+        DataError: the folder or a file is missing, or a file is malformed.
     """
     location = folder if folder is not None else os.environ.get("DATA_PATH")
     if not location:
         raise DataError(
-            f"no MNIST folder: set data.path or the environment variable DATA_PATH to the folder "
+            f"no MNIST folder\nset data.path or the environment variable DATA_PATH to the folder "
             f"with {IMAGES_FILE} and {LABELS_FILE} (plain or .gz)"
         )
     path = Path(location).expanduser()
     if not path.is_dir():
         raise DataError(
-            f"{path}: no such folder; it should contain MNIST's {IMAGES_FILE} and {LABELS_FILE} "
+            f"{path}: no such folder\nuse a folder with MNIST's {IMAGES_FILE} and {LABELS_FILE} "
             f"(plain or .gz)"
         )
-    images_path, labels_path = _file(path, IMAGES_FILE), _file(path, LABELS_FILE)
+    images_path, labels_path = _find_file(path, IMAGES_FILE), _find_file(path, LABELS_FILE)
     pixels, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
     if len(pixels) != len(labels):
         raise DataError(
@@ -159,8 +177,11 @@ def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
 
 
 def mnist_or_digits() -> tuple[Tensor, Tensor]:
-    """MNIST if the environment variable DATA_PATH is set, otherwise the digits in the same format:
-    images [n, 1, 28, 28], normalized to mean 0 and standard deviation 1, and labels [n].
+    """Load MNIST if the environment variable DATA_PATH is set, otherwise the digits.
+
+    Returns:
+        Images [samples, 1, 28, 28], normalized to mean 0 and standard deviation 1, and labels
+        [samples].
 
     Raises:
         DataError: see `mnist` and `digits`.
@@ -172,13 +193,13 @@ def mnist_or_digits() -> tuple[Tensor, Tensor]:
 
 
 def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
-    """An IDX file of unsigned bytes with `ndim` dimensions.
+    """Read an IDX file of unsigned bytes with `ndim` dimensions.
 
     The format (http://yann.lecun.com/exdb/mnist): two zero bytes, the type (8 = unsigned byte),
     the number of dimensions, each dimension as a big-endian 32-bit integer, the data.
 
     Raises:
-        DataError: if the file has another type, or another length than its header says.
+        DataError: the type is not unsigned bytes, or the file length does not match the header.
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -204,7 +225,7 @@ def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
 
 
-def _file(folder: Path, name: str) -> Path:
+def _find_file(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
@@ -215,7 +236,7 @@ BYTES = 256
 """Vocabulary size of the byte-level tokenizer."""
 
 END_OF_TEXT = 0
-"""The end-of-text token of the byte-level tokenizer, a byte that does not occur in text."""
+"""End-of-text token of the byte-level tokenizer: the byte 0, which does not occur in text."""
 
 Encode = Callable[[str], list[int]]
 
@@ -225,29 +246,34 @@ def packed_text(
     path: str | Path | None = None,
     tokenizer: str | Path | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Token ids packed to `seq_length` without padding, [samples, seq_length], and a copy as labels
-    (language models shift them).
+    """Tokenize text, and pack it into sequences without padding.
 
     Args:
-        path: a text file, a folder whose `.txt` files are read in the order of their names, or one
-            that `datasets` has saved, with a column `text`; by default a short story that ships
-            with Shardwright.
-        tokenizer: a `tokenizer.json`, or a folder that `transformers.AutoTokenizer` can load, whose
-            end-of-text token, if any, follows each text. By default every byte of the UTF-8 text is
-            a token.
+        seq_length: tokens per sequence.
+        path: a text file; a folder of `.txt` files, read in order of their names; or a folder that
+            `datasets` saved, with a column `text`. By default a short story that ships with
+            Shardwright.
+        tokenizer: a `tokenizer.json`, or a folder that `transformers.AutoTokenizer` can load. Its
+            end-of-text token, if it has one, is appended to each text. By default each byte of the
+            UTF-8 text is a token.
+
+    Returns:
+        Token ids [samples, seq_length], and a copy as labels, which language models shift.
 
     Raises:
-        DataError: if there is no such file, it is not UTF-8 text, or has less than one sequence.
+        DataError: the file does not exist, is not UTF-8 text, or has less than one sequence.
     """
-    encode, end = _byte_tokenizer() if tokenizer is None else _load_tokenizer(Path(tokenizer))
+    encode, end_of_text = (
+        _byte_tokenizer() if tokenizer is None else _load_tokenizer(Path(tokenizer))
+    )
     tokens: list[int] = []
     for text in _read_texts(path):
-        tokens += encode(text) + end
+        tokens += encode(text) + end_of_text
     samples = len(tokens) // seq_length
     if samples == 0:
         raise DataError(
             f"{path or 'the text'}: {len(tokens)} tokens are less than one sequence of seq_length"
-            f" {seq_length}"
+            f" {seq_length}\nuse a smaller data.seq_length, or a longer text"
         )
     packed = torch.tensor(tokens[: samples * seq_length]).view(samples, seq_length)
     return packed, packed.clone()
@@ -270,11 +296,11 @@ def _read_texts(path: str | Path | None) -> list[str]:
 
 
 def _byte_tokenizer() -> tuple[Encode, list[int]]:
-    return lambda written: list(written.encode("utf-8")), [END_OF_TEXT]
+    return lambda text: list(text.encode("utf-8")), [END_OF_TEXT]
 
 
 def _load_tokenizer(path: Path) -> tuple[Encode, list[int]]:
-    """The encoding function of a tokenizer, and the tokens that follow each text."""
+    """Load a tokenizer: its encoding function, and its end-of-text token, if any, as a list."""
     with needs_extra("transformers", "a tokenizer needs transformers", DataError):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     if not path.exists():
@@ -287,9 +313,9 @@ def _load_tokenizer(path: Path) -> tuple[Encode, list[int]]:
         )
     except Exception as error:  # Damaged files can raise anything.
         reason = str(error).strip().partition("\n")[0]
-        raise DataError(f"{path}: not a tokenizer that can be loaded: {reason}") from None
-    end = tokenizer.eos_token_id
+        raise DataError(f"{path}: the tokenizer cannot be loaded: {reason}") from None
+    end_of_text = tokenizer.eos_token_id
     return (
-        lambda written: list(tokenizer.encode(written, add_special_tokens=False)),
-        [] if end is None else [end],
+        lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+        [] if end_of_text is None else [end_of_text],
     )

@@ -1,4 +1,4 @@
-"""The loss of a model on data that it is not trained on."""
+"""Evaluation: the loss of a model on held-out data."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ from shardwright.run.data.data import Batches
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss of the same batches, every so many steps.
+    """Periodic evaluation on the same batches each time.
 
     Args:
-        every: steps from one to the next.
-        most: how many batches; None for all.
+        batches: the evaluation data.
+        every: interval in steps.
+        max_batches: number of batches per evaluation; None for all.
     """
 
     batches: Batches
     every: int
-    most: int | None = None
+    max_batches: int | None = None
 
     @torch.no_grad()
     def after(self, step: int, net: nn.Module, device: torch.device) -> float | None:
-        """The mean loss after so many steps, if it is due; `net` is in training before and after.
+        """Compute the mean loss, if an evaluation is due after `step`; otherwise return None.
 
         Args:
-            net: returns the loss of a batch.
+            step: number of finished steps.
+            net: a module that returns the loss of a batch; left in training mode.
+            device: the device to which batches are moved.
         """
         if step % self.every:
             return None
         net.eval()
         losses = [
             float(net(*(tensor.to(device) for tensor in batch)))
-            for batch in islice(self.batches.epoch(0), self.most)
+            for batch in islice(self.batches.epoch(0), self.max_batches)
         ]
         net.train()
         return sum(losses) / len(losses)

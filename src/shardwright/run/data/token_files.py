@@ -1,4 +1,4 @@
-"""Sequences of tokens in memory-mapped files of any size, and what `datasets` has saved."""
+"""Token sequences from memory-mapped files, and from folders saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from torch import Tensor
 from shardwright.errors import DataError, needs_extra
 
 LLM_C = {20240520: "uint16", 20240801: "uint32"}
-"""The first number in files of llm.c, which have a header of 256 numbers of 32 bits, and what their
-tokens are."""
+"""Token dtype by magic number of llm.c files, the first of 256 int32 header values."""
 
 MEGATRON = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-"""The byte after the first 17 of the `.idx` beside a `.bin` of Megatron-LM, as a dtype."""
+"""Token dtype by its code in byte 17 of the `.idx` file of a Megatron-LM dataset."""
 
 
 @dataclass(frozen=True)
 class TokenArray:
-    """Tokens that lie in a row in memory-mapped storage.
+    """A contiguous memory-mapped array of tokens.
 
     Args:
-        source: the file or folder, for errors.
-        values: whole numbers, [tokens].
-        first: the number of its first token in the source.
+        source: name of the file or folder, for error messages.
+        values: token ids, integers [tokens].
+        first: index of the first token within `source`.
     """
 
     source: str
@@ -40,29 +39,34 @@ class TokenArray:
     first: int = 0
 
     def read(self, start: int, length: int, vocab_size: int | None) -> NDArray[np.int64]:
-        """Up to `length` tokens. Raises: DataError: one is not of the vocabulary."""
+        """Read up to `length` tokens; fewer at the end of the array.
+
+        Raises:
+            DataError: a token id is not below `vocab_size`.
+        """
         tokens: NDArray[np.int64] = self.values[start : start + length].astype(np.int64)
-        wrong = (tokens < 0) | (tokens >= (vocab_size or np.inf))
-        if vocab_size is not None and wrong.any():
-            place = int(wrong.argmax())
+        invalid = (tokens < 0) | (tokens >= (vocab_size or np.inf))
+        if vocab_size is not None and invalid.any():
+            index = int(invalid.argmax())
             raise DataError(
-                f"{self.source}: token {self.first + start + place} is {tokens[place]}, but the"
-                f" model's vocab_size is {vocab_size}: the file is of another tokenizer, or of"
-                " another data.dtype"
+                f"{self.source}: token {self.first + start + index} is {tokens[index]}, but the"
+                f" model's vocab_size is {vocab_size}\ncheck data.dtype, and that the file was"
+                " written with the tokenizer of the model"
             )
         return tokens
 
 
 @dataclass(frozen=True)
 class TokenSequences:
-    """Sequences of `seq_length` tokens, one after another through all arrays; what does not fill
-    the last is left out. Only the sequences that are asked for are read.
+    """Consecutive sequences of `seq_length` tokens over the concatenation of all arrays.
+
+    Sequences are read on access. An incomplete last sequence is dropped.
 
     Args:
-        vocab_size: what tokens must be below; None for no check.
+        vocab_size: exclusive upper bound of token ids; None for no check.
 
     Raises:
-        DataError: if there is less than one sequence.
+        DataError: there is less than one sequence.
     """
 
     arrays: tuple[TokenArray, ...]
@@ -74,49 +78,57 @@ class TokenSequences:
             source, tokens = self.arrays[0].source, self._ends[-1]
             raise DataError(
                 f"{source}: {tokens} tokens are less than one sequence of seq_length"
-                f" {self.seq_length}"
+                f" {self.seq_length}\nuse a smaller data.seq_length, or more tokens"
             )
 
     def __len__(self) -> int:
         return self._ends[-1] // self.seq_length
 
     def __getitem__(self, rows: Tensor, /) -> Tensor:
-        """The sequences of these numbers, [rows, seq_length].
+        """Read sequences by index, as int64 [rows, seq_length].
 
         Raises:
-            DataError: a token is not of the vocabulary.
+            DataError: a token id is not below the vocabulary size.
         """
         return torch.from_numpy(np.stack([self._sequence(row) for row in rows.tolist()]))
 
-    def _sequence(self, number: int) -> NDArray[np.int64]:
-        place, end = number * self.seq_length, (number + 1) * self.seq_length
+    def _sequence(self, index: int) -> NDArray[np.int64]:
+        # Token positions count through all arrays; a sequence may span several of them.
+        position, end = index * self.seq_length, (index + 1) * self.seq_length
         pieces = []
-        while place < end:
-            index = bisect_right(self._ends, place)
-            array, after = self.arrays[index], self._ends[index]
-            start = place - after + len(array.values)
-            pieces.append(array.read(start, end - place, self.vocab_size))
-            place += len(pieces[-1])
+        while position < end:
+            array_index = bisect_right(self._ends, position)
+            array, array_end = self.arrays[array_index], self._ends[array_index]
+            start = position - array_end + len(array.values)
+            pieces.append(array.read(start, end - position, self.vocab_size))
+            position += len(pieces[-1])
         return np.concatenate(pieces)
 
     @cached_property
     def _ends(self) -> list[int]:
+        """Token position after the end of each array."""
         return list(accumulate(len(array.values) for array in self.arrays))
 
 
 def token_sequences(
     path: Path, seq_length: int, vocab_size: int | None = None, dtype: str | None = None
 ) -> tuple[TokenSequences, TokenSequences]:
-    """Sequences of tokens, and their labels, which language models shift.
+    """Open token files as sequences.
 
     Args:
-        path: a `.npy` file; a `.bin` file of bare tokens, of llm.c, or of Megatron-LM with its
-            `.idx`; a folder of such files, in the order of their names; or a folder that `datasets`
-            has saved with a column `input_ids` and, unless labels are the same, `labels`.
-        dtype: of bare tokens, by default uint16.
+        path: a `.npy` file; a `.bin` file without a header, of llm.c, or of Megatron-LM with its
+            `.idx`; a folder of these files, in order of their names; or a folder that `datasets`
+            saved, with a column `input_ids` and optionally `labels`.
+        seq_length: tokens per sequence.
+        vocab_size: exclusive upper bound of token ids; None for no check.
+        dtype: dtype of `.bin` files without a header, by default uint16.
+
+    Returns:
+        Token sequences, and label sequences, which language models shift: the tokens themselves
+        unless the data has a column `labels`.
 
     Raises:
-        DataError: if there is no such file, it holds no tokens, or less than one sequence.
+        DataError: the file does not exist, has no tokens, or has less than one sequence.
     """
     labels: tuple[TokenArray, ...] = ()
     if is_saved_dataset(path):
@@ -134,55 +146,67 @@ def token_sequences(
 
 
 def _mapped(file: Path, dtype: str | None) -> NDArray[Any]:
-    """Raises: DataError: the file holds no whole numbers in a row."""
+    """Memory-map a token file.
+
+    Raises:
+        DataError: the file is not a contiguous array of integers.
+    """
     try:
         if file.suffix == ".npy":
             array: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
             if array.dtype.kind not in "iu" or not array.flags.c_contiguous:
-                raise DataError(f"{file}: holds {array.dtype}, not whole numbers in a row")
+                raise DataError(
+                    f"{file}: expected a contiguous array of integers, got one of {array.dtype}"
+                )
             return array.reshape(-1)
-        kind, offset = _layout_of(file, dtype)
+        token_dtype, offset = _dtype_and_offset(file, dtype)
         size = file.stat().st_size - offset
-        if size % np.dtype(kind).itemsize:
-            raise DataError(f"{file}: {size} bytes are no whole number of {kind} tokens")
-        array = np.memmap(file, np.dtype(kind).newbyteorder("<"), "r", offset)
+        if size % np.dtype(token_dtype).itemsize:
+            raise DataError(f"{file}: {size} bytes are not a whole number of {token_dtype} tokens")
+        array = np.memmap(file, np.dtype(token_dtype).newbyteorder("<"), "r", offset)
     except (ValueError, OSError) as error:  # Empty, truncated, or without permission.
-        raise DataError(f"{file}: not a file of tokens: {error}") from None
-    high = array[1:4096:2]
-    if dtype is None and offset == 0 and kind == "uint16" and len(high) > 8 and high.max() < 4:
+        raise DataError(f"{file}: not a token file: {error}") from None
+    # Little-endian uint32 tokens read as uint16 have their upper halves at odd positions. Those are
+    # below 4 for vocabularies of up to 262,144 tokens.
+    upper_halves = array[1:4096:2]
+    is_default = dtype is None and offset == 0 and token_dtype == "uint16"
+    if is_default and len(upper_halves) > 8 and upper_halves.max() < 4:
         raise DataError(
-            f"{file}: looks like tokens of 32 bits, as every second number of 16 bits is below 4:"
-            " set data.dtype to uint32, or to uint16 if it is not so"
+            f"{file}: looks like uint32 tokens, because every second uint16 value is below 4\n"
+            "set data.dtype to uint32, or to uint16 if the tokens do have 16 bits"
         )
     return array
 
 
-def _layout_of(file: Path, dtype: str | None) -> tuple[str, int]:
-    """What the tokens of a `.bin` file are, and after how many bytes they begin."""
+def _dtype_and_offset(file: Path, dtype: str | None) -> tuple[str, int]:
+    """Token dtype of a `.bin` file, and the length of its header in bytes."""
     index = file.with_suffix(".idx")
     if dtype is None and index.is_file():
         with index.open("rb") as content:
             start = content.read(18)
         if start.startswith(b"MMIDIDX") and len(start) == 18 and start[17] in MEGATRON:
             return MEGATRON[start[17]], 0
-        raise DataError(f"{index}: not the index of a file of tokens by Megatron-LM")
+        raise DataError(f"{index}: not the index file of a Megatron-LM dataset")
     with file.open("rb") as content:
         start = content.read(4)
-    number = struct.unpack("<I", start)[0] if len(start) == 4 else 0
-    return (LLM_C[number], 1024) if number in LLM_C else (dtype or "uint16", 0)
+    magic = struct.unpack("<I", start)[0] if len(start) == 4 else 0
+    return (LLM_C[magic], 1024) if magic in LLM_C else (dtype or "uint16", 0)
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `datasets` has saved the folder."""
+    """Whether `path` is a folder that `datasets` saved."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def saved_dataset(path: Path, column: str) -> Any:
-    """The `datasets.Dataset` that was saved at `path`, memory-mapped.
+    """Load the `datasets.Dataset` that was saved at `path`, memory-mapped.
+
+    Args:
+        column: a column that the dataset must have.
 
     Raises:
-        DataError: if `datasets` is not installed, the folder is damaged, holds several splits, or
-            has no such column.
+        DataError: `datasets` is not installed, the folder is damaged or has several splits, or the
+            column is missing.
     """
     with needs_extra("datasets", f"{path}: a folder of datasets needs datasets", DataError):
         from datasets import DatasetDict, load_from_disk
@@ -192,12 +216,13 @@ def saved_dataset(path: Path, column: str) -> Any:
         raise DataError(f"{path}: datasets cannot load it: {error}") from None
     if isinstance(dataset, DatasetDict):
         raise DataError(
-            f"{path}: has the splits {', '.join(dataset)}: give {path}/{next(iter(dataset))}"
+            f"{path}: has several splits: {', '.join(dataset)}\n"
+            f"use one of them, for example {path}/{next(iter(dataset))}"
         )
     if column not in dataset.column_names:
         raise DataError(
-            f"{path}: has no column {column}, only {', '.join(dataset.column_names)}: set data.name"
-            " to tokens for a column input_ids, and to text for a column text"
+            f"{path}: has no column {column}, only {', '.join(dataset.column_names)}\n"
+            "set data.name to tokens for a column input_ids, and to text for a column text"
         )
     return dataset
 
@@ -211,7 +236,9 @@ def _column(path: Path, name: str, optional: bool = False) -> tuple[TokenArray, 
         try:
             values = chunk.flatten().to_numpy(zero_copy_only=True)
         except (AttributeError, ValueError) as error:
-            raise DataError(f"{path}: column {name} holds no lists of tokens: {error}") from None
+            raise DataError(
+                f"{path}: expected lists of tokens in the column {name}: {error}"
+            ) from None
         arrays.append(TokenArray(f"{path}, column {name}", values, first))
         first += len(values)
     return tuple(arrays)

@@ -1,1 +1,1 @@
-"""Processes: starting, following and ending them, on one node or several."""
+"""Starts, monitors and terminates the processes of a run, on one node or several."""

@@ -1,10 +1,9 @@
-"""Launches ranks as local processes, and restarts them.
+"""Launches ranks as local processes, and restarts them after failures.
 
-The processes run the given command in the environment that torchrun would set up, so a rank cannot
-tell, and need not know, who launched it. Rank N writes to `<log folder>/1/rank.N/stdout` and
-`stderr`. If a rank fails or is killed, the others are terminated, and all are restarted if
-requested; with `launch_elastic` on the devices that remain. If the launcher itself is killed, so
-are its ranks.
+Ranks get the same environment variables as from torchrun, so they need not know their launcher.
+Rank N writes to `<log folder>/1/rank.N/stdout` and `stderr`. If a rank fails or is killed, the
+others are terminated, and all are restarted if requested; with `launch_elastic`, on the remaining
+devices. If the launcher itself is killed, its ranks are killed too.
 """
 
 from __future__ import annotations
@@ -45,16 +44,22 @@ def launch(
     """Run `python <command>` as `num_ranks` local processes and wait for all of them.
 
     Args:
+        command: the arguments of the Python interpreter.
+        num_ranks: number of processes.
+        logs: the log folder, with a folder for each rank.
         max_restarts: how many times all ranks are restarted after a failure.
-        on_restart: called before each restart with its number, from 1 on.
-        timeout: how long a rank may be stopped by a signal; as long as collectives wait for it.
-        locks: file descriptors of locked folders, which stay locked until all ranks have ended.
+        on_restart: called before each restart with its number, counted from 1.
+        timeout: how long a rank may be stopped by a signal such as SIGSTOP before it counts as
+            failed; equal to the timeout of collectives, which wait for it.
+        locks: file descriptors of locked folders; inherited by the ranks, so that folders stay
+            locked until all ranks have ended, even if this process is killed.
 
     Raises:
-        RankFailedError: if a rank failed and there are no restarts left; the others are terminated.
-        StoppedError: if this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT; all ranks are
+        RankFailedError: a rank failed and no restarts are left; the others are terminated.
+        StoppedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT; all ranks are
             terminated.
     """
+    # One store for all restarts; `join_store` gives the keys of each restart a prefix of its own.
     with serve_store() as port, _stop_signals() as received:
         for restart in range(max_restarts + 1):
             logs.archive_attempt()
@@ -79,8 +84,10 @@ def launch(
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """The signals to stop that this process receives within it, in place of their effect. Only the
-    main thread receives signals."""
+    """Context that collects stop signals in a list, instead of letting them end this process.
+
+    Outside the main thread the list stays empty: Python runs signal handlers only there.
+    """
     received = list[int]()
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -102,7 +109,7 @@ class DeviceRange:
     """The minimum and maximum number of devices of an elastic run.
 
     Raises:
-        ConfigError: unless 1 ≤ minimum ≤ maximum.
+        ConfigError: the numbers are not 1 ≤ minimum ≤ maximum.
     """
 
     minimum: int
@@ -116,8 +123,10 @@ class DeviceRange:
 
     @staticmethod
     def parse(text: str) -> DeviceRange:
-        """Raises:
-        ConfigError: if the text is not `MIN:MAX`.
+        """Parse the option `--elastic MIN:MAX`.
+
+        Raises:
+            ConfigError: `text` is not `MIN:MAX`.
         """
         low, colon, high = text.partition(":")
         if not (colon and low.isdecimal() and high.isdecimal()):
@@ -137,37 +146,40 @@ def launch_elastic(
     timeout: timedelta = TIMEOUT,
     locks: Collection[int] = (),
 ) -> None:
-    """Run `command` on `devices` ranks, and continue on fewer whenever some are killed.
+    """Run `command` on `devices` ranks, and continue on fewer devices if ranks are killed.
 
-    A device whose rank is killed counts as lost. If a rank fails with an error no device is lost,
-    and the run restarts on the same number of devices, at most `max_restarts` times.
+    A device whose rank is killed counts as lost. If a rank fails with an exception, no device is
+    lost, and the run restarts on the same number of devices, at most `max_restarts` times.
 
     Args:
-        command_for: from the number of remaining devices to the command that continues the run and
-            the number of devices that it uses.
-        on_restart: called with a message that says why and on how many devices the run continues.
-        timeout, locks: as in `launch`.
+        command_for: maps the number of remaining devices to the command that continues the run,
+            and the number of devices that it uses.
+        devices: number of devices of the first start.
+        minimum: smallest number of devices on which to continue.
+        on_restart: called with the reason of the restart and the new number of devices, as text.
+        timeout, locks: see `launch`.
 
     Raises:
-        RankFailedError: if fewer than `minimum` devices remain, or a rank failed and there are no
-            restarts left.
+        RankFailedError: fewer than `minimum` devices remain, or a rank failed and no restarts are
+            left.
         StoppedError: see `launch`.
     """
-    devices_left, restarts = devices, 0
+    remaining_devices, restarts = devices, 0
     while True:
         try:
             launch(command, devices, logs, timeout=timeout, locks=locks)
             return
         except RankFailedError as error:
-            devices_left -= len(error.lost)
+            remaining_devices -= len(error.lost)
             restarts += not error.lost
-            if devices_left < minimum:
+            if remaining_devices < minimum:
                 raise RankFailedError(
-                    f"{error}\ndevices left: {devices_left}, fewer than the minimum of {minimum}"
-                    " set by --elastic"
+                    f"{error}\ndevices left: {remaining_devices}, fewer than the minimum of"
+                    f" {minimum} set by --elastic"
                 ) from None
             if restarts > max_restarts:
                 raise
+            # The message goes on with the path of the log after the semicolon.
             reason = str(error).partition(";")[0]
-        command, devices = command_for(devices_left)
-        on_restart(f"{reason}; devices left: {devices_left}; continuing on {devices}")
+        command, devices = command_for(remaining_devices)
+        on_restart(f"{reason}; devices left: {remaining_devices}; continuing on {devices}")

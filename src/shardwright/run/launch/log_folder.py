@@ -1,4 +1,4 @@
-"""The log folder of a run."""
+"""Paths of the log folder of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class LogFolder:
-    """The log folder of one run: `<root>/1/rank.N/…`."""
+    """The log folder of a run: `<root>/1/rank.N/…`."""
 
     root: Path
 
@@ -27,7 +27,7 @@ class LogFolder:
         return self.rank(rank) / "stderr"
 
     def error(self, rank: int) -> Path:
-        """The exception that terminated the rank, as written by torch.distributed's `record`."""
+        """JSON file to which `torch.distributed`'s `record` writes the rank's exception."""
         return self.rank(rank) / "error.json"
 
     def steps(self, rank: int) -> Path:
@@ -42,20 +42,19 @@ class LogFolder:
         """Remove the logs of an earlier run, and create a folder for each of `num_ranks` ranks.
 
         Args:
-            keep_steps: keep the step log, which a resumed run continues.
+            keep_steps: keep the step log, to which a resumed run appends.
         """
         steps = self.steps(0)
-        record = steps.read_bytes() if keep_steps and steps.exists() else None
-        for old in self.run.glob("rank.[0-9]*"):
-            shutil.rmtree(old)
+        step_log = steps.read_bytes() if keep_steps and steps.exists() else None
+        for rank_folder in self.run.glob("rank.[0-9]*"):
+            shutil.rmtree(rank_folder)
         for rank in range(num_ranks):
             self.rank(rank).mkdir(parents=True)
-        if record is not None:
-            steps.write_bytes(record)
+        if step_log is not None:
+            steps.write_bytes(step_log)
 
     def archive_attempt(self, rank: int | None = None) -> None:
-        """Rename the logs of a rank, or of all ranks, to `stdout.attempt-0` for example, before a
-        restart."""
+        """Rename the logs of one rank, or of all, before a restart, e.g. to `stdout.attempt-0`."""
         for folder in self.run.glob("rank.[0-9]*") if rank is None else [self.rank(rank)]:
             attempt = len(list(folder.glob("stdout.attempt-*")))
             for name in ("stdout", "stderr", "error.json"):

@@ -1,8 +1,8 @@
 """Launches the ranks of one of several nodes, with torchrun's elastic agent.
 
-Every node runs the same command with its own rank. The agent of each node starts its ranks, and all
-of them again when one has failed or a node comes or goes. Node 0 serves the store through which the
-agents meet.
+Every node runs the same command with its own node rank. The agent of each node starts its ranks,
+and restarts all of them if a rank fails or a node joins or leaves. Node 0 serves the store of the
+agents' rendezvous.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from shardwright.run.launch.rank_failure import (
 )
 from shardwright.run.launch.rank_processes import SHUTDOWN_SECONDS, process_settings
 
-# Seconds between two signs of life of a node.
-BEAT = 1.0
+# Seconds between two heartbeats of a node.
+HEARTBEAT_SECONDS = 1.0
 
-# The key of the number of nodes that have joined, less those that have left.
-PRESENT = "nodes present"
+# Store key of the number of nodes that have joined, minus those that have left.
+NUM_NODES_KEY = "nodes present"
 
 # Seconds until an agent gives up on a store that does not answer.
 READ_TIMEOUT = 60
@@ -53,13 +53,13 @@ READ_TIMEOUT = 60
 
 @dataclass(frozen=True)
 class Node:
-    """One of several nodes, as torchrun's flags describe it.
+    """One of several nodes, with the meaning of torchrun's flags.
 
     Args:
-        rank: that of rank 0 serves the store.
-        minimum, maximum: how many nodes the run may have.
-        host, port: where node 0 serves the store.
-        local_size: ranks on this node.
+        rank: the node rank; node 0 serves the store.
+        minimum, maximum: bounds of the number of nodes.
+        host, port: address at which node 0 serves the store.
+        local_size: number of ranks on this node.
     """
 
     rank: int
@@ -71,12 +71,16 @@ class Node:
 
     @staticmethod
     def parse(nnodes: str, rank: int | None, rdzv: str | None, local_size: int | None) -> Node:
-        """
+        """Parse the options of a node.
+
         Args:
-            local_size: by default one rank for each accelerator, or one.
+            nnodes: `N` or `MIN:MAX`.
+            rank: the node rank.
+            rdzv: `HOST:PORT` of node 0.
+            local_size: ranks on this node; by default one per accelerator, or one without any.
 
         Raises:
-            ConfigError: one of them is missing or invalid.
+            ConfigError: an option is missing or invalid.
         """
         low, colon, high = nnodes.partition(":")
         numbers = [int(text) for text in (low, high if colon else low) if text.isdecimal()]
@@ -86,8 +90,9 @@ class Node:
             )
         if rank is None or rdzv is None:
             raise ConfigError(
-                "--nnodes needs --node-rank, which differs on each node, and --rdzv HOST:PORT, the"
-                " address of node 0 and a free port there"
+                "--nnodes needs --node-rank and --rdzv\n"
+                "give each node its own --node-rank, and all the same --rdzv HOST:PORT, the address"
+                " of node 0 and a free port there, for example --node-rank 0 --rdzv node0:29400"
             )
         minimum, maximum = numbers
         if not 0 <= rank < maximum:
@@ -123,17 +128,18 @@ def launch_node(
     """Run `python <command>` as the ranks of `node`, and wait until those of all nodes have ended.
 
     Args:
-        max_restarts: how many times the ranks are restarted after one of this node has failed.
+        command: the arguments of the Python interpreter.
+        max_restarts: how many times the ranks are restarted after a rank of this node has failed.
         timeout: how long to wait for other nodes.
 
     Raises:
         ConfigError: the store cannot be served or reached, or another node has the same rank.
-        RankFailedError: a rank failed and there are no restarts left, too few nodes came, or node
-            0 is gone.
+        RankFailedError: a rank failed and no restarts are left, too few nodes joined, or node 0 no
+            longer answers.
         StoppedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT.
     """
     os.environ.update(_agent_environment(node))
-    # What it logs of ranks that failed is raised here.
+    # The agent logs failures of ranks, with stacks of its own; this function raises them instead.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     seconds = int(timeout.total_seconds())
@@ -163,22 +169,26 @@ def launch_node(
             raise StoppedError(error.sigval) from None
         except RendezvousTimeoutError:
             raise RankFailedError(
-                f"fewer than {node.minimum} nodes came to {node.endpoint} within {seconds} s"
+                f"fewer than {node.minimum} nodes joined at {node.endpoint} within {seconds} s"
             ) from None
         except RendezvousError:
-            raise RankFailedError(_gone(node)) from None
+            raise RankFailedError(_no_answer(node)) from None
 
 
 def _ends(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankEnd]:
-    """How the ranks of this node ended. When one has failed, the agent sends SIGTERM to the others,
-    and SIGKILL to those that do not answer; it does not say to which."""
+    """How the ranks of this node ended.
+
+    After a failure, the agent sends SIGTERM to the other ranks, then SIGKILL to those that do not
+    exit. It does not report which signals it sent, so they are inferred from exit codes and times.
+    """
     first = min(failure.timestamp for failure in failures.values())
     terminated = -signal.SIGTERM
-    by_itself = any(failure.exitcode != terminated for failure in failures.values())
+    # If every rank died of SIGTERM, somebody else sent it.
+    agent_terminated = any(failure.exitcode != terminated for failure in failures.values())
     ends = []
     for rank, failure in failures.items():
         error, sent = RankError.read(logs.error(rank)), frozenset[int]()
-        if failure.exitcode == terminated and by_itself:
+        if failure.exitcode == terminated and agent_terminated:
             sent = frozenset({signal.SIGTERM})
         elif failure.exitcode == -signal.SIGKILL and failure.timestamp >= first + SHUTDOWN_SECONDS:
             sent = frozenset({signal.SIGTERM, signal.SIGKILL})
@@ -188,25 +198,26 @@ def _ends(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankE
 
 
 def _agent_environment(node: Node) -> dict[str, str]:
-    """What torchrun's agent reads from the environment, as it does for its own users."""
+    """Settings that torchrun's agent reads from environment variables; the user's own win."""
     return {
         **process_settings(node.local_size),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
         **os.environ,
-        # The ranks' store is made anew with each start. An agent that comes later, in place of one
-        # that was killed, does not learn the address of one that is kept.
+        # Not overridable: rank 0 serves a new store at each start. An agent that replaces a killed
+        # one never learns the address of a shared store.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
 
 class _RankLogs(LogsSpecs):
-    """Rank N writes where that of a local run does; what rank 0 prints is shown on its node."""
+    """Log paths of a local run; the output of rank 0 is also printed on its node."""
 
     def __init__(self, logs: LogFolder) -> None:
         super().__init__(str(logs.root))
         self._logs = logs
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        # Global ranks are known only after the rendezvous, and change if nodes join or leave.
         ranks = {local: int(environment["RANK"]) for local, environment in envs.items()}
         for local, rank in ranks.items():
             self._logs.rank(rank).mkdir(parents=True, exist_ok=True)
@@ -227,7 +238,9 @@ class _RankLogs(LogsSpecs):
 
 @contextmanager
 def _joined(node: Node, timeout: timedelta) -> Iterator[str]:
-    """Within it this node serves or reaches the store, and is the only one of its rank.
+    """Context in which this node is connected to the store, with a node rank of its own.
+
+    Node 0 serves the store; all nodes send heartbeats.
 
     Yields:
         The address at which other nodes reach this one.
@@ -242,95 +255,102 @@ def _joined(node: Node, timeout: timedelta) -> Iterator[str]:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        _claim(store, node)
+        _claim_rank(store, node)
     except RuntimeError:
         raise ConfigError(
             f"--rdzv {node.endpoint}: node 0 has not answered within"
-            f" {int(timeout.total_seconds())} s: is it started with this --rdzv, and is the port"
-            " open?"
+            f" {int(timeout.total_seconds())} s\ncheck that node 0 is started with this --rdzv, and"
+            " that the port is open"
         ) from None
     ended = threading.Event()
-    beat = threading.Thread(target=_beat, args=(store, node, timeout, ended), daemon=True)
-    beat.start()
+    heartbeat = threading.Thread(target=_heartbeat, args=(store, node, timeout, ended), daemon=True)
+    heartbeat.start()
     try:
-        store.add(PRESENT, 1)
+        store.add(NUM_NODES_KEY, 1)
         yield address
-        # The agents of the others still need the store, which ends with node 0.
+        # The store ends with node 0: it waits until all other agents have left.
         with suppress(RuntimeError):
-            count_until(store, PRESENT, -1, lambda left: node.rank != 0 or left <= 0)
+            count_until(store, NUM_NODES_KEY, -1, lambda count: node.rank != 0 or count <= 0)
     finally:
         ended.set()
 
 
-def _beat(store: Store, node: Node, timeout: timedelta, ended: threading.Event) -> None:
-    """Gives signs of life until `ended`. Ends the process if the store does not answer any more,
-    because the agent, which waits for it without a limit when the link is cut, does not."""
+def _heartbeat(store: Store, node: Node, timeout: timedelta, ended: threading.Event) -> None:
+    """Send heartbeats until `ended`, and exit the process if the store stops answering.
+
+    The agent does not detect a cut link: it would wait for the store forever.
+    """
     with suppress(RuntimeError):
-        while not ended.wait(BEAT):
-            watch = threading.Timer(timeout.total_seconds(), _give_up, (node,))
-            watch.daemon = True
-            watch.start()
+        while not ended.wait(HEARTBEAT_SECONDS):
+            # `store.add` itself blocks without a limit when the link is cut.
+            watchdog = threading.Timer(timeout.total_seconds(), _exit_process, (node,))
+            watchdog.daemon = True
+            watchdog.start()
             try:
-                store.add(_beats(node), 1)
+                store.add(_heartbeat_key(node), 1)
             finally:
-                watch.cancel()
+                watchdog.cancel()
 
 
-def _give_up(node: Node) -> None:
-    """The kernel then kills the ranks."""
-    print(f"error: {_gone(node)}", file=sys.stderr, flush=True)
+def _exit_process(node: Node) -> None:
+    # Without cleanup, which would wait for the store. The ranks have asked the kernel to kill them
+    # when this process ends.
+    print(f"error: {_no_answer(node)}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def _gone(node: Node) -> str:
+def _no_answer(node: Node) -> str:
     return f"node 0 no longer answers at {node.endpoint}: it has ended, or cannot be reached"
 
 
 def _check_address(node: Node) -> str:
-    """The address of this node on the way to node 0.
+    """The address of this node's interface towards node 0.
 
     Raises:
-        ConfigError: there is no such host; or this is node 0, but the host is not this one, or the
-            port is in use.
+        ConfigError: the host does not exist; or, on node 0, the host is another machine or the port
+            is in use.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
+        family, socket_type, _, _, address = socket.getaddrinfo(
             node.host, node.port, type=socket.SOCK_STREAM
         )[0]
         if node.rank == 0:
-            with socket.socket(family, kind) as probe:
+            with socket.socket(family, socket_type) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 probe.listen()
+        # Connecting a UDP socket sends nothing: the kernel only chooses the outgoing interface.
         with socket.socket(family, socket.SOCK_DGRAM) as route:
             route.connect(address)
             return str(route.getsockname()[0])
     except OSError as error:
         hint = (
-            ": it must name this node, since --node-rank is 0, and a port that no other run uses"
+            "\nuse an address of this node, because --node-rank is 0, and a port that no other run"
+            " uses"
             if node.rank == 0
             else ""
         )
         raise ConfigError(f"--rdzv {node.endpoint}: {error.strerror}{hint}") from None
 
 
-def _claim(store: Store, node: Node) -> None:
-    """Takes the rank of a node; that of a node that is gone can be taken anew.
+def _claim_rank(store: Store, node: Node) -> None:
+    """Claim the node rank; the rank of a node that has ended can be claimed again.
 
     Raises:
-        ConfigError: another node has it.
+        ConfigError: a live node has this rank.
     """
     holder = f"holder of node {node.rank}"
     if store.add(f"claims of node {node.rank}", 1) > 1:
-        beats = store.add(_beats(node), 0)
-        time.sleep(3 * BEAT)
-        if store.add(_beats(node), 0) > beats:
+        # An earlier holder is alive if its heartbeats continue.
+        heartbeats = store.add(_heartbeat_key(node), 0)
+        time.sleep(3 * HEARTBEAT_SECONDS)
+        if store.add(_heartbeat_key(node), 0) > heartbeats:
             raise ConfigError(
-                f"--node-rank {node.rank} is taken by {store.get(holder).decode()}: give each node"
-                " its own, and each run its own --rdzv"
+                f"--node-rank {node.rank} is taken by {store.get(holder).decode()}\n"
+                "give each node its own --node-rank, and each run its own --rdzv"
             )
     store.set(holder, f"process {os.getpid()} on {socket.gethostname()}")
 
 
-def _beats(node: Node) -> str:
+def _heartbeat_key(node: Node) -> str:
     return f"beats of node {node.rank}"

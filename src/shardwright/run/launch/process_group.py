@@ -1,4 +1,4 @@
-"""The process group and the device of a launched rank."""
+"""Process group and device of a launched rank."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from shardwright.errors import CommunicationError, ConfigError
 TIMEOUT = timedelta(minutes=10)
 
 DeviceChoice = Literal["auto", "cpu"]
-"""Where ranks compute: on the accelerators of their machines where there are any, or on the CPU."""
+"""Device type of ranks: `auto` uses accelerators if the machine has any, `cpu` does not."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The environment that a launcher (torchrun or ours) sets up for a process.
+    """Rank and world size of this process, as its launcher (torchrun or ours) sets them.
 
     Args:
-        rank, size: among all processes.
-        local_rank, local_size: among those of this machine.
+        rank, size: global rank and world size.
+        local_rank, local_size: rank and number of ranks on this machine.
         restarts: number of restarts after failures so far.
     """
 
@@ -52,7 +52,7 @@ class World:
 
     @staticmethod
     def from_environment() -> World:
-        """The world of this process; a world of size 1 if it was not started by a launcher."""
+        """Read the environment variables of the launcher; a world of size 1 without a launcher."""
         if not is_launched():
             return World(rank=0, size=1, local_rank=0, local_size=1)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -68,7 +68,7 @@ def is_launched() -> bool:
 
 
 def local_device(world: World, choice: DeviceChoice = "auto") -> torch.device:
-    """The accelerator of this process, or the CPU, where that is the choice or there is no other.
+    """The accelerator of this process; the CPU if chosen, or without accelerators.
 
     Raises:
         ConfigError: this machine has fewer accelerators than ranks.
@@ -80,44 +80,47 @@ def local_device(world: World, choice: DeviceChoice = "auto") -> torch.device:
 def process_group(
     world: World, timeout: timedelta = TIMEOUT, device: DeviceChoice = "auto"
 ) -> Iterator[torch.device]:
-    """Joins the default process group, with the default backend of this process's device.
+    """Context with the default process group, on the default backend of this process's device.
 
-    A world of size 1 needs no group, and creates none.
+    A world of size 1 creates no group.
 
     Args:
-        timeout: collectives that wait longer fail, because other ranks have died or are stuck.
-        device: `cpu`, or by default the accelerator of the local rank where there are any.
+        world: rank and world size of this process.
+        timeout: timeout of collectives, after which other ranks count as dead or stuck.
+        device: `cpu`, or by default the accelerator of the local rank, if the machine has any.
 
     Yields:
         The device of this process.
 
     Raises:
-        ConfigError: on all ranks, if some have no accelerator or another kind than others, or two
-            have the same.
-        CommunicationError: if another rank is gone or stuck; the message names the redistribution,
-            or who else waited for it.
+        ConfigError: on all ranks, if ranks have different device types, or two share an
+            accelerator.
+        CommunicationError: another rank is dead or stuck; the message names the redistribution, or
+            the other ranks that waited.
     """
     if world.size == 1:
-        own = local_device(world, device)
-        use_device(own)
-        yield own
+        local = local_device(world, device)
+        use_device(local)
+        yield local
         return
     _die_with_launcher()
     with naming_redistributions():
+        # Compared before the group is created, so that all ranks raise the same error, instead of
+        # waiting for each other in the initialization of their backends.
         fact = device_fact(world, device)
         hardware = None if fact.startswith("none") else hardware_of(local_device(world, device))
         store = _agreed_store(world, {"device": fact}, "devices", timeout, hardware)
-        own = local_device(world, device)
-        use_device(own)
+        local = local_device(world, device)
+        use_device(local)
         dist.init_process_group(
-            backend_of(own),
+            backend_of(local),
             store=store,
             rank=world.rank,
             world_size=world.size,
             timeout=timeout,
-            device_id=None if own.type == "cpu" else own,
+            device_id=None if local.type == "cpu" else local,
         )
-        yield own
+        yield local
     # Not after an error: this would block while other ranks wait in a collective.
     dist.destroy_process_group()
 
@@ -126,51 +129,56 @@ def process_group(
 def same_run(
     world: World, facts: Mapping[str, Any], timeout: timedelta, device: DeviceChoice = "auto"
 ) -> Iterator[None]:
-    """Proves that the ranks of all nodes agree in `facts`, in the number of ranks on their node, in
-    torch and in the type of their device, before anything is planned. The ranks of one node do:
-    their launcher is the same.
+    """Context in which all nodes are known to run the same configuration.
+
+    Compares `facts`, the number of ranks per node, the PyTorch version and the device type, before
+    anything is planned. On a single node nothing is compared: its ranks have the same launcher.
 
     Args:
-        facts: names and values, as JSON knows them.
+        facts: JSON values to compare, by name.
         timeout: how long to wait for the other ranks.
-        device: as for `process_group`.
+        device: see `process_group`.
 
     Raises:
         ConfigError: on all ranks, with the first difference.
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not join in time.
     """
     if world.local_size == world.size:
         yield
         return
     sizes = {"torch": torch.__version__, "ranks on the node": world.local_size}
     facts = {**sizes, "device": device_fact(world, device), **facts}
-    # It ends with the process that serves it, and is needed again by the process group.
+    # Kept alive until the process group, which joins the same store, has ended.
     store = _agreed_store(world, facts, "same run", timeout)
     yield
     del store
 
 
 def _die_with_launcher() -> None:
-    """Has the kernel kill this process when the elastic agent that started it is gone: nobody else
-    would end it if the others continue."""
+    """Ask the kernel to kill this process when the elastic agent that started it dies.
+
+    Nothing else would end it while ranks on other nodes continue.
+    """
     if dist.is_torchelastic_launched() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def join_store(world: World, timeout: timedelta) -> Store:
-    """The store through which the processes find each other: their launcher's, or rank 0's.
+    """Join the rendezvous store, which the launcher or rank 0 serves.
 
-    The launcher's survives restarts, so each start has its own prefix and sees no earlier keys.
+    A launcher's store survives restarts, so keys get a prefix with the number of the restart.
     """
     store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     store.set_timeout(timeout)
-    # Nodes that came later have seen fewer restarts than others; their launchers keep no store.
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    return PrefixStore(f"restart {world.restarts if kept else 0} of {world.size} ranks", store)
+    # With several nodes, rank 0 serves a new store at each start. The number of restarts must not
+    # be in the prefix then: nodes that joined later have counted fewer.
+    is_persistent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    restarts = world.restarts if is_persistent else 0
+    return PrefixStore(f"restart {restarts} of {world.size} ranks", store)
 
 
 def device_fact(world: World, choice: DeviceChoice) -> str:
-    """The type of this rank's device, or why it has none, for other ranks to compare."""
+    """The device type of this rank, or why it has no device, to compare between ranks."""
     try:
         return local_device(world, choice).type
     except ConfigError as error:
@@ -184,21 +192,22 @@ def _agreed_store(
     timeout: timedelta,
     own: str | None = None,
 ) -> Store:
-    """The store of the processes, once all ranks have been found to agree; see `check_same_facts`.
+    """Join the store, and check that `facts` are equal on all ranks; see `check_same_facts`.
 
     Args:
-        purpose: a name of this comparison.
+        purpose: prefix of the keys of this comparison.
         timeout: how long to wait for the other ranks.
+        own: a value that must differ between ranks, such as the hardware id of their device.
 
     Raises:
         ConfigError: on all ranks, with the first difference.
-        CommunicationError: a rank did not come.
+        CommunicationError: a rank did not join in time.
     """
     try:
         joined = join_store(world, timeout)
         check_same_facts(PrefixStore(purpose, joined), world.rank, world.size, facts, own)
     except RuntimeError as error:
         raise CommunicationError(
-            f"not all {world.size} ranks came within {timeout.total_seconds():.0f} s"
+            f"not all {world.size} ranks joined within {timeout.total_seconds():.0f} s"
         ) from error
     return joined

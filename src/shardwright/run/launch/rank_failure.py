@@ -1,5 +1,4 @@
-"""How a run ended that did not succeed, and which rank made it fail: the others then fail too,
-because they wait for it."""
+"""Finds the rank that made a run fail; the other ranks fail too, because they wait for it."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from pathlib import Path
 from shardwright.errors import CommunicationError
 from shardwright.run.launch.log_folder import LogFolder
 
-# Signals that indicate a lost device; SIGABRT is not one of them, libraries raise it on errors.
+# Signals that indicate a lost device. Not SIGABRT, which libraries raise on ordinary errors.
 DEVICE_LOSS_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -20,7 +19,9 @@ class RankFailedError(Exception):
     """A rank failed or was killed; the message gives the rank, the reason and its log.
 
     Args:
-        kind, text: type name and message of the exception that terminated it, if any.
+        message: the message.
+        kind, text: type name and message of the exception that ended the rank; empty if it raised
+            none.
         lost: the ranks that were killed.
     """
 
@@ -34,7 +35,7 @@ class RankFailedError(Exception):
 
 
 class StoppedError(Exception):
-    """The run was stopped by a signal to the launching process, such as Ctrl-C."""
+    """The launching process received a signal to stop, for example by Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(
@@ -45,7 +46,7 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class RankError:
-    """The exception that terminated a rank."""
+    """The exception that ended a rank: type name, message and traceback."""
 
     kind: str
     text: str
@@ -53,7 +54,7 @@ class RankError:
 
     @staticmethod
     def read(file: Path) -> RankError | None:
-        """What torch.distributed's `record` wrote; None if it wrote nothing, or not all of it."""
+        """Read the file written by `torch.distributed`'s `record`; None if missing or cut off."""
         try:
             message = json.loads(file.read_text())["message"]
         except (FileNotFoundError, json.JSONDecodeError):
@@ -63,7 +64,7 @@ class RankError:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another rank is to blame."""
+        """Whether the exception follows from the failure of another rank."""
         return self.kind == CommunicationError.__name__
 
 
@@ -72,12 +73,13 @@ class RankEnd:
     """How the process of a rank ended.
 
     Args:
-        status: its exit status; minus the number of the signal that killed it, if one did; None if
-            nothing could end it.
-        time: when it was seen to have ended, on any clock.
-        signals: those that the launcher sent to it.
-        stopped_by: the signal by which it was stopped when the launcher ended it, if it was.
-        error: the exception that it raised, if it did.
+        rank, pid: the rank and its process id.
+        status: the exit status; the negative signal number if a signal killed it; None if it could
+            not be killed.
+        time: when its end was observed, on one clock for all ranks.
+        signals: signals that the launcher sent to it.
+        stopped_by: the signal that had stopped it (SIGSTOP, SIGTSTP) when the launcher ended it.
+        error: the exception that it raised.
     """
 
     rank: int
@@ -90,25 +92,26 @@ class RankEnd:
 
     @property
     def killed_by(self) -> int | None:
-        """The signal that killed it, unless the launcher sent that."""
+        """The signal that killed it, unless the launcher sent it."""
         if self.status is None or self.status >= 0 or -self.status in self.signals:
             return None
         return -self.status
 
     @property
     def is_lost(self) -> bool:
+        """Whether its device counts as lost."""
         return self.killed_by in DEVICE_LOSS_SIGNALS
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether no other rank can be to blame."""
+        """Whether it failed for a reason of its own, not because of another rank."""
         if self.error is not None:
             return not self.error.is_consequence
         return self.killed_by is not None or (self.status not in (0, None) and not self.signals)
 
     @property
-    def explains(self) -> bool:
-        """Whether no other rank can explain the failure better."""
+    def is_root_cause(self) -> bool:
+        """Whether this end alone explains the failure of the run."""
         return self.is_lost or (self.error is not None and self.failed_by_itself)
 
     def __str__(self) -> str:
@@ -122,13 +125,15 @@ class RankEnd:
         if self.error is not None:
             return f"rank {self.rank} failed"
         if self.signals:
-            return f"{name} did not answer the others"
+            return f"{name} did not answer the other ranks"
         return f"rank {self.rank} exited with status {self.status}"
 
 
 def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
-    """The failure that the others follow from. In this order: ranks that were killed; that were
-    stopped; that failed by themselves; that still ran when others gave up waiting; that gave up.
+    """The failure from which the others follow.
+
+    Candidates in order: ranks that were killed, were stopped, failed for a reason of their own,
+    still ran when others timed out, timed out. Among equals the earliest wins.
     """
     groups = (
         [end for end in ends if end.is_lost],
@@ -139,12 +144,13 @@ def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
     )
     causes = sorted(next(filter(None, groups)), key=lambda end: (end.time, end.rank))
     first, error = causes[0], causes[0].error
-    told = [first] if error is not None else [end for end in causes if end.error is None]
-    message = f"{', '.join(map(str, told))}; its log: {logs.stderr(first.rank)}"
+    named = [first] if error is not None else [end for end in causes if end.error is None]
+    message = f"{', '.join(map(str, named))}; its log: {logs.stderr(first.rank)}"
     if error is not None and not error.is_consequence:
         message += f"\n{error.traceback}"
     elif error is None and first.killed_by is None:
-        waited = [end for end in ends if end.error is not None and end.error.is_consequence]
-        message += "".join(f"\n{end}" for end in waited[:1])
+        # One timed-out rank, whose message names the collective in which it waited.
+        timed_out = [end for end in ends if end.error is not None and end.error.is_consequence]
+        message += "".join(f"\n{end}" for end in timed_out[:1])
     lost = frozenset(end.rank for end in ends if end.is_lost)
     return RankFailedError(message, error.kind if error else "", error.text if error else "", lost)

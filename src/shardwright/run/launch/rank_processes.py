@@ -1,4 +1,4 @@
-"""The processes of local ranks: how they start, when they have failed, how they end."""
+"""Processes of local ranks: starting, monitoring and terminating them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from shardwright.core.runtime.accelerator import LOOPBACK, loopback_interfaces
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.rank_failure import RankEnd, RankError
 
-# Seconds between two looks at the processes.
-POLL = 0.05
+# Seconds between two checks of the processes.
+POLL_SECONDS = 0.05
 
-# Seconds that ranks have to fail too, after one failed that may have waited for another.
-GRACE = 2.0
+# After a rank fails with an error that another rank may have caused: seconds to wait for the
+# failure of that other rank, which is the one to report.
+GRACE_SECONDS = 2.0
 
-# How long ranks may take to exit after SIGTERM before they are killed, and after SIGKILL before
-# they are left behind, in seconds: a process may hang in the kernel.
+# Seconds after SIGTERM until ranks are killed, and after SIGKILL until they are abandoned: a
+# process may hang in the kernel.
 SHUTDOWN_SECONDS = 5
 KILL_SECONDS = 2
 
-# The kernel kills a rank whose launcher is gone. Only the process itself can ask for that; it does
-# so before it becomes the rank, and the launcher may be gone by then.
+# Asks the kernel to kill the rank when its launcher dies. Only the process itself can ask, so this
+# runs before the rank's own code; it checks that the launcher has not already died.
 START_RANK = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -46,9 +47,13 @@ class RankProcess:
     """The process of one rank.
 
     Args:
-        ended: when it was seen to have ended, on the monotonic clock.
-        seconds_stopped: how long it has been stopped.
-        signals: those that were sent to it.
+        rank: the rank.
+        process: its process.
+        logs: the log folder of the run.
+        ended: when its end was observed, on the monotonic clock; None while it runs.
+        seconds_stopped: how long it has been stopped by a signal such as SIGSTOP.
+        stopped_by: the signal that stopped it; None while it is not stopped.
+        signals: signals that this launcher sent to it.
     """
 
     rank: int
@@ -67,11 +72,12 @@ class RankProcess:
         logs: LogFolder,
         locks: Collection[int],
     ) -> RankProcess:
-        """Starts `python <command>`.
+        """Start `python <command>`, with output to the log folder.
 
         Args:
             locks: file descriptors that the process inherits.
         """
+        # -I -S (isolated, no site-packages): START_RANK needs the standard library only.
         start = ["-I", "-S", "-c", START_RANK, str(os.getpid())] if sys.platform == "linux" else []
         with logs.stdout(rank).open("wb") as stdout, logs.stderr(rank).open("wb") as stderr:
             process = subprocess.Popen(
@@ -84,7 +90,7 @@ class RankProcess:
         return RankProcess(rank, process, logs)
 
     def poll(self) -> bool:
-        """Whether it still runs."""
+        """Update the state of the process; return whether it is still running."""
         if self.ended is not None:
             return False
         if self.process.poll() is not None:
@@ -92,15 +98,17 @@ class RankProcess:
             return False
         if not self.signals:
             self.stopped_by = _stop_signal(self.process.pid)
-        self.seconds_stopped = self.seconds_stopped + POLL if self.stopped_by else 0.0
+        self.seconds_stopped = self.seconds_stopped + POLL_SECONDS if self.stopped_by else 0.0
         return True
 
     def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process, and record it."""
         self.signals.add(number)
         self.process.send_signal(number)
 
     @property
     def end(self) -> RankEnd:
+        """How the process ended."""
         return RankEnd(
             self.rank,
             self.process.pid,
@@ -113,7 +121,8 @@ class RankProcess:
 
 
 def _stop_signal(pid: int) -> int | None:
-    """The signal by which a child process is stopped, if it is."""
+    """The signal that has stopped a child process; None if it is not stopped."""
+    # WNOWAIT leaves the process waitable, so that `Popen.poll` still sees its end.
     try:
         stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -124,28 +133,29 @@ def _stop_signal(pid: int) -> int | None:
 def wait_for_ranks(
     ranks: Sequence[RankProcess], timeout: timedelta, received: Collection[int]
 ) -> None:
-    """Waits until all ranks have ended, or one has failed. A failure that another rank may explain
-    is given some time for that.
+    """Wait until all ranks have ended, or one has failed.
+
+    After a failure that another rank may have caused, waits `GRACE_SECONDS` more for that rank.
 
     Args:
-        timeout: how long a rank may be stopped.
-        received: signals that this process received; the wait ends with the first.
+        timeout: how long a rank may be stopped by a signal.
+        received: stop signals that this process has received; the first one ends the wait.
     """
-    patience = GRACE
-    while patience > 0 and not received:
+    grace_left = GRACE_SECONDS
+    while grace_left > 0 and not received:
         running = [rank for rank in ranks if rank.poll()]
         failed = [rank.end for rank in ranks if rank.process.returncode]
-        if not running or any(end.explains for end in failed):
+        if not running or any(end.is_root_cause for end in failed):
             return
         if any(rank.seconds_stopped > timeout.total_seconds() for rank in running):
             return
-        patience -= POLL if failed else 0
-        time.sleep(POLL)
+        grace_left -= POLL_SECONDS if failed else 0
+        time.sleep(POLL_SECONDS)
 
 
 def end_ranks(ranks: Sequence[RankProcess]) -> None:
-    """Ends the processes that still run: by SIGKILL those that are stopped, which no other signal
-    reaches, or that do not heed SIGTERM."""
+    """Terminate running processes with SIGTERM, and kill those that do not exit."""
+    # SIGTERM stays pending for a stopped process: only SIGKILL reaches it.
     for rank in ranks:
         if rank.poll():
             rank.send(signal.SIGKILL if rank.stopped_by else signal.SIGTERM)
@@ -159,17 +169,18 @@ def end_ranks(ranks: Sequence[RankProcess]) -> None:
 def _await_end(ranks: Sequence[RankProcess], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while [rank for rank in ranks if rank.poll()] and time.monotonic() < deadline:
-        time.sleep(POLL / 5)
+        time.sleep(POLL_SECONDS / 5)
 
 
 @contextmanager
 def serve_store() -> Iterator[int]:
-    """Serves the store through which the ranks find each other, to this machine only: what ranks
-    read from it is unpickled, so who writes to it runs code in them.
+    """Context that serves the rendezvous store of the ranks.
 
     Yields:
-        Its port.
+        The port of the store.
     """
+    # On the loopback interface only: ranks unpickle values of the store, so whoever can write to it
+    # can run code in them. TCPStore itself would listen on all interfaces.
     listener = socket.socket()
     listener.bind((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -185,9 +196,9 @@ def serve_store() -> Iterator[int]:
 
 
 def process_settings(num_local: int) -> dict[str, str]:
-    """What the ranks of one machine get in their environment unless the user says otherwise."""
+    """Default environment variables of the ranks of one machine."""
     return {
-        # Cores are divided among the ranks.
+        # Each rank would start one thread per core, and the ranks would compete for them.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_local)),
         # Otherwise the last lines of a killed rank are lost.
         "PYTHONUNBUFFERED": "1",
@@ -197,8 +208,10 @@ def process_settings(num_local: int) -> dict[str, str]:
 def rank_environments(
     num_ranks: int, store_port: int, restart: int, max_restarts: int
 ) -> list[dict[str, str]]:
-    """For each rank the environment that torchrun would set up, without other hosts: what the
-    backends listen on is the loopback interface, unless the user chose another."""
+    """Environment variables of each rank, as torchrun sets them on a single machine.
+
+    Communication backends listen on the loopback interface unless the user sets another.
+    """
     size = str(num_ranks)
     shared = {
         **loopback_interfaces(),

@@ -1,1 +1,1 @@
-"""The training loop, its records and its profile."""
+"""The training loop, its step records and its profile."""

@@ -1,4 +1,4 @@
-"""Where a number that is not finite first appears: a step runs again, each result looked at."""
+"""Finds the operator that first produces NaN or infinity, by repeating a step with checks."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from shardwright.core.runtime.dtensor import own_tensor
 from shardwright.core.torch_internals import pytree
 
 NOWHERE = 2**62
-KINDS: Mapping[str, Callable[[Tensor], Tensor]] = {
+"""The order of a rank that has found no such number, after all others."""
+
+NON_FINITE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "nan": torch.isnan,
     "inf": torch.isposinf,
     "-inf": torch.isneginf,
 }
 
 
-def kind_of(tensor: Tensor) -> str | None:
-    """Which of `KINDS` is in a tensor, nan before others; None if it is finite."""
+def non_finite_value(tensor: Tensor) -> str | None:
+    """The first key of `NON_FINITE` that occurs in a tensor; None if it is finite."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not values.numel() or bool(torch.isfinite(values).all()):
         return None
-    return next(kind for kind, has in KINDS.items() if bool(has(values).any()))
+    return next(name for name, test in NON_FINITE.items() if bool(test(values).any()))
 
 
-def earliest(net: torch.nn.Module, order: int, text: str) -> str | None:
-    """The text of the rank with the smallest number, on every rank; None if none has any.
+def earliest_of_ranks(net: torch.nn.Module, order: int, text: str) -> str | None:
+    """Compare the findings of all ranks; return the earliest on every rank, or None without any.
 
     Args:
-        order: of this rank's text; `NOWHERE` if it has none.
+        order: the order of this rank's finding in time; `NOWHERE` without one.
+        text: the description of this rank's finding.
     """
     if not (
         isinstance(net, ParallelModule) and net.execution.devices.several and has_other_ranks()
@@ -52,36 +55,46 @@ def earliest(net: torch.nn.Module, order: int, text: str) -> str | None:
 
 
 def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None:
-    """Runs the training step of a batch, which must be prepared to run as before, and says where on
-    all ranks a number that is not finite first appears; None if the step is finite this time.
+    """Repeat a training step and find the first non-finite value on any rank.
 
+    The caller must have restored buffers and random generators to their state before the step.
     Gradients are left in the parameters.
+
+    Returns:
+        The description of the first non-finite value; None if the repeated step is finite.
     """
-    watch = _Watch()
+    checker = _ResultChecker()
     order, text = NOWHERE, ""
-    for place, (name, tensor) in enumerate(_read(net, batch)):
-        kind = kind_of(own_tensor(tensor))
-        if kind is not None:
-            order, text = min((order, text), (place, f"{name} holds {kind}"))
+    for index, (name, tensor) in enumerate(_inputs(net, batch)):
+        value = non_finite_value(own_tensor(tensor))
+        if value is not None:
+            order, text = min((order, text), (index, f"{name} holds {value}"))
+    # Without finite inputs, the first operator would be blamed.
     if order == NOWHERE:
-        with watch:
+        with checker:
             net.train_step(*batch)
-        order, text = watch.result(net.execution.devices.stage, net.execution.devices.stages)
-    return earliest(net, order, text)
+        order, text = checker.result(net.execution.devices.stage, net.execution.devices.stages)
+    return earliest_of_ranks(net, order, text)
 
 
-def _read(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for number, tensor in enumerate(batch):
+def _inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Rows of the batch, then the parameters, by name."""
+    for index, tensor in enumerate(batch):
         for row, values in enumerate(tensor if tensor.ndim else tensor.view(1)):
-            yield f"the batch itself: row {row} of input {number}", values
+            yield f"the batch itself: row {row} of input {index}", values
     yield from ((f"parameter {name}", p) for name, p in net.named_parameters())
 
 
 @dataclass
-class _Watch(TorchFunctionMode):
-    """Looks at the results of a program's operators, forward and backward."""
+class _ResultChecker(TorchFunctionMode):
+    """Checks all results of a program's operators and their gradients.
 
-    counted: int = 0
+    Args:
+        num_checked: tensors checked so far, which numbers the findings in order of time.
+        forward, backward: the first finding of each kind: its number and description.
+    """
+
+    num_checked: int = 0
     forward: dict[str, tuple[int, str]] = field(default_factory=dict)
     backward: dict[str, tuple[int, str]] = field(default_factory=dict)
 
@@ -92,50 +105,57 @@ class _Watch(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        place = program_line()
-        # What is communicated may not have arrived yet.
-        if place is None or not place.computes or "empty" in getattr(function, "__name__", ""):
+        line = program_line()
+        # Asynchronous collectives: their result may not have arrived yet. `empty` allocates
+        # uninitialized memory, which may contain NaN.
+        if line is None or not line.computes or "empty" in getattr(function, "__name__", ""):
             return result
-        read = {_memory(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        # Views of arguments were checked when the arguments were computed.
+        arguments = pytree.tree_leaves((args, kwargs))
+        addresses = {_address(t) for t in arguments if isinstance(t, Tensor)}
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and _memory(tensor) not in read:
-                self._look(self.forward, tensor, place, "the output of")
+            if isinstance(tensor, Tensor) and _address(tensor) not in addresses:
+                self._check(self.forward, tensor, line, "the output of")
                 if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_hook(self._looking_back(place))
+                    tensor.grad_fn.register_hook(self._backward_hook(line))
         return result
 
-    def _looking_back(self, place: ProgramLine) -> Callable[[Any, Any], None]:
-        def look(gradients: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
+    def _backward_hook(self, line: ProgramLine) -> Callable[[Any, Any], None]:
+        def hook(gradients: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
             for gradient in gradients:
                 if gradient is not None:
-                    self._look(self.backward, gradient, place, "the gradient of")
+                    self._check(self.backward, gradient, line, "the gradient of")
 
-        return look
+        return hook
 
-    def _look(
-        self, seen: dict[str, tuple[int, str]], tensor: Tensor, place: ProgramLine, what: str
+    def _check(
+        self, findings: dict[str, tuple[int, str]], tensor: Tensor, line: ProgramLine, role: str
     ) -> None:
-        self.counted += 1
-        kind = kind_of(tensor.detach())
-        if kind is not None and kind not in seen:
-            seen[kind] = (self.counted, f"{kind} first in {what} {place}")
+        self.num_checked += 1
+        value = non_finite_value(tensor.detach())
+        if value is not None and value not in findings:
+            findings[value] = (self.num_checked, f"{value} first in {role} {line}")
 
     def result(self, stage: int, stages: int) -> tuple[int, str]:
-        """Where in time, and in words, it began on this rank."""
-        for phase, seen in ((1, self.forward), (2, self.backward)):
-            kind = next((kind for kind in KINDS if kind in seen), None)
-            if kind is None or (phase == 1 and kind == "-inf"):  # as masks are
+        """The order in time and the description of this rank's first finding."""
+        for phase, findings in ((1, self.forward), (2, self.backward)):
+            value = next((value for value in NON_FINITE if value in findings), None)
+            # Attention masks contain -inf in every finite step.
+            if value is None or (phase == 1 and value == "-inf"):
                 continue
-            number, text = seen[kind]
-            turn = stage if phase == 1 else stages - stage
-            infinite = seen.get("inf")
-            if kind == "nan" and infinite is not None and infinite[0] < number:
+            number, text = findings[value]
+            # Comparable between ranks: the forward pass runs from the first pipeline stage to the
+            # last, the backward pass in reverse.
+            stage_order = stage if phase == 1 else stages - stage
+            infinite = findings.get("inf")
+            if value == "nan" and infinite is not None and infinite[0] < number:
                 text += f", after {infinite[1]}"
-            return (phase * 2**16 + turn) * 2**40 + number, text
+            return (phase * 2**16 + stage_order) * 2**40 + number, text
         return NOWHERE, ""
 
 
-def _memory(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
+    # Tensors without storage, such as sparse or wrapper tensors, raise here.
     with suppress(RuntimeError, NotImplementedError):
         return tensor.untyped_storage().data_ptr()
     return id(tensor)

@@ -1,4 +1,4 @@
-"""The training loop, for modules of `parallelize` and any other module that returns its loss."""
+"""The training loop for modules that return their loss, parallelized or not."""
 
 from __future__ import annotations
 
@@ -36,29 +36,34 @@ def train(
     non_finite: NonFinite = "stop",
     evaluation: Evaluation | None = None,
 ) -> None:
-    """Train `net`, which returns the loss of a batch, for `epochs` epochs.
+    """Train `net` for `epochs` epochs.
 
     Args:
+        net: a module that returns the loss of a batch; a `ParallelModule` runs its pipeline
+            schedule and micro-batches.
+        batches: the training data.
         device: the device to which batches are moved.
         on_step: called after every step.
         max_steps: total number of steps, over all epochs and including those before `start`.
         start: the position at which to resume.
         after_step: called after `on_step` with the new position.
         rate: maps a step to its learning rate; by default the optimizer's own is used.
-        clip_norm: maximum total norm of the gradients.
-        non_finite: what follows a step whose loss or gradient norm is not finite: `stop` or `skip`.
-        evaluation: computes the loss on other batches, which is in the record of the step.
+        clip_norm: maximum global norm of the gradients; None for no clipping.
+        non_finite: `stop` the run at a step whose loss or gradient norm is not finite, or `skip`
+            the step.
+        evaluation: periodic evaluation, whose loss is added to the step record.
 
     Raises:
-        NonFiniteError: on every rank, after such a step, or if parameters are not finite; names the
-            step and the operator where it began.
+        NonFiniteError: on every rank, if a loss or gradient norm is not finite and `non_finite` is
+            `stop`, or if parameters are not finite; names the step and the operator.
     """
     net.train()
     remaining = None if max_steps is None else max(0, max_steps - start.step)
     steps = NonFiniteSteps(net, optimizer, non_finite)
     waits = net.execution.devices.waits if isinstance(net, ParallelModule) else Waits()
     for position, batch in islice(_steps(batches, epochs, start), remaining):
-        waits.taken()  # Those of an evaluation are none of a step.
+        # Reset: waits during an evaluation or a checkpoint do not belong to the step.
+        waits.taken()
         started = perf_counter()
         inputs = [tensor.to(device) for tensor in batch]
         steps.remember()
@@ -70,22 +75,29 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         else:
-            steps.take_back(inputs, loss, norm, _in_words(batches, position))
+            steps.take_back(inputs, loss, norm, _describe(batches, position))
         speed, exposed = batches.batch_size / (perf_counter() - started), waits.taken()
-        after = batches.after(position)
-        evaluated = None if evaluation is None else evaluation.after(after.step, net, device)
-        used = float(optimizer.param_groups[0]["lr"])
-        record = StepRecord(position.epoch, position.batch, loss, speed, evaluated, used)
+        next_position = batches.after(position)
+        evaluation_loss = (
+            None if evaluation is None else evaluation.after(next_position.step, net, device)
+        )
+        learning_rate = float(optimizer.param_groups[0]["lr"])
+        record = StepRecord(
+            position.epoch, position.batch, loss, speed, evaluation_loss, learning_rate
+        )
         on_step(replace(record, exposed_communication=exposed))
         if after_step is not None:
-            after_step(after)
+            after_step(next_position)
 
 
 def _with_gradients(
     net: nn.Module, batch: Sequence[Tensor], clip_norm: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Runs forward and backward, for a `ParallelModule` over all micro-batches and stages; returns
-    the loss, and the norm of all gradients before they are clipped."""
+    """Run forward and backward, and clip gradients.
+
+    Returns:
+        The loss, and the global gradient norm before clipping.
+    """
     max_norm = math.inf if clip_norm is None else clip_norm
     if isinstance(net, ParallelModule):
         return net.train_step(*batch), net.clip_grad_norm_(max_norm)
@@ -94,7 +106,7 @@ def _with_gradients(
     return loss, nn.utils.clip_grad_norm_(net.parameters(), max_norm)
 
 
-def _in_words(batches: Batches, position: Position) -> str:
+def _describe(batches: Batches, position: Position) -> str:
     first = batches.first_sample(position)
     last = first + batches.batch_size - 1
     return (
@@ -108,7 +120,8 @@ def _steps(
 ) -> Iterator[tuple[Position, tuple[Tensor, ...]]]:
     position = start
     for epoch in range(start.epoch, epochs):
-        if position.epoch < epoch:  # What was left of the epoch is less than a batch.
+        # Fewer samples than a batch were left in the epoch at which the run resumed.
+        if position.epoch < epoch:
             position = Position(position.step, epoch)
         for batch in batches.epoch(epoch, batches.first_sample(position)):
             yield position, batch

@@ -14,9 +14,11 @@ class LRSchedule:
 
     Args:
         kind: the decay: `constant` (none), `cosine`, `linear` or `polynomial`.
+        peak: learning rate at the end of the warmup.
+        end: learning rate at the end of the decay.
         warmup_steps: number of warmup steps.
         warmup_ratio: warmup as a fraction of all steps; overrides `warmup_steps`.
-        total_steps: steps after which the rate stays at `end`; None for those of the run.
+        total_steps: steps after which the rate stays at `end`; None for the length of the run.
         power: exponent of `polynomial`.
     """
 
@@ -42,7 +44,7 @@ class LRSchedule:
         return self.end + (self.peak - self.end) * self._remaining(progress)
 
     def _remaining(self, progress: float) -> float:
-        """The fraction of the decay that remains at `progress` between 0 and 1."""
+        """The fraction of `peak - end` that is left at `progress` in 0…1 of the decay."""
         if self.kind == "cosine":
             return (1 + cos(pi * progress)) / 2
         return float((1 - progress) ** (1.0 if self.kind == "linear" else self.power))

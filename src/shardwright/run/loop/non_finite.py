@@ -1,4 +1,4 @@
-"""What training does when a loss, a gradient or a parameter is not finite."""
+"""Stops training or skips a step if a loss, a gradient or a parameter is not finite."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ from shardwright.core.runtime.dtensor import own_tensor
 from shardwright.errors import NonFiniteError
 from shardwright.run.loop.first_non_finite import (
     NOWHERE,
-    earliest,
+    earliest_of_ranks,
     first_non_finite,
-    kind_of,
+    non_finite_value,
 )
 
 log = logging.getLogger(__name__)
 
 NonFinite = Literal["stop", "skip"]
-"""After a step whose loss or gradient norm is not finite: end the run, or go on without it."""
+"""What to do with a step whose loss or gradient norm is not finite: stop the run, or skip it."""
 
 
 @dataclass
 class NonFiniteSteps:
-    """Takes back steps whose loss or gradient norm is not finite, on all ranks alike.
+    """Undoes steps whose loss or gradient norm is not finite, on all ranks.
+
+    Loss and norm are reduced over all ranks, so every rank takes the same decision.
 
     Args:
-        policy: whether the run then ends.
+        net: the trained module.
+        optimizer: its optimizer, whose gradients are cleared.
+        policy: whether the run stops or the step is skipped.
     """
 
     net: nn.Module
@@ -45,21 +49,23 @@ class NonFiniteSteps:
     _generators: Mapping[str, Tensor] = field(default_factory=dict)
 
     def remember(self) -> None:
-        """Keeps what a step changes before the optimizer does; to be called before each step."""
+        """Save the state that forward and backward change; to be called before each step."""
         self._before = {n: t.detach().clone() for n, t in _changed_by_forward(self.net).items()}
         if not isinstance(self.net, ParallelModule) or not self.net.execution.devices.several:
-            # Several ranks seed each operator; one draws from PyTorch's own generators.
+            # With several ranks each random operator has its own seed; a single device draws from
+            # PyTorch's global generators.
             self._generators = generator_states(device_of(self.net))
 
     def take_back(self, batch: Sequence[Tensor], loss: float, norm: float, where: str) -> None:
-        """Undoes a step before its optimizer's, for which the loss or the norm is not finite.
+        """Undo a step with a non-finite loss or gradient norm, before the optimizer has run.
 
         Args:
-            where: which step it is.
+            batch: the batch of the step, on the device of `net`.
+            where: description of the step, for messages.
 
         Raises:
-            NonFiniteError: if the run is to end, or parameters are not finite, so that no step can
-                be.
+            NonFiniteError: the policy is `stop`, or parameters are not finite, so that every later
+                step would fail too.
         """
         self._restore()
         problem = f"{where}: the loss is {loss:g}, the gradient norm {norm:g}"
@@ -70,48 +76,54 @@ class NonFiniteSteps:
             return
         cause = None
         if isinstance(self.net, ParallelModule):
+            # The repeated step draws the same random numbers.
             self.net.execution.random_step -= 1
             cause = first_non_finite(self.net, batch)
             self._restore()
         self.optimizer.zero_grad()
         raise NonFiniteError(
-            f"{problem}; {cause or 'nothing else is, when the step is run again'}. No later"
-            " checkpoint is saved; train.non_finite: skip leaves such steps out"
+            f"{problem}; {cause or 'a repetition of the step was finite'}. No later checkpoint is"
+            " saved\nset train.non_finite: skip to skip these steps"
         )
 
     def _restore(self) -> None:
-        now = _changed_by_forward(self.net)
+        current = _changed_by_forward(self.net)
         for name, before in self._before.items():
-            own_tensor(now[name]).copy_(own_tensor(before))
+            own_tensor(current[name]).copy_(own_tensor(before))
         set_generator_states(self._generators, device_of(self.net))
         self.optimizer.zero_grad()
 
 
 def check_finite_state(net: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Raises:
-    NonFiniteError: on every rank, if what training has changed is not finite on some.
+    """Check that trained parameters, buffers and optimizer state are finite.
+
+    Raises:
+        NonFiniteError: on every rank, if any rank has a non-finite tensor.
     """
     order, text = NOWHERE, ""
-    for place, (name, tensor) in enumerate(_trained(net, optimizer)):
-        kind = kind_of(own_tensor(tensor))
-        if kind is not None:
-            order, text = place, f"{name} holds {kind}"
+    for index, (name, tensor) in enumerate(_training_state(net, optimizer)):
+        value = non_finite_value(own_tensor(tensor))
+        if value is not None:
+            order, text = index, f"{name} holds {value}"
             break
-    problem = earliest(net, order, text)
+    problem = earliest_of_ranks(net, order, text)
     if problem is not None:
         raise NonFiniteError(
-            f"{where}: {problem}. No checkpoint is saved of it; lower the learning rate, or clip"
-            " gradients with optimizer.clip_norm"
+            f"{where}: {problem}. No checkpoint of this state is saved\n"
+            "lower the learning rate, or clip gradients with optimizer.clip_norm"
         )
 
 
 def is_finite(loss: Tensor, norm: Tensor) -> tuple[bool, float, float]:
-    """Whether both are, and their values, for which the device is waited for once."""
+    """Whether both numbers are finite, and their values on the host."""
+    # Stacked, so that the host waits for the device once, not twice.
     pair: list[float] = torch.stack([loss.detach().double(), norm.detach().double()]).tolist()
     return all(map(math.isfinite, pair)), pair[0], pair[1]
 
 
-def _trained(net: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _training_state(
+    net: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
     names: dict[Tensor, str] = {}
     for name, parameter in net.named_parameters():
         names[parameter] = name
@@ -119,14 +131,14 @@ def _trained(net: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple
             yield f"parameter {name}", parameter
     for name, tensor in _changed_by_forward(net).items():
         yield f"buffer {name}", tensor
-    for trained, state in optimizer.state.items():
+    for param, state in optimizer.state.items():
         for key, tensor in state.items():
             if isinstance(tensor, Tensor):
-                yield f"{key} of the optimizer for {names.get(trained)}", tensor
+                yield f"{key} of the optimizer for {names.get(param)}", tensor
 
 
 def _changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
-    """Buffers, and parameters changed without autograd, to which `forward` gives new values."""
+    """Buffers, and parameters updated in place without autograd, that `forward` changes."""
     if not isinstance(net, ParallelModule):
         return dict(net.named_buffers())
     state = dict(net.named_parameters()) | dict(net.named_buffers())

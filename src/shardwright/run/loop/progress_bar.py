@@ -1,4 +1,4 @@
-"""The console output of a run: the followed log lines and, on a terminal, a live progress bar."""
+"""Console output of a run: log lines of its ranks and, on a terminal, a live progress bar."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class LiveProgress(Progress):
     """A context that prints lines and, if the console is a terminal, a progress bar below them.
 
     Args:
-        num_steps: steps of the whole run, the length of the bar.
-        steps_per_epoch: steps per epoch.
+        console: the console to print to.
+        num_steps: number of steps of the run, the length of the bar.
+        steps_per_epoch: number of steps per epoch.
     """
 
     def __init__(self, console: Console, num_steps: int, steps_per_epoch: int) -> None:
@@ -42,7 +43,7 @@ class LiveProgress(Progress):
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, step: StepRecord) -> None:
-        """Show a finished step on the bar, which moves back when a run is restarted."""
+        """Show a finished step on the bar, which moves back after a restart from a checkpoint."""
         self.update(
             self._run,
             completed=step.epoch * self._steps_per_epoch + step.step + 1,
@@ -57,11 +58,15 @@ POLL_SECONDS = 0.1
 
 @contextmanager
 def followed(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None]:
-    """Within it a function is called with every line that is appended to a file.
+    """Context that follows growing files, like `tail -F`.
 
     The files need not exist yet. If a file is replaced, the old one is read to its end, then the
-    new one from its beginning. On exit all that has been written is still passed on, including a
-    last line without a newline. All functions are called from one background thread.
+    new one from its beginning. On exit, the rest of each file is read, including a last line
+    without a newline.
+
+    Args:
+        on_line: by file, the function to call with each appended line. All functions are called
+            from one background thread.
     """
     files = [_FollowedFile(path, function) for path, function in on_line.items()]
     ended = threading.Event()
@@ -90,7 +95,7 @@ class _FollowedFile:
         self._unfinished = b""
 
     def read(self) -> None:
-        """Pass on the new lines of the file, and of one that has replaced it."""
+        """Pass on new lines of the file, and of the file that replaced it."""
         for file in self._files():
             *lines, self._unfinished = (self._unfinished + file.read()).split(b"\n")
             for line in lines:

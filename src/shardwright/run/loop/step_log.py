@@ -1,4 +1,4 @@
-"""The record of a training step: a line for people, a JSON line for programs, the file of these."""
+"""Step records: printed as a line, and appended to a JSON Lines file."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class StepRecord:
     """One finished training step.
 
     Args:
-        epoch, step: counted from 0, the step within its epoch.
-        loss: the mean loss of the global batch.
-        samples_per_second: of the global batch, over all devices.
-        evaluation_loss: the mean loss on other data after the step, if it was computed.
-        learning_rate: of the step; of several groups of parameters the first one's.
-        tokens_per_second: likewise, of a model that reads tokens.
-        utilization: the share of the peak of all devices that the model's matrix products need, if
-            the plan was made for a cluster.
-        peak_memory: bytes that the accelerator's allocator has given out at most so far, on rank 0.
-        exposed_communication: seconds of the step that the computation of rank 0 waited for
-            communication; in a pipeline also for the micro-batches of other stages.
+        epoch, step: index of the epoch, and of the step within its epoch, both from 0.
+        loss: mean loss of the global batch.
+        samples_per_second: throughput over all devices.
+        evaluation_loss: mean loss on the evaluation data after the step, if evaluated.
+        learning_rate: learning rate of the first parameter group.
+        tokens_per_second: throughput over all devices; None unless samples are token sequences.
+        utilization: model FLOPs utilization (MFU) of all devices, 0 to 1; None if the plan was made
+            without a cluster.
+        peak_memory: peak allocated bytes of the accelerator so far, on rank 0.
+        exposed_communication: seconds for which rank 0's computation waited for communication,
+            including pipeline bubbles.
     """
 
     epoch: int
@@ -43,7 +43,7 @@ class StepRecord:
 
     @property
     def line(self) -> str:
-        """The line that is printed; losses have the shortest digits of their float32 values."""
+        """The line to print, with losses as the shortest text of their float32 value."""
         line = f"epoch: {self.epoch}, step: {self.step}, loss is {np.float32(self.loss)!s}"
         if self.evaluation_loss is not None:
             line += f", evaluation loss is {np.float32(self.evaluation_loss)!s}"
@@ -51,7 +51,7 @@ class StepRecord:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Those that are measured, by name."""
+        """All numbers that were measured, by name, except epoch and step."""
         return {
             k: v for k, v in asdict(self).items() if k not in ("epoch", "step") and v is not None
         }
@@ -65,10 +65,10 @@ class StepRecord:
 
 
 def open_step_log(path: Path, start: Position) -> TextIO:
-    """Opens the step log at `path` to append the steps from `start` on.
+    """Open the step log at `path` to append the steps from `start` on.
 
-    Lines of later steps, which will run again, and a line truncated by a crash are removed first,
-    so that the log never has a step twice.
+    Removes lines of steps after `start`, which will run again, and a line truncated by a crash, so
+    that no step is logged twice.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""Profiles steps of a run on each rank: a trace to be looked at, and a summary."""
+"""Profiles steps of a run on each rank: a Chrome trace, and a summary."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.profiler import profile, schedule, supported_activities
 from shardwright.core.plan.measured import MeasuredRank
 from shardwright.core.runtime.accelerator import peak_bytes, restart_peak
 from shardwright.core.runtime.dtensor import own_tensor
-from shardwright.run.loop.step_summary import StepSummary, most_allocated
+from shardwright.run.loop.step_summary import StepSummary, peak_allocated
 
 TRACE = "trace.json.gz"
 
 
 class StepProfile:
-    """Profiles `steps` steps, after a first one that is slower than those that follow.
+    """Context that profiles `steps` steps, after one warm-up step.
 
     Args:
-        folder: where the trace is written, in the format of Chrome, for `ui.perfetto.dev`.
-        device: of this rank.
+        folder: the folder of the trace, a Chrome trace for `ui.perfetto.dev`.
+        device: the device of this rank.
     """
 
     def __init__(self, steps: int, folder: Path, device: torch.device) -> None:
@@ -46,15 +46,21 @@ class StepProfile:
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def step_ends(self) -> bool:
-        """To be called after each step; whether it was the last of those to be profiled."""
+    def step_done(self) -> bool:
+        """Count a finished step; to be called after each step.
+
+        Returns:
+            Whether it was the last profiled step.
+        """
         if self._done > self.steps:
             return False
         self._done += 1
         last = self._done > self.steps
         if last:
+            # Before `step()`, which writes the trace and would be counted.
             self._seconds = (perf_counter() - self._began) / self.steps
         self._profile.step()
+        # The warm-up step allocates optimizer state and compiles kernels: measure after it.
         if self._done == 1:
             restart_peak(self._device)
             self._began = perf_counter()
@@ -63,28 +69,34 @@ class StepProfile:
     def measured(
         self, rank: int, stage: int, net: nn.Module, optimizer: torch.optim.Optimizer
     ) -> MeasuredRank:
-        """What the steps were like, once the last has ended."""
+        """Summarize the profiled steps, after the last has ended."""
         events = self._profile.events() or []  # type: ignore[no-untyped-call]
         summary = StepSummary.of(events, self.steps, self._accelerated)
         peak = peak_bytes(self._device)
         if peak is None:
-            peak = _kept_bytes(net, optimizer) + most_allocated(events)
-        kinds = dict(summary.kinds)
-        return MeasuredRank(rank, stage, self._seconds, kinds, summary.collectives, peak)
+            # The CPU allocator records no peak: add up the allocation events of the profiler.
+            peak = _persistent_bytes(net, optimizer) + peak_allocated(events)
+        seconds_by_kind = dict(summary.kinds)
+        return MeasuredRank(rank, stage, self._seconds, seconds_by_kind, summary.collectives, peak)
 
 
-def _kept_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What a rank holds between steps: its shards of parameters, buffers and optimizer state."""
+def _persistent_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of a rank between steps: its shards of parameters, buffers and optimizer state."""
     states = (value for state in optimizer.state.values() for value in state.values())
     tensors = (t for t in (*net.parameters(), *net.buffers(), *states) if torch.is_tensor(t))
     storages = (own_tensor(tensor).untyped_storage() for tensor in tensors)
+    # By address, because tied parameters and views share storage.
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def gathered_ranks(mine: MeasuredRank) -> tuple[MeasuredRank, ...]:
-    """What all ranks measured, in their order; nothing on the others. Every rank must call it."""
+def gather_measured(own: MeasuredRank) -> tuple[MeasuredRank, ...]:
+    """Gather the measurements of all ranks on rank 0. Every rank must call it.
+
+    Returns:
+        On rank 0 the measurements in order of ranks; on other ranks nothing.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return (mine,)
-    every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, every)
-    return tuple(every or ())
+        return (own,)
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, gathered)
+    return tuple(gathered or ())

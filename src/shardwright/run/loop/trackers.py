@@ -1,4 +1,4 @@
-"""Where the losses of a run are shown while it lasts: TensorBoard and Weights & Biases."""
+"""Experiment trackers: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from shardwright.errors import ConfigError
 
 Track = Callable[[int, Mapping[str, float]], None]
-"""Takes a step, counted from 1 over all epochs, and the numbers of that step by name."""
+"""Logs a step, counted from 1 over all epochs, and its numbers by name."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises: ConfigError: the package of a tracker is not installed."""
+    """Raise ConfigError if the package of a tracker is not installed."""
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(
-                f"train.log_to: {name} is not installed: pip install 'shardwright[{name}]', or"
-                f" leave {name} out"
+                f"train.log_to: {name} is not installed\n"
+                f"pip install 'shardwright[{name}]', or remove {name} from train.log_to"
             )
 
 
@@ -28,14 +28,15 @@ def check_trackers(names: Sequence[str]) -> None:
 def trackers(
     names: Sequence[str], folder: Path, config: Mapping[str, Any], start: int
 ) -> Iterator[Track]:
-    """What passes the numbers of a step to all trackers of these names.
+    """Open trackers; yields a function that logs the numbers of a step to all of them.
 
     Args:
-        names: `tensorboard`, which writes into a folder of this name, and `wandb`, whose own
-            environment variables name the project and the run.
-        folder: what they write to.
-        config: of the run, to be shown with it.
-        start: the number of steps that are done; TensorBoard drops what it has of later ones.
+        names: `tensorboard`, which writes to the subfolder `tensorboard`, and `wandb`, whose
+            project and run are named by its own environment variables.
+        folder: the folder to which trackers write.
+        config: the configuration of the run, shown by `wandb`.
+        start: number of finished steps; TensorBoard drops records of later steps, which will run
+            again.
     """
     with ExitStack() as stack:
         tracks: list[Track] = []

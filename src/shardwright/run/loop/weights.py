@@ -1,4 +1,4 @@
-"""Initial weights, from a `state_dict` file or another run's checkpoint."""
+"""Loads initial weights from a `state_dict` file or another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def load_weights(net: nn.Module, path: str | Path) -> None:
     """Load weights into `net`. Every rank must call it, and reads only its own shards.
 
     Args:
-        path: a `state_dict` file, a folder of `.safetensors` files, a checkpoint `step-N`, or a
-            folder of checkpoints, of which the newest is loaded.
+        path: a `state_dict` file, a folder of `.safetensors` files, a checkpoint folder `step-N`,
+            or a folder of checkpoints, of which the newest is loaded.
 
     Raises:
-        CheckpointError: if `path` is none of these, or belongs to another model; the message names
-            the first parameter that differs.
+        CheckpointError: `path` is none of these, or belongs to another model; the message names the
+            first parameter that differs.
     """
     path = Path(path)
     if not path.is_dir() or any(path.glob("*.safetensors")):
@@ -35,7 +35,7 @@ def _checkpoint_at(path: Path) -> tuple[Path, int | None]:
     """The folder of checkpoints at `path`, and the step to load; None for the newest.
 
     Raises:
-        CheckpointError: if `path` is neither a checkpoint nor a folder with one.
+        CheckpointError: `path` is neither a checkpoint nor a folder of checkpoints.
     """
     name = NAME.fullmatch(path.name)
     if name is not None:

@@ -108,7 +108,7 @@ class GridComparison:
         self.run, self.cluster, self.devices, self.limit = run, cluster, devices, limit
         self.net = run.model_to_plan()
         self.batch = run.micro_batch_to_plan()
-        self.graph = run.graph_of(self.net, self.batch)
+        self.graph = run.capture_graph(self.net, self.batch)
         parallel = run.config.parallel
         if parallel.recompute is not None and not parallel.recomputes_as_needed:
             mark_recomputed(self.net, parallel.recompute)

@@ -104,8 +104,8 @@ class PlannedConfiguration:
     def plan(self) -> Plan:
         """Raises: ConfigError: the model cannot be divided so."""
         try:
-            model, graph = self.run.configuration.captured()
-            return self.run.configuration.plan_of(
+            model, graph = self.run.configuration.capture()
+            return self.run.configuration.plan_graph(
                 model, graph, self.run.devices, cluster=self.cluster, memory_limit=NO_LIMIT
             )
         except ShardwrightError as error:
@@ -165,7 +165,7 @@ def _configured(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
     path = next(_places(row.file, folder), None)
     if path is None:
         raise ConfigError(f"{row.file}: no such file in {folder} or {folder / 'mindformers'}")
-    configuration = Run.from_file(path).on(row.devices)
+    configuration = Run.from_file(path).for_devices(row.devices)
     if not isinstance(configuration.foreign, MindFormersRun):
         raise ConfigError(f"{row.file}: not a configuration of MindFormers")
     figures = row.model_dump(exclude={"file"})

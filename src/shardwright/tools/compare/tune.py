@@ -89,18 +89,18 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
         ConfigError: `mem_coeff` means nothing in the configuration's mode.
         ShardwrightError: as `Run.plan`.
     """
-    run = run.on(devices).with_micro_batches(devices)
+    run = run.for_devices(devices).with_micro_batches(devices)
     parallel = run.config.parallel
     if parallel.mode != SEARCHES:
         raise ConfigError(f"parallel.mode: {parallel.mode} has no mem_coeff: valid is {SEARCHES}")
-    model, graph = run.captured()
+    model, graph = run.capture()
     main = main_operators(graph)
     limit = _limit(run)
     plans, needs = [], []
     for done, each in enumerate(mem_coeffs):
         report = nested_progress(run.on_progress, f"mem_coeff {each:g}", done, len(mem_coeffs))
         changes = {"mem_coeff": each, **UNLIMITED, "on_progress": report}
-        plans.append(run.plan_of(model, graph, devices, **changes))
+        plans.append(run.plan_graph(model, graph, devices, **changes))
         report("memory")
         needs.append(plans[-1].memory.peak)
     cuts = [_cuts(plan, main) for plan in plans]
