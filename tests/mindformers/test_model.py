@@ -181,7 +181,7 @@ def test_layers_that_are_adapted_bear_the_names_that_they_have_here() -> None:
     )
     assert merged.model.adaptation.lora is not None
     assert merged.model.adaptation.lora.target_modules == ".*(?:q_proj|k_proj|v_proj)"
-    assert any("have an adapter each" in note for note in merged.notes)
+    assert any("have separate adapters" in note for note in merged.notes)
 
 
 def test_half_precision_is_bfloat16_and_that_is_noted() -> None:

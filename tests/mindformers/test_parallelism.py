@@ -50,7 +50,7 @@ def test_the_most_stages_are_bounded_by_servers_and_micro_batches(
         parallel_config__pipeline_stage=stages,
         parallel_config__micro_batch_num=micro,
     )
-    assert found.parallelism.most_stages(servers) == most
+    assert found.parallelism.max_stages(servers) == most
 
 
 def test_what_a_mode_excludes_is_set_right_and_noted() -> None:

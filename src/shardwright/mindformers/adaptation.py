@@ -1,4 +1,4 @@
-"""What is trained beside frozen weights: `pet_config`."""
+"""Parameter-efficient fine-tuning (LoRA, prefix tuning): `pet_config`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from shardwright.mindformers.keys import Keys
 from shardwright.models.lora import LoRA
 from shardwright.models.prefix import PrefixTuning
 
-_MERGED = "(?:q_proj|k_proj|v_proj)"
+# MindFormers may merge these into one linear layer.
+_MERGED_QKV = "(?:q_proj|k_proj|v_proj)"
 _LAYERS = {
     "wq": "q_proj",
     "wk": "k_proj",
@@ -22,47 +23,53 @@ _LAYERS = {
     "dense1": "q_proj",
     "dense2": "k_proj",
     "dense3": "v_proj",
-    "w_qkv": _MERGED,
-    "query_key_value": _MERGED,
+    "w_qkv": _MERGED_QKV,
+    "query_key_value": _MERGED_QKV,
     "dense_h_to_4h": "gate_up_proj",
     "dense_4h_to_h": "down_proj",
 }
-"""Names of linear layers in MindFormers, and here."""
+"""Names of linear layers here, by their names in MindFormers."""
 
-_TABLES = ("wte", "tok_embeddings", "word_embeddings")
-"""Names of the table of embeddings in MindFormers."""
+_EMBEDDINGS = ("wte", "tok_embeddings", "word_embeddings")
+"""Names of the token embedding in MindFormers."""
 
 PTUNING_ARCHITECTURE = "ChatGLM2WithPtuning2"
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What is trained where the weights of the model are not; at most one is there."""
+    """Trained additions to a frozen model; at most one is set."""
 
     lora: LoRA | None = None
     prefix: PrefixTuning | None = None
 
 
 def read_adaptation(config: Keys, architecture: str, notes: list[str]) -> Adaptation:
-    """What the model's `pet_config` describes; `notes` collects where one layer is several.
+    """Read the model's `pet_config`.
+
+    Args:
+        config: the section `model.model_config`.
+        architecture: the value of `model.arch.type`.
+        notes: receives a note where a layer of MindFormers is several layers here.
 
     Raises:
-        ConfigError: a kind that is not known, a number that is missing or does not fit.
+        ConfigError: the type of adaptation is unknown, or a number is missing or invalid.
     """
     section, ptuning = config.section("pet_config"), architecture == PTUNING_ARCHITECTURE
     if ptuning and section.text("pet_type", "ptuning2") != "ptuning2":
         raise section.error("pet_type", f"{architecture} needs ptuning2")
-    # MindFormers takes both from pet_config where its model has prefixes.
+    # In models with prefixes MindFormers overwrites both with pet_config; elsewhere they would be
+    # ignored in silence.
     has_prefix, projected = config.has("pre_seq_len"), config.flag("prefix_projection", False)
     if not ptuning and (has_prefix or projected):
         name = "pre_seq_len" if has_prefix else "prefix_projection"
         raise config.error(name, f"needs the architecture {PTUNING_ARCHITECTURE}")
     if not section.content and not ptuning:
         return Adaptation()
-    kind = section.text("pet_type", "lora", valid=("lora", "prefixtuning", "ptuning2"))
-    if ptuning or kind == "ptuning2":
+    pet_type = section.text("pet_type", "lora", valid=("lora", "prefixtuning", "ptuning2"))
+    if ptuning or pet_type == "ptuning2":
         return Adaptation(prefix=_ptuning(section))
-    if kind == "prefixtuning":
+    if pet_type == "prefixtuning":
         return Adaptation(prefix=_prefix_tuning(section))
     return Adaptation(lora=_lora(section, notes))
 
@@ -76,7 +83,7 @@ def _prefix_tuning(section: Keys) -> PrefixTuning:
 
 
 def _ptuning(section: Keys) -> PrefixTuning:
-    """The defaults are those of MindFormers."""
+    # The defaults are MindFormers'.
     width = section.whole("projection_dim", 128)
     return PrefixTuning(
         tokens=section.whole("pre_seq_len", 128),
@@ -90,8 +97,11 @@ def _lora(section: Keys, notes: list[str]) -> LoRA:
     if not isinstance(targets, str):
         raise section.error("target_modules", f"expected a regular expression, got {targets!r}")
     renamed = re.sub(r"\b(\w+)\b(\*?)", lambda m: _LAYERS.get(m.group(1)) or m.group(0), targets)
-    if _MERGED in renamed:
-        notes.append("model.model_config.pet_config: queries, keys and values have an adapter each")
+    if _MERGED_QKV in renamed:
+        # MindFormers has one adapter for the merged layer, with one low-rank input projection.
+        notes.append(
+            "model.model_config.pet_config: query, key and value projections have separate adapters"
+        )
     for name in ("freeze_include", "exclude_layers"):
         if section.any(name):
             raise section.error(name, "is not supported: must be None")
@@ -105,13 +115,13 @@ def _lora(section: Keys, notes: list[str]) -> LoRA:
 
 
 def _trained(section: Keys) -> list[str]:
-    """`freeze_exclude`: patterns of the names of parameters that are not frozen."""
+    """Patterns of the names of unfrozen parameters: `freeze_exclude`, with names translated."""
     patterns: Any = section.any("freeze_exclude") or []
     if not isinstance(patterns, list) or not all(isinstance(each, str) for each in patterns):
         raise section.error("freeze_exclude", f"expected a list of patterns, got {patterns!r}")
-    names = {**dict.fromkeys(_TABLES, "embed_tokens"), **_LAYERS}
-    merged = [each for each in patterns if any(n in each for n in names if names[n] == _MERGED)]
+    names = {**dict.fromkeys(_EMBEDDINGS, "embed_tokens"), **_LAYERS}
+    merged = [each for each in patterns if any(n in each for n in names if names[n] == _MERGED_QKV)]
     if merged:
-        problem = f"{merged[0]!r}: queries, keys and values are three layers here: name each"
+        problem = f"{merged[0]!r} is three layers here: use patterns for wq, wk and wv instead"
         raise section.error("freeze_exclude", problem)
     return [re.sub(r"\w+", lambda m: names.get(m.group(), m.group()), each) for each in patterns]

@@ -1,4 +1,4 @@
-"""The architectures of MindFormers that are built here, and why others are not."""
+"""Supported architectures of MindFormers, and reasons why others are not supported."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from shardwright.mindformers.keys import Keys
 from shardwright.models.sizes import Positions
 
+# By `model.arch.type`: model family, position encoding, and `model.model_config.type`.
 _ARCHITECTURES: Mapping[str, tuple[str, Positions, str]] = {
     "LlamaForCausalLM": ("llama", "rotary", "LlamaConfig"),
     "InternLMForCausalLM": ("llama", "rotary", "InternLMConfig"),
@@ -31,14 +32,17 @@ _REASONS: Mapping[str, str] = {
     "WhisperForConditionalGeneration": "reads sound",
     "GPT2ForSequenceClassification": "is trained on a label of each text",
 }
-"""What those do that are no models of the next token."""
+"""What architectures do that are not causal language models on text."""
 
 
 def read_architecture(arch: Keys) -> tuple[str, Positions, str]:
-    """Family, positions, and the type that the model's configuration must have.
+    """Read `model.arch`.
+
+    Returns:
+        The model family, its position encoding, and the required `model.model_config.type`.
 
     Raises:
-        ConfigError: none, or one that is not built here; the message says what else would do.
+        ConfigError: the architecture is missing or not supported; the message names alternatives.
     """
     valid = ", ".join(_ARCHITECTURES)
     if not arch.has("type"):
@@ -46,8 +50,8 @@ def read_architecture(arch: Keys) -> tuple[str, Positions, str]:
     name = arch.text("type")
     if name in _ARCHITECTURES:
         return _ARCHITECTURES[name]
-    own = "build it as a module of your own, or of transformers, and call shardwright.parallelize"
+    remedy = "build the model yourself, or with transformers, and call shardwright.parallelize"
     if name in _REASONS:
-        problem = f"{_REASONS[name]}, but these files train models of the next token of a text"
-        raise arch.error("type", f"{name} {problem}: {own}")
-    raise arch.error("type", f"{name!r} is not known; valid are {valid}; any other: {own}")
+        problem = f"{_REASONS[name]}, but only causal language models on text are supported"
+        raise arch.error("type", f"{name} {problem}\n{remedy}")
+    raise arch.error("type", f"{name!r} is not known; valid are {valid}\nfor others, {remedy}")

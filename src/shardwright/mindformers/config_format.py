@@ -1,4 +1,4 @@
-"""MindFormers' files as a format of `run/config/formats.py`."""
+"""The plug-in that reads MindFormers files; implements `ConfigFormat`."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _SECTIONS = ("runner_config", "parallel_config", "trainer", "use_parallel", "run
 
 @dataclass(frozen=True)
 class MindFormersRun(LanguageRun):
-    """A `ForeignRun`."""
+    """A run of a MindFormers file; implements `ForeignRun`."""
 
     @property
     def devices(self) -> int:
-        """Number of devices that the file is written for."""
+        """Number of devices for which the file is written."""
         return self.parallelism.devices
 
     def config(self) -> Config:
-        """The run in Shardwright's keys."""
+        """The run as a Shardwright configuration, for `devices` devices."""
         return translate_run(self, self.devices)
 
     def fitted(self, config: Config, devices: int, servers: int) -> Config:
-        """`config` with the batch size and the most stages for `devices` on `servers`.
+        """`config` with batch size and `max_stages` for `devices` devices on `servers` servers.
 
         Raises:
-            ConfigError: the numbers of the file do not fit `devices`.
+            ConfigError: the parallel degrees of the file do not multiply to `devices`.
         """
         self.check_devices(devices)
         data = {"batch_size": self.batch.global_batch(devices)}
-        stages = {"max_stages": self.parallelism.most_stages(servers)}
+        stages = {"max_stages": self.parallelism.max_stages(servers)}
         return config.model_copy(
             update={
                 "data": config.data.model_copy(update=data),
@@ -44,11 +44,11 @@ class MindFormersRun(LanguageRun):
         )
 
     def batch_formula(self, devices: int) -> str:
-        """How the batch size follows from the numbers of the file."""
+        """The formula of the global batch size, with the numbers of the file inserted."""
         return self.batch.formula(devices)
 
     def checkpoint_policy(self, policy: CheckpointPolicy) -> CheckpointPolicy:
-        """`policy` with MindFormers' keys."""
+        """`policy` with MindFormers' key names, for error messages."""
         return replace(
             policy,
             load_key="load_checkpoint",
@@ -63,9 +63,12 @@ def recognizes(content: Any) -> bool:
 
 
 def read_run(content: Mapping[str, Any], file: str) -> MindFormersRun:
-    """The run that `content` describes; `file` is its name in errors.
+    """Parse `content`.
+
+    Args:
+        file: name of the file, for error messages.
 
     Raises:
-        ConfigError: a missing, invalid or contradictory key.
+        ConfigError: a key is missing, invalid or contradicts another.
     """
     return MindFormersRun(**vars(language_run(content, file)))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: `moe_config`."""
+"""Mixture of experts (MoE): `moe_config`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,31 @@ from shardwright.mindformers.keys import Keys
 
 _NO_EFFECT: Mapping[str, str] = {
     "capacity_factor": "no token is dropped",
-    "aux_loss_factor": "the loss has no term that balances experts",
-    "z_loss_factor": "the loss has no term of the router's scores",
+    "aux_loss_factor": "the loss has no load-balancing term",
+    "z_loss_factor": "the loss has no router z-loss term",
 }
+"""Keys without effect, and why."""
 
 
 def read_experts(
     section: Keys, config: Keys, family: str, notes: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    """The family, which biases and experts make another one, and the sizes of its experts.
+    """Read the experts, which decide the model family together with the QKV biases.
+
+    MindFormers has one LLaMA architecture with options; here Qwen (biases), Mixtral (experts) and
+    Qwen-MoE (both) are families of their own.
+
+    Args:
+        section: the section `moe_config`.
+        config: the section `model.model_config`.
+        family: the family of the architecture.
+        notes: receives keys without effect.
+
+    Returns:
+        The family, and its fields of `Dimensions` for the experts.
 
     Raises:
-        ConfigError: experts as no model here has them.
+        ConfigError: no supported model has experts with these options.
     """
     number, biased = section.whole("expert_num", 1), config.flag("qkv_has_bias", False)
     if biased and family not in ("llama", "qwen"):
@@ -28,11 +41,11 @@ def read_experts(
     if number == 1 and family != "deepseek_v2":
         return ("qwen" if family == "llama" and biased else family), {}
     if family not in _MIXTURES:
-        raise section.error("expert_num", f"{number} are not supported here; valid is 1")
+        raise section.error("expert_num", f"{number} are not supported for {family}; valid is 1")
     family, sizes = _MIXTURES[family](section, config)
-    for name, effect in _NO_EFFECT.items():
+    for name, reason in _NO_EFFECT.items():
         if section.number(name, 0.0):
-            notes.append(f"moe_config.{name} has no effect: {effect}")
+            notes.append(f"moe_config.{name} has no effect: {reason}")
     return family, {
         "num_experts": number,
         "experts_per_token": section.whole("num_experts_chosen", 1),
@@ -47,7 +60,7 @@ def _mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
     if section.whole("first_k_dense_replace", 0, least=0):
         raise section.error("first_k_dense_replace", "must be 0: all layers have experts")
     if section.text("topk_method", "greedy") != "greedy":
-        raise section.error("topk_method", "must be greedy: tokens choose among all experts")
+        raise section.error("topk_method", "must be greedy: the router has no expert groups")
     if shared and not (biased and section.flag("use_shared_expert_gating", False)):
         problem = "must be 0 without qkv_has_bias and use_shared_expert_gating, as in Qwen's models"
         raise section.error("shared_expert_num", problem)
@@ -62,9 +75,11 @@ def _mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
 
 
 def _deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
-    """Latent attention, and experts of which some layers and some parts have one kind only."""
+    """Fields of DeepSeek-V2: latent attention, shared experts and leading dense layers."""
     if section.flag("norm_topk_prob", True):
-        raise section.error("norm_topk_prob", "must be False: the weights of experts are no shares")
+        raise section.error(
+            "norm_topk_prob", "must be False: DeepSeek-V2 does not normalize expert weights"
+        )
     if section.flag("use_shared_expert_gating", False):
         raise section.error("use_shared_expert_gating", "must be False: DeepSeek-V2 has no gate")
     method = section.text("topk_method", "greedy", valid=("greedy", "group_limited_greedy"))
@@ -83,7 +98,7 @@ def _deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
 
 
 _LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-"""Sizes of latent attention."""
+"""Sizes of multi-head latent attention (MLA)."""
 
 _MIXTURES: Mapping[str, Callable[[Keys, Keys], tuple[str, dict[str, Any]]]] = {
     "llama": _mixtral_or_qwen,

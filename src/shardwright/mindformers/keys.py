@@ -1,4 +1,4 @@
-"""Nested keys of a file, and a record of which were not read."""
+"""Typed access to the nested keys of a file, with a record of unread keys."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SIZE = re.compile(r"\s*([0-9.]+)\s*([KMGT]B)\s*", re.IGNORECASE)
 class Keys:
     """The keys of one section.
 
-    Values are taken as people write them: `1e-8` is text to YAML and a number here, and `None`,
-    `"None"` and a key without a value are as if the key were not there.
+    Values are parsed leniently: `1e-8` is a string in YAML 1.1 but a number here; `None`, `"None"`
+    and an empty value count as a missing key.
 
     Args:
-        content: what the section holds.
-        path: where it stands, `parallel.parallel_optimizer_config`.
-        file: the name of the file, which every error starts with.
+        content: the mapping of the section.
+        path: its path in the file, for example `parallel.parallel_optimizer_config`.
+        file: name of the file, the start of each error message.
     """
 
     content: Mapping[str, Any]
@@ -35,16 +35,16 @@ class Keys:
     _sections: dict[str, Keys] = field(default_factory=dict)
 
     def section(self, name: str) -> Keys:
-        """The section of this name, an empty one if there is none.
+        """The subsection `name`; empty if missing.
 
         Raises:
-            ConfigError: it is no section.
+            ConfigError: the value is not a mapping.
         """
         if name not in self._sections:
             content = self._value(name) or {}
             if not isinstance(content, Mapping):
                 raise self.error(name, f"expected a mapping, got {content!r}")
-            self._sections[name] = Keys(content, self._name(name), self.file)
+            self._sections[name] = Keys(content, self._full_name(name), self.file)
         return self._sections[name]
 
     def has(self, name: str) -> bool:
@@ -59,15 +59,20 @@ class Keys:
         above: float = -math.inf,
         below: float = math.inf,
     ) -> float:
-        """A number, also as text.
+        """The number at `name`, which may be written as a string.
+
+        Args:
+            default: the value of a missing key; None if it is required.
+            least: inclusive lower bound.
+            above, below: exclusive bounds.
 
         Raises:
-            ConfigError: no number, missing, less than `least`, or not between `above` and `below`.
+            ConfigError: the key is missing, not a number, or out of bounds.
         """
         value = self._value(name)
         number = default if value is None else _number(value)
         if number is None:
-            raise self._missing(name) if value is None else self._wrong(name, "a number", value)
+            raise self._missing(name) if value is None else self._invalid(name, "a number", value)
         if not (least <= number and above < number < below):
             bounds = ((least, "at least"), (above, "above"), (below, "below"))
             limits = [f"{word} {bound:g}" for bound, word in bounds if math.isfinite(bound)]
@@ -75,14 +80,22 @@ class Keys:
         return number
 
     def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`. Raises: ConfigError: none, or missing."""
+        """The integer at `name`, at least `least`.
+
+        Raises:
+            ConfigError: the key is missing, not an integer, or less than `least`.
+        """
         number = float(self.number(name, default))
         if not number.is_integer():
-            raise self._wrong(name, "a whole number", self._value(name))
+            raise self._invalid(name, "a whole number", self._value(name))
         return int(self.number(name, default, least=least))
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false, also as text. Raises: ConfigError: something else."""
+        """The boolean at `name`, which may be written as a string.
+
+        Raises:
+            ConfigError: the value is not a boolean.
+        """
         value = self._value(name)
         if value is None:
             return default
@@ -90,24 +103,31 @@ class Keys:
             return value
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
-        raise self._wrong(name, "True or False", value)
+        raise self._invalid(name, "True or False", value)
 
     def text(self, name: str, default: str = "", valid: Sequence[str] = ()) -> str:
-        """Text. Raises: ConfigError: something else, or none of the `valid`."""
+        """The string at `name`.
+
+        Args:
+            valid: the valid values; any string if empty.
+
+        Raises:
+            ConfigError: the value is not a string, or not one of `valid`.
+        """
         value = self._value(name)
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self._wrong(name, "a string", value)
+            raise self._invalid(name, "a string", value)
         if valid and value not in valid:
             raise self.error(name, f"{value!r} is not known; valid are {', '.join(valid)}")
         return value
 
     def size(self, name: str) -> int | None:
-        """Bytes of a size such as `58GB`, in powers of 1024; None if there is none.
+        """The size at `name` in bytes; `58GB` is 58 · 2^30. None if missing.
 
         Raises:
-            ConfigError: no size.
+            ConfigError: the value is not a size.
         """
         value = self._value(name)
         if value is None:
@@ -115,46 +135,47 @@ class Keys:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         number = _number(match.group(1)) if match else None
         if match is None or number is None or number <= 0:
-            raise self._wrong(name, "a size such as 58GB", value)
+            raise self._invalid(name, "a size such as 58GB", value)
         return int(number * _SIZES[match.group(2).upper()])
 
     def any(self, name: str) -> Any:
-        """The value as it stands, None if there is none."""
+        """The value at `name` as parsed by YAML; None if missing."""
         return self._value(name)
 
     def error(self, name: str, problem: str) -> ConfigError:
-        return ConfigError(f"{self.file}: {self._name(name)}: {problem}")
+        """An error that starts with the file and the full key."""
+        return ConfigError(f"{self.file}: {self._full_name(name)}: {problem}")
 
     def unread(self) -> Iterator[str]:
-        """Keys that were not read; a section that was not opened is one of them.
+        """Keys that were never read, and sections that were never opened, with their full path.
 
-        One that resembles a missing key that was read is probably misspelt, and says so.
+        A key that resembles a missing one is probably misspelled, and gets a suggestion.
         """
         for name in self.content:
             if name in self._sections:
                 yield from self._sections[name].unread()
             elif name not in self._read:
-                wanted = [key for key in self._read if key not in self.content]
-                near = get_close_matches(str(name), wanted, n=1, cutoff=0.85)
-                yield self._name(name) + (f" (did you mean {near[0]}?)" if near else "")
+                missing = [key for key in self._read if key not in self.content]
+                near = get_close_matches(str(name), missing, n=1, cutoff=0.85)
+                yield self._full_name(name) + (f" (did you mean {near[0]}?)" if near else "")
 
     def _value(self, name: str) -> Any:
         self._read.add(name)
         value = self.content.get(name)
         return None if value in ("None", "") else value
 
-    def _name(self, name: str) -> str:
+    def _full_name(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else str(name)
 
     def _missing(self, name: str) -> ConfigError:
         return self.error(name, "missing")
 
-    def _wrong(self, name: str, expected: str, value: Any) -> ConfigError:
+    def _invalid(self, name: str, expected: str, value: Any) -> ConfigError:
         return self.error(name, f"expected {expected}, got {value!r}")
 
 
 def _number(value: Any) -> float | None:
-    """The finite number, also of its text; None for anything else."""
+    """`value` as a finite number; None if it is neither a number nor the text of one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

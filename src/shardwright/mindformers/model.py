@@ -1,4 +1,4 @@
-"""Which model it is: `model.arch`, `model.model_config` and its `pet_config`."""
+"""The model: `model.arch`, `model.model_config` and its `pet_config`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "rms_norm_eps": "layernorm_epsilon",
     },
 }
-"""Names of sizes that differ from those of LLaMA."""
+"""Keys of sizes that differ from LLaMA's, by family."""
 
 _REQUIRED: Mapping[str, bool | float] = {
     "rotary_pct": 1.0,
@@ -49,7 +49,7 @@ _REQUIRED: Mapping[str, bool | float] = {
     "out_proj_has_bias": True,
     "wo_has_bias": True,
 }
-"""The only value with which the models here compute what those of MindFormers do."""
+"""Keys of which only one value is supported, because models here compute nothing else."""
 
 _GELU: Mapping[str, Gelu] = {"gelu": "gelu_tanh", "fast_gelu": "fast_gelu"}
 _DTYPES = {"float32": "float32", "float16": "bfloat16", "bfloat16": "bfloat16"}
@@ -57,11 +57,14 @@ _DTYPES = {"float32": "float32", "float16": "bfloat16", "bfloat16": "bfloat16"}
 
 @dataclass(frozen=True)
 class MindFormersModel:
-    """A model as the file describes it.
+    """The model of a file.
 
     Args:
-        param_dtype: in which parameters are stored.
-        compute_dtype: in which products are computed.
+        sizes: its family and sizes.
+        attention: the attention kernel.
+        param_dtype: dtype of stored parameters.
+        compute_dtype: dtype of matrix products.
+        adaptation: LoRA or prefix tuning.
     """
 
     sizes: Dimensions
@@ -72,16 +75,22 @@ class MindFormersModel:
 
 
 def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
-    """Reads the model; `notes` collects what differs from the file.
+    """Read the model.
+
+    Args:
+        keys: the whole file.
+        notes: receives differences from the file.
 
     Raises:
-        ConfigError: an unknown architecture, a size that is missing or does not fit.
+        ConfigError: the architecture is unknown, or a size is missing or invalid.
     """
     section = keys.section("model")
     arch, config = section.section("arch"), section.section("model_config")
-    family, positions, kind = read_architecture(arch)
-    if config.text("type", kind) != kind:
-        raise config.error("type", f"{arch.text('type')} needs {kind}, not {config.text('type')}")
+    family, positions, config_type = read_architecture(arch)
+    if config.text("type", config_type) != config_type:
+        raise config.error(
+            "type", f"{arch.text('type')} needs {config_type}, not {config.text('type')}"
+        )
     if config.whole("ignore_token_id", IGNORED, least=-(2**31)) != IGNORED:
         raise config.error("ignore_token_id", f"must be {IGNORED}: no other label is ignored")
     for name, value in _REQUIRED.items():
@@ -90,7 +99,8 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
             raise config.error(name, f"{config.any(name)} is not supported: must be {value}")
     adaptation = read_adaptation(config, arch.text("type"), notes)
     family, experts = read_experts(keys.section("moe_config"), config, family, notes)
-    sizes = _sizes(config, family, positions, experts, kind, notes)
+    sizes = _sizes(config, family, positions, experts, config_type, notes)
+    # Of MindFormers' models, only PanguAlpha has flash attention by default.
     explicit = not config.flag("use_flash_attention", family == "pangualpha")
     return MindFormersModel(
         sizes=sizes,
@@ -106,12 +116,14 @@ def _sizes(
     family: str,
     positions: Positions,
     experts: Mapping[str, Any],
-    kind: str,
+    config_type: str,
     notes: list[str],
 ) -> Dimensions:
-    def name(of: str) -> str:
-        other = _NAMES.get(family, {}).get(of, of)
-        return other if config.has(other) or not config.has(of) else of
+    def name(llama_key: str) -> str:
+        # Published files also use LLaMA's keys in other families.
+        family_key = _NAMES.get(family, {}).get(llama_key, llama_key)
+        use_family_key = config.has(family_key) or not config.has(llama_key)
+        return family_key if use_family_key else llama_key
 
     hidden, heads = config.whole("hidden_size"), config.whole(name("num_heads"))
     if config.has(name("intermediate_size")):
@@ -123,22 +135,23 @@ def _sizes(
         feed_forward = feed_forward_size(
             hidden, config.whole("multiple_of", 256), multiplier or None
         )
-    # Published files have Qwen's keys with any number in LLaMA's configuration, which ignores them.
-    channels = kind in ("QwenConfig", "ChatGLM2Config") and config.has("kv_channels")
-    if channels and config.whole("kv_channels") * heads != hidden:
+    # Published files with LlamaConfig contain Qwen's keys with arbitrary values, which LlamaConfig
+    # ignores.
+    has_channels = config_type in ("QwenConfig", "ChatGLM2Config") and config.has("kv_channels")
+    if has_channels and config.whole("kv_channels") * heads != hidden:
         product = f"{config.whole('kv_channels')} · {name('num_heads')} {heads}"
-        raise config.error("kv_channels", f"{product} is not {hidden}")
-    groups = family != "glm" or config.flag("multi_query_attention", True)
+        raise config.error("kv_channels", f"{product} is not hidden_size {hidden}")
+    grouped_query = family != "glm" or config.flag("multi_query_attention", True)
     sizes: dict[str, Any] = {
         "num_layers": config.whole("num_layers"),
-        "num_kv_heads": config.whole(name("n_kv_heads"), heads) if groups else heads,
+        "num_kv_heads": config.whole(name("n_kv_heads"), heads) if grouped_query else heads,
         "vocab_size": config.whole(name("vocab_size")),
         "seq_length": config.whole("seq_length"),
         "norm_eps": config.number(name("rms_norm_eps"), 1e-5, above=0),
-        "rope_base": _rope_base(config, kind, notes),
-        "dropout": _one_rate(config) if positions == "learned" else 0.0,
+        "rope_base": _rope_base(config, config_type, notes),
+        "dropout": _dropout(config) if positions == "learned" else 0.0,
         **experts,
-        "hf": {**experts.get("hf", {}), **_further(config, family, positions)},
+        "hf": {**experts.get("hf", {}), **_hf_arguments(config, family, positions)},
     }
     if family == "gpt":
         sizes["activation"] = _GELU[config.text("hidden_act", "gelu", valid=list(_GELU))]
@@ -155,38 +168,39 @@ def _sizes(
         raise ConfigError(f"{config.file}: {config.path}: {error}") from None
 
 
-def _further(config: Keys, family: str, positions: Positions) -> dict[str, Any]:
-    """Arguments of the configuration of `transformers`: biases, tied weights, longer positions."""
-    kind = config.text("type")
+def _hf_arguments(config: Keys, family: str, positions: Positions) -> dict[str, Any]:
+    """Further arguments of `transformers` configurations: biases, tied weights, RoPE scaling."""
+    config_type = config.text("type")
     biases = {"InternLMConfig": ("has_bias", True), "InternLM2Config": ("has_bias", False)}
     name, default = (
-        ("add_qkv_bias", True) if family == "glm" else biases.get(kind, ("has_bias", False))
+        ("add_qkv_bias", True) if family == "glm" else biases.get(config_type, ("has_bias", False))
     )
-    further: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if config.flag(name, default):
-        further["attention_bias"] = True
+        arguments["attention_bias"] = True
     if config.flag("tie_word_embeddings", False):
-        further["tie_word_embeddings"] = True
-    if rotary := _extended(config):
-        further["rope_parameters"] = rotary
-    if further and family in ("baichuan1", "baichuan", "pangualpha"):
-        raise config.error("type", f"{family} has no {', '.join(further)}")
-    return {} if family == "gpt" else further
+        arguments["tie_word_embeddings"] = True
+    if rope_scaling := _rope_scaling(config):
+        arguments["rope_parameters"] = rope_scaling
+    if arguments and family in ("baichuan1", "baichuan", "pangualpha"):
+        raise config.error("type", f"{family} has no {', '.join(arguments)}")
+    return {} if family == "gpt" else arguments
 
 
-def _extended(config: Keys) -> dict[str, Any]:
-    """How rotary positions are extended beyond what the model was first trained for."""
-    method = config.text("extend_method", "None", valid=("None", "NTK", *_EXTENDED))
+def _rope_scaling(config: Keys) -> dict[str, Any]:
+    """`rope_parameters` of transformers, for contexts longer than those of the first training."""
+    method = config.text("extend_method", "None", valid=("None", "NTK", *_ROPE_SCALING))
+    # NTK changes only the base; see `_rope_base`.
     if method in ("None", "NTK"):
         return {}
-    kind, names = _EXTENDED[method]
+    rope_type, names = _ROPE_SCALING[method]
     if not names:
-        return {"rope_type": kind, "factor": config.number("scaling_factor", 1.0, least=1)}
+        return {"rope_type": rope_type, "factor": config.number("scaling_factor", 1.0, least=1)}
     factors = config.section("scaling_factor")
-    return {"rope_type": kind, **{name: factors.number(name, above=0) for name in names}}
+    return {"rope_type": rope_type, **{name: factors.number(name, above=0) for name in names}}
 
 
-_EXTENDED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+_ROPE_SCALING: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "PI": ("linear", ()),
     "LLAMA3": (
         "llama3",
@@ -200,23 +214,26 @@ _EXTENDED: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""The kind of rotary positions in `transformers`, and what `scaling_factor` holds if no number."""
+"""By `extend_method`: `rope_type` of transformers, and the keys of the section `scaling_factor`;
+without keys it is a number."""
 
 
-def _rope_base(config: Keys, kind: str, notes: list[str]) -> float:
-    """`rotary_emb_base` of Qwen, or `theta` of LLaMA; `notes` collects the one without effect."""
+def _rope_base(config: Keys, config_type: str, notes: list[str]) -> float:
+    """The RoPE base: Qwen's `rotary_emb_base` or LLaMA's `theta`, with NTK scaling."""
     names = ("theta", "rotary_emb_base")
-    used, other = reversed(names) if kind == "QwenConfig" else names
-    rotary = config.number(used, 10000.0, above=0)
-    if config.number(other, rotary, above=0) != rotary:
-        notes.append(f"model.model_config.{other} has no effect: {kind} has {used} {rotary:g}")
+    used, unused = reversed(names) if config_type == "QwenConfig" else names
+    base = config.number(used, 10000.0, above=0)
+    if config.number(unused, base, above=0) != base:
+        notes.append(
+            f"model.model_config.{unused} has no effect: {config_type} has {used} {base:g}"
+        )
     if config.text("extend_method") == "NTK":
-        rotary *= config.number("scaling_factor", 1.0, least=1)
-    return rotary * config.number("rope_ratio", 1.0, above=0)
+        base *= config.number("scaling_factor", 1.0, least=1)
+    return base * config.number("rope_ratio", 1.0, above=0)
 
 
-def _one_rate(config: Keys) -> float:
-    """The one probability of all places where PanguAlpha and GPT drop."""
+def _dropout(config: Keys) -> float:
+    """The dropout probability of PanguAlpha and GPT, one for all places."""
     names = ("hidden_dropout_rate", "attention_dropout_rate", "embedding_dropout_prob")
     rates = {name: config.number(name, least=0, below=1) for name in names if config.has(name)}
     if len(set(rates.values())) > 1:
@@ -226,11 +243,11 @@ def _one_rate(config: Keys) -> float:
 
 
 def _dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:
-    """The dtype to use: bfloat16 in place of float16, whose range needs a scaled loss."""
-    name_in_file = config.text(name, default, valid=list(_DTYPES))
-    dtype = _DTYPES[name_in_file]
-    if dtype != name_in_file and config.has(name):
+    """The dtype, with bfloat16 for float16, whose range would need loss scaling."""
+    requested = config.text(name, default, valid=list(_DTYPES))
+    dtype = _DTYPES[requested]
+    if dtype != requested and config.has(name):
         notes.append(
-            f"model.model_config.{name} is {_DTYPES[name_in_file]}, which needs no loss scaling"
+            f"model.model_config.{name} is {_DTYPES[requested]}, which needs no loss scaling"
         )
-    return _DTYPES[name_in_file]
+    return _DTYPES[requested]

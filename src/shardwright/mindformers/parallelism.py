@@ -1,4 +1,4 @@
-"""How a step is divided: `use_parallel`, `parallel` and `parallel_config`."""
+"""Parallelism: `use_parallel`, `parallel` and `parallel_config`."""
 
 from __future__ import annotations
 
@@ -20,34 +20,37 @@ _MODES: Mapping[str, str] = {
 _SEARCHES = ("recursive_programming", "dynamic_programming", "sharding_propagation")
 _SCHEDULES = ("1f1b", "gpipe", "zero_bubble_v")
 AUTO = ("recursive_programming", "sharding_propagation")
-"""Modes in which a search decides the operators."""
+"""Modes in which a search shards operators."""
 
-WHOLE_OPERATORS = ("stand_alone", "data_parallel")
-"""Modes in which every operator is computed whole, or on a part of the batch."""
+WITHOUT_OPERATOR_PARALLEL = ("stand_alone", "data_parallel")
+"""Modes in which no operator is sharded except along the batch."""
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a step is divided over devices.
+    """Parallel degrees and options of a file.
 
     Args:
-        mode: `stand_alone`, `data_parallel`, `semi_auto` (as an expert divides, or a file of
-            strategies says), or one of `AUTO`.
-        mem_coeff: of the search; `auto` for the smallest that fits the memory.
-        data_parallel, model_parallel, context_parallel: equal parts of the batch, of heads and
-            widths, and of the sequence; where a search decides, only `data_parallel` counts, and
-            only in the size of the batch.
-        expert_parallel: equal parts of the experts, over devices that share the batch.
-        stages: pipeline stages; where `auto_pipeline` is on, the requested number.
-        schedule: in what order stages run micro-batches.
-        auto_pipeline: whether their number is chosen; where the file says False, the number that
-            would be chosen is suggested, and None, where it says nothing, neither.
-        full_batch: whether every device is given the whole batch.
-        seq_parallel: whether norms and residuals are cut along the sequence.
-        vocab_emb_dp: whether the embedding table stays whole.
-        sharding: of parameters and optimizer state.
-        strategies: a file that says how operators are cut, empty for none.
-        cluster: for whose devices and links it is planned, a key of our own; empty for none.
+        mode: `stand_alone`, `data_parallel`, `semi_auto` (Megatron-style degrees, or a strategy
+            file), or one of `AUTO`.
+        mem_coeff: the memory coefficient of the search; `auto` for the smallest with which the
+            plan fits into memory.
+        data_parallel, model_parallel, context_parallel: degrees of data, tensor and context
+            parallelism. Where a search decides, only `data_parallel` has an effect, on the batch
+            size.
+        expert_parallel: degree of expert parallelism, a divisor of `data_parallel`.
+        stages: number of pipeline stages; with `auto_pipeline`, the requested number.
+        micro_batch_num: number of micro-batches.
+        schedule: the pipeline schedule.
+        auto_pipeline: True to choose the number of stages, False to only suggest one, None (key
+            missing) for neither.
+        full_batch: whether every device gets the global batch.
+        seq_parallel: Megatron's sequence parallelism: norms and residuals sharded along the
+            sequence.
+        vocab_emb_dp: whether the token embedding is replicated instead of sharded.
+        sharding: ZeRO / FSDP sharding of parameters and optimizer state.
+        strategies: path of a strategy file; empty for none.
+        cluster: the cluster to plan for, a key that MindFormers does not have; empty for none.
     """
 
     mode: str
@@ -68,32 +71,37 @@ class Parallelism:
     cluster: str = ""
 
     @property
-    def by_numbers(self) -> bool:
-        """Whether the numbers say how operators are cut; propagation starts from those that they
-        do."""
+    def shards_by_degrees(self) -> bool:
+        """Whether the degrees shard operators, all of them or as a start for propagation."""
         return self.mode in ("semi_auto", "sharding_propagation") and not self.strategies
 
     @property
     def devices(self) -> int:
-        """How many devices the numbers of a `semi_auto` configuration make."""
-        operator_parts = self.data_parallel * self.model_parallel * self.context_parallel
-        return operator_parts * self.stages
+        """Product of the degrees of a `semi_auto` configuration."""
+        devices_per_stage = self.data_parallel * self.model_parallel * self.context_parallel
+        return devices_per_stage * self.stages
 
     @property
     def pipelined(self) -> bool:
-        """Whether there are, or may be, several stages, and so micro-batches."""
+        """Whether there are several stages, or may be after the planner has chosen."""
         return self.stages > 1 or (bool(self.auto_pipeline) and self.micro_batch_num > 1)
 
-    def most_stages(self, servers: int) -> int:
-        """Up to how many stages `auto_pipeline` may choose, or suggest, on so many servers."""
+    def max_stages(self, servers: int) -> int:
+        """Largest number of stages that `auto_pipeline` may choose or suggest on `servers`."""
+        # At most one stage per server unless the file requests more, and at least one micro-batch
+        # per stage.
         return min(max(self.stages, servers), self.micro_batch_num)
 
 
 def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
-    """Reads how a model is divided; `notes` collects what the mode overrides.
+    """Read the parallelism.
+
+    Args:
+        keys: the whole file.
+        notes: receives keys that the mode overrides.
 
     Raises:
-        ConfigError: an unknown mode or search, or numbers that are not positive.
+        ConfigError: the mode or search is unknown, or a degree is not positive.
     """
     parallel, config = keys.section("parallel"), keys.section("parallel_config")
     parallelism = Parallelism(
@@ -122,25 +130,28 @@ def _auto_pipeline(parallel: Keys) -> bool | None:
 
 
 def _mode(keys: Keys, parallel: Keys) -> str:
-    mode_number = parallel.any("parallel_mode")
-    mode_number = 0 if mode_number is None else mode_number
-    if isinstance(mode_number, bool) or str(mode_number) not in _MODES:
-        hybrid = str(mode_number) == "3"
-        problem = "is hybrid parallel, which is not supported" if hybrid else "is not known"
+    parallel_mode = parallel.any("parallel_mode")
+    parallel_mode = 0 if parallel_mode is None else parallel_mode
+    # A bool is an int in Python: `parallel_mode: True` must not mean 1.
+    if isinstance(parallel_mode, bool) or str(parallel_mode) not in _MODES:
+        is_hybrid = str(parallel_mode) == "3"
+        problem = "is hybrid parallel, which is not supported" if is_hybrid else "is not known"
         raise parallel.error(
             "parallel_mode",
-            f"{mode_number!r} {problem}; valid are 0 (data parallel), 1 (semi-auto), 2 (auto)",
+            f"{parallel_mode!r} {problem}; valid are 0 (data parallel), 1 (semi-auto), 2 (auto)",
         )
     search = _search(parallel)
     if not keys.flag("use_parallel", False):
         return "stand_alone"
-    mode = _MODES[str(mode_number)]
+    mode = _MODES[str(parallel_mode)]
     return search if mode == "auto" else mode
 
 
 def _search(parallel: Keys) -> str:
-    """What `search_mode`, or its old name, says. Dynamic programming is what `sharding_propagation`
-    replaced; here the recursive search takes its place."""
+    """The search of `search_mode`, or of its deprecated name.
+
+    The recursive search replaces dynamic programming, which is not implemented here.
+    """
     names = ("search_mode", "auto_parallel_search_mode")
     searches = [parallel.text(name, valid=_SEARCHES) for name in names]
     if all(searches) and searches[0] != searches[1]:
@@ -158,12 +169,11 @@ def _mem_coeff(config: Keys) -> float | str:
     try:
         return config.number("mem_coeff", 0.1, above=0)
     except ConfigError:
-        wrong = f"expected a positive number, or 'auto', got {value!r}"
-        raise config.error("mem_coeff", wrong) from None
+        problem = f"expected a positive number, or 'auto', got {value!r}"
+        raise config.error("mem_coeff", problem) from None
 
 
 def _schedule(config: Keys) -> str:
-    """Interleaved stages have several parts of the model each."""
     schedule = config.text("pipeline_scheduler", "1f1b", valid=_SCHEDULES)
     if not config.flag("pipeline_interleave", False):
         return schedule
@@ -173,25 +183,26 @@ def _schedule(config: Keys) -> str:
 
 
 def _strategies(keys: Keys, parallel: Keys) -> str:
-    """The file of strategies that is read."""
+    """Path of the strategy file to load; empty for none."""
     file, mode = parallel.text("strategy_ckpt_load_file"), _mode(keys, parallel)
-    if file and mode in WHOLE_OPERATORS:
+    if file and mode in WITHOUT_OPERATOR_PARALLEL:
         raise parallel.error(
             "strategy_ckpt_load_file",
-            f"the mode is {mode}, which takes no strategies: set use_parallel: True and"
-            " parallel_mode 1 or 2",
+            f"the mode is {mode}, which takes no strategies\nset use_parallel: True and"
+            " parallel_mode: 1 or 2",
         )
     return file
 
 
 def _sharding(parallel: Keys) -> OptimizerParallel | None:
-    """Gradients are sharded too where their accumulation is."""
+    """ZeRO options: `parallel_optimizer_config`."""
     config = parallel.section("parallel_optimizer_config")
     size = config.whole("optimizer_weight_shard_size", -1, least=-1)
     if size == 0:
         raise config.error(
             "optimizer_weight_shard_size", "0 must be at least 1, or -1 for all devices"
         )
+    # Sharded gradient accumulation is ZeRO stage 2.
     level = "level2" if config.flag("gradient_accumulation_shard", False) else "level1"
     threshold = config.whole("parallel_optimizer_threshold", 64, least=0)
     if not parallel.flag("enable_parallel_optimizer", False):
@@ -199,10 +210,10 @@ def _sharding(parallel: Keys) -> OptimizerParallel | None:
     return OptimizerParallel(level, size, threshold)
 
 
-def _apply_mode(parallelism: Parallelism, names_vocab: bool, notes: list[str]) -> Parallelism:
-    """What the mode excludes is set as MindFormers sets it, with a note if the file differs."""
+def _apply_mode(parallelism: Parallelism, sets_vocab_emb_dp: bool, notes: list[str]) -> Parallelism:
+    """Override options that the mode excludes, as MindFormers does, with a note for each change."""
     mode = parallelism.mode
-    if mode in WHOLE_OPERATORS:
+    if mode in WITHOUT_OPERATOR_PARALLEL:
         excluded = {
             "full_batch": (parallelism.full_batch, False),
             "model_parallel": (parallelism.model_parallel, 1),
@@ -217,13 +228,16 @@ def _apply_mode(parallelism: Parallelism, names_vocab: bool, notes: list[str]) -
                 notes.append(f"{key} is {effective}, not {requested}: the mode is {mode}")
         changes = {name: effective for name, (_, effective) in excluded.items()}
         parallelism = replace(parallelism, data_parallel=1, **changes)  # type: ignore[arg-type]
-    if parallelism.auto_pipeline is not None and (mode not in AUTO or parallelism.by_numbers):
+    if parallelism.auto_pipeline is not None and (
+        mode not in AUTO or parallelism.shards_by_degrees
+    ):
         if parallelism.auto_pipeline:
             notes.append(f"auto_pipeline is False: the mode is {mode}")
         parallelism = replace(parallelism, auto_pipeline=None)
     stages = parallelism.stages
     if parallelism.vocab_emb_dp and (stages > 1 or mode in AUTO):
-        if names_vocab:
+        # The default is True: only a value in the file deserves a note.
+        if sets_vocab_emb_dp:
             reason = f"pipeline_stage is {stages}" if stages > 1 else f"the mode is {mode}"
             notes.append(f"vocab_emb_dp is False: {reason}")
         parallelism = replace(parallelism, vocab_emb_dp=False)

@@ -1,4 +1,4 @@
-"""A MindFormers configuration file, read and checked as a whole."""
+"""Reads a MindFormers configuration file, and checks its sections against each other."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shardwright.models.sizes import Dimensions
 
 @dataclass(frozen=True)
 class LanguageRun:
-    """A language model, how it is trained, and how that is divided.
+    """A MindFormers file: language model, training and parallelism.
 
     Args:
-        file: its name, which every error starts with.
-        name: of the model, for people.
-        layers: blocks of each stage, where an expert divides them.
-        memory_limit: bytes that a device may use, None for what it has.
-        dataset: the folder or file of the training data, empty for none.
-        strategy_file: where the strategies of a plan are saved.
-        only_strategies: whether training ends after saving them.
-        notes: what differs from the file, and why.
-        unused: keys of the file that have no effect here.
+        file: name of the file, the start of each error message.
+        name: name of the model, for messages and tables.
+        layers: number of blocks of each pipeline stage.
+        memory_limit: memory limit in bytes per device; None for all of its memory.
+        dataset: folder or file of the training data; empty for none.
+        strategy_file: where to save the strategies of the plan; empty for nowhere.
+        only_strategies: whether the run only saves its strategies, without training.
+        notes: settings that differ from the file, with reasons.
+        unused: keys of the file that have no effect.
     """
 
     file: str
@@ -48,22 +48,26 @@ class LanguageRun:
     unused: tuple[str, ...]
 
     def check_devices(self, devices: int) -> None:
-        """Raises: ConfigError: the numbers of the file do not fit `devices`."""
+        """Raise ConfigError if the parallel degrees do not multiply to `devices`."""
         check_devices(self.parallelism, self.model.sizes, devices, self.file)
 
 
 def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRun:
-    """The run that the content of a file describes; `file` is its name in errors.
+    """Read the content of a file.
+
+    Args:
+        content: the parsed YAML.
+        file: name of the file, for error messages.
 
     Raises:
-        ConfigError: a key that is missing, of a wrong kind, or contradicts another.
+        ConfigError: a key is missing, has the wrong type, or contradicts another.
     """
     keys, notes = Keys(content, "", file), list[str]()
     model, parallelism = read_model(keys, notes), read_parallelism(keys, notes)
     layers = check_parallelism(keys, parallelism, model.sizes)
     strategy_file = _strategy_file(keys)
     if strategy_file:
-        notes.append(f"{strategy_file} is written as JSON, the strategies of the plan")
+        notes.append(f"{strategy_file}: strategies of the plan are written as JSON")
     run = LanguageRun(
         file=file,
         name=keys.section("trainer").text("model_name", model.sizes.family),
@@ -101,36 +105,38 @@ def _only_strategies(keys: Keys, strategy_file: str) -> bool:
 
 
 def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -> tuple[int, ...]:
-    """The blocks of each stage.
+    """Check the parallel degrees against each other and the model.
+
+    Returns:
+        The number of blocks of each stage.
 
     Raises:
-        ConfigError: the numbers do not fit each other, or the model.
+        ConfigError: a degree does not divide the dimension that it shards.
     """
     config = keys.section("parallel_config")
     _check_stages(config, parallelism, sizes)
-    if parallelism.by_numbers:
-        _check_shards(keys, parallelism)
-        _check_parts(config, parallelism, sizes)
+    if parallelism.shards_by_degrees:
+        _check_optimizer_shards(keys, parallelism)
+        _check_tensor_parallel(config, parallelism, sizes)
         _check_sequence(config, parallelism, sizes)
     return _layers_of_stages(keys, parallelism, sizes.num_layers)
 
 
 def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, file: str) -> None:
-    """Raises: ConfigError: the numbers do not make `devices`, or stages do not divide them."""
+    """Raise ConfigError if the degrees do not multiply to `devices`, or stages do not divide it."""
     where = f"{file}: parallel_config"
-    if parallelism.by_numbers and parallelism.devices != devices:
+    if parallelism.shards_by_degrees and parallelism.devices != devices:
         raise ConfigError(
             f"{where}: data_parallel {parallelism.data_parallel} · model_parallel"
             f" {parallelism.model_parallel} · context_parallel {parallelism.context_parallel} ·"
             f" pipeline_stage {parallelism.stages} = {parallelism.devices}, but there are {devices}"
-            f" devices; valid are {parallelism.devices} devices, or numbers whose product is"
-            f" {devices}"
+            f" devices\nuse {parallelism.devices} devices, or degrees whose product is {devices}"
         )
     if devices % parallelism.stages and not parallelism.auto_pipeline:
-        most = min(parallelism.micro_batch_num, sizes.num_layers)
+        max_stages = min(parallelism.micro_batch_num, sizes.num_layers)
         raise ConfigError(
             f"{where}.pipeline_stage: {parallelism.stages} stages cannot share {devices} devices"
-            f" equally; valid are {divisors(devices, most)}, or auto_pipeline: True"
+            f" equally; valid are {divisors(devices, max_stages)}, or auto_pipeline: True"
         )
 
 
@@ -149,28 +155,29 @@ def _check_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> 
 
 
 def _layers_of_stages(keys: Keys, parallelism: Parallelism, layers: int) -> tuple[int, ...]:
-    """Equally many in each stage, and `offset` more; what does not divide is spread evenly where
-    there is no offset."""
+    """Number of blocks of each stage: equal, plus `offset`; without it, any remainder is spread."""
     config, stages = keys.section("model").section("model_config"), parallelism.stages
-    offset = config.any("offset") if parallelism.by_numbers else None
+    offset = config.any("offset") if parallelism.shards_by_degrees else None
     if offset in (None, 0):
-        places = [number * stages // layers for number in range(layers)]
-        return tuple(places.count(stage) for stage in range(stages))
-    numbers = offset if isinstance(offset, list) else [offset] * stages
-    equal, left = divmod(layers, stages)
-    whole = len(numbers) == stages and all(type(each) is int for each in numbers)
+        stage_of_layer = [number * stages // layers for number in range(layers)]
+        return tuple(stage_of_layer.count(stage) for stage in range(stages))
+    offsets = offset if isinstance(offset, list) else [offset] * stages
+    layers_per_stage, remainder = divmod(layers, stages)
+    # `type` instead of `isinstance`, because a bool is an int.
+    has_integers = len(offsets) == stages and all(type(each) is int for each in offsets)
     if SCHEDULES[parallelism.schedule].chunked:
-        parts = "parts of interleaved stages have equally many layers"
-        raise config.error("offset", f"{offset} must be 0: {parts}")
-    if not whole or sum(numbers) != left or min(numbers) <= -equal:
-        valid = f"valid are {stages} numbers that add up to {left}"
+        reason = "chunks of interleaved schedules have equal numbers of layers"
+        raise config.error("offset", f"{offset} must be 0: {reason}")
+    # Every stage must keep at least one layer.
+    if not has_integers or sum(offsets) != remainder or min(offsets) <= -layers_per_stage:
+        valid = f"valid are {stages} numbers that add up to {remainder}"
         raise config.error(
             "offset", f"{offset} does not divide {layers} layers over {stages} stages; {valid}"
         )
-    return tuple(equal + each for each in numbers)
+    return tuple(layers_per_stage + each for each in offsets)
 
 
-def _check_shards(keys: Keys, parallelism: Parallelism) -> None:
+def _check_optimizer_shards(keys: Keys, parallelism: Parallelism) -> None:
     size, replicas = (
         parallelism.sharding.shard_size if parallelism.sharding else -1,
         parallelism.data_parallel,
@@ -187,8 +194,7 @@ def _check_shards(keys: Keys, parallelism: Parallelism) -> None:
         )
 
 
-def _check_parts(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
-    """What is cut by `model_parallel` must divide; a head that is tied to a whole table is not."""
+def _check_tensor_parallel(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
     for name, size in (
         ("data_parallel", parallelism.data_parallel),
         ("expert_num", sizes.num_experts),
@@ -198,34 +204,36 @@ def _check_parts(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> N
                 "expert_parallel",
                 f"{parallelism.expert_parallel} must divide {name} {size}",
             )
-    whole_head = parallelism.vocab_emb_dp and sizes.family in ("pangualpha", "gpt")
-    cut = {
+    # These families tie the output layer to the embedding, which `vocab_emb_dp` replicates.
+    replicated_head = parallelism.vocab_emb_dp and sizes.family in ("pangualpha", "gpt")
+    sharded_sizes = {
         "num_heads": sizes.num_heads,
         "n_kv_heads": sizes.num_kv_heads,
         "the feed-forward width": sizes.intermediate_size,
-        **({} if whole_head else {"vocab_size": sizes.vocab_size}),
+        **({} if replicated_head else {"vocab_size": sizes.vocab_size}),
     }
-    parts = parallelism.model_parallel
-    for name, size in cut.items():
-        if size % parts:
-            common = gcd(*cut.values())
+    degree = parallelism.model_parallel
+    for name, size in sharded_sizes.items():
+        if size % degree:
+            common = gcd(*sharded_sizes.values())
             raise config.error(
                 "model_parallel",
-                f"{name} {size} cannot be divided by {parts}; valid are {divisors(common, common)}",
+                f"{name} {size} cannot be divided by {degree}; valid are"
+                f" {divisors(common, common)}",
             )
 
 
 def _check_sequence(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
-    positions, parts = sizes.seq_length, parallelism.context_parallel
-    if positions % parts:
+    seq_length, degree = sizes.seq_length, parallelism.context_parallel
+    if seq_length % degree:
         raise config.error(
             "context_parallel",
-            f"seq_length {positions} cannot be divided by {parts}; valid are"
-            f" {divisors(positions, 64)}",
+            f"seq_length {seq_length} cannot be divided by {degree}; valid are"
+            f" {divisors(seq_length, 64)}",
         )
-    if parallelism.seq_parallel and positions % (parts * parallelism.model_parallel):
+    if parallelism.seq_parallel and seq_length % (degree * parallelism.model_parallel):
         raise config.error(
             "use_seq_parallel",
-            f"seq_length {positions} cannot be divided by context_parallel {parts} ·"
+            f"seq_length {seq_length} cannot be divided by context_parallel {degree} ·"
             f" model_parallel {parallelism.model_parallel}; valid is False, or another seq_length",
         )

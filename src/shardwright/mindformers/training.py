@@ -1,4 +1,4 @@
-"""How it is trained: `optimizer`, `lr_schedule`, `runner_config`, `recompute_config` and files."""
+"""Training: `optimizer`, `lr_schedule`, `runner_config`, `recompute_config` and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.mindformers.keys import Keys
-from shardwright.mindformers.parallelism import WHOLE_OPERATORS, Parallelism
+from shardwright.mindformers.parallelism import WITHOUT_OPERATOR_PARALLEL, Parallelism
 from shardwright.models.sizes import MAX_LAYERS
 
 _OPTIMIZERS = (
@@ -24,29 +24,29 @@ _SCHEDULES = {
     "polynomial": "polynomial",
     "constant_with_warmup": "constant",
 }
-_CHECKPOINTS = ("CheckpointMonitor", "CheckpointMointor")
-"""The callback that saves checkpoints, and how older files write its name."""
-_OF_SCHEDULES = {"warmup_lr_init": 0.0, "warmup_epochs": 0.0, "num_cycles": 0.5}
-"""The only values with which schedules here are those of MindFormers."""
+_CHECKPOINT_CALLBACKS = ("CheckpointMonitor", "CheckpointMointor")
+"""The callback that saves checkpoints, also with the typo of older MindFormers versions."""
+_REQUIRED_IN_SCHEDULE = {"warmup_lr_init": 0.0, "warmup_epochs": 0.0, "num_cycles": 0.5}
+"""Keys of schedules of which only one value is supported."""
 
 _CLIP_NORM = 1.0
-"""To which norm gradients are clipped where `use_clip_grad` does not say."""
+"""Default of `max_grad_norm`."""
 
 
 StageBlocks = bool | tuple[int, ...]
-"""All blocks, none, or the number of the first ones of each stage."""
+"""All blocks, none, or the number of leading blocks of each stage."""
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What is recomputed in the backward pass.
+    """Activation checkpointing.
 
     Args:
-        blocks: every block, but for its last operator, or so many first ones of each stage.
-        selective: what is cheap to recompute: activation functions and what attention saves;
-            likewise, in blocks of which not all is recomputed.
-        communication: communication inside is recomputed too.
-        gathers: parameters that are stored sharded are gathered again.
+        blocks: blocks that are recomputed fully.
+        selective: other blocks, of which only cheap operators are recomputed: activation functions
+            and the softmax of attention.
+        communication: recompute communication inside blocks, too.
+        gathers: gather sharded parameters again in the backward pass (ZeRO stage 3).
     """
 
     blocks: StageBlocks = False
@@ -57,12 +57,13 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Training:
-    """A run of training.
+    """Training options.
 
     Args:
-        seed: of the weights and of the order of samples.
-        resume: whether it goes on with the run that a checkpoint is of.
-        optimizer, train: the sections of these names in a configuration of our own.
+        seed: seed of initial weights and sample order.
+        resume: whether to resume from a checkpoint.
+        recompute: activation checkpointing.
+        optimizer, train: the sections `optimizer` and `train` of a Shardwright configuration.
     """
 
     seed: int
@@ -73,10 +74,16 @@ class Training:
 
 
 def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
-    """Reads how a model on so many stages is trained; `notes` collects what has no effect.
+    """Read the training options.
+
+    Args:
+        keys: the whole file.
+        stages: number of pipeline stages.
+        notes: receives keys without effect.
 
     Raises:
-        ConfigError: an unknown kind, a rate that is no number, or two that differ.
+        ConfigError: an optimizer or schedule is unknown, or a number is invalid or contradicts
+            another.
     """
     keys.text("run_mode", "train", valid=("train", "finetune"))
     seed, epochs = keys.whole("seed", 0, least=0), keys.section("runner_config").whole("epochs", 1)
@@ -97,13 +104,13 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
 
 
 def _checkpoint(keys: Keys) -> dict[str, Any]:
-    """What the callback `CheckpointMonitor` says; other callbacks have no effect."""
+    """The section `train.checkpoint`, from the callback `CheckpointMonitor`; empty without it."""
     callbacks, folder = keys.any("callbacks") or [], keys.text("output_dir", "output")
     if not isinstance(callbacks, list):
         raise keys.error("callbacks", f"expected a list, got {callbacks!r}")
-    for place, content in enumerate(callbacks):
-        if isinstance(content, Mapping) and content.get("type") in _CHECKPOINTS:
-            monitor = Keys(content, f"callbacks[{place}]", keys.file)
+    for index, content in enumerate(callbacks):
+        if isinstance(content, Mapping) and content.get("type") in _CHECKPOINT_CALLBACKS:
+            monitor = Keys(content, f"callbacks[{index}]", keys.file)
             return {
                 "folder": folder,
                 "every": monitor.whole("save_checkpoint_steps", 1),
@@ -114,7 +121,7 @@ def _checkpoint(keys: Keys) -> dict[str, Any]:
 
 
 def _optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
-    """AdamW, to which all optimizers of these files come down."""
+    """The section `optimizer`: all of MindFormers' optimizer types are variants of AdamW."""
     section, wrapper = keys.section("optimizer"), keys.section("runner_wrapper")
     section.text("type", "AdamW", valid=_OPTIMIZERS)
     clips = wrapper.flag("use_clip_grad", False)
@@ -132,7 +139,7 @@ def _optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
 
 
 def _betas(section: Keys) -> list[float]:
-    """`beta1` and `beta2`, or the two `betas`."""
+    """`beta1` and `beta2`, or `betas`."""
     betas = section.any("betas")
     if betas is None:
         names = ("beta1", "beta2")
@@ -150,7 +157,7 @@ def _betas(section: Keys) -> list[float]:
 
 
 def _rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> float:
-    """The highest learning rate: that of the schedule, as in MindFormers, where both have one."""
+    """The peak learning rate; the schedule's wins over the optimizer's, as in MindFormers."""
     section = schedule if schedule.has("learning_rate") else optimizer
     rate = section.number("learning_rate", above=0)
     if optimizer.has("learning_rate") and optimizer.number("learning_rate") != rate:
@@ -165,10 +172,10 @@ def _schedule(keys: Keys) -> dict[str, Any]:
     section = keys.section("lr_schedule")
     for name in ("lr_scale", "layer_scale"):
         if keys.flag(name, False):
-            raise keys.error(name, "True is not supported: learning rates are not scaled")
+            raise keys.error(name, "True is not supported: all layers have the same learning rate")
     if not section.content:
         return {"kind": "constant"}
-    for name, value in _OF_SCHEDULES.items():
+    for name, value in _REQUIRED_IN_SCHEDULE.items():
         if section.number(name, value) != value:
             raise section.error(name, f"{section.any(name)} is not supported: must be {value:g}")
     kind = _SCHEDULES[section.text("type", "ConstantWarmUpLR", valid=list(_SCHEDULES))]
@@ -207,18 +214,20 @@ def _blocks(section: Keys, name: str, stages: int) -> StageBlocks:
     value = section.any(name)
     if not isinstance(value, list):
         return section.flag(name, False)
-    whole = all(isinstance(each, int) and each >= 0 for each in value)
-    if not whole or len(value) != stages:
+    has_integers = all(isinstance(each, int) and each >= 0 for each in value)
+    if not has_integers or len(value) != stages:
         raise section.error(
             name,
-            f"expected True, False or {stages} numbers of blocks, one of each stage, got {value}",
+            f"expected True, False or a list of {stages} numbers of blocks, one for each stage,"
+            f" got {value}",
         )
+    # True in the list means all blocks of that stage.
     return tuple(MAX_LAYERS if each is True else int(each) for each in value)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What makes the global batch.
+    """The factors of the global batch size.
 
         pipeline   full_batch   global batch = batch_size · interleave ·
         no         False        devices · gradient_accumulation_steps
@@ -226,13 +235,14 @@ class Batch:
         yes        False        devices · micro_batch_num
         yes        True         data_parallel · micro_batch_num
 
-    A mode that decides no operator (`data_parallel`, `stand_alone`) is the first row, without
-    interleaving. Where `auto_pipeline` may choose several stages there is a pipeline.
+    The modes `data_parallel` and `stand_alone` follow the first row, with interleave 1. The rows
+    with a pipeline also hold if `auto_pipeline` may choose several stages.
 
     Args:
         size: `runner_config.batch_size`.
-        gradient_accumulation_steps: without meaning where there are stages.
+        gradient_accumulation_steps: no effect with pipeline stages.
         interleave: `micro_batch_interleave_num`.
+        parallelism: the parallel degrees.
     """
 
     size: int
@@ -241,24 +251,24 @@ class Batch:
     parallelism: Parallelism
 
     def micro_batches(self) -> int:
-        """Pieces in which the global batch is computed one after the other."""
+        """Number of micro-batches of a step."""
         return self.interleave * self._steps()[1]
 
     def global_batch(self, devices: int) -> int:
-        """Samples of one step on so many devices."""
+        """Global batch size in samples."""
         parallelism = self.parallelism
         replicas = parallelism.data_parallel if parallelism.full_batch else devices
         return self.size * replicas * self.micro_batches()
 
     def formula(self, devices: int) -> str:
-        """The row of the rule that holds, with its numbers."""
-        full = self.parallelism.full_batch
-        name, steps = self._steps()
-        replicas = "data_parallel" if full else "devices"
-        number = self.parallelism.data_parallel if full else devices
+        """The row of the table that applies, with numbers, as text."""
+        full_batch = self.parallelism.full_batch
+        steps_name, steps = self._steps()
+        replicas_name = "data_parallel" if full_batch else "devices"
+        replicas = self.parallelism.data_parallel if full_batch else devices
         return (
-            f"global batch {self.global_batch(devices)} = batch_size {self.size} · {replicas}"
-            f" {number} · micro_batch_interleave_num {self.interleave} · {name} {steps}"
+            f"global batch {self.global_batch(devices)} = batch_size {self.size} · {replicas_name}"
+            f" {replicas} · micro_batch_interleave_num {self.interleave} · {steps_name} {steps}"
         )
 
     def _steps(self) -> tuple[str, int]:
@@ -268,14 +278,22 @@ class Batch:
 
 
 def read_batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
-    """Reads the batch; `notes` collects what has no effect.
+    """Read the factors of the global batch size.
+
+    Args:
+        keys: the whole file.
+        parallelism: the parallel degrees.
+        notes: receives keys without effect.
 
     Raises:
         ConfigError: a number is missing or not positive.
     """
     runner, dataset = keys.section("runner_config"), keys.section("train_dataset")
     if dataset.flag("eod_reset", False):
-        raise dataset.error("eod_reset", "True is not supported: positions of a sample go on")
+        raise dataset.error(
+            "eod_reset",
+            "True is not supported: positions and attention are not reset between documents",
+        )
     if runner.has("batch_size"):
         size = runner.whole("batch_size")
         if dataset.has("batch_size") and dataset.whole("batch_size") != size:
@@ -292,7 +310,7 @@ def read_batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
             f" {parallelism.stages}: parallel_config.micro_batch_num counts the micro-batches"
         )
     interleave = keys.whole("micro_batch_interleave_num", 1)
-    if interleave > 1 and parallelism.mode in WHOLE_OPERATORS:
+    if interleave > 1 and parallelism.mode in WITHOUT_OPERATOR_PARALLEL:
         notes.append(f"micro_batch_interleave_num is 1: the mode is {parallelism.mode}")
         interleave = 1
     return Batch(size, steps, interleave, parallelism)

@@ -1,4 +1,4 @@
-"""A MindFormers configuration in the keys of Shardwright's own files."""
+"""Translates a MindFormers file into a Shardwright configuration."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardwright.run.config.schema import Config
 
 
 def translate_run(run: LanguageRun, devices: int) -> Config:
-    """The run on so many devices as a configuration.
+    """Translate `run` for `devices` devices.
 
     Raises:
-        ConfigError: the numbers of the file do not fit `devices`.
+        ConfigError: the parallel degrees of the file do not multiply to `devices`.
     """
     run.check_devices(devices)
     content: dict[str, Any] = {
@@ -31,8 +31,8 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
         "optimizer": run.training.optimizer,
         "parallel": {
             **_parallel(run),
-            **_storage_and_recompute(run),
-            **_computed(run.model),
+            **_hsdp_and_recompute(run),
+            **_compute_dtype(run.model),
             "memory_limit": run.memory_limit,
             "save_strategies": run.strategy_file or None,
         },
@@ -48,16 +48,16 @@ def _model(run: LanguageRun) -> dict[str, Any]:
         "sizes": vars(run.model.sizes),
         "arguments": {"attention": run.model.attention},
     }
-    for name, tuned in vars(run.model.adaptation).items():
-        if tuned is not None:
-            section[name] = vars(tuned)
+    for name, adaptation in vars(run.model.adaptation).items():
+        if adaptation is not None:
+            section[name] = vars(adaptation)
     return section
 
 
 def _parallel(run: LanguageRun) -> dict[str, Any]:
     parallelism = run.parallelism
     section: dict[str, Any] = {
-        "mode": "semi_auto" if parallelism.by_numbers else parallelism.mode,
+        "mode": "semi_auto" if parallelism.shards_by_degrees else parallelism.mode,
         "strategies": parallelism.strategies or None,
         "mem_coeff": parallelism.mem_coeff,
         "stages": parallelism.stages,
@@ -67,7 +67,7 @@ def _parallel(run: LanguageRun) -> dict[str, Any]:
     }
     if parallelism.auto_pipeline is not None:
         section |= {"stages": "auto"} if parallelism.auto_pipeline else {"suggest_stages": True}
-    if parallelism.by_numbers:
+    if parallelism.shards_by_degrees:
         section["expert"] = {
             "data_parallel": parallelism.data_parallel,
             "model_parallel": parallelism.model_parallel,
@@ -80,46 +80,53 @@ def _parallel(run: LanguageRun) -> dict[str, Any]:
     return section
 
 
-def _storage_and_recompute(run: LanguageRun) -> dict[str, Any]:
-    """What is stored sharded and what is recomputed: where gathers are repeated, sharded parameters
-    are freed after their use."""
+def _hsdp_and_recompute(run: LanguageRun) -> dict[str, Any]:
     sharding, recompute = run.parallelism.sharding, run.training.recompute
     section: dict[str, Any] = {}
     if sharding is not None:
+        # Gathering again in the backward pass means that parameters are freed after the forward
+        # pass, which is ZeRO stage 3.
         section["hsdp"] = vars(replace(sharding, level="level3") if recompute.gathers else sharding)
     if recompute.blocks or recompute.selective:
-        whole = _first_blocks(run, recompute.blocks)
-        some = [block for block in _first_blocks(run, recompute.selective) if block not in whole]
-        section["recompute"] = {"communication": recompute.communication, "blocks": some or whole}
-        if some:
-            section["recompute"] |= {"operators": _selected(run.model), "whole_blocks": whole}
+        full = _block_indices(run, recompute.blocks)
+        selective = [
+            block for block in _block_indices(run, recompute.selective) if block not in full
+        ]
+        section["recompute"] = {
+            "communication": recompute.communication,
+            "blocks": selective or full,
+        }
+        if selective:
+            section["recompute"] |= {"operators": _cheap_op_types(run.model), "whole_blocks": full}
     return section
 
 
-def _first_blocks(run: LanguageRun, chosen: StageBlocks) -> list[int]:
-    """The blocks, by number, that are chosen of each stage."""
+def _block_indices(run: LanguageRun, leading_blocks: StageBlocks) -> list[int]:
+    """Indices of the leading blocks of each stage, counted through all stages."""
     ends = list(accumulate(run.layers))
-    numbers = run.layers if chosen is True else chosen or (0,) * len(ends)
-    stages = zip(ends, run.layers, numbers, strict=True)
+    counts = run.layers if leading_blocks is True else leading_blocks or (0,) * len(ends)
+    stages = zip(ends, run.layers, counts, strict=True)
     return [
         block
-        for end, layers, number in stages
-        for block in range(end - layers, end - layers + min(number, layers))
+        for end, layers, count in stages
+        for block in range(end - layers, end - layers + min(count, layers))
     ]
 
 
-def _computed(model: MindFormersModel) -> dict[str, str]:
-    """What is stored in single precision may be computed in half of it."""
+def _compute_dtype(model: MindFormersModel) -> dict[str, str]:
+    """The key `compute_dtype` for mixed precision: float32 parameters, 16-bit matrix products."""
     if model.param_dtype == "float32" and model.compute_dtype != "float32":
         return {"compute_dtype": model.compute_dtype}
     return {}
 
 
-def _selected(model: MindFormersModel) -> list[str]:
-    """Kinds of operators in a block that are cheap to recompute and large to save."""
+def _cheap_op_types(model: MindFormersModel) -> list[str]:
+    """Operator types in a block that are cheap to recompute and have large outputs."""
+    # Fused attention saves no softmax output.
     sizes, softmax = model.sizes, ["softmax"] if model.attention == "explicit" else []
     if sizes.family == "gpt" and sizes.activation != "fast_gelu":
         return ["gelu", *softmax]
-    by_sigmoid = "sigmoid" if sizes.positions == "learned" else "silu"
-    # The experts of Mixtral are one operator, with their activation.
-    return [*([] if sizes.family == "mixtral" else [by_sigmoid]), "mul", *softmax]
+    # fast_gelu(x) is computed as x · sigmoid(1.702 x); the gated activations are SiLU.
+    activation = "sigmoid" if sizes.positions == "learned" else "silu"
+    # The experts of Mixtral are one operator that includes their activation.
+    return [*([] if sizes.family == "mixtral" else [activation]), "mul", *softmax]
