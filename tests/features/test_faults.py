@@ -149,7 +149,7 @@ def test_another_runs_checkpoints_are_neither_taken_nor_replaced(
     said = capsys.readouterr().err
     assert said == (
         "error: a already holds checkpoints of a run, up to step 3\n"
-        "resume that run with --resume, or choose another folder\n"
+        "  resume that run with --resume, or choose another folder\n"
     )
     without = Path(config).read_text().replace(", checkpoint: {folder: a, every: 2}", "")
     Path("without.yaml").write_text(without)
