@@ -15,8 +15,8 @@ from shardwright.core.cost.memory import least_memory
 from shardwright.core.partition.decisions import LEVELS
 from shardwright.core.planner import candidate
 from shardwright.core.planner.candidate import Candidate
-from shardwright.core.search.recompute import fit
-from shardwright.core.search.recompute.fit import RecomputeFit
+from shardwright.core.search.recompute import search
+from shardwright.core.search.recompute.search import RecomputeSearch
 from shardwright.errors import MemoryLimitError, PlanInterrupted
 from shardwright.models import Dimensions, build
 
@@ -270,7 +270,7 @@ def test_estimates_that_are_wrong_about_what_can_fit_change_nothing(
     limit = int(share * plan(**options).memory.peak)
 
     def planned(sure: float) -> tuple[float | None, int]:
-        monkeypatch.setattr(fit, "SURE", sure)
+        monkeypatch.setattr(search, "MAX_PEAK_RATIO", sure)
         try:
             found = plan(**options, memory_limit=limit)
         except MemoryLimitError as error:
@@ -304,10 +304,10 @@ def test_what_is_known_to_fit_is_offered_when_the_search_is_stopped(
     found = plan(**options, memory_limit=limit)
     assert found.recompute
 
-    def stopped(self: RecomputeFit) -> None:
+    def stopped(self: RecomputeSearch) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RecomputeFit, "run", stopped)
+    monkeypatch.setattr(RecomputeSearch, "run", stopped)
     with pytest.raises(PlanInterrupted) as interrupted:
         plan(**options, memory_limit=limit)
     known = interrupted.value.plan()

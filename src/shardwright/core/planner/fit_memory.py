@@ -28,7 +28,7 @@ from shardwright.core.planner.queued_candidate import (
     memory_and_time_key,
 )
 from shardwright.core.planner.ranking import Ranking, requested_kind
-from shardwright.core.search.recompute.fit import MemoryFit, RecomputeFit
+from shardwright.core.search.recompute.search import MeasuredDecisions, RecomputeSearch
 from shardwright.errors import (
     PlanError,
     PlanInterrupted,
@@ -221,9 +221,13 @@ class _Search:
         entries = [entry for *_, entry in self.queue if isinstance(entry, QueuedCandidate)]
         fitting = [queued.candidate for queued in entries if queued.fits]
         for queued in entries:
-            if queued.fit is None or queued.fits or (fitting and not queued.fit.is_measured):
+            if (
+                queued.recompute_search is None
+                or queued.fits
+                or (fitting and not queued.recompute_search.is_measured)
+            ):
                 continue
-            least = queued.fit.least
+            least = queued.recompute_search.fully_recomputed
             if least.memory.peak <= (self.limit or 0):
                 fitted = replace(queued.candidate, decisions=least.decisions, measured=least.memory)
                 fitting.append(fitted)
@@ -310,27 +314,37 @@ class _Search:
         if self.limit is None or queued.fits:
             return queued.candidate
         candidate, attempt = queued.candidate, queued.attempt
-        if queued.fit is not None:
-            result = queued.fit.run()
+        if queued.recompute_search is not None:
+            result = queued.recompute_search.run()
             log.info("%s: %s of %s", attempt, binary(result.memory.peak), binary(self.limit))
             if result.memory.peak > self.limit:
                 # The estimate by which it should have fitted was wrong.
-                self.add(bound, replace(queued, fit=None, trust_estimate=False))
+                self.add(bound, replace(queued, recompute_search=None, trust_estimate=False))
                 return None
             fitted = replace(candidate, decisions=result.decisions, measured=result.memory)
             self.add(bound, replace(queued, candidate=fitted, fits=True), fitted.seconds)
             return None
         if queued.must_recompute:
-            for fit in self._recompute_fits(queued):
-                expected = replace(candidate, decisions=fit.expected())
-                self.add(bound, replace(queued, fit=fit), NEARLY_EXPECTED * expected.seconds)
+            for search in self._recompute_searches(queued):
+                expected = replace(candidate, decisions=search.expected_decisions())
+                self.add(
+                    bound,
+                    replace(queued, recompute_search=search),
+                    NEARLY_EXPECTED * expected.seconds,
+                )
             return None
-        ladders = self.recompute_cache.ladders(candidate) if attempt.recompute else None
-        may_fit = ladders is None or ladders.may_fit_plain(queued.min_memory, self.limit)
+        recompute_levels = (
+            self.recompute_cache.recompute_levels(candidate) if attempt.recompute else None
+        )
+        may_fit = recompute_levels is None or recompute_levels.may_fit_without_recompute(
+            queued.min_memory, self.limit
+        )
         if may_fit and (needs := self._measured(queued)).peak <= self.limit:
             return replace(candidate, measured=needs)
-        if ladders is not None:
-            decisions = ladders.expected(candidate.decisions, queued.min_memory, self.limit)
+        if recompute_levels is not None:
+            decisions = recompute_levels.expected_decisions(
+                candidate.decisions, queued.min_memory, self.limit
+            )
             expected = replace(candidate, decisions=decisions)
             self.add(
                 bound, replace(queued, must_recompute=True), NEARLY_EXPECTED * expected.seconds
@@ -341,47 +355,50 @@ class _Search:
         """Memory of a candidate as it is, by a dry run."""
         needs = queued.candidate.memory()
         log.info("%s: %s of %s", queued.attempt, binary(needs.peak), binary(self.limit or 0))
-        self._record_peak(MemoryFit(queued.candidate.decisions, needs), queued.attempt)
+        self._record_peak(MeasuredDecisions(queued.candidate.decisions, needs), queued.attempt)
         return needs
 
-    def _recompute_fits(self, queued: QueuedCandidate) -> list[RecomputeFit]:
+    def _recompute_searches(self, queued: QueuedCandidate) -> list[RecomputeSearch]:
         """Searches for the least recomputation, one per depth in the module tree whose blocks can
         free enough. Depths come in groups, those of the lowest estimated peak first, then larger
         blocks; groups after the first in which a depth can fit are not considered."""
         # `outside` is the peak outside of forward and backward passes, which recomputation does not
         # change: once measured at one depth it is a lower bound at all others.
-        ladders, outside = self.recompute_cache.ladders(queued.candidate), 0
-        for depths in ladders.depths:
-            fits: list[RecomputeFit] = []
+        recompute_levels, outside = self.recompute_cache.recompute_levels(queued.candidate), 0
+        for depths in recompute_levels.depths:
+            searches: list[RecomputeSearch] = []
             for depth in depths:
-                least = [max(size, outside) for size in ladders.least(depth, queued.min_memory)]
+                least = [
+                    max(size, outside)
+                    for size in recompute_levels.min_memory(depth, queued.min_memory)
+                ]
                 if max(least) > (self.limit or 0):
                     self._drop(queued, depth, max(least))
                     continue
-                fit = self.recompute_cache.fit(queued, depth, self.limit or 0)
-                if fit.can_fit:
-                    fits.append(fit)
+                search = self.recompute_cache.search(queued, depth, self.limit or 0)
+                if search.can_fit:
+                    searches.append(search)
                     continue
-                outside = max(outside, fit.outside)
-                if fit.is_measured:
-                    self._record_peak(fit.least, queued.attempt)
+                outside = max(outside, search.peak_outside_passes)
+                if search.is_measured:
+                    self._record_peak(search.fully_recomputed, queued.attempt)
                 else:
-                    self._drop(queued, depth, fit.largest.peak)
-            if fits:
-                return fits
+                    self._drop(queued, depth, search.largest_stage.peak)
+            if searches:
+                return searches
         return []
 
     def _drop(self, queued: QueuedCandidate, depth: int, size: int) -> None:
         dropped = replace(queued, block_depth=depth, min_recomputed_memory=size)
         self.dropped.append(dropped)
 
-    def _record_peak(self, fit: MemoryFit, attempt: Attempt) -> None:
+    def _record_peak(self, measured: MeasuredDecisions, attempt: Attempt) -> None:
         """Keeps the smallest measured peak, overall and of the kind, for errors and rankings."""
         kind = requested_kind(attempt.options)
-        peak = self.smallest_peaks.get(kind, fit.memory.peak)
-        self.smallest_peaks[kind] = min(peak, fit.memory.peak)
-        if self.smallest is None or fit.memory.peak < self.smallest[0].peak:
-            self.smallest = fit.memory, attempt
+        peak = self.smallest_peaks.get(kind, measured.memory.peak)
+        self.smallest_peaks[kind] = min(peak, measured.memory.peak)
+        if self.smallest is None or measured.memory.peak < self.smallest[0].peak:
+            self.smallest = measured.memory, attempt
 
     def measure_dropped(self) -> None:
         """Measures dropped candidates as long as one may need less than the smallest so far. One
@@ -407,17 +424,17 @@ class _Search:
         """Measures a candidate with all possible recomputation at a depth. If its largest stage
         alone is above the smallest plan so far, the other stages are not measured."""
         measured = replace(queued, trust_estimate=False)
-        fit = self.recompute_cache.fit(measured, depth, self.limit or 0)
-        if fit.can_fit:
-            self.add(0.0, replace(queued, fit=fit), queued.candidate.seconds)
-        elif self._may_be_smallest(fit.largest.peak):
-            self._record_peak(fit.least, queued.attempt)
+        search = self.recompute_cache.search(measured, depth, self.limit or 0)
+        if search.can_fit:
+            self.add(0.0, replace(queued, recompute_search=search), queued.candidate.seconds)
+        elif self._may_be_smallest(search.largest_stage.peak):
+            self._record_peak(search.fully_recomputed, queued.attempt)
 
     def _at_depths(self, queued: QueuedCandidate) -> Iterator[QueuedCandidate]:
         """The candidate with all blocks recomputed, for each depth that blocks can have."""
-        ladders = self.recompute_cache.ladders(queued.candidate)
-        for depth in (depth for depths in ladders.depths for depth in depths):
-            size = max(ladders.least(depth, queued.min_memory))
+        recompute_levels = self.recompute_cache.recompute_levels(queued.candidate)
+        for depth in (depth for depths in recompute_levels.depths for depth in depths):
+            size = max(recompute_levels.min_memory(depth, queued.min_memory))
             yield replace(queued, block_depth=depth, min_recomputed_memory=size)
 
     def error(self) -> ShardwrightError:

@@ -10,8 +10,12 @@ import torch
 from shardwright.core.planner.attempts import Attempt
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.rules.rule import Cuts
-from shardwright.core.search.recompute.candidates import DEFAULT_PRICES, RecomputePrices
-from shardwright.core.search.recompute.fit import RecomputeFit, RecomputeLadders, surely
+from shardwright.core.search.recompute.blocks import DEFAULT_PRICES, RecomputePrices
+from shardwright.core.search.recompute.search import (
+    RecomputeLevels,
+    RecomputeSearch,
+    max_peak_ratio,
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class QueuedCandidate:
     Args:
         min_memory: lower bound per stage, in bytes per device, whatever is recomputed.
         must_recompute: whether it does not fit as it is, by an estimate or a dry run.
-        fit: search for the least recomputation that fits; None before it has begun.
+        recompute_search: search for the least recomputation that fits; None before it has begun.
         trust_estimate: whether an estimate may replace the dry run with all recomputed.
         fits: whether `candidate` recomputes enough, as dry runs have shown.
         block_depth: depth in the module tree whose blocks do not free enough; None if that is not
@@ -34,7 +38,7 @@ class QueuedCandidate:
     candidate: Candidate
     min_memory: Sequence[int]
     must_recompute: bool = False
-    fit: RecomputeFit | None = None
+    recompute_search: RecomputeSearch | None = None
     trust_estimate: bool = True
     fits: bool = False
     block_depth: int | None = None
@@ -51,47 +55,49 @@ class RecomputeCache:
     """Recomputation options shared by candidates, and how far dry runs exceeded estimates.
 
     Args:
-        ladders_by_cuts: recomputation options, by cuts and stages.
+        levels_by_cuts: recomputation options, by cuts and stages.
         depths_by_chunks: depths in the module tree of the blocks that compete, by number of chunks.
-        measured_excess: largest ratio of measured to estimated memory, by stages, schedule and
+        measured_ratios: largest ratio of measured to estimated memory, by stages, schedule and
             sharding level.
     """
 
-    ladders_by_cuts: dict[object, RecomputeLadders] = field(default_factory=dict)
+    levels_by_cuts: dict[object, RecomputeLevels] = field(default_factory=dict)
     depths_by_chunks: dict[int, Sequence[Sequence[int]]] = field(default_factory=dict)
-    measured_excess: dict[object, float] = field(default_factory=dict)
+    measured_ratios: dict[object, float] = field(default_factory=dict)
 
-    def ladders(self, candidate: Candidate) -> RecomputeLadders:
+    def recompute_levels(self, candidate: Candidate) -> RecomputeLevels:
         """Recomputation options of a candidate; they do not depend on the sharding level."""
         graph, pipeline, cuts = candidate.model.graph, candidate.pipeline, candidate.decisions.cuts
         key = candidate.mesh, _hashable(cuts), pipeline.stages, pipeline.schedule
-        if key not in self.ladders_by_cuts:
+        if key not in self.levels_by_cuts:
             options, prices = candidate.options, DEFAULT_PRICES
             if options.cluster is not None:
                 dtype = graph.compute_dtype or torch.float32
                 prices = RecomputePrices.on(options.resolved_cluster, dtype)
             parts = graph, candidate.mesh, candidate.decisions, pipeline
-            ladders = RecomputeLadders(
+            recompute_levels = RecomputeLevels(
                 *parts, prices, self.depths_by_chunks.get(pipeline.num_chunks)
             )
-            self.depths_by_chunks[pipeline.num_chunks] = ladders.depths
-            self.ladders_by_cuts[key] = ladders
-        return self.ladders_by_cuts[key]
+            self.depths_by_chunks[pipeline.num_chunks] = recompute_levels.depths
+            self.levels_by_cuts[key] = recompute_levels
+        return self.levels_by_cuts[key]
 
-    def fit(self, queued: QueuedCandidate, depth: int, limit: int) -> RecomputeFit:
+    def search(self, queued: QueuedCandidate, depth: int, limit: int) -> RecomputeSearch:
         """Begins the search for the least recomputation that fits into `limit` bytes, of blocks at
         a depth in the module tree."""
         candidate = queued.candidate
         pipeline, sharding = candidate.pipeline, candidate.decisions.sharding
         level = None if sharding is None else sharding.level
-        excess_key = pipeline.stages, pipeline.schedule, level
-        excess = self.measured_excess.get(excess_key)
-        stages = self.ladders(candidate).at(depth)
+        ratio_key = pipeline.stages, pipeline.schedule, level
+        ratio = self.measured_ratios.get(ratio_key)
+        stages = self.recompute_levels(candidate).at_depth(depth)
         parts = candidate.decisions, candidate.memory, limit, queued.min_memory
-        fit = RecomputeFit(stages, *parts, surely(excess) if queued.trust_estimate else None)
-        if not fit.is_sure:
-            self.measured_excess[excess_key] = max(excess or 0.0, fit.excess)
-        return fit
+        recompute_search = RecomputeSearch(
+            stages, *parts, max_peak_ratio(ratio) if queued.trust_estimate else None
+        )
+        if not recompute_search.estimate_fits:
+            self.measured_ratios[ratio_key] = max(ratio or 0.0, recompute_search.measured_ratio)
+        return recompute_search
 
 
 def memory_and_time_key(candidate: Candidate, attempt: Attempt) -> object:

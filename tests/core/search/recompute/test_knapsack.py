@@ -54,7 +54,7 @@ def test_eighty_equal_blocks_are_chosen_exactly() -> None:
 def test_with_too_many_sums_choices_free_enough_and_none_is_needless(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(knapsack, "MOST_STATES", 3)
+    monkeypatch.setattr(knapsack, "MAX_STATES", 3)
     for seed in range(40):
         blocks = random_blocks(seed)
         needed = random.Random(seed).randrange(1, 40)

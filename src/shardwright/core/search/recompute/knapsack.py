@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-MOST_STATES = 4000
+MAX_STATES = 4000
 """So many states of the exact search; with more, choices are made by their ratio."""
 
 
@@ -58,7 +58,7 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
     states = [_States(np.zeros(1, np.int64), np.zeros(1), none, none)]
     for block in blocks:
         states.append(_extended(states[-1], block, needed))
-        if len(states[-1].freed) > MOST_STATES:
+        if len(states[-1].freed) > MAX_STATES:
             return _by_ratio(blocks, needed)
     # Of those that free enough only the cheapest was kept.
     here, chosen = 0, []

@@ -37,7 +37,7 @@ from shardwright.core.partition.transfer import Transfer
 from shardwright.core.rules import rule_of
 from shardwright.core.search.recompute.knapsack import KnapsackItem
 
-Marks = Mapping[str, Recompute]
+RecomputeByOp = Mapping[str, Recompute]
 """By operator how it is recomputed."""
 
 
@@ -68,7 +68,7 @@ class RecomputeBlock:
 
     stage: int
     name: str
-    options: Mapping[str, tuple[KnapsackItem, Marks]]
+    options: Mapping[str, tuple[KnapsackItem, RecomputeByOp]]
 
 
 DEFAULT_PRICES = RecomputePrices()
@@ -77,7 +77,7 @@ HARDLY_MORE = 1.25
 """What blocks of another depth may leave, of the least."""
 
 
-class RecomputeCandidates:
+class RecomputeBlocks:
     """The blocks of a planned model.
 
     Args:
@@ -173,7 +173,7 @@ class RecomputeCandidates:
     def _blocks(
         self, block_of: Mapping[str, tuple[int, str]], plain: SavedBytes
     ) -> tuple[RecomputeBlock, ...]:
-        options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, Marks]]] = {}
+        options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, RecomputeByOp]]] = {}
         alternatives = {
             "lean": self._cheap(block_of, lean=True),
             "cheap": self._cheap(block_of),
@@ -196,7 +196,7 @@ class RecomputeCandidates:
                     options.setdefault(block, {})[option] = (item, of_blocks[block])
         return tuple(RecomputeBlock(*block, by_name) for block, by_name in options.items())
 
-    def _flow(self, marks: Marks) -> Communication:
+    def _flow(self, marks: RecomputeByOp) -> Communication:
         """What is communicated, without buckets and their bytes. Until other marks are asked for:
         transfers are the same for all, but for what they are made again with."""
         for transfer in self._plain_flow.transfers:
@@ -206,7 +206,7 @@ class RecomputeCandidates:
         assign_recomputed_transfers(segments, self._transfers, self.decisions)
         return replace(self._plain_flow, segments=segments)
 
-    def _saved_with(self, marks: Marks) -> SavedBytes:
+    def _saved_with(self, marks: RecomputeByOp) -> SavedBytes:
         return self._estimate.saved_bytes(self._flow(marks))
 
     def _work(

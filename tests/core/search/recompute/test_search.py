@@ -18,13 +18,13 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.partition.communication import communication
 from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.partition.partitioned import Partitioned
-from shardwright.core.search.recompute.candidates import RecomputeCandidates, RecomputePrices
-from shardwright.core.search.recompute.fit import (
-    Measure,
-    MemoryFit,
-    RecomputeFit,
-    RecomputeLadders,
-    surely,
+from shardwright.core.search.recompute.blocks import RecomputeBlocks, RecomputePrices
+from shardwright.core.search.recompute.search import (
+    MeasuredDecisions,
+    MeasureMemory,
+    RecomputeLevels,
+    RecomputeSearch,
+    max_peak_ratio,
 )
 from shardwright.models.expert_sharding import pin_expert
 
@@ -36,21 +36,23 @@ def measured(plan: sw.Plan, decisions: Decisions, stages: Container[int] | None 
     return memory(Partitioned(GRAPH, plan.mesh, decisions, plan.pipeline), stages=stages)
 
 
-def fitted(plan: sw.Plan, limit: int) -> MemoryFit:
+def fitted(plan: sw.Plan, limit: int) -> MeasuredDecisions:
     return fit_by_recomputation(GRAPH, plan, limit, partial(measured, plan))
 
 
-def fit_by_recomputation(graph: Graph, plan: sw.Plan, limit: int, measure: Measure) -> MemoryFit:
+def fit_by_recomputation(
+    graph: Graph, plan: sw.Plan, limit: int, measure: MeasureMemory
+) -> MeasuredDecisions:
     """Decisions that fit into `limit` bytes of a device; else those that need least."""
-    plain = MemoryFit(plan.decisions, measure(plan.decisions, None))
+    plain = MeasuredDecisions(plan.decisions, measure(plan.decisions, None))
     if plain.memory.peak <= limit:
         return plain
-    ladders = RecomputeLadders(graph, plan.mesh, plan.decisions, plan.pipeline)
-    parts = ladders.at(ladders.depths[0][0]), plan.decisions, measure, limit
-    fit = RecomputeFit(*parts, least_memory(plan.partitioned, "adamw"))
+    levels = RecomputeLevels(graph, plan.mesh, plan.decisions, plan.pipeline)
+    parts = levels.at_depth(levels.depths[0][0]), plan.decisions, measure, limit
+    fit = RecomputeSearch(*parts, least_memory(plan.partitioned, "adamw"))
     if fit.can_fit:
         return fit.run()
-    return min(plain, fit.least, key=lambda each: each.memory.peak)
+    return min(plain, fit.fully_recomputed, key=lambda each: each.memory.peak)
 
 
 def work_again(plan: sw.Plan, decisions: Decisions) -> float:
@@ -95,7 +97,7 @@ def test_what_experts_and_losses_keep_is_estimated_as_a_dry_run_finds_it() -> No
     plan = sw.plan(net, (), call, devices=8, mode="sharding_propagation")
     graph = plan.graph
     assert graph is not None
-    found = RecomputeCandidates(graph, plan.mesh, plan.decisions, lambda op: 0)
+    found = RecomputeBlocks(graph, plan.mesh, plan.decisions, lambda op: 0)
     kept = memory(plan.partitioned).stages[0].activations
     assert 0.8 < sum(found.plain.values()) / kept < 1.1
 
@@ -110,7 +112,7 @@ def test_a_fitted_plan_computes_the_same() -> None:
 
 def test_layers_are_blocks_and_gathers_make_the_difference_between_ways() -> None:
     plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
-    found = RecomputeCandidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0)
+    found = RecomputeBlocks(GRAPH, plan.mesh, plan.decisions, lambda op: 0)
     blocks = {block.name: block for block in found.blocks(found.depths[0][0])}
     assert {"model.layers.0", "model.layers.1"} <= set(blocks)
     options = blocks["model.layers.1"].options
@@ -135,7 +137,7 @@ def test_on_slow_links_what_is_sent_again_costs_more() -> None:
         RecomputePrices.on(load_cluster("h100"), torch.bfloat16),
         RecomputePrices(sent=1e6),
     ):
-        found = RecomputeCandidates(GRAPH, plan.mesh, plan.decisions, lambda op: 0, prices)
+        found = RecomputeBlocks(GRAPH, plan.mesh, plan.decisions, lambda op: 0, prices)
         options = next(
             b for b in found.blocks(found.depths[0][0]) if b.name == "model.layers.1"
         ).options
@@ -147,7 +149,7 @@ def test_layers_are_blocks_where_the_loss_outweighs_all_layers() -> None:
     net, args, kwargs = llama(layers=3, vocabulary=2048)
     graph = sw.capture(net, args, kwargs)
     plan = sw.plan(graph, devices=1)
-    found = RecomputeCandidates(graph, plan.mesh, plan.decisions, lambda op: 0)
+    found = RecomputeBlocks(graph, plan.mesh, plan.decisions, lambda op: 0)
     assert {"model.layers.0", "model.layers.1"} <= {
         block.name for block in found.blocks(found.depths[0][0])
     }
@@ -182,14 +184,14 @@ def test_of_what_cannot_fit_only_the_stage_that_needs_most_is_measured() -> None
         asked.append(stages)
         return memory(Partitioned(graph, plan.mesh, decisions, plan.pipeline), stages=stages)
 
-    ladders = RecomputeLadders(graph, plan.mesh, plan.decisions, plan.pipeline)
-    parts = ladders.at(ladders.depths[0][0]), plan.decisions, needs, 1
-    fit = RecomputeFit(*parts, least_memory(plan.partitioned, "adamw"))
+    levels = RecomputeLevels(graph, plan.mesh, plan.decisions, plan.pipeline)
+    parts = levels.at_depth(levels.depths[0][0]), plan.decisions, needs, 1
+    fit = RecomputeSearch(*parts, least_memory(plan.partitioned, "adamw"))
     assert not fit.can_fit
-    assert asked == [{fit.largest.stage}]
-    least = fit.least.memory
-    assert fit.largest == least.stages[fit.largest.stage]
-    assert fit.largest.peak >= 0.95 * least.peak
+    assert asked == [{fit.largest_stage.stage}]
+    least = fit.fully_recomputed.memory
+    assert fit.largest_stage == least.stages[fit.largest_stage.stage]
+    assert fit.largest_stage.peak >= 0.95 * least.peak
 
 
 def test_what_another_plan_of_its_kind_needs_makes_an_estimate_enough() -> None:
@@ -200,13 +202,13 @@ def test_what_another_plan_of_its_kind_needs_makes_an_estimate_enough() -> None:
         asked.append(decisions)
         return measured(plan, decisions, stages)
 
-    ladders = RecomputeLadders(GRAPH, plan.mesh, plan.decisions, plan.pipeline)
-    parts = ladders.at(ladders.depths[0][0]), plan.decisions, needs
+    levels = RecomputeLevels(GRAPH, plan.mesh, plan.decisions, plan.pipeline)
+    parts = levels.at_depth(levels.depths[0][0]), plan.decisions, needs
     others = least_memory(plan.partitioned, "adamw")
-    first = RecomputeFit(*parts, 1, others)
-    excess, limit = first.excess, int(1.1 * first.largest.peak)
+    first = RecomputeSearch(*parts, 1, others)
+    excess, limit = first.measured_ratio, int(1.1 * first.largest_stage.peak)
     asked.clear()
-    second = RecomputeFit(*parts, limit, others, surely(excess))
+    second = RecomputeSearch(*parts, limit, others, max_peak_ratio(excess))
     assert second.can_fit and not asked
     assert second.run().memory.peak <= limit
-    assert not RecomputeFit(*parts, limit, others, surely(None)).is_sure
+    assert not RecomputeSearch(*parts, limit, others, max_peak_ratio(None)).estimate_fits
