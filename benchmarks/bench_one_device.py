@@ -61,7 +61,7 @@ def compared(model: Model, rounds: int) -> tuple[Sample, Sample, Sample]:
     net, args, kwargs = model
     modules = {
         "original": net,
-        "program": sw.parallelize(net, sw.plan(net, args, kwargs, devices=1), "cpu"),
+        "program": sw.parallelize(net, sw.plan(net, args, kwargs, devices=1), "cpu", copy=True),
         "copy": copy.deepcopy(net),
     }
     steps = {name: _step(module, args, kwargs) for name, module in modules.items()}

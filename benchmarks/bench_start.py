@@ -34,7 +34,7 @@ from shardwright.core.api.lone_rank import fake_process_group
 from shardwright.run import PadToMultiple
 
 DEVICES, WIDTH, LAYERS = 8, 4096, 64
-WAYS = {"built before, kept": None, "built before, released": 1.25, "no_init_parameters": 0.25}
+WAYS = {"built before, kept": None, "built before, in place": 1.25, "no_init_parameters": 0.25}
 """For each the multiple of the parameters that it may take."""
 
 LENGTHS = (16, 24, 32, 40, 48)
@@ -61,9 +61,10 @@ def memory(way: str) -> tuple[int, int]:
         with sw.no_init_parameters() if way == "no_init_parameters" else nullcontext():
             net = stack()
         size = sum(parameter.nbytes for parameter in net.parameters())
-        kept = sw.parallelize(net, plan, "cpu", sync=False, release="released" in way)
+        kept = "kept" in way
+        planned = sw.parallelize(net, plan, "cpu", copy=kept, sync=False)
         rise = peak() - before
-        assert kept is not net
+        assert (planned is net) is not kept
     return rise, size
 
 
@@ -101,7 +102,7 @@ def seconds_of_calls(layers: int, multiple: int) -> tuple[float, float, float]:
     """Of the first call with the first of `LENGTHS`, the second, and the median of the others."""
     net, *_ = small("llama", layers=layers)
     planned = batch(64, 64)
-    parallel = sw.parallelize(net, sw.plan(net, kwargs=planned, devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, kwargs=planned, devices=1), copy=True)
     parallel(**planned)
     calls = [batch(length, multiple) for length in LENGTHS]
     first, second, *later = (cpu_seconds(partial(parallel, **call)) for call in calls)

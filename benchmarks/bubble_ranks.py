@@ -50,7 +50,7 @@ def bubble(pipeline: PipelineSpec, parts: list[ChunkSeconds]) -> float:
             f"blocks.{number}": pipeline.stage_of(number) for number in range(pipeline.num_chunks)
         },
     )
-    parallel = sw.parallelize(net, plan, "cpu")
+    parallel = sw.parallelize(net, plan, "cpu", copy=True)
     parallel.train_step(x)
     return median(_step(parallel, x) for _ in range(STEPS))
 

@@ -94,7 +94,7 @@ def ours(pinned: bool = False, **options: Any) -> Step:
             elif name in ROWS:
                 sw.shard(module, ((1, 1, parts), (1, parts)))
     plan = sw.plan(net, args, kwargs, devices=dist.get_world_size(), **options)
-    parallel: Any = sw.parallelize(net, plan, "cpu")
+    parallel: Any = sw.parallelize(net, plan, "cpu", copy=True)
     return with_update(parallel, lambda: parallel.train_step(**kwargs))
 
 

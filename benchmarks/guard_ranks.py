@@ -42,7 +42,7 @@ def main() -> None:
     net = build(sizes)
     ids = torch.randint(256, (8, 128), generator=torch.Generator().manual_seed(0))
     plan = sw.plan(net, (ids, ids), devices=dist.get_world_size(), mode="data_parallel")
-    parallel: Any = sw.parallelize(net, plan)
+    parallel: Any = sw.parallelize(net, plan, copy=True)
     calls: list[tuple[Any, ...]] = []
     begin = parallel.execution._guard.begin
     parallel.execution._guard.begin = lambda *call: (calls.append(call), begin(*call))

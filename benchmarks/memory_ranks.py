@@ -33,7 +33,7 @@ def peak(case: Case) -> int:
 
     def prepare() -> Callable[[], None]:
         net, args, kwargs = case.model()
-        parallel = sw.parallelize(net, plan, "cpu")
+        parallel = sw.parallelize(net, plan, "cpu", copy=True)
         optimizer = case.optimizer([p for p in parallel.parameters() if p is not None])
 
         def step() -> None:

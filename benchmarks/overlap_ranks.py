@@ -35,7 +35,7 @@ def main(steps: int) -> None:
     result = {}
     for name in ("at once", "overlapped", "compiled"):
         with at_once() if name == "at once" else nullcontext():
-            parallel: Any = sw.parallelize(net, plan, "cpu")
+            parallel: Any = sw.parallelize(net, plan, "cpu", copy=True)
             if name == "compiled":
                 parallel.compile(fullgraph=True, backend="aot_eager")
             parallel.train_step(**kwargs)

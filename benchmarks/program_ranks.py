@@ -55,7 +55,7 @@ def outcome(
 
     def parallel(net: nn.Module, *args: Any) -> nn.Module:
         plan = sw.plan(net, args, devices=dist.get_world_size(), **options)
-        return sw.parallelize(net, plan)
+        return sw.parallelize(net, plan, copy=True)
 
     try:
         numbers, state = run(program, parallel)

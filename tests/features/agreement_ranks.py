@@ -73,7 +73,7 @@ def check_ranks_seeded_apart_train_the_model_of_rank_0() -> None:
         net = build_unseeded()
         # Batch norm mixes samples: with stages the losses of micro-batches are what is trained.
         planned = sw.Pipeline(net, 2, loss_reduction="sum") if "stages" in options else net
-        parallel = sw.parallelize(net, sw.plan(planned, BATCH, devices=4, **options))
+        parallel = sw.parallelize(net, sw.plan(planned, BATCH, devices=4, **options), copy=True)
         torch.manual_seed(0)
         one = Net()
         for name, tensor in net.state_dict().items():
@@ -103,7 +103,7 @@ def check_deferred_models_are_drawn_from_rank_0() -> None:
             if draws_before:
                 torch.manual_seed(10 + dist.get_rank())
             net = perceptron()
-        parallel = sw.parallelize(net, sw.plan(net, BATCH, devices=4))
+        parallel = sw.parallelize(net, sw.plan(net, BATCH, devices=4), copy=True)
         own = torch.rand(1)
         torch.manual_seed(10 * draws_before)
         one = perceptron()
@@ -116,7 +116,7 @@ def check_sync_can_be_left_out() -> None:
     torch.manual_seed(dist.get_rank())
     nn.init.normal_(net.net[0].weight)
     before = net.net[0].weight.clone()
-    sw.parallelize(net, sw.plan(net, BATCH, devices=4), sync=False)
+    sw.parallelize(net, sw.plan(net, BATCH, devices=4), sync=False, copy=True)
     assert torch.equal(net.net[0].weight, before)
 
 
@@ -127,27 +127,27 @@ def check_another_model_on_one_rank_is_refused_on_all() -> None:
         plan = sw.plan(net, BATCH, devices=4)
         if words:
             with refused(sw.PlanError, *words):
-                sw.parallelize(net, plan)
+                sw.parallelize(net, plan, copy=True)
         else:
-            sw.parallelize(net, plan)
+            sw.parallelize(net, plan, copy=True)
     net = perceptron()
     net.net[0].requires_grad_(rank != 3)
     with refused(sw.PlanError, "rank 3", "frozen"):
-        sw.parallelize(net, sw.plan(net, BATCH, devices=4))
+        sw.parallelize(net, sw.plan(net, BATCH, devices=4), copy=True)
 
 
 def check_another_plan_on_one_rank_is_refused_on_all() -> None:
     net = perceptron()
     options = {"mem_coeff": 10.0} if dist.get_rank() == 1 else {"mode": "data_parallel"}
     with refused(sw.PlanError, "rank 1", "plan: mesh"):
-        sw.parallelize(net, sw.plan(net, BATCH, devices=4, **options))
+        sw.parallelize(net, sw.plan(net, BATCH, devices=4, **options), copy=True)
 
 
 def check_an_error_on_one_rank_is_raised_on_all() -> None:
     plan = sw.plan(perceptron(), BATCH, devices=4)
     net = perceptron(17 if dist.get_rank() == 1 else 16)
     with refused(sw.PlanError, "17"):
-        sw.parallelize(net, plan)
+        sw.parallelize(net, plan, copy=True)
 
 
 def check_tensors_that_are_no_buffers_are_refused_where_they_differ() -> None:
@@ -164,13 +164,13 @@ def check_tensors_that_are_no_buffers_are_refused_where_they_differ() -> None:
 
     net = Scaled()
     with refused(sw.PlanError, "rank 1", "no buffer"):
-        sw.parallelize(net, sw.plan(net, BATCH, devices=4))
+        sw.parallelize(net, sw.plan(net, BATCH, devices=4), copy=True)
 
 
 def check_a_distributed_sampler_is_refused_in_the_first_call() -> None:
     for options in ({}, {"stages": 2, "micro_batches": 2}):
         net = perceptron()
-        parallel = sw.parallelize(net, sw.plan(net, BATCH, devices=4, **options))
+        parallel = sw.parallelize(net, sw.plan(net, BATCH, devices=4, **options), copy=True)
         (batch, *_) = DataLoader(SAMPLES, 8, sampler=DistributedSampler(SAMPLES))
         with refused(DataError, "rank 1", "data_parallel", "BatchSampler", "call 1"):
             parallel.train_step(*batch)
@@ -179,7 +179,7 @@ def check_a_distributed_sampler_is_refused_in_the_first_call() -> None:
 
 def check_another_element_is_found_a_call_later() -> None:
     net = perceptron()
-    parallel = sw.parallelize(net, sw.plan(net, BATCH, devices=4))
+    parallel = sw.parallelize(net, sw.plan(net, BATCH, devices=4), copy=True)
     inputs, labels = (part.clone() for part in BATCH)
     parallel(inputs, labels)
     if dist.get_rank() == 2:
@@ -194,7 +194,7 @@ def check_own_parts_pass_and_holders_of_one_part_are_compared() -> None:
     for options in ({}, {"stages": 2, "micro_batches": 2}):
         net = perceptron()
         plan = sw.plan(net, BATCH, devices=4, dataset_strategy="data_parallel", **options)
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
         sampler = BatchSampler(len(SAMPLES), plan, dist.get_rank(), 8)
         for batch in DataLoader(SAMPLES, batch_sampler=sampler):
             parallel.train_step(*batch)
@@ -209,7 +209,7 @@ def check_own_parts_pass_and_holders_of_one_part_are_compared() -> None:
 def check_parts_of_different_sizes_are_refused() -> None:
     net = perceptron()
     plan = sw.plan(net, BATCH, devices=4, dataset_strategy="data_parallel")
-    parallel = sw.parallelize(net, plan)
+    parallel = sw.parallelize(net, plan, copy=True)
     rows = 1 if dist.get_rank() == 3 else 2
     with refused(DataError, "rank 3 was given a batch of 1", "BatchSampler"):
         parallel.train_step(*(part[:rows] for part in BATCH))
@@ -217,7 +217,7 @@ def check_parts_of_different_sizes_are_refused() -> None:
 
 def check_smaller_last_batches_on_all_ranks_train() -> None:
     net = perceptron()
-    parallel = sw.parallelize(net, sw.plan(net, BATCH, devices=4))
+    parallel = sw.parallelize(net, sw.plan(net, BATCH, devices=4), copy=True)
     for batch in DataLoader(SAMPLES, 24, shuffle=True, generator=torch.Generator().manual_seed(0)):
         torch.testing.assert_close(parallel.train_step(*batch), net(*batch))
 
@@ -266,7 +266,9 @@ def main(names: list[str]) -> None:
     for ending in ENDINGS:
         if ending.__name__ in names:
             net = perceptron()
-            parallel = sw.parallelize(net, sw.plan(net, BATCH, devices=4, mem_coeff=10.0))
+            parallel = sw.parallelize(
+                net, sw.plan(net, BATCH, devices=4, mem_coeff=10.0), copy=True
+            )
             try:
                 ending(parallel)
             except DataError as error:

@@ -29,7 +29,7 @@ def check_compiled(recomputed: bool = False, regional: bool = False, **options: 
             sw.recompute(net.model.layers)
         plan = sw.plan(net, args, kwargs, devices=2, **options)
         assert bool(plan.recompute) == recomputed
-        parallel: Any = sw.parallelize(net, plan, "cpu")
+        parallel: Any = sw.parallelize(net, plan, "cpu", copy=True)
         backend = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call]
         if compiled:
             parallel.compile(fullgraph=True, backend=backend, regional=regional)

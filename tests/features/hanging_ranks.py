@@ -50,7 +50,7 @@ def main(where: str, folder: Path) -> None:
     world = World.from_environment()
     meet(world.rank, folder)
     with process_group(world, timeout=timedelta(seconds=10)) as device:
-        parallel = sw.parallelize(net, plan, device)
+        parallel = sw.parallelize(net, plan, device, copy=True)
         parallel.train_step(x)
         if world.rank == 1 and where == "stages":
             time.sleep(100)

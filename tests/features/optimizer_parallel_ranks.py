@@ -82,7 +82,7 @@ def compare(mode: str, hsdp: Any, micro_batches: int) -> None:
         bucket_mb=0.01,
         **MODES[mode],
     )
-    got = train(sw.parallelize(net, plan), (net, args, kwargs), 3, clip=0.5)
+    got = train(sw.parallelize(net, plan, copy=True), (net, args, kwargs), 3, clip=0.5)
     torch.testing.assert_close(
         torch.tensor(got),
         torch.tensor(wanted),
@@ -114,7 +114,7 @@ def check_gradients_accumulate_over_calls() -> None:
         plan = sw.plan(
             net, args, devices=4, mode="data_parallel", hsdp=hsdp, micro_batches=2, bucket_mb=0.002
         )
-        parallel: Any = sw.parallelize(net, plan)
+        parallel: Any = sw.parallelize(net, plan, copy=True)
         parallel.train_step(*args)
         parallel.train_step(*args)
         parallel(*args).backward()
@@ -135,7 +135,7 @@ def check_frozen_parameters() -> None:
             parameter.requires_grad_("1" in name)
         hsdp = sw.OptimizerParallel(level, threshold=0)
         plan = sw.plan(net, args, devices=4, mode="data_parallel", hsdp=hsdp, micro_batches=2)
-        parallel: Any = sw.parallelize(net, plan)
+        parallel: Any = sw.parallelize(net, plan, copy=True)
         loss = parallel.train_step(*args)
         expected = net(*args)
         expected.backward()
@@ -162,7 +162,7 @@ def check_other_modes_and_batches() -> None:
             micro_batches=2,
             bucket_mb=0.002,
         )
-        parallel: Any = sw.parallelize(net, plan)
+        parallel: Any = sw.parallelize(net, plan, copy=True)
         for size in (8, 6, 3):
             wanted = net(x[:size], y[:size]).detach()
             torch.testing.assert_close(parallel.train_step(x[:size], y[:size]), wanted)
@@ -175,7 +175,7 @@ def compare_compiled(hsdp: Any) -> None:
     """Forward and backward, buckets included, in one graph without breaks."""
     net, args, kwargs = llama(layers=1)
     plan = sw.plan(net, args, kwargs, devices=4, mode="data_parallel", hsdp=hsdp)
-    parallel: Any = sw.parallelize(net, plan)
+    parallel: Any = sw.parallelize(net, plan, copy=True)
     wanted = parallel.train_step(*args, **kwargs)
     gradients = {n: p.grad.full_tensor() for n, p in parallel.named_parameters()}
     parallel.zero_grad()

@@ -70,7 +70,7 @@ def check_assigned_buffers() -> None:
     for chosen in options:
         net = model(average)
         plan = sw.plan(net, (torch.ones(8, 8), torch.ones(8, 8)), devices=2, **chosen)
-        planned: Any = sw.parallelize(net, plan, "cpu")
+        planned: Any = sw.parallelize(net, plan, "cpu", copy=True)
         losses = train(planned, torch.optim.SGD(planned.parameters(), 0.1))
         torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=1e-6)
         buffers = dict(eager.named_buffers())

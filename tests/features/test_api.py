@@ -69,7 +69,7 @@ def train(net: nn.Module, args: tuple[Tensor, ...], steps: int) -> list[float]:
 
 def test_on_one_device_a_parallel_module_trains_as_the_model_does() -> None:
     net, args, kwargs = resnet(batch=4, blocks=(1,))
-    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1), copy=True)
     assert parallel.state_dict().keys() == net.state_dict().keys()
     assert train(parallel, args, 4) == pytest.approx(train(net, args, 4), rel=1e-5)
     for name, value in net.state_dict().items():
@@ -79,7 +79,7 @@ def test_on_one_device_a_parallel_module_trains_as_the_model_does() -> None:
 def test_parallelize_leaves_the_given_model_alone() -> None:
     net, args, kwargs = mlp()
     before = [p.clone() for p in net.parameters()]
-    train(sw.parallelize(net, sw.plan(net, args, kwargs, devices=1)), args, 2)
+    train(sw.parallelize(net, sw.plan(net, args, kwargs, devices=1), copy=True), args, 2)
     for old, new in zip(before, net.parameters(), strict=True):
         assert torch.equal(old, new)
 
@@ -88,12 +88,14 @@ def test_a_loaded_plan_runs_like_the_one_that_was_saved() -> None:
     net, args, kwargs = mlp()
     plan = sw.plan(net, args, kwargs, devices=1)
     loaded = sw.Plan.from_json(plan.to_json())
-    assert sw.parallelize(net, loaded)(*args) == sw.parallelize(net, plan)(*args)
+    assert sw.parallelize(net, loaded, copy=True)(*args) == sw.parallelize(net, plan, copy=True)(
+        *args
+    )
 
 
 def test_a_call_with_other_arguments_than_planned_is_refused() -> None:
     net, args, kwargs = mlp()
-    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1), copy=True)
     x, y = args
     with pytest.raises(sw.PlanError, match=r"has dtype torch.float64, planned for torch.float32"):
         parallel(x.double(), y)
@@ -109,7 +111,7 @@ def test_a_call_with_other_arguments_than_planned_is_refused() -> None:
 
 def test_another_batch_and_eval_mode_are_captured_once_more() -> None:
     net, (images, labels), _ = resnet(batch=4, blocks=(1,))
-    parallel = sw.parallelize(net, sw.plan(net, (images, labels), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (images, labels), devices=1), copy=True)
     for training in (True, False, True):
         for size in (4, 3):
             got = parallel.train(training)(images[:size], labels[:size])
@@ -121,7 +123,7 @@ def test_another_batch_and_eval_mode_are_captured_once_more() -> None:
 def test_a_module_with_a_mode_of_its_own_keeps_it() -> None:
     """Frozen batch norm: one submodule in eval mode while the model trains."""
     net, args, _ = resnet(batch=4, blocks=(1,))
-    parallel = sw.parallelize(net, sw.plan(net, args, devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, args, devices=1), copy=True)
     before = parallel.bn1.running_mean.clone()
     parallel.bn1.eval()
     net.bn1.eval()
@@ -132,7 +134,7 @@ def test_a_module_with_a_mode_of_its_own_keeps_it() -> None:
 def test_a_model_parallelized_in_eval_mode_starts_there() -> None:
     net, args, _ = resnet(batch=4, blocks=(1,))
     plan = sw.plan(net, args, devices=1)
-    parallel = sw.parallelize(net.eval(), plan)
+    parallel = sw.parallelize(net.eval(), plan, copy=True)
     assert not parallel.training
     assert not net.training
     torch.testing.assert_close(parallel(*args), net(*args))
@@ -144,7 +146,7 @@ def test_a_model_on_the_meta_device_can_be_planned_but_not_run() -> None:
         x = torch.empty(4, 4)
     plan = sw.plan(net, (x,), devices=1)
     with pytest.raises(sw.PlanError, match="on the meta device: it can be planned"):
-        sw.parallelize(net, plan)
+        sw.parallelize(net, plan, copy=True)
 
 
 def test_with_loss_joins_a_model_and_its_loss() -> None:
@@ -177,7 +179,7 @@ def test_a_model_with_a_cache_in_its_configuration_is_captured_without_it() -> N
     assert net.config.use_cache and kwargs.pop("use_cache") is False
     plan = sw.plan(net, args, kwargs, devices=2)
     assert sw.check(net, args, kwargs, plan).passes()
-    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1), copy=True)
     assert parallel(**kwargs).past_key_values is None
     assert net.config.use_cache and net(**kwargs).past_key_values is not None
     with pytest.raises(sw.CaptureError, match=r"DynamicCache.*without `use_cache=True`"):

@@ -193,7 +193,7 @@ def test_a_parallel_module_on_one_device_trains_what_the_eager_module_trains(nam
     net = MODELS[name]().double()
     steps = batches()
     sw.recompute(net)
-    parallel = sw.parallelize(net, sw.plan(net, (steps[0],), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (steps[0],), devices=1), copy=True)
     for each in (net, parallel):
         optimizer = torch.optim.SGD((p for p in each.parameters() if p.requires_grad), 0.1)
         for batch in steps:
@@ -228,7 +228,7 @@ def test_a_changed_teacher_is_trained_in_micro_batches() -> None:
     net = Teacher()
     batch = torch.randn(BATCH, WIDTH)
     plan = sw.plan(sw.Pipeline(net, 2, loss_reduction="sum"), (batch,), devices=1)
-    parallel = sw.parallelize(net, plan)
+    parallel = sw.parallelize(net, plan, copy=True)
     parallel.train_step(batch)
     for piece in batch.chunk(2):
         net(piece).backward()

@@ -76,7 +76,7 @@ def test_on_one_device_and_wrapped_it_starts_with_the_same_loss() -> None:
         twin = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     wrapped = sw.WithLoss(twin, nn.MSELoss())
     x, y = torch.randn(4, 8), torch.randn(4, 8)
-    parallel = sw.parallelize(wrapped, sw.plan(wrapped, (x, y), devices=1))
+    parallel = sw.parallelize(wrapped, sw.plan(wrapped, (x, y), devices=1), copy=True)
     torch.testing.assert_close(parallel(x, y), nn.MSELoss()(net(x), y))
 
 
@@ -85,4 +85,4 @@ def test_parameters_of_which_nothing_says_how_to_initialize_them_are_refused() -
         net = nn.Linear(4, 4)
     plan = sw.plan(net, (torch.zeros(2, 4),), devices=1)
     with pytest.raises(sw.PlanError, match=r"'weight' is on the meta .* `no_init_parameters`"):
-        sw.parallelize(net, plan)
+        sw.parallelize(net, plan, copy=True)

@@ -82,7 +82,7 @@ def test_plan_and_parallelize_call_back_into_at_most_three_rooms() -> None:
     check_straight("plan", lambda: sw.plan(net, args, devices=4))
     plan = sw.plan(net, args, devices=4)
     with fake_process_group(0, 4, torch.device("cpu")):
-        check_straight("parallelize", lambda: sw.parallelize(net, plan))
+        check_straight("parallelize", lambda: sw.parallelize(net, plan, copy=True))
 
 
 def test_a_call_into_a_room_below_is_a_callback() -> None:

@@ -91,14 +91,14 @@ def check_gradients(net: nn.Module, parallel: nn.Module, step: bool = False) -> 
 @pytest.mark.parametrize("name", BEFORE)
 def test_hooks_that_were_registered_before_planning_work(name: str, step: bool) -> None:
     net = Net(BEFORE[name])
-    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     check_gradients(net, parallel, step)
 
 
 @pytest.mark.parametrize("name", AFTER)
 def test_hooks_that_are_registered_after_planning_on_what_is_returned_work(name: str) -> None:
     net = Net()
-    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     AFTER[name](net)
     AFTER[name](parallel)
     check_gradients(net, parallel)
@@ -107,7 +107,7 @@ def test_hooks_that_are_registered_after_planning_on_what_is_returned_work(name:
 def test_a_gradient_hook_that_is_removed_from_the_model_is_removed_from_the_plan() -> None:
     net = Net()
     handle = net.body[0].weight.register_hook(lambda gradient: gradient * 2)
-    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     handle.remove()
     check_gradients(net, parallel)
 
@@ -126,7 +126,7 @@ def test_a_forward_hook_that_is_removed_after_planning_is_called_no_more(
     net = Net()
     WHERE[where](net).register_forward_hook(doubled)
     handle = WHERE[where](net).register_forward_pre_hook(doubled_inputs)
-    parallel: Any = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel: Any = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     check_gradients(net, parallel, step)
     handle.remove()
     check_gradients(net, parallel, step)
@@ -140,7 +140,7 @@ def test_tensors_that_are_moved_for_the_backward_pass_change_nothing() -> None:
                 return super().forward(x)
 
     net = Moving()
-    check_gradients(net, sw.parallelize(net, sw.plan(net, (BATCH,), devices=1)))
+    check_gradients(net, sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True))
 
 
 def test_a_model_may_ask_whether_parameters_have_a_node_of_autograd() -> None:
@@ -150,13 +150,13 @@ def test_a_model_may_ask_whether_parameters_have_a_node_of_autograd() -> None:
             return super().forward(x) + sum(p.sum() for p in nn.ParameterList(leaves)[:2])
 
     net = Asking()
-    check_gradients(net, sw.parallelize(net, sw.plan(net, (BATCH,), devices=1)))
+    check_gradients(net, sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True))
 
 
 def test_hooks_of_state_dicts_work() -> None:
     net = Net()
     net.register_state_dict_post_hook(lambda module, state, *_: state.update(extra=1))
-    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     assert list(parallel.state_dict()) == list(net.state_dict()) != list(Net().state_dict())
 
 
@@ -221,7 +221,7 @@ def test_hooks_for_all_modules_are_refused() -> None:
 
 def test_hooks_that_would_be_ignored_after_planning_are_refused_at_the_next_call() -> None:
     net = Net()
-    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     parallel.body[0].register_forward_hook(doubled)
     with pytest.raises(PlanError, match=r"hook was registered on module 'body.0' after planning"):
         parallel(BATCH)
@@ -234,4 +234,4 @@ def test_hooks_that_are_registered_between_plan_and_parallelize_change_the_model
     plan = sw.plan(net, (BATCH,), devices=1)
     net.body[0].register_forward_hook(doubled)
     with pytest.raises(PlanError, match="another model"):
-        sw.parallelize(net, plan)
+        sw.parallelize(net, plan, copy=True)

@@ -79,7 +79,7 @@ class Storages(TorchDispatchMode):
 def kept_bytes(model: Model, plan: sw.Plan) -> tuple[int, Tensor]:
     """Bytes that lie between forward and backward, and the gradient of the first parameter."""
     net, args, kwargs = model
-    parallel = sw.parallelize(net, plan)
+    parallel = sw.parallelize(net, plan, copy=True)
     weights = {p.untyped_storage()._cdata for p in parallel.parameters()}
     torch.manual_seed(1)
     with Storages() as storages:
@@ -135,7 +135,7 @@ def test_several_micro_batches_may_be_on_their_way() -> None:
     torch.manual_seed(0)
     plain, marked = Stack().eval(), Stack().eval()
     sw.recompute(marked.layers)
-    parallel = sw.parallelize(marked, sw.plan(marked, (BATCH,), devices=1))
+    parallel = sw.parallelize(marked, sw.plan(marked, (BATCH,), devices=1), copy=True)
     for net in (plain, parallel):
         losses = [net(BATCH * scale) for scale in (1.0, 2.0, 0.5)]
         for loss in losses:
@@ -147,7 +147,7 @@ def test_several_micro_batches_may_be_on_their_way() -> None:
 def test_without_gradients_nothing_is_kept() -> None:
     net = Stack().eval()
     sw.recompute(net.layers)
-    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     with torch.no_grad():
         torch.testing.assert_close(parallel(BATCH), net(BATCH))
 
@@ -155,7 +155,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 def test_a_compiled_program_computes_again_too() -> None:
     net = Stack().eval()
     sw.recompute(net.layers, communication=False)
-    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     parallel.compile(fullgraph=True, backend="aot_eager")
     parallel(BATCH).backward()
     net(BATCH).backward()
@@ -240,7 +240,7 @@ def test_checkpoint_inside_the_model_is_recomputation_in_the_plan(reentrant: boo
     assert set(plan.recompute) == set(wanted.recompute) != set()
     assert len({each.segment for each in plan.recompute.values()}) == len(net.layers)
     assert plan.memory.peak == wanted.memory.peak
-    parallel = sw.parallelize(net, plan)
+    parallel = sw.parallelize(net, plan, copy=True)
     assert str(parallel.program).count("recomputed in the backward pass") == len(net.layers)
     for each in (net, parallel):
         each(BATCH).backward()
@@ -266,7 +266,7 @@ def test_reentrant_checkpoint_of_inputs_without_gradient_is_refused() -> None:
 def test_recomputed_buffers_are_read_as_they_were() -> None:
     net = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16))
     sw.recompute(net)
-    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     for each in (net, parallel):
         for scale in (1.0, 2.0):
             each(BATCH * scale).square().mean().backward()

@@ -45,7 +45,7 @@ def test_a_rank_of_many_makes_few_groups_and_trains_at_once(
 ) -> None:
     net, args, kwargs = llama(batch=DEVICES)
     plan = sw.plan(net, args, kwargs, devices=DEVICES, hsdp=hsdp)
-    parallel = sw.parallelize(net, plan)
+    parallel = sw.parallelize(net, plan, copy=True)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     parallel(*args, **kwargs).loss.backward()
     started = time.process_time()
@@ -61,7 +61,7 @@ def test_what_a_search_finds_has_parameters_on_one_mesh_of_few_axes(
 ) -> None:
     net, args, kwargs = llama(batch=DEVICES // 8, width=64, vocabulary=512)
     plan = sw.plan(net, args, kwargs, devices=DEVICES)
-    parallel = sw.parallelize(net, plan)
+    parallel = sw.parallelize(net, plan, copy=True)
     (mesh,) = {parameter.device_mesh for parameter in parallel.parameters()}
     # Of MLPs 8, of query heads 4, of key heads 2 devices share one.
     assert mesh.mesh_dim_names == ("dp", "tp0", "tp1", "tp2")

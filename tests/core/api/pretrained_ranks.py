@@ -40,7 +40,7 @@ def llama(hidden: int = 32) -> LlamaForCausalLM:
 
 def planned(net: nn.Module, seed: int) -> tuple[Any, sw.Plan]:
     plan = random_plan(sw.capture(net, (), CALL), 2, seed)
-    return sw.parallelize(net, plan), plan
+    return sw.parallelize(net, plan, copy=True), plan
 
 
 def shared_folder() -> Path:
@@ -103,7 +103,7 @@ def check_what_cannot_be_written_is_one_error_on_all_ranks() -> None:
     linear = nn.Linear(4, 4)
     plan = sw.plan(linear, (torch.ones(4, 4),), devices=2)
     with pytest.raises(sw.CheckpointError, match="Linear has no `save_pretrained`"):
-        sw.save_pretrained(sw.parallelize(linear, plan), file)
+        sw.save_pretrained(sw.parallelize(linear, plan, copy=True), file)
 
 
 CHECKS = (

@@ -69,7 +69,7 @@ def check_only_rank_0_captures_longer_than_collectives_wait() -> None:
         set_group_timeout(timedelta(seconds=TIMEOUT), dist.group.WORLD)
         plan = planned(net)
         set_group_timeout(timedelta(minutes=3), dist.group.WORLD)
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
     assert_trains(parallel)
     assert plan.optimizer == "adamw" and plan.memory.peak > 0
 
@@ -85,11 +85,11 @@ def check_the_model_of_a_plan_from_a_file_is_captured_once() -> None:
     net = model()
     plan = sw.Plan.from_json(planned(net).to_json())
     with captures(on_rank_0=1):
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
     assert_trains(parallel)
     here = plan if dist.get_rank() else planned(net, collective=False)
     with captures(on_rank_0=0):  # It has the graph of its own plan.
-        sw.parallelize(net, here)
+        sw.parallelize(net, here, copy=True)
 
 
 def check_marked_function_calls_are_planned_once() -> None:
@@ -108,7 +108,7 @@ def check_marked_function_calls_are_planned_once() -> None:
     net = Marked()
     with captures(on_rank_0=1):
         plan = planned(net)
-        sw.parallelize(net, plan)
+        sw.parallelize(net, plan, copy=True)
     assert plan.recompute
 
 
@@ -138,7 +138,7 @@ def check_ranks_may_plan_alone() -> None:
             sw.plan(net, BATCH, devices=2)
     if dist.get_rank() == 0:
         planned(net, mem_coeff=10.0)
-    assert_trains(sw.parallelize(net, planned(net)))
+    assert_trains(sw.parallelize(net, planned(net), copy=True))
 
 
 def check_other_code_of_forward_on_one_rank_is_refused_on_all() -> None:
@@ -154,7 +154,7 @@ def check_other_code_of_forward_on_one_rank_is_refused_on_all() -> None:
         net = model()
         net.net[1] = there if dist.get_rank() == 2 else here
         with refused(sw.PlanError):
-            sw.parallelize(net, planned(net))
+            sw.parallelize(net, planned(net), copy=True)
 
 
 CHECKS = (

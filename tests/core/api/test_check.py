@@ -307,7 +307,7 @@ def test_a_fake_implementation_that_says_another_dtype_is_refused_with_both() ->
         checked(net)
     x = torch.randn(8, 8)
     net = Program(lambda net, x: (net.linear(x) * rounded_to_half(x)).mean())
-    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1), copy=True)
     with pytest.raises(sw.CaptureError, match=r"torch.float32, but it returns torch.float16"):
         planned(x)
 

@@ -19,7 +19,7 @@ def test_a_build_for_a_device_that_is_not_there_computes_on_the_cpu(
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    parallel = sw.parallelize(model, sw.plan(model, (x,), devices=1))
+    parallel = sw.parallelize(model, sw.plan(model, (x,), devices=1), copy=True)
     assert {p.device.type for p in parallel.parameters()} == {"cpu"}
 
 
@@ -45,4 +45,4 @@ def test_a_model_that_was_built_in_inference_mode_is_refused() -> None:
         net = nn.Linear(8, 8)
     plan = sw.plan(net, (torch.randn(4, 8),), devices=1)
     with pytest.raises(sw.PlanError, match=r"'weight' was made in inference mode.*`torch.no_grad"):
-        sw.parallelize(net, plan)
+        sw.parallelize(net, plan, copy=True)

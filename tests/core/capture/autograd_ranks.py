@@ -78,7 +78,7 @@ def check_bound_functions_train_as_eager() -> None:
     for mode in ("data_parallel", "recursive_programming"):
         net, other = Net(ste, softmax).double(), Net(ste, softmax).double()
         plan = sw.plan(net, (batch(),), devices=2, mode=mode)
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
         for module in (parallel, other):
             module(batch()).backward()
         for name, parameter in parallel.named_parameters():

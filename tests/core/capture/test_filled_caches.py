@@ -77,7 +77,7 @@ class Net(nn.Module):
 )
 def test_a_cache_that_capture_fills_has_values(make: Callable[[], Callable[[int], Tensor]]) -> None:
     net, x = Net(make()), torch.randn(8, 8)
-    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1), copy=True)
     wanted = (net.linear(x) * table(8)).square().mean()
     with sw.whole(planned) as whole:
         for got in (planned(x), net(x), whole(x)):
@@ -106,7 +106,7 @@ def test_cached_functions_are_traced_alike_each_time_and_checked(
     assert plan.fingerprint == sw.plan(net, (x,), devices=2).fingerprint
     assert sw.check(net, (x,), None, plan).passes()
     assert net.of(8).dtype == torch.float32
-    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1), copy=True)
     assert torch.equal(planned(x), net(x)) and torch.equal(planned(x[:4]), net(x[:4]))
 
 
@@ -119,5 +119,5 @@ def test_a_cached_tensor_that_the_next_call_would_not_draw_again_is_refused_by_n
     with pytest.raises(sw.CaptureError, match=r"projection` keeps, under `functools.lru_cache`"):
         sw.plan(net, (x,), devices=2)
     net(x)
-    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1), copy=True)
     assert torch.equal(planned(x), net(x)) and torch.equal(planned(x), net(x))

@@ -160,7 +160,7 @@ def test_a_buffer_that_is_assigned_is_updated_at_any_depth(
     assert plan.graph is not None
     names = {buffer.name for buffer, _ in plan.graph.updates}
     assert "inner." * depth + "mean" in names
-    planned = sw.parallelize(root, plan)
+    planned = sw.parallelize(root, plan, copy=True)
     for _ in range(3):
         torch.testing.assert_close(planned(x), eager(x))
     buffers = {name.rpartition(".")[2]: b for name, b in planned.named_buffers()}
@@ -180,7 +180,7 @@ def test_a_buffer_that_the_parent_assigns_is_updated() -> None:
             return super().forward(x)
 
     net, x = Parent(assigning(lambda net, x: x * net.mean)), torch.randn(8, 4)
-    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1), copy=True)
     losses = [planned(x).item() for _ in range(2)]
     torch.testing.assert_close(losses[1], losses[0] * (3 / 2) ** 2)
 
@@ -197,7 +197,7 @@ def test_the_old_value_of_an_assigned_buffer_is_returned() -> None:
             return before[:1]
 
     net = Returning()
-    planned = sw.parallelize(net, sw.plan(net, (torch.ones(2),), devices=1))
+    planned = sw.parallelize(net, sw.plan(net, (torch.ones(2),), devices=1), copy=True)
     assert [planned(torch.ones(2)).item() for _ in range(3)] == [0, 1, 2]
 
 

@@ -97,7 +97,7 @@ def test_libraries_have_none() -> None:
 
 def test_what_is_set_between_steps_takes_effect(model: ModuleType) -> None:
     net = model.Reading()
-    planned: Any = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    planned: Any = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
 
     def assert_equal() -> Tensor:
         torch.testing.assert_close(planned(BATCH), net(BATCH))

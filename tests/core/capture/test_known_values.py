@@ -132,7 +132,7 @@ def test_what_depends_on_the_values_of_buffers_is_another_program_when_they_chan
     graph = capture(net, (x,))
     check_random_plan(net, (x,), {}, graph, random_plan(graph, 4, 0))
     plan, wanted = sw.plan(net, (x,), devices=1), net(x)
-    planned = sw.parallelize(net, plan)
+    planned = sw.parallelize(net, plan, copy=True)
     torch.testing.assert_close(planned(x), wanted)
     for change in (lambda m: m.roll(1), lambda m: m, lambda m: m[torch.arange(8) ^ 1]):
         for each in (net, planned):
@@ -146,7 +146,7 @@ def test_what_depends_on_the_values_of_buffers_is_another_program_when_they_chan
     torch.testing.assert_close(planned(x), net(x))
     with pytest.raises(PlanError, match="made for another model"):
         net.mask.fill_(True)
-        sw.parallelize(net, plan)
+        sw.parallelize(net, plan, copy=True)
 
 
 def test_buffers_that_forward_updates_or_that_have_no_values_are_not_known() -> None:

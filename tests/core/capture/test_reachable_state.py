@@ -56,7 +56,7 @@ def refused(then: Callable[[Any, Tensor], Any], what: str, **attributes: Any) ->
 def accepted(then: Callable[[Any, Tensor], Any], **attributes: Any) -> None:
     """Asserts that a plan computes what the module does, in several calls."""
     net = nn.Sequential(Net(then, **attributes))
-    planned = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    planned = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     for _ in range(2):
         torch.testing.assert_close(planned(BATCH), net(BATCH))
 

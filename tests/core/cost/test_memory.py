@@ -42,7 +42,7 @@ def measured(model: Model, plan: sw.Plan, optimizer: type[torch.optim.Optimizer]
 
     def prepare() -> Callable[[], None]:
         inputs = [t.clone() for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-        parallel = sw.parallelize(net, plan, "cpu")
+        parallel = sw.parallelize(net, plan, "cpu", copy=True)
         updating = optimizer(parallel.parameters(), lr=1e-3)
 
         def step() -> None:

@@ -185,7 +185,7 @@ APART: dict[str, Callable[[Outputs], Any]] = {
 
 def planned(make: type[Net], mode: str) -> tuple[nn.Module, nn.Module]:
     net, eager = make().double(), make().double()
-    return sw.parallelize(net, sw.plan(net, (batch(),), devices=2, mode=mode)), eager
+    return sw.parallelize(net, sw.plan(net, (batch(),), devices=2, mode=mode), copy=True), eager
 
 
 def compare(use: Callable[[Outputs], Any], parallel: nn.Module, eager: nn.Module) -> None:

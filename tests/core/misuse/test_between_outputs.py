@@ -21,7 +21,7 @@ test_between_outputs_on_real_ranks = checks_on_ranks(CHECKS, 2)
 
 def on_one_device() -> tuple[nn.Module, nn.Module]:
     net, eager = Net().double(), Net().double()
-    return sw.parallelize(net, sw.plan(net, (batch(),), devices=1)), eager
+    return sw.parallelize(net, sw.plan(net, (batch(),), devices=1), copy=True), eager
 
 
 @pytest.mark.parametrize("name", BETWEEN)

@@ -55,7 +55,7 @@ def test_another_parameter_than_planned_is_refused(
     change: Callable[[nn.Module], None], message: str
 ) -> None:
     net = Tied()
-    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     parallel(BATCH)
     change(parallel)
     with pytest.raises(PlanError, match=f"parameter {message} after planning"):
@@ -65,7 +65,7 @@ def test_another_parameter_than_planned_is_refused(
 def test_parameters_are_those_of_the_plan_for_all_calls() -> None:
     net, eager = Tied(), Tied()
     eager.load_state_dict(net.state_dict())
-    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     for _ in range(20):
         for model in (parallel, eager):
             model(BATCH).sum().backward()

@@ -54,7 +54,9 @@ def batch(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def planned(net: nn.Module, x: Tensor) -> nn.Module:
     ranks = dist.get_world_size()
-    return sw.parallelize(net, sw.plan(net, (x,), devices=ranks, dataset_strategy="data_parallel"))
+    return sw.parallelize(
+        net, sw.plan(net, (x,), devices=ranks, dataset_strategy="data_parallel"), copy=True
+    )
 
 
 REFUSED_BY_SHAPE: dict[str, Loss] = {
@@ -143,7 +145,7 @@ def check_a_loss_in_the_model_is_that_of_the_whole_batch() -> None:
         x, y, my_x, my_y = batch(rows)
         net = sw.WithLoss(classifier(), nn.CrossEntropyLoss())
         plan = sw.plan(net, (x, y), devices=2, dataset_strategy="data_parallel")
-        loss = sw.parallelize(net, plan)(my_x, my_y)
+        loss = sw.parallelize(net, plan, copy=True)(my_x, my_y)
         torch.testing.assert_close(loss.detach(), net(x, y).detach())
         loss.backward()
 
@@ -152,7 +154,7 @@ def check_an_output_of_the_whole_batch_is_no_part_for_another_model() -> None:
     x, _, my_x, _ = batch(2)
     first = planned(nn.Linear(8, 8), x)
     assert "make one model of both" in refusal(planned(classifier(), x), first(my_x))
-    whole = sw.parallelize(net := classifier(), sw.plan(net, (x,), devices=2))
+    whole = sw.parallelize(net := classifier(), sw.plan(net, (x,), devices=2), copy=True)
     assert whole(first(my_x)).shape == (4, CLASSES)
 
 

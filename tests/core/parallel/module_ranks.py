@@ -59,7 +59,7 @@ def train(net: nn.Module, model: Model, make: Optimizer, clip: float) -> list[li
 
 def check_training(model: Model, plan: sw.Plan, make: Optimizer) -> None:
     net, _args, _kwargs = model
-    parallel = sw.parallelize(net, plan)
+    parallel = sw.parallelize(net, plan, copy=True)
     wanted = train(net, model, make, clip=0.5)
     got = train(parallel, model, make, clip=0.5)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-4, atol=1e-5)
@@ -88,7 +88,7 @@ def check_random_plans() -> None:
 def check_parameters_are_shards() -> None:
     net, args, kwargs = llama()
     plan = sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0)
-    parallel = sw.parallelize(net, plan)
+    parallel = sw.parallelize(net, plan, copy=True)
     assert parallel.state_dict().keys() == net.state_dict().keys()
     kept = 0
     for name, parameter in parallel.named_parameters():
@@ -108,7 +108,9 @@ def check_deferred_parameters() -> None:
     with sw.no_init_parameters():
         deferred, _, _ = gpt2(layers=1)
         optimizer = sgd(deferred.parameters())
-    parallel = sw.parallelize(deferred, random_plan(sw.capture(net, args, kwargs), 4, seed=3))
+    parallel = sw.parallelize(
+        deferred, random_plan(sw.capture(net, args, kwargs), 4, seed=3), copy=True
+    )
     sw.adopt(optimizer, parallel)
     wanted = train(net, (net, args, kwargs), sgd, clip=0.5)
     got = train(parallel, (net, args, kwargs), lambda parameters: optimizer, clip=0.5)
@@ -117,7 +119,7 @@ def check_deferred_parameters() -> None:
 
 def check_gradients_accumulate() -> None:
     net, args, kwargs = mlp()
-    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4))
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4), copy=True)
     for _ in range(2):
         parallel(*args).backward()
         net(*args).backward()
@@ -130,7 +132,9 @@ def check_compiled() -> None:
     """Forward and backward, collectives included, in one graph without breaks."""
     for build in (mlp, llama):
         net, args, kwargs = build()
-        parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0))
+        parallel = sw.parallelize(
+            net, sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0), copy=True
+        )
         wanted = loss_of(parallel(*args, **kwargs))
         parallel.compile(fullgraph=True, backend="aot_eager")
         loss = loss_of(parallel(*args, **kwargs))
@@ -144,7 +148,7 @@ def check_compiled() -> None:
 
 def check_torch_compile_leaves_a_planned_model_as_it_is() -> None:
     net, args, kwargs = mlp()
-    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4))
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4), copy=True)
     compiled: Any = torch.compile(parallel, backend="eager")
     for rows in (None, 4, 2):
         piece = [arg[:rows] for arg in args]
@@ -156,7 +160,9 @@ def check_optimizer_states_of_one_device_are_taken() -> None:
     net, args, kwargs = mlp()
     for make in (sgd, adamw):
         one_device = make(net.parameters())
-        parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0))
+        parallel = sw.parallelize(
+            net, sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0), copy=True
+        )
         optimizer = make(parallel.parameters())
         train_on(parallel, optimizer, args)  # A state of its own that is replaced.
         for _ in range(2):
@@ -184,7 +190,7 @@ class ShardPickler(pickle.Pickler):
 
 def check_a_state_that_rank_0_saved_is_refused_by_others() -> None:
     net, args, kwargs = mlp()
-    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0))
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0), copy=True)
     optimizer = adamw(parallel.parameters())
     train_on(parallel, optimizer, args)
     file = io.BytesIO()
@@ -212,7 +218,7 @@ def train_on(net: nn.Module, optimizer: torch.optim.Optimizer, args: Any) -> Ten
 
 def check_calls_of_many_shapes_are_compared_in_bounded_memory() -> None:
     net, args, _ = mlp()
-    parallel = sw.parallelize(net, sw.plan(net, args, devices=4))
+    parallel = sw.parallelize(net, sw.plan(net, args, devices=4), copy=True)
     batch_guard.MOST_KINDS, most = 2, batch_guard.MOST_KINDS
     for rows in (1, 2, 3, 1, 3):
         piece = [arg[:rows] for arg in args]
@@ -230,7 +236,7 @@ def check_recomputed() -> None:
     check_training((net, args, kwargs), plan, adamw)
     net, args, _ = mlp()
     sw.recompute(net, communication=False)
-    parallel = sw.parallelize(net, sw.plan(net, args, devices=4, mem_coeff=10.0))
+    parallel = sw.parallelize(net, sw.plan(net, args, devices=4, mem_coeff=10.0), copy=True)
     parallel.compile(fullgraph=True, backend="aot_eager")
     for module in (parallel, net):
         module(*args).backward()
@@ -244,7 +250,7 @@ def check_other_modes_and_batches() -> None:
     net, (images, labels), _ = resnet(batch=8, blocks=(1,))
     for mem_coeff in (0.01, 10.0):
         plan = sw.plan(net, (images, labels), devices=4, mem_coeff=mem_coeff)
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
         for training in (True, False):
             for size in (8, 3):
                 got = parallel.train(training)(images[:size], labels[:size])
@@ -263,7 +269,7 @@ def check_dropout_on_ranks_seeded_apart() -> None:
     net, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(64)
     plan = sw.plan(net, (x,), devices=4, mode="stand_alone")
     torch.manual_seed(dist.get_rank())
-    mine = sw.parallelize(net, plan)(x)
+    mine = sw.parallelize(net, plan, copy=True)(x)
     every = [torch.empty_like(mine) for _ in range(4)]
     dist.all_gather(every, mine)
     assert all(torch.equal(mine, other) for other in every)
@@ -286,7 +292,7 @@ def check_inputs_that_arrive_cut() -> None:
             micro_batches=pieces,
             dataset_strategy="data_parallel",
         )
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
         loss = parallel.train_step(*local_batch(plan, dist.get_rank(), batch))
         torch.testing.assert_close(loss, wanted.detach())
         for name, gradient in zip(dict(net.named_parameters()), gradients, strict=True):
@@ -319,7 +325,7 @@ def check_calls_with_other_arguments() -> None:
     net, (x, target) = Optional(), batch_of(8)
     for strategy in ("full_batch", "data_parallel"):
         plan = sw.plan(net, (x,), {"target": target}, devices=4, dataset_strategy=strategy)
-        parallel, (mine, my_target) = sw.parallelize(net, plan), (x, target)
+        parallel, (mine, my_target) = sw.parallelize(net, plan, copy=True), (x, target)
         if strategy == "data_parallel":
             mine, my_target = local_batch(plan, dist.get_rank(), (x, target))
         loss = parallel(target=my_target, x=mine)
@@ -375,7 +381,7 @@ def check_many_sizes() -> None:
     net = Attention()
     plan = sw.plan(net, (torch.zeros(8, 16, dtype=torch.int64),), devices=4)
     assert any(plan.cuts.values())
-    parallel = sw.parallelize(net, plan)
+    parallel = sw.parallelize(net, plan, copy=True)
     for size in ((8, 8), (4, 20), (8, 24), (2, 40), (8, 10), (4, 12), (3, 13), (8, 1)):
         ids = torch.arange(size[0] * size[1]).view(size) % 16
         wanted = net(ids)
@@ -391,7 +397,7 @@ def check_a_batch_that_part_of_an_axis_divides() -> None:
     net = Head()
     plan = sw.plan(net, batch_of(8), devices=4, mode="data_parallel")
     assert plan.mesh.device_matrix == (4,)
-    parallel = sw.parallelize(net, sw.Plan.from_json(plan.to_json()))
+    parallel = sw.parallelize(net, sw.Plan.from_json(plan.to_json()), copy=True)
     assert {p.device_mesh.shape for p in parallel.parameters()} == {(4,)}
     for rows, mesh in ((8, (4,)), (6, (2, 2)), (12, (4,)), (6, (2, 2))):
         batch = batch_of(rows)
@@ -413,7 +419,7 @@ def batch_of(rows: int) -> tuple[Tensor, Tensor]:
 def check_world_size() -> None:
     net, args, kwargs = mlp()
     try:
-        sw.parallelize(net, sw.plan(net, args, kwargs, devices=8))
+        sw.parallelize(net, sw.plan(net, args, kwargs, devices=8), copy=True)
     except sw.PlanError as error:
         assert "for 8 devices, but 4 processes are running" in str(error)
     else:

@@ -134,7 +134,7 @@ def compare(parallel: nn.Module, net: nn.Module, name: str) -> None:
 def check_any_outputs_may_be_trained() -> None:
     for plan in plans(built(ActorCritic)[0]):
         net, other = built(ActorCritic)
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
         for name, train in TRAINED.items():
             for module in (parallel, other):
                 module.zero_grad()
@@ -146,7 +146,7 @@ def check_outputs_trained_by_turns_with_an_optimizer() -> None:
     """Weight decay and momentum leave alone what has no gradient."""
     for plan in plans(built(ActorCritic)[0])[::2]:
         net, other = built(ActorCritic)
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (parallel, other)]
         for train in TRAINED.values():
             for module, optimizer in zip((parallel, other), optimizers, strict=True):
@@ -161,7 +161,7 @@ def check_several_losses_and_none() -> None:
     for make in (Losses, NoLoss):
         for plan in plans(built(make)[0])[::2]:
             net, other = built(make)
-            parallel = sw.parallelize(net, plan)
+            parallel = sw.parallelize(net, plan, copy=True)
             for chosen in ((0,), (1,), (0, 1)):
                 for module in (parallel, other):
                     module.zero_grad()
@@ -174,7 +174,7 @@ def check_gradients_of_inputs() -> None:
     """An input that is trained, as the output of another model, was none in the plan."""
     for plan in plans(built(ActorCritic)[0])[::3]:
         net, other = built(ActorCritic)
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
         gradients = []
         for module in (parallel, other):
             x, actions = batch()
@@ -188,7 +188,9 @@ def check_a_step_of_several_losses_is_refused() -> None:
     net, _ = built(Losses)
     for call in (
         lambda: sw.plan(net, batch(), devices=4, micro_batches=2),
-        lambda: sw.parallelize(net, sw.plan(net, batch(), devices=4)).train_step(*batch()),
+        lambda: sw.parallelize(net, sw.plan(net, batch(), devices=4), copy=True).train_step(
+            *batch()
+        ),
     ):
         try:
             call()
@@ -214,7 +216,7 @@ def check_complex_parameters() -> None:
     """Sums and exchanges of complex numbers, which not every backend knows."""
     for plan in plans(built(Complex)[0]):
         net, other = built(Complex)
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
         for module in (parallel, other):
             module(*batch()).backward()
         compare(parallel, other, "complex")
@@ -225,7 +227,7 @@ def check_a_backward_pass_never_uses_values_that_were_changed_after_forward() ->
     refused = 0
     for plan in plans(built(ActorCritic)[0]):
         net, other = built(ActorCritic)
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
         loss = parallel(*batch())["loss"]
         parallel(*batch())
         other(*batch())["loss"].backward()
@@ -249,7 +251,7 @@ def check_a_backward_pass_never_uses_values_that_were_changed_after_forward() ->
 def check_replaced_data_of_a_dtensor_is_refused() -> None:
     for calls_before in (1, 12):
         net, _ = built(ActorCritic)
-        parallel = sw.parallelize(net, sw.plan(net, batch(), devices=4))
+        parallel = sw.parallelize(net, sw.plan(net, batch(), devices=4), copy=True)
         parallel.policy.weight.data.mul_(0.5)
         for _ in range(calls_before):
             parallel(*batch())
@@ -289,7 +291,7 @@ def check_outputs_in_parts_meet_ordinary_tensors() -> None:
     in_parts = set()
     for plan in plans(built(ActorCritic)[0]):
         net, other = built(ActorCritic)
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
         for name, meet in MEET.items():
             losses = []
             for module in (parallel, other):
@@ -304,7 +306,9 @@ def check_outputs_in_parts_meet_ordinary_tensors() -> None:
 
 def check_outputs_in_parts_are_not_changed_by_ordinary_tensors() -> None:
     net, _ = built(ActorCritic)
-    outputs = sw.parallelize(net, sw.plan(net, batch(), devices=4, mode="data_parallel"))(*batch())
+    outputs = sw.parallelize(
+        net, sw.plan(net, batch(), devices=4, mode="data_parallel"), copy=True
+    )(*batch())
     logits, ones = outputs["logits"], torch.ones(8, 8)
     changes: list[Callable[[], Any]] = [
         lambda: logits.add_(ones),

@@ -88,7 +88,7 @@ def check_training(
     """Losses, norms, final parameters and buffers of five steps."""
     kwargs = kwargs or {}
     net, other = nets
-    parallel = sw.parallelize(net, plan)
+    parallel = sw.parallelize(net, plan, copy=True)
     assert isinstance(parallel, ParallelModule)
     # Random stages may have no parameters, of which there is no optimizer.
     own = [*parallel.parameters()] or [nn.Parameter(torch.zeros(1))]
@@ -175,7 +175,7 @@ def check_own_parts_of_the_batch() -> None:
     nets, args = built(EarlyLoss), batch(16)
     config = {"one": 0, "two": 0, "three": 1}
     own = {"dataset_strategy": "data_parallel", "micro_batches": 2, "stage_config": config}
-    parallel = sw.parallelize(nets[0], planned(nets[0], args, 1, "1f1b", **own))
+    parallel = sw.parallelize(nets[0], planned(nets[0], args, 1, "1f1b", **own), copy=True)
     of_stage = dist.get_world_size() // 2
     mine = [x.chunk(of_stage)[dist.get_rank() % of_stage] for x in args]
     loss = parallel.train_step(*mine)
@@ -240,7 +240,7 @@ def check_language_model() -> None:
     pipeline = sw.Pipeline(nets[0], 2, config, loss_reduction="sum")
     devices = dist.get_world_size()
     plan = sw.plan(pipeline, args, kwargs, devices=devices)
-    loss = sw.parallelize(pipeline, plan).train_step(*args, **kwargs)
+    loss = sw.parallelize(pipeline, plan, copy=True).train_step(*args, **kwargs)
     torch.testing.assert_close(loss, 2 * nets[1](*args, **kwargs).loss, rtol=1e-6, atol=1e-6)
     plan = sw.plan(nets[0], args, kwargs, devices=devices, micro_batches=2, stage_config=config)
     check_training((nets[0], nets[1]), plan, args, kwargs, near=1e-5)
@@ -250,7 +250,7 @@ def check_outputs_reach_every_rank() -> None:
     for number, (stages, schedule) in enumerate(SCHEDULES[2:]):
         nets, args = built(partial(Tied, batch_norm=number % 2 == 0)), batch()
         plan = planned(nets[0], args, stages, schedule)
-        parallel = sw.parallelize(nets[0], plan)
+        parallel = sw.parallelize(nets[0], plan, copy=True)
         parallel.train_step(*args)
         reference_step(nets[1], args, {}, summed_pieces(plan))
         for net in (parallel, nets[1]):
@@ -276,7 +276,7 @@ def check_outputs_reach_every_rank() -> None:
 
 def check_compiled() -> None:
     nets, args = built(Tied), batch()
-    parallel = sw.parallelize(nets[0], planned(nets[0], args, 2, "interleaved_1f1b"))
+    parallel = sw.parallelize(nets[0], planned(nets[0], args, 2, "interleaved_1f1b"), copy=True)
     parallel.compile(backend="aot_eager")
     loss = parallel.train_step(*args)
     torch.testing.assert_close(loss, reference_step(nets[1], args, {}, 1))
@@ -294,7 +294,7 @@ def check_dropout() -> None:
         net, _ = built(Dropping)
         torch.manual_seed(seed)
         plan = planned(net, (x,), 2, "1f1b", stage_config={"one": 0, "two": 0, "three": 1})
-        parallel = sw.parallelize(net, plan)
+        parallel = sw.parallelize(net, plan, copy=True)
         losses.append([float(parallel.train_step(x)) for _ in range(2)])
     assert losses[0] == losses[1]
     assert losses[0][0] != losses[0][1] and losses[0] != losses[2]
@@ -302,14 +302,19 @@ def check_dropout() -> None:
 
 def check_what_is_refused() -> None:
     net, _ = built(Tied)
-    parallel = sw.parallelize(net, planned(net, batch(), 2, "1f1b"))
+    parallel = sw.parallelize(net, planned(net, batch(), 2, "1f1b"), copy=True)
     other, x = built(Dropping)[0], torch.ones(8, 8, dtype=torch.float64)
     config = {"one": 0, "two": 0, "three": 1}
-    dropping = sw.parallelize(other, planned(other, (x,), 2, "1f1b", stage_config=config))
+    dropping = sw.parallelize(
+        other, planned(other, (x,), 2, "1f1b", stage_config=config), copy=True
+    )
     for call, message in (
         (lambda: parallel(*batch()), "train it with train_step"),
         (lambda: parallel.train_step(batch()[0]), "missing a required argument"),
-        (lambda: sw.parallelize(net, sw.plan(net, batch(), devices=2)), "for 2 devices, but "),
+        (
+            lambda: sw.parallelize(net, sw.plan(net, batch(), devices=2), copy=True),
+            "for 2 devices, but ",
+        ),
         (
             lambda: dropping.train_step(x.requires_grad_()),
             "requires a gradient, which a model in pipeline stages does not give back",

@@ -44,7 +44,7 @@ X, MASK, LABELS = torch.randn(6, 4), torch.ones(6, 1), torch.arange(6) % 3
 def planned(*args: Any, **kwargs: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     net = Scored()
-    return net, sw.parallelize(net, sw.plan(net, args, kwargs, devices=1))
+    return net, sw.parallelize(net, sw.plan(net, args, kwargs, devices=1), copy=True)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
-    "parallelize": lambda net: sw.parallelize(net, sw.plan(net, (BATCH,), devices=1)),
+    "parallelize": lambda net: sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True),
     "AutoParallel": sw.AutoParallel,
     "AutoParallel of a Pipeline": lambda net: sw.AutoParallel(sw.Pipeline(net, micro_batches=1)),
     "Pipeline": lambda net: sw.Pipeline(net, micro_batches=1),

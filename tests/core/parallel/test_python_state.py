@@ -121,7 +121,7 @@ def gradients(net: nn.Module) -> list[Tensor | None]:
 
 
 def parallel(net: nn.Module) -> Any:
-    return sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    return sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
 
 
 def test_attributes_that_are_set_between_steps_take_effect() -> None:
@@ -187,7 +187,7 @@ def test_a_plan_is_for_the_attributes_that_it_was_made_with() -> None:
     plan = sw.plan(net, (BATCH,), devices=1)
     net.inner.alpha = 0.5
     with pytest.raises(PlanError, match="another model"):
-        sw.parallelize(net, plan)
+        sw.parallelize(net, plan, copy=True)
 
 
 def test_a_replaced_submodule_is_refused_at_the_next_call() -> None:
@@ -355,5 +355,5 @@ def test_what_a_model_makes_once_of_shapes_is_to_be_there_before_it_is_planned()
     with pytest.raises(CaptureError, match=r"changes the attribute 'mask'.*called before `plan`"):
         sw.plan(net, (BATCH,), devices=1)
     wanted = net(BATCH)
-    planned = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    planned = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
     torch.testing.assert_close(planned(BATCH), wanted)

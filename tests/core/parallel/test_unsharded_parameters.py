@@ -25,7 +25,7 @@ def built(recomputed: bool = False) -> tuple[ParallelModule, tuple[Any, ...], di
     options: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "compute_dtype": "bfloat16"}
     plan = sw.plan(net, args, kwargs, devices=1, mode="stand_alone", **options)
     assert bool(plan.recompute) == recomputed
-    parallel = sw.parallelize(net, plan, "cpu")
+    parallel = sw.parallelize(net, plan, "cpu", copy=True)
     assert isinstance(parallel, ParallelModule)
     return parallel, args, kwargs
 
@@ -86,7 +86,7 @@ def test_the_next_step_casts_what_the_optimizer_has_written() -> None:
     net = MLP((4, 4))
     x, target = torch.ones(4, 4), torch.zeros(4, 4)
     plan = sw.plan(net, (x, target), devices=1, micro_batches=2, compute_dtype="bfloat16")
-    parallel = sw.parallelize(net, plan, "cpu")
+    parallel = sw.parallelize(net, plan, "cpu", copy=True)
     assert parallel.train_step(x, target) > 0
     with torch.no_grad():
         for parameter in parallel.parameters():
@@ -100,7 +100,7 @@ def test_a_frozen_parameter_is_cast_and_has_no_gradient() -> None:
     x = torch.randn(4, 4)
     whole = sw.WithLoss(net, nn.MSELoss())
     options: dict[str, Any] = {"micro_batches": 2, "compute_dtype": "bfloat16"}
-    parallel = sw.parallelize(whole, sw.plan(whole, (x, x), devices=1, **options), "cpu")
+    parallel = sw.parallelize(whole, sw.plan(whole, (x, x), devices=1, **options), "cpu", copy=True)
     parallel.train_step(x, x)
     gradients = {name: p.grad is not None for name, p in parallel.named_parameters()}
     assert list(gradients.values()) == [False, False, True, True]

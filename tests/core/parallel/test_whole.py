@@ -22,7 +22,7 @@ test_on_four_ranks = checks_on_ranks(CHECKS, 4)
 
 def test_the_class_is_derived_from_the_users_and_named_like_it() -> None:
     net = language()
-    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1), copy=True)
     assert isinstance(parallel, Language)
     assert type(parallel).__name__ == "Language"
     assert inspect.signature(parallel.forward) == inspect.signature(net.forward)
@@ -31,7 +31,7 @@ def test_the_class_is_derived_from_the_users_and_named_like_it() -> None:
 
 def test_on_one_device_the_model_is_the_original_inside() -> None:
     net = language()
-    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1), copy=True)
     with sw.whole(parallel):
         assert type(parallel) is Language
         assert torch.equal(parallel.generate(batch()[0], 2), net.generate(batch()[0], 2))
@@ -49,32 +49,33 @@ def test_a_model_that_is_not_planned_is_whole() -> None:
 
 
 def test_a_model_that_may_be_released_is_not_held_twice() -> None:
-    def peak(release: bool) -> float:
+    def peak(**options: bool) -> float:
         """Bytes that `parallelize` holds at most, in multiples of the parameters."""
         net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(32)))
         size = sum(parameter.nbytes for parameter in net.parameters())
         plan = sw.plan(net, (torch.ones(1, 64),), devices=1)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            sw.parallelize(net, plan, release=release)
+            sw.parallelize(net, plan, **options)
         events = sorted(profiled.events(), key=lambda event: event.time_range.start)
         held = accumulate(event.self_cpu_memory_usage for event in events)
         return max(held) / size
 
-    assert peak(release=False) >= 1
-    assert peak(release=True) < 0.1
+    assert peak(copy=True) >= 1
+    assert peak(copy=True, release=True) < 0.1
+    assert peak() < 0.1
 
 
 @pytest.mark.parametrize("release", [False, True])
 def test_a_model_is_left_as_it_is_unless_it_is_released(release: bool) -> None:
     net, eager = language(), language()
-    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1), release=release)
+    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1), copy=True, release=release)
     assert torch.equal(parallel(*batch())[1], eager(*batch())[1])
     assert all((p.numel() == 0) is release for p in net.parameters())
 
 
 def test_the_original_model_is_not_kept() -> None:
     net = language()
-    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=1), copy=True)
     original = weakref.ref(net)
     del net
     gc.collect()

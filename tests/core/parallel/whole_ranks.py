@@ -21,7 +21,7 @@ from torchrun import run_checks
 
 def planned(seed: int = 0) -> Language:
     net = language()
-    parallel = sw.parallelize(net, random_plan(sw.capture(net, batch()), 4, seed))
+    parallel = sw.parallelize(net, random_plan(sw.capture(net, batch()), 4, seed), copy=True)
     assert isinstance(parallel, Language)
     return parallel
 
@@ -29,7 +29,7 @@ def planned(seed: int = 0) -> Language:
 def in_stages() -> Language:
     net = language(Loss)
     plan = sw.plan(sw.Pipeline(net, micro_batches=2), batch(), devices=4, stages=2)
-    parallel = sw.parallelize(net, plan)
+    parallel = sw.parallelize(net, plan, copy=True)
     assert isinstance(parallel, Loss)
     return parallel
 
@@ -86,7 +86,7 @@ def check_hooks_are_called_inside_and_outside() -> None:
     handle = net.register_forward_hook(lambda _, __, outputs: (outputs[0], outputs[1] * 3))
     net.register_forward_hook(lambda _, __, outputs: (outputs[0], outputs[1] * 2))
     net.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=4))
+    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=4), copy=True)
     parallel.register_forward_hook(lambda *_: calls.append("own"))
     handle.remove()
     eager = net(*batch())[1]
@@ -137,7 +137,7 @@ def check_a_replaced_parameter_is_refused() -> None:
 
 def check_a_part_that_is_called_by_itself_says_what_to_do() -> None:
     net = language()
-    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=4, mem_coeff=10.0))
+    parallel = sw.parallelize(net, sw.plan(net, batch(), devices=4, mem_coeff=10.0), copy=True)
     with pytest.raises(sw.PlanError, match=r"Embedding inside of .* called by itself.*whole\(net"):
         parallel.embedding_of(batch()[0])  # type: ignore[operator]
 

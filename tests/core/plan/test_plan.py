@@ -175,9 +175,9 @@ def test_a_plan_for_another_model_is_refused_and_says_what_differs() -> None:
     plan = sw.plan(net, args, kwargs, devices=1)
     other, _, _ = network(batch=32, hidden=256)
     with pytest.raises(sw.PlanError, match=r"parameter 'layer1.weight' is .*256.*in the plan"):
-        sw.parallelize(other, sw.Plan.from_json(plan.to_json()))
+        sw.parallelize(other, sw.Plan.from_json(plan.to_json()), copy=True)
     with pytest.raises(sw.PlanError, match=r"parameter 'layer1.weight' has shape"):
-        sw.parallelize(other, plan)
+        sw.parallelize(other, plan, copy=True)
     with pytest.raises(sw.PlanError, match="that the model does not have"):
         sw.parallelize(nn.Linear(2, 2), plan)
 
@@ -185,7 +185,7 @@ def test_a_plan_for_another_model_is_refused_and_says_what_differs() -> None:
 def test_a_plan_for_many_devices_wants_a_process_group() -> None:
     net, _, _ = network(batch=32)
     with pytest.raises(sw.PlanError, match="for 8 devices, but no process group is running"):
-        sw.parallelize(net, plan_of_network())
+        sw.parallelize(net, plan_of_network(), copy=True)
 
 
 def test_operators_without_a_rule_are_listed_never_silent() -> None:

@@ -60,7 +60,7 @@ def a_stage_waits_for_the_micro_batches_of_the_other() -> None:
     net = sw.WithLoss(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.MSELoss())
     batch = torch.randn(8, 8), torch.randn(8, 8)
     plan = sw.plan(net, batch, devices=2, stages=2, micro_batches=4)
-    planned = sw.parallelize(net, plan)
+    planned = sw.parallelize(net, plan, copy=True)
     assert isinstance(planned, ParallelModule)
     waits = planned.execution.devices.waits
     with waits.counting(CPU):

@@ -12,7 +12,7 @@ from sample_models import mlp
 
 def parallel_mlp() -> tuple[nn.Module, nn.Module]:
     net, args, kwargs = mlp()
-    return net, sw.parallelize(net, sw.plan(net, args, kwargs, devices=1))
+    return net, sw.parallelize(net, sw.plan(net, args, kwargs, devices=1), copy=True)
 
 
 def test_groups_keep_their_options_and_get_the_new_parameters() -> None:
@@ -41,7 +41,7 @@ def test_groups_keep_their_options_and_get_the_new_parameters() -> None:
 def test_an_adopted_optimizer_trains_the_parallel_module() -> None:
     net, args, kwargs = mlp()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1), copy=True)
     sw.adopt(optimizer, parallel)
     before = parallel(*args).item()
     parallel(*args).backward()
@@ -55,7 +55,7 @@ def test_an_optimizer_may_be_adopted_twice_and_by_a_second_parallel_module() -> 
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     sw.adopt(sw.adopt(optimizer, parallel), parallel)
     args = mlp()[1]
-    other = sw.parallelize(net, sw.plan(net, args, devices=1))
+    other = sw.parallelize(net, sw.plan(net, args, devices=1), copy=True)
     sw.adopt(optimizer, other)
     held = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
     assert held == {id(parameter) for parameter in other.parameters()}

@@ -38,7 +38,7 @@ def test_a_program_names_its_operators_only_if_it_is_asked_to() -> None:
 def test_a_model_on_one_device_has_its_operators_in_the_trace() -> None:
     net, batch, plan = planned(1)
     expected = net(*batch)
-    parallel = sw.parallelize(net, plan, named_ranges=True)
+    parallel = sw.parallelize(net, plan, named_ranges=True, copy=True)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         loss = parallel(*batch)
     assert loss.equal(expected)

@@ -36,7 +36,7 @@ def test_padded_samples_have_the_loss_of_the_samples_and_lengths_are_captured_on
     caplog.set_level("INFO")
     torch.manual_seed(0)
     net = Language()
-    parallel = sw.parallelize(net, sw.plan(net, kwargs=PAD(samples(8, 3)), devices=1))
+    parallel = sw.parallelize(net, sw.plan(net, kwargs=PAD(samples(8, 3)), devices=1), copy=True)
     for lengths in ((8, 1), (5, 6), (2, 7), (9, 3), (16, 16), (12, 1)):
         drawn = samples(*lengths)
         alone = [

@@ -56,7 +56,7 @@ def plans() -> list[dict[str, Any]]:
 def parallelized(net: nn.Module, batch: Any, **options: Any) -> nn.Module:
     """Batch norm mixes samples: with stages the losses of micro-batches are what is trained."""
     planned = sw.Pipeline(net, 2, loss_reduction="sum") if "stages" in options else net
-    return sw.parallelize(net, sw.plan(planned, batch, devices=world(), **options))
+    return sw.parallelize(net, sw.plan(planned, batch, devices=world(), **options), copy=True)
 
 
 def samples(bad: float | None = None, row: int = 21) -> Batches:
@@ -186,7 +186,9 @@ def check_a_gradient_scaler_works_as_on_one_device() -> None:
             torch.manual_seed(0)
             net = Half()
             kept = options if devices > 1 else {}
-            parallel = sw.parallelize(net, sw.plan(net, batches[0], devices=devices, **kept))
+            parallel = sw.parallelize(
+                net, sw.plan(net, batches[0], devices=devices, **kept), copy=True
+            )
             optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-20)
             scales = []

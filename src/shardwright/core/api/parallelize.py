@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwright.core.agreement.collective import check_description, gathered
+from shardwright.core.api.not_distributed import check_not_distributed
 from shardwright.core.api.same_model import check_ranks_agree, take_state_of_rank_0
 from shardwright.core.api.shared_plan import are_all_ranks, shared_graph
 from shardwright.core.capture.attributes import has_attributes
@@ -34,11 +35,13 @@ def parallelize(
     plan: Plan,
     device: str | torch.device | None = None,
     *,
+    copy: bool = False,
     sync: bool = True,
     release: bool = False,
     named_ranges: bool = False,
 ) -> nn.Module:
-    """`net`, run as planned on the running process group: a module whose parameters are DTensors.
+    """Run `net` as planned on the running process group, in place: its parameters become DTensors,
+    and its class one that is derived from its own.
 
     Every rank must call this, with the same model and plan, and give the module the whole batch. As
     with `DistributedDataParallel`, `net` takes rank 0's parameters and buffers on all ranks. On one
@@ -49,20 +52,25 @@ def parallelize(
     Args:
         device: where this rank computes; by default its accelerator if its process group works on
             one, else the CPU.
+        copy: whether a copy is planned and `net` stays as it is, as a teacher or a reference.
         sync: False where the values are known to be the same on all ranks; they are then not
             compared.
-        release: whether `net` gives up its parameters one after another, so that none is held
-            twice; they are empty afterwards.
+        release: whether the parameters that `net` had are emptied as soon as their shards are
+            taken, also where an optimizer or a list holds them.
         named_ranges: whether operators, collectives, buckets and stages have names in traces of
             `torch.profiler`, which takes some microseconds each; not to be compiled.
 
+    Returns:
+        `net`, or with `copy` its planned copy.
+
     Raises:
-        PlanError: if the plan is for another model or another number of devices, or the ranks have
-            different models or plans.
+        PlanError: if the plan is for another model or another number of devices, the ranks have
+            different models or plans, or `net` is planned or wrapped already.
         StrategyError: if the micro-batches of the plan would train another loss than the batch.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"plan={plan!r}: give what `plan` returned, or `Plan.load(path)`")
+    check_not_distributed(net)
     net = net.net if isinstance(net, Pipeline) else net
     where = torch.device(device) if device is not None else device_of_group()
     use_device(where)
@@ -78,10 +86,11 @@ def parallelize(
         )
         if sync and devices.several:
             take_state_of_rank_0(net, where)
-        parallel = parallel_module(net, partitioned, devices, release=release)
+        parallel = parallel_module(net, partitioned, devices, copy=copy, release=release)
     if parallel.training != net.training:
         parallel.train(net.training)
-    parallel.execution.original = OriginalModel(net, graph.attributes)
+    if copy:
+        parallel.execution.original = OriginalModel(net, graph.attributes)
     return parallel
 
 
@@ -144,9 +153,11 @@ def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
     modes = [module.training for module in net.modules()]
     if net.training != training:
         net.train(training)
-    yield
-    for module, mode in zip(net.modules(), modes, strict=True):
-        module.training = mode
+    try:
+        yield
+    finally:
+        for module, mode in zip(net.modules(), modes, strict=True):
+            module.training = mode
 
 
 def _example(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -59,7 +59,7 @@ def rehearse(
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
     def prepare(where: torch.device) -> _Steps:
-        parallel = parallelize(net, plan, where)
+        parallel = parallelize(net, plan, where, copy=True)
         assert isinstance(parallel, ParallelModule)
         return _Steps(parallel, optimizer(parallel.parameters()), plan, leaves, spec, clip_norm)
 

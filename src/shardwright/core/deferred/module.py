@@ -26,16 +26,20 @@ def materialize(module: nn.Module) -> nn.Module:
     """
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
     recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
-    attributes = list(deferred_attributes(module))
     for child in recurrent:
         forget_flat_weights(child)
     for name, value in values_of(tensors, lambda name, tensor: tensor.clone()).items():
         _swap_contents(tensors[name], value)
-    for tensor in attributes:
-        _swap_contents(tensor, value_of(tensor))
+    materialize_attributes(module)
     for child in recurrent:
         restore_flat_weights(child)
     return module
+
+
+def materialize_attributes(module: nn.Module) -> None:
+    """Initializes the deferred tensors among plain attributes of `module`, as the same objects."""
+    for tensor in list(deferred_attributes(module)):
+        _swap_contents(tensor, value_of(tensor))
 
 
 def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:

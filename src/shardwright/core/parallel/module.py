@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, NoReturn
 
 import torch
@@ -20,10 +20,15 @@ from shardwright.core.misuse.partial_state import refuse_to_save_shards
 from shardwright.core.misuse.unsupported_operators import explain_unsupported_operators
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.pipeline_execution import PipelineExecution
+from shardwright.core.parallel.stored_tensors import (
+    StoragePlan,
+    copied_parameters,
+    store_in_place,
+    stored_copy,
+)
 from shardwright.core.parallel.template import template_of
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.dtensor import copied_parameters, with_stored_parameters
 from shardwright.core.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
 from shardwright.errors import PlanError
 
@@ -43,7 +48,7 @@ class Copied:
         kind, execution = type(self), vars(self).pop("execution")
         object.__setattr__(self, "__class__", kind.__bases__[-1])
         try:
-            result = copy.deepcopy(self, memo)
+            result = deepcopy(self, memo)
         finally:
             object.__setattr__(self, "__class__", kind)
             vars(self)["execution"] = execution
@@ -133,12 +138,21 @@ _OWN_NAMES = {"execution", "compile"} | {
 
 
 def parallel_module(
-    module: nn.Module, partitioned: Partitioned, devices: Devices, *, release: bool = False
+    module: nn.Module,
+    partitioned: Partitioned,
+    devices: Devices,
+    *,
+    copy: bool = False,
+    release: bool = False,
 ) -> ParallelModule:
-    """`module`, split as planned over `devices`.
+    """Splits `module` as planned over `devices`.
 
     Args:
-        release: whether `module` gives up its parameters.
+        copy: whether a copy is split, and `module` stays as it is.
+        release: whether the given parameters give up their memory.
+
+    Returns:
+        `module`, whose class is now derived from its own and from `ParallelModule`; or the copy.
 
     Raises:
         PlanError: if the model has an attribute or a method with the name of one of ours.
@@ -150,16 +164,22 @@ def parallel_module(
     refuse_lost_writes()
     explain_unsupported_operators()
     refuse_to_save_shards()
-    template, storage = template_of(module), partitioned.decisions.storage
-    stored = with_stored_parameters(module, storage, devices, left_out, release=release)
+    # Handles of hooks remove them from the dictionaries that they were registered in.
+    template, original, hooks = template_of(module), module.forward, hooks_of_modules(module)
+    storage = StoragePlan(partitioned.decisions.storage, devices, left_out, release)
+    if copy:
+        stored = stored_copy(module, storage)
+    else:
+        store_in_place(module, storage)
+        stored = module
     make = Execution if partitioned.pipeline.stages == 1 else PipelineExecution
-    execution = make(stored, template, partitioned, devices, hooks_of_modules(module))
+    execution = make(stored, template, partitioned, devices, hooks)
     # The program has its forward hooks, and what was set as its `forward`, inside.
     swap_forward_hooks(stored, execution.inside)
     if "forward" in vars(stored):
         vars(execution.inside)["forward"] = vars(stored).pop("forward")
     vars(stored)["execution"] = execution
-    object.__setattr__(stored, "__class__", _parallel_class(stored, module.forward))
+    object.__setattr__(stored, "__class__", _parallel_class(stored, original))
     assert isinstance(stored, ParallelModule)
     if devices.mesh is not None:
         explain_calls_of_parts(stored)

@@ -43,18 +43,27 @@ class Origin:
                 yield held
 
 
-def remember(
-    module: nn.Module, planned: nn.Module, replacements: Mapping[str, nn.Parameter]
-) -> None:
-    """Notes at the `replacements` in `planned`, by name, which parameters of `module` they stand
-    for."""
-    originals = dict(module.named_parameters())
-    origins = {name: _origin(parameter) or Origin(name) for name, parameter in originals.items()}
-    for name, parameter in originals.items():
-        parameter.origin = origins[name]  # type: ignore[attr-defined]
+def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
+    """Gives each parameter of a model that is about to be planned an `Origin`.
+
+    Args:
+        module: the model with the parameters that an optimizer may have.
+        planned: what `parallelize` makes of it: the same object in place, else a copy.
+
+    Returns:
+        The origins by the names of the parameters.
+    """
+    origins = {}
+    for name, parameter in module.named_parameters():
+        origins[name] = parameter.origin = _origin(parameter) or Origin(name)  # type: ignore[attr-defined]
         origins[name].models.update((module, planned))
+    return origins
+
+
+def mark_planned(parameters: Mapping[str, nn.Parameter], origins: Mapping[str, Origin]) -> None:
+    """Gives planned parameters, by name, the origins of those that they replace."""
     family = frozenset(origins.values())
-    for name, parameter in replacements.items():
+    for name, parameter in parameters.items():
         parameter.origin = origins[name]  # type: ignore[attr-defined]
         parameter.family = family  # type: ignore[attr-defined]
     _refuse_steps_of_others()
@@ -152,14 +161,15 @@ def _check_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
 
 
 def _ours_and_theirs(optimizer: str, name: str, is_planned: bool) -> str:
-    given, returned = "the model that was given to `parallelize`", "what `parallelize` returned"
     if is_planned:
         return (
-            f"no parameter of this {optimizer}, made over those of {returned}, has a gradient, but "
-            f"{name!r} of {given} has: call {returned}, and not the model that it was made from"
+            f"no parameter of this {optimizer}, made over those of the planned model, has a "
+            f"gradient, but {name!r} of the model that was given to `parallelize(copy=True)` has\n"
+            "call the planned model, not the one that it was copied from"
         )
     return (
-        f"no parameter of this {optimizer}, made over those of {given}, has a gradient, but "
-        f"{name!r} of {returned} has, which are other tensors: make the optimizer over the "
-        f"`parameters()` of {returned}, or let `sw.adopt(optimizer, net)` point it at them"
+        f"no parameter of this {optimizer} has a gradient, but {name!r} of the planned model has: "
+        "the optimizer has the parameters that the model had before `parallelize`\n"
+        f"make it afterwards, `torch.optim.{optimizer}(net.parameters())`, or point it at the new "
+        "parameters, `sw.adopt(optimizer, net)`"
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -14,18 +13,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwright.core.deferred import Deferred, copies_of_attributes, values_of
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.joined_axes import on_joined_axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
-from shardwright.core.partition.decisions import Storage
-from shardwright.core.runtime.adopt_optimizer import remember
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.dtensor_results import correct_results
-from shardwright.core.runtime.parameter_hooks import has_hooks, take_hooks
+from shardwright.core.runtime.parameter_hooks import has_hooks
 from shardwright.core.torch_internals.dtensor import (
     StridedShard,
-    counting_with_shard,
     local_tensor,
     own_part,
     spec_of,
@@ -64,98 +58,7 @@ def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Device
     )
 
 
-def with_stored_parameters(
-    module: nn.Module,
-    storage: Storage,
-    devices: Devices,
-    left_out: Collection[str] = frozenset(),
-    *,
-    release: bool = False,
-) -> nn.Module:
-    """A copy of `module` whose parameters are DTensors stored as planned, and whose buffers lie on
-    the device; tied parameters stay tied. The given module is left as it is, or, with `release`,
-    without its parameters: each is empty as soon as its shard is taken.
-
-    Parameters and buffers that are `left_out`, as other stages hold them, are None. Of parameters
-    made inside `no_init_parameters`, one after another is initialized on the CPU, and only what
-    this rank stores is kept.
-
-    Raises:
-        PlanError: if parameters are on the meta device and nothing says how to initialize them.
-        DeferredError: if a parameter made inside `no_init_parameters` cannot be initialized.
-    """
-    correct_results()
-    accept_whole_optimizer_states()
-    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
-
-    def stored(name: str, whole: Tensor) -> Tensor:
-        if name in left_out:
-            return whole.new_empty(0)
-        if devices.mesh is None or not isinstance(tensors[name], nn.Parameter):
-            keeps = not (release and isinstance(tensors[name], nn.Parameter))
-            return whole.detach().to(devices.device, copy=keeps)
-        where = TensorLayout(devices.layout, tuple(storage.get(name, ((),) * whole.ndim)))
-        return local_shard(whole, where, devices, copy=not release)
-
-    def moved(name: str, whole: Tensor) -> Tensor:
-        shard = stored(name, whole)
-        if release and isinstance(whole, nn.Parameter):
-            whole.data = whole.data.new_empty(0)
-        return shard
-
-    initialized = {name: t for name, t in tensors.items() if not isinstance(t, Deferred)}
-    if devices.device.type == "meta":
-        stored_tensors = {
-            name: stored(name, torch.empty(t.shape, dtype=t.dtype, device="meta"))
-            for name, t in tensors.items()
-        }
-    else:
-        for name, tensor in initialized.items():
-            _check_has_values(name, tensor)
-        stored_tensors = {
-            name: moved(name, tensor) for name, tensor in initialized.items()
-        } | values_of(tensors, stored)
-    memo: dict[int, Any] = copies_of_attributes(module)
-    for name, tensor in tensors.items():
-        if name in left_out:
-            memo[id(tensor)] = None
-        elif isinstance(tensor, nn.Parameter):
-            new = _parameter(stored_tensors[name], tensor)
-            take_hooks(new, tensor, partial(stored, name))
-            memo[id(tensor)] = new
-        else:
-            memo[id(tensor)] = stored_tensors[name]
-    parameters = dict(module.named_parameters())
-    replacements = {name: memo[id(p)] for name, p in parameters.items() if name not in left_out}
-    result = copy.deepcopy(module, memo)
-    remember(module, result, replacements)
-    if devices.mesh is not None:
-        result.register_load_state_dict_pre_hook(_cut_whole_tensors)  # type: ignore[no-untyped-call]
-    return result
-
-
-def copied_parameters(module: nn.Module, known: Collection[int]) -> dict[int, nn.Parameter]:
-    """For the identity of each parameter that is not `known` a copy, as a `memo` of `deepcopy`."""
-    return {
-        id(parameter): _parameter(_copied(parameter.detach()), parameter)
-        for parameter in module.parameters()
-        if id(parameter) not in known
-    }
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.clone()
-    return with_spec(local_tensor(tensor).clone(), spec_of(tensor))
-
-
-def _parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """What stands for a parameter."""
-    new = nn.Parameter(stored, requires_grad=like.requires_grad)
-    return counting_with_shard(new) if isinstance(new, DTensor) else new
-
-
-def _cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def shard_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Before a state is loaded: of whole tensors, as one device saves them, takes what this rank
     holds; communicates nothing.
 
@@ -220,15 +123,6 @@ def _cut_whole_states(optimizer: Optimizer) -> None:
             if is_whole and whole.ndim and whole.shape == parameter.shape:
                 mine = own_part(whole, parameter).clone(memory_format=torch.contiguous_format)
                 state[key] = with_spec(mine, spec_of(parameter))
-
-
-def _check_has_values(name: str, tensor: Tensor) -> None:
-    if tensor.is_meta:
-        raise PlanError(
-            f"{name!r} is on the meta device: it can be planned, but has no values to train; build "
-            "the model inside `no_init_parameters`, which initializes it shard by shard, or on a "
-            "real device"
-        )
 
 
 class _LocalShards(torch.autograd.Function):

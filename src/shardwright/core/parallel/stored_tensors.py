@@ -1,0 +1,266 @@
+"""Stores the parameters and buffers of a model as planned: in the model itself, or in a copy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.deferred import (
+    Deferred,
+    copies_of_attributes,
+    materialize_attributes,
+    values_of,
+)
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.partition.decisions import Storage
+from shardwright.core.runtime.adopt_optimizer import mark_origins, mark_planned
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.dtensor import (
+    accept_whole_optimizer_states,
+    local_shard,
+    shard_whole_tensors,
+)
+from shardwright.core.runtime.dtensor_results import correct_results
+from shardwright.core.runtime.parameter_hooks import take_hooks
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dtensor import (
+    counting_with_shard,
+    local_tensor,
+    spec_of,
+    with_spec,
+)
+from shardwright.core.torch_internals.modules import (
+    own_buffers,
+    own_parameters,
+    restore_flat_weights,
+)
+from shardwright.errors import PlanError
+
+Registry = MutableMapping[str, Any]
+"""The parameters or buffers that one module owns, or its attributes, by name."""
+
+REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+"""Attributes in which a module keeps what is registered."""
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """How the tensors of a model are stored on this rank.
+
+    Args:
+        storage: for each parameter the axes that shard each of its dimensions.
+        left_out: names of parameters and buffers that only other pipeline stages own.
+        release: whether the memory of each given parameter is freed once its shard is copied.
+    """
+
+    storage: Storage
+    devices: Devices
+    left_out: Collection[str] = frozenset()
+    release: bool = False
+
+    def shard(self, name: str, whole: Tensor, *, is_parameter: bool) -> Tensor:
+        """This rank's part of a tensor, in memory of its own unless the given one is released."""
+        if name in self.left_out:
+            return whole.new_empty(0)
+        if self.devices.mesh is None or not is_parameter:
+            keeps = not (self.release and is_parameter)
+            return whole.detach().to(self.devices.device, copy=keeps)
+        axes = tuple(self.storage.get(name, ((),) * whole.ndim))
+        where = TensorLayout(self.devices.layout, axes)
+        return local_shard(whole, where, self.devices, copy=not self.release)
+
+    def shards(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The name and the part of each tensor; takes them out of `tensors` on the way.
+
+        Deferred tensors come first: their initialization may fail, and nothing has changed then.
+
+        Raises:
+            PlanError: for a tensor on the meta device that nothing initializes.
+            DeferredError: for a deferred tensor that cannot be initialized.
+        """
+        on_meta = self.devices.device.type == "meta"
+        if not on_meta:
+            for name, tensor in tensors.items():
+                if not isinstance(tensor, Deferred):
+                    _check_has_values(name, tensor)
+            parameters = {n for n, t in tensors.items() if isinstance(t, nn.Parameter)}
+            yield from values_of(
+                tensors, lambda n, whole: self.shard(n, whole, is_parameter=n in parameters)
+            ).items()
+        for name in [n for n, t in tensors.items() if on_meta or not isinstance(t, Deferred)]:
+            tensor = tensors.pop(name)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            whole = tensor
+            if on_meta:
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            part = self.shard(name, whole, is_parameter=is_parameter)
+            if self.release and is_parameter and not on_meta:
+                tensor.data = tensor.data.new_empty(0)
+            del tensor, whole
+            yield name, part
+
+    def parameter(self, name: str, part: Tensor, given: nn.Parameter) -> nn.Parameter:
+        """The planned parameter, with the hooks of the given one."""
+        parameter = as_parameter(part, given)
+        take_hooks(parameter, given, partial(self.shard, name, is_parameter=True))
+        return parameter
+
+
+def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
+    """Replaces the parameters of `module` by DTensors stored as planned, and moves its buffers to
+    the device. Tied parameters stay tied; tensors that are left out become None.
+
+    One tensor is replaced after another, so that the memory of each is freed unless others refer
+    to it. On one device parameters stay the same objects.
+
+    Raises:
+        PlanError, DeferredError: as `StoragePlan.shards`; the module is then unchanged.
+    """
+    _prepare_dtensors()
+    tensors = _tensors(module)
+    origins, parameters = mark_origins(module, module), _staying(tensors, plan)
+    references = _References(module, tensors)
+    for name, part in plan.shards(dict(tensors)):
+        given = tensors.pop(name)
+        stored: Tensor | None = part
+        if name in plan.left_out:
+            stored = None
+        elif isinstance(given, nn.Parameter):
+            stored = parameters[name] = plan.parameter(name, part, given)
+        references.replace(given, stored)
+    references.finish(module)
+    materialize_attributes(module)
+    mark_planned(parameters, origins)
+    _register_load_hook(module, plan.devices)
+
+
+def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
+    """A copy of `module` whose parameters are DTensors stored as planned, and whose buffers are on
+    the device. The given module stays as it is, or, with `release`, without its parameters.
+
+    Raises:
+        PlanError, DeferredError: as `StoragePlan.shards`.
+    """
+    _prepare_dtensors()
+    tensors = _tensors(module)
+    memo: dict[int, Any] = copies_of_attributes(module)
+    parameters: dict[str, nn.Parameter] = {}
+    for name, part in plan.shards(dict(tensors)):
+        given, stored = tensors[name], part
+        if isinstance(given, nn.Parameter) and name not in plan.left_out:
+            stored = parameters[name] = plan.parameter(name, part, given)
+        memo[id(given)] = None if name in plan.left_out else stored
+    result = copy.deepcopy(module, memo)
+    mark_planned(parameters, mark_origins(module, result))
+    _register_load_hook(result, plan.devices)
+    return result
+
+
+def copied_parameters(module: nn.Module, known: Collection[int]) -> dict[int, nn.Parameter]:
+    """Copies of the planned parameters whose identities are not `known`, as a `deepcopy` memo."""
+    return {
+        id(parameter): as_parameter(_copied(parameter.detach()), parameter)
+        for parameter in module.parameters()
+        if id(parameter) not in known
+    }
+
+
+class _References:
+    """Where a module refers to its tensors: registered ones and plain attributes."""
+
+    def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+        self._registered: dict[int, list[tuple[Registry, str]]] = {}
+        self._attributes: list[tuple[Registry, str]] = []
+        self._replaced: dict[int, tuple[Tensor, Tensor | None]] = {}
+        identities = {id(tensor) for tensor in tensors.values()}
+        for child in module.modules():
+            for registry in (own_parameters(child), own_buffers(child)):
+                for name, tensor in registry.items():
+                    if tensor is not None:
+                        self._registered.setdefault(id(tensor), []).append((registry, name))
+            # Such as the list of flat weights of a recurrent layer.
+            for name, value in vars(child).items():
+                if name not in REGISTRIES and identities & set(map(id, pytree.tree_leaves(value))):
+                    self._attributes.append((vars(child), name))
+        mentioned = (pytree.tree_leaves(registry[name]) for registry, name in self._attributes)
+        self._mentioned = {id(leaf) for leaves in mentioned for leaf in leaves}
+
+    def replace(self, tensor: Tensor, new: Tensor | None) -> None:
+        """Puts `new` wherever `tensor` is registered."""
+        for registry, name in self._registered.pop(id(tensor)):
+            registry[name] = new
+        if id(tensor) in self._mentioned:
+            self._replaced[id(tensor)] = tensor, new
+
+    def finish(self, module: nn.Module) -> None:
+        """Puts the new tensors into plain attributes."""
+
+        def renewed(leaf: Any) -> Any:
+            return self._replaced[id(leaf)][1] if id(leaf) in self._replaced else leaf
+
+        for registry, name in self._attributes:
+            registry[name] = pytree.tree_map(renewed, registry[name])
+        for child in module.modules():
+            if isinstance(child, nn.RNNBase):
+                restore_flat_weights(child)
+
+
+def _prepare_dtensors() -> None:
+    correct_results()
+    accept_whole_optimizer_states()
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _staying(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Parameter]:
+    """Takes out of `tensors` those that stay the same objects, and returns the parameters of them:
+    all of one device, which are moved there, and buffers that are there already."""
+    device, parameters = plan.devices.device, {}
+    for name, tensor in list(tensors.items()):
+        if isinstance(tensor, Deferred) or name in plan.left_out:
+            continue
+        if not isinstance(tensor, nn.Parameter):
+            if tensor.device == device:
+                del tensors[name]
+        elif plan.devices.mesh is None and device.type != "meta":
+            _check_has_values(name, tensor)
+            if tensor.device != device:
+                tensor.data = tensor.data.to(device)
+            parameters[name] = tensor
+            del tensors[name]
+    return parameters
+
+
+def _register_load_hook(module: nn.Module, devices: Devices) -> None:
+    if devices.mesh is not None:
+        module.register_load_state_dict_pre_hook(shard_whole_tensors)  # type: ignore[no-untyped-call]
+
+
+def as_parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """A parameter of these values, trained if `like` is."""
+    new = nn.Parameter(stored, requires_grad=like.requires_grad)
+    return counting_with_shard(new) if isinstance(new, DTensor) else new
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    return with_spec(local_tensor(tensor).clone(), spec_of(tensor))
+
+
+def _check_has_values(name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise PlanError(
+            f"{name!r} is on the meta device: it can be planned, but has no values to train; build "
+            "the model inside `no_init_parameters`, which initializes it shard by shard, or on a "
+            "real device"
+        )

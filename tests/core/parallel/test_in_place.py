@@ -1,0 +1,7 @@
+"""`parallelize` in place, and with `copy=True`, on real processes."""
+
+from core.parallel.in_place_ranks import CHECKS
+from torchrun import checks_on_ranks
+
+test_in_place_on_two_ranks = checks_on_ranks(CHECKS, 2)
+test_in_place_on_four_ranks = checks_on_ranks(CHECKS, 4)
