@@ -1,4 +1,4 @@
-"""What `test_in_place.py` runs on every rank: planned in place, as frameworks expect it."""
+"""What `test_stored_tensors.py` runs on every rank: planned in place, as frameworks expect it."""
 
 from __future__ import annotations
 
