@@ -19,6 +19,7 @@ from shardwright.core.api import (
 )
 from shardwright.core.capture.capture import capture
 from shardwright.core.capture.experts import mixture_of_experts
+from shardwright.core.capture.local_map import local_map
 from shardwright.core.checkpoint.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from shardwright.core.checkpoint.dataloader import dataloader
 from shardwright.core.checkpoint.manifest import CheckpointWarning
@@ -89,6 +90,7 @@ __all__ = [
     "load_checkpoint",
     "load_state_dict",
     "load_strategies",
+    "local_map",
     "materialize",
     "mixture_of_experts",
     "no_init_parameters",

@@ -268,6 +268,10 @@ MODULES = (
         "torch.nn.RNNBase._flat_weight_refs", "weak references, which keep tensors from a swap"
     ),
     PrivateName(
+        "torch.nn.RNNBase._flat_weights", "the list of parameters that a recurrent module reads"
+    ),
+    PrivateName("torch.nn.RNNBase._flat_weights_names", "the names of those"),
+    PrivateName(
         "torch.nn.RNNBase._init_flat_weights",
         "makes them again",
         "`flatten_parameters()`, which makes no references",
@@ -315,6 +319,14 @@ DISTRIBUTED = (
     PrivateName("torch.distributed._local_tensor.LocalTensor", "a tensor of all simulated ranks"),
     PrivateName("torch.distributed._local_tensor.LocalTensor._local_tensors", "the one of each"),
     PrivateName("torch.distributed._local_tensor.LocalIntNode", "a number of each simulated rank"),
+    PrivateName(
+        "torch.distributed._local_tensor.get_local_tensor_mode_list",
+        "runs user code that depends on values rank by rank",
+    ),
+    PrivateName(
+        "torch.distributed._local_tensor.LocalTensorMode._per_rank_rng_states",
+        "the random numbers of the rank that runs",
+    ),
 )
 
 DTENSOR = (

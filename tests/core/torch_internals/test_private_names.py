@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.distributed._local_tensor import LocalTensorMode
 
 from core.torch_internals.private_names import ATEN_OPERATORS, OLDEST, PRIVATE_NAMES
 
@@ -26,6 +27,7 @@ class OwnTensor(torch.Tensor):
 
 
 OBJECTS = {
+    "torch.distributed._local_tensor.LocalTensorMode": LocalTensorMode(1),
     "torch._ops.OpOverload": torch.ops.aten.mean.dim,
     "torch.autocast": torch.autocast("cpu"),
     "torch.autograd.graph.Node": torch.zeros(1, requires_grad=True).exp().grad_fn,

@@ -31,15 +31,29 @@ class RecomputeMark:
     checkpoint: bool = False
 
 
+@dataclass(frozen=True)
+class ModulePlace:
+    """Where a module is in a model.
+
+    Args:
+        root: the model that is captured.
+        path: of the module in it.
+        kind: the name of its class.
+    """
+
+    root: nn.Module
+    path: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the model'} ({self.kind})"
+
+
 class ModuleTag:
     """A tag of a module that changes how the module is traced."""
 
-    def trace(self, module: nn.Module, where: str) -> None:
-        """Changes a copy of the tagged module, which is about to be traced.
-
-        Args:
-            where: its path and class, for errors.
-        """
+    def trace(self, module: nn.Module, place: ModulePlace) -> None:
+        """Changes a copy of the tagged module, which is about to be traced."""
 
 
 class BoundaryTag:
@@ -61,12 +75,12 @@ def module_tags(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def trace_tags(twin: nn.Module) -> None:
-    """Prepares a copy of a model for the trace, as the tags of its modules ask."""
+def trace_tags(twin: nn.Module, root: nn.Module) -> None:
+    """Prepares `twin`, a copy of the model `root`, for the trace, as the tags of its modules ask."""
     for path, module in twin.named_modules():
         for tag in vars(module).get(_KEY, {}).values():
             if isinstance(tag, ModuleTag):
-                tag.trace(module, f"{path or 'the model'} ({type(module).__name__})")
+                tag.trace(module, ModulePlace(root, path, type(module).__name__))
 
 
 @contextmanager

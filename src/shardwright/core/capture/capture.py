@@ -222,7 +222,7 @@ def _export(
     attributes = TracedAttributes(twin)
     observe_forward_hooks(twin)
     twin.register_forward_hook(lambda _, args, result: pytree.register_dataclasses(result))
-    trace_tags(twin)
+    trace_tags(twin, module)
     report_layers(twin, on_progress)
     call_in_autocast(twin, call.autocast)
     drawn, seeded = _random_states(), torch.default_generator.get_state()

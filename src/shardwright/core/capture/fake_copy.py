@@ -31,6 +31,7 @@ from shardwright.core.capture.explanation import NESTED
 from shardwright.core.capture.hooks import refuse_autograd, refuse_saved_tensor_hooks
 from shardwright.core.capture.inner_gradients import gradients
 from shardwright.core.capture.known_values import filling_caches
+from shardwright.core.capture.local_map import call_locally
 from shardwright.core.capture.static_functions import STATIC
 from shardwright.core.deferred import copies_of_attributes
 from shardwright.core.torch_internals import pytree
@@ -236,6 +237,9 @@ class RecordedEffects(TorchFunctionMode):
             return static(*args, **(kwargs or {}))
         if func is mixture_of_experts:
             return dispatched(*args, **(kwargs or {}))
+        if func is call_locally:
+            function, call_args, call_kwargs = args
+            return function.traced(call_args, call_kwargs)
         if func == data_getter:
             return args[0].detach()
         if func == data_setter:

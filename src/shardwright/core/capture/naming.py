@@ -24,6 +24,7 @@ from shardwright.core.graph.custom_ops import (
     experts,
     instance_norm_train,
 )
+from shardwright.core.graph.local_map import is_module_call
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.errors import CaptureError
 
@@ -74,7 +75,7 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
     used: Counter[str] = Counter()
     for (module, number), nodes in calls.items():
         path = module if number == 1 else f"{module}@{number}"
-        whole = module in leaves or any(node.target is experts for node in nodes)
+        whole = module in leaves or any(_replaces_children(node.target) for node in nodes)
         main = _main(nodes) if module and whole else None
         for node in nodes:
             product = node.meta.get("bias_of")
@@ -86,6 +87,11 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
                 name = ".".join(filter(None, (path, local_operator_name(node.target))))
             names[node] = _unique(name, used)
     return names
+
+
+def _replaces_children(target: object) -> bool:
+    """Whether an operator computes what the children of its module would."""
+    return target is experts or is_module_call(target)
 
 
 def _unique(name: str, used: Counter[str]) -> str:

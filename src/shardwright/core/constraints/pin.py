@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.core.capture.annotations import BoundaryTag, ModuleTag, tagging
+from shardwright.core.capture.annotations import BoundaryTag, ModulePlace, ModuleTag, tagging
 from shardwright.core.capture.experts import is_one_operator
+from shardwright.core.capture.local_map import is_local_map
 from shardwright.core.constraints.strategy import Entry, OperatorStrategy, entries_text
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
@@ -39,11 +40,11 @@ class Pin(ModuleTag):
     parameters: Mapping[str, Entry] = field(default_factory=dict)
     operators: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
-    def trace(self, module: nn.Module, where: str) -> None:
-        # A module that capture replaces by one operator, a mixture of experts, counts as a leaf.
-        is_leaf = is_one_operator(module) or not any(module.children())
-        if self.strategy is not None and not is_leaf:
-            module.forward = _with_boundary(where, module.forward, self.strategy)
+    def trace(self, module: nn.Module, place: ModulePlace) -> None:
+        # What capture replaces by one operator counts as a leaf.
+        is_one = is_one_operator(module) or is_local_map(module)
+        if self.strategy is not None and not is_one and any(module.children()):
+            module.forward = _with_boundary(str(place), module.forward, self.strategy)
 
 
 class BoundaryPin(Pin, BoundaryTag):

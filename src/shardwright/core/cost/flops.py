@@ -26,6 +26,7 @@ from shardwright.core.graph.custom_ops import (
     windowed_attention,
 )
 from shardwright.core.graph.graph import Op, Value
+from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.notation import call_arguments, overloads
 from shardwright.core.rules.rule import ShardingRule
@@ -123,6 +124,9 @@ def _work(
     times: float = count
     if op.target in _ATTENTION:
         times = ATTENTION_BACKWARD
+    elif isinstance(op.target, LocalCall):
+        # Each product has two gradients, whatever the number of parameters.
+        times = 2.0
     elif op.target is experts and rule is not None:
         # Gradients of tokens, and of matrices.
         times = any(wanted[:3]) + any(wanted[3:])
@@ -145,6 +149,8 @@ def _sides(
 ) -> tuple[tuple[float, frozenset[str]], ...]:
     """The sizes of a matrix product; those of a convolution that is computed as one."""
     if rule is None or not flops or op.target in _ATTENTION | _RECURRENT or len(op.inputs) < 2:
+        return ()
+    if isinstance(op.target, LocalCall):
         return ()
     if op.target is experts:
         one = _of_one_expert(op)
@@ -206,6 +212,8 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
     if op.target in _PRODUCTS or str(op.target) in _PRODUCTS_BY_NAME:
         named = {d for dims in rule.inputs for d in dims if d is not None}
         return 2.0 * prod(rule.capacity[d] for d in named)
+    if isinstance(op.target, LocalCall):
+        return _counted(op) if op.target.flops is None else op.target.flops
     custom = isinstance(op.target, OpOverload) and op.target.namespace != "aten"
     return _counted(op) if custom or op.target in _COUNTED else 0.0
 

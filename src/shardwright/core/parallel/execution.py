@@ -16,6 +16,7 @@ from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.shapes import Captures
 from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.graph.local_map import bound_to
 from shardwright.core.lower.program import Program, lower
 from shardwright.core.misuse.batch_guard import BatchGuard
 from shardwright.core.misuse.before_backward import (
@@ -59,6 +60,7 @@ from shardwright.core.runtime.dtensor import (
 from shardwright.core.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
+from shardwright.core.torch_internals.modules import view_of
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +116,6 @@ class Execution:
         self.module = module
         self.template = template
         self.devices = devices
-        self.partitioned = partitioned
         self.inside = nn.Module()
         """Bears what the programs have inside: the forward hooks of the model itself, and what was
         set as its `forward`."""
@@ -123,6 +124,8 @@ class Execution:
         self.original: OriginalModel | None = None
         """The model that `module` is a copy of."""
         self._compiler: Callable[[Program], Program] | None = None
+        self._user_module = view_of(module)
+        self.partitioned = partitioned = self._with_local_maps(partitioned)
         graph = partitioned.graph
         self._parameters_as_planned = PlannedParameters(module, graph.frozen)
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
@@ -362,10 +365,16 @@ class Execution:
             "captured the model for %s, training=%s, in %.1f s",
             *(graph.input_values, self.module.training, graph.capture_seconds),
         )
+        graph = bound_to(graph, self._user_module)
         mesh, decisions = split_axes(planned.mesh, planned.decisions)
         decisions = adapt_decisions(decisions, graph, mesh)
         captured = Partitioned(graph, mesh, decisions, self._pipeline_of(graph))
         return fold_axes(captured, apart=planned.mesh)
+
+    def _with_local_maps(self, partitioned: Partitioned) -> Partitioned:
+        """The same, with the modules that run as they are those of `module`."""
+        graph = bound_to(partitioned.graph, self._user_module)
+        return partitioned if graph is partitioned.graph else replace(partitioned, graph=graph)
 
     def _make_room(self, bound: dict[tuple[Any, ...], Any]) -> None:
         """Forgets the situation that was not used for longest of many, but not that of the

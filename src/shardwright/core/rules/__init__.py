@@ -24,6 +24,7 @@ from shardwright.core.rules import (  # noqa: F401
     embedding,
     experts,
     indexing,
+    local_map,
     loss,
     normalization,
     pointwise,

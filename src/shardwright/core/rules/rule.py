@@ -327,8 +327,8 @@ def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
 
 
 def find_rule_maker(target: Any) -> RuleMaker | None:
-    """Returns the function that builds the rule of `target`, or None."""
-    return _RULES.get(target) or _RULES.get(str(target))
+    """Returns the function that builds the rule of `target` or of its class, or None."""
+    return _RULES.get(target) or _RULES.get(type(target)) or _RULES.get(str(target))
 
 
 def num_rules() -> int:

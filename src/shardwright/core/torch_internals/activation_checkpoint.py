@@ -24,3 +24,23 @@ def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -
         yield
     finally:
         checkpoint._checkpoint_without_reentrant_generator = original
+
+
+@contextmanager
+def recomputed_in(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Lets what is called in it under `checkpoint(function, …, use_reentrant=False)` be recomputed
+    in a context of its own in the backward pass."""
+    original = checkpoint._checkpoint_without_reentrant_generator
+
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def recomputed(*inputs: Any, **keywords: Any) -> Any:
+            with context():
+                return function(*inputs, **keywords)
+
+        return original(recomputed, *args, **kwargs)
+
+    checkpoint._checkpoint_without_reentrant_generator = generator
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = original

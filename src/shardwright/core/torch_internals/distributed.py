@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed._local_tensor import LocalIntNode, LocalTensor
+from torch.distributed._local_tensor import (
+    LocalIntNode,
+    LocalTensor,
+    get_local_tensor_mode_list,
+)
 from torch.distributed._local_tensor import LocalTensorMode as LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
@@ -86,3 +91,25 @@ def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:
 def by_rank(tensor: Tensor) -> dict[int, Tensor] | None:
     """The tensor of each simulated rank; None for a tensor that all of them share."""
     return dict(tensor._local_tensors) if isinstance(tensor, LocalTensor) else None
+
+
+def of_ranks(tensors: Mapping[int, Tensor]) -> Tensor:
+    """The tensor that is another on each simulated rank."""
+    with get_local_tensor_mode_list()[-1].disable():
+        result: Tensor = LocalTensor(dict(tensors))  # type: ignore[no-untyped-call]
+        return result
+
+
+@contextmanager
+def on_simulated_rank(rank: int) -> Iterator[None]:
+    """A context in which code runs on ordinary tensors as one of the simulated ranks, and draws
+    that rank's random numbers."""
+    mode = get_local_tensor_mode_list()[-1]
+    with mode.disable():
+        states, before = mode._per_rank_rng_states, torch.get_rng_state()
+        torch.set_rng_state(states[rank][0])
+        try:
+            yield
+        finally:
+            states[rank] = torch.get_rng_state(), states[rank][1]
+            torch.set_rng_state(before)

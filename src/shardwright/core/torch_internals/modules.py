@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +33,61 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Those that it bears itself by their names, as the module holds them."""
     return module._buffers
+
+
+@dataclass(frozen=True)
+class TensorSlots:
+    """Where a module holds some of its parameters and buffers.
+
+    Args:
+        owners: of each tensor the submodules that hold it and its name there; several if it is
+            tied.
+        recurrent: submodules that also hold their parameters in a list.
+    """
+
+    owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
+    recurrent: tuple[nn.RNNBase, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, names: Sequence[Sequence[str]]) -> TensorSlots:
+        """The slots of tensors with these names in `module`; of a tied tensor all of its names."""
+
+        def slot(name: str) -> tuple[nn.Module, str]:
+            path, _, leaf = name.rpartition(".")
+            return module.get_submodule(path), leaf
+
+        owners = tuple(tuple(map(slot, aliases)) for aliases in names)
+        recurrent = tuple(m for m in module.modules() if isinstance(m, nn.RNNBase))
+        return cls(owners, recurrent)
+
+    @contextmanager
+    def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """A context in which the slots hold `tensors`, one for each."""
+        held: list[tuple[dict[str, Any], str, Any]] = []
+        flat = [module._flat_weights for module in self.recurrent]
+        try:
+            for owners, tensor in zip(self.owners, tensors, strict=True):
+                for owner, name in owners:
+                    own: dict[str, Any] = owner._parameters
+                    own = own if name in own else owner._buffers
+                    held.append((own, name, own[name]))
+                    own[name] = tensor
+            for module in self.recurrent:
+                module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
+            yield
+        finally:
+            for own, name, tensor in reversed(held):
+                own[name] = tensor
+            for module, weights in zip(self.recurrent, flat, strict=True):
+                module._flat_weights = weights
+
+
+def view_of(module: nn.Module) -> nn.Module:
+    """Another object of the present class of `module` that shares all of its state: the methods of
+    this class remain in reach when `module` gets another one."""
+    view = object.__new__(type(module))
+    object.__setattr__(view, "__dict__", vars(module))
+    return view
 
 
 def drop_buffer_assignments_of_export() -> None:
