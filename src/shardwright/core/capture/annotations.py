@@ -76,7 +76,7 @@ def module_tags(module: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def trace_tags(twin: nn.Module, root: nn.Module) -> None:
-    """Prepares `twin`, a copy of the model `root`, for the trace, as the tags of its modules ask."""
+    """Prepares `twin`, a copy of the model `root`, for the trace as the tags of its modules ask."""
     for path, module in twin.named_modules():
         for tag in vars(module).get(_KEY, {}).values():
             if isinstance(tag, ModuleTag):

@@ -1,74 +1,31 @@
-"""`local_map`: a part of a model that capture leaves as it is, as one operator of the graph.
-
-While a model is traced, a call of such a part becomes one call of the operator
-`shardwright::local_map`, on the tensors of the call, then the parameters and buffers of the module.
-The original code is not traced. It is run once on tensors without values, in a thread of its own,
-which none of the modes of a capture reaches; where it needs values, the shapes of its results come
-from the notation. A rewrite then gives the operator its target, a `LocalCall`.
-"""
+"""`local_map`: a part of a model that capture leaves as it is, as one operator of the graph."""
 
 from __future__ import annotations
 
 import copy
-import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardwright.core.capture.annotations import (
-    ModulePlace,
-    ModuleTag,
-    attach,
-    tagging,
-    tags_of,
-)
-from shardwright.core.capture.canonicalize import rewrites
-from shardwright.core.capture.fx_nodes import replace as fx_replace
+from shardwright.core.capture.annotations import ModulePlace, ModuleTag, attach
+from shardwright.core.capture.local_trace import LocalPart, Options
 from shardwright.core.capture.naming import current_line
 from shardwright.core.deferred import copies_of_attributes
-from shardwright.core.graph.local_map import (
-    Body,
-    Declaration,
-    FunctionBody,
-    LocalCall,
-    ModuleBody,
-    Partial,
-)
+from shardwright.core.graph.local_declaration import Declaration, Partial
+from shardwright.core.graph.local_map import FunctionBody, ModuleBody
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.autograd import functions_applied_by
-from shardwright.core.torch_internals.dispatch import TorchDispatchMode
-from shardwright.core.torch_internals.tensors import FakeTensorMode
-from shardwright.errors import CaptureError, StrategyError
+from shardwright.errors import StrategyError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 EXAMPLE = '"b s _h, _h -> b s _h"'
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user says of a `local_map`.
-
-    Args:
-        declaration: its notation, and which results are partial.
-        dtypes: of the results, if they are stated.
-        random, flops, saved_bytes: as those of `LocalCall`; `random` is None if it is to be seen.
-    """
-
-    declaration: Declaration
-    dtypes: tuple[torch.dtype, ...] | None
-    random: bool | None
-    flops: float | None
-    saved_bytes: float | None
 
 
 def local_map(
@@ -149,7 +106,7 @@ class LocalMapTag(ModuleTag):
         text = f"{type(module).__module__}.{type(module).__qualname__} {module!r}"
         body = ModuleBody(weakref.ref(place.root), place.path, names, text)
         sampled = ModuleBody(lambda: sample, "", names, text)
-        part = _Part(str(place), self.options, body, sampled)
+        part = LocalPart(str(place), self.options, body, sampled)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Here, as a trace puts others in their place.
@@ -178,7 +135,7 @@ class LocalFunction:
         """The call while a model is traced."""
         body = FunctionBody(self.function)
         where = f"{body.text} at {current_line()}"
-        return _Part(where, self.options, body, body).traced(args, kwargs, [])
+        return LocalPart(where, self.options, body, body).traced(args, kwargs, [])
 
 
 def call_locally(function: LocalFunction, args: Any, kwargs: Any) -> Any:
@@ -188,271 +145,6 @@ def call_locally(function: LocalFunction, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_exporting() and has_torch_function(tensors):
         return handle_torch_function(call_locally, tensors, function, args, kwargs)
     return function.function(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A part of a model that is left as it is, while the model is traced.
-
-    Args:
-        where: names it in errors.
-    """
-
-    where: str
-    options: Options
-    body: Body
-    sample: Body
-
-    @property
-    def declared(self) -> Declaration:
-        return self.options.declaration
-
-    def traced(self, args: Any, kwargs: Any, state: list[Tensor]) -> Any:
-        """Its results, of one operator.
-
-        Raises:
-            StrategyError: if the call does not fit the notation.
-        """
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        constants = tuple((n, x) for n, x in enumerate(leaves) if not isinstance(x, Tensor))
-        self._check(tensors)
-        region = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        seen = _Trial(self.sample, structure, constants, region).run([*tensors, *state])
-        results, output = self._results(seen, tensors, [*tensors, *state])
-        call = LocalCall(
-            name=self.body.path if isinstance(self.body, ModuleBody) else self.body.text,
-            declaration=self.declared,
-            body=self.body,
-            sample=None if seen is None else self.sample,
-            structure=structure,
-            constants=constants,
-            results=(),
-            autocast=region,
-            random=bool(
-                seen and seen.random if self.options.random is None else self.options.random
-            ),
-            flops=self.options.flops,
-            saved_bytes=self.options.saved_bytes,
-        )
-        shapes = [shape for shape, _ in results]
-        with tagging(_CallTag(call)):
-            made = torch.ops.shardwright.local_map(
-                [*tensors, *state],
-                [size for shape in shapes for size in shape],
-                [len(shape) for shape in shapes],
-                " ".join(str(dtype) for _, dtype in results),
-            )
-        return output(made)
-
-    def _check(self, tensors: Sequence[Tensor]) -> None:
-        entries, text = self.declared.inputs, self.declared.text
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "no tensors"
-        example = ", ".join(
-            " ".join(("b", *"_" * (t.ndim - 1))) if t.ndim else "()" for t in tensors
-        )
-        example = f"{example} -> {text.partition('->')[2].strip()}"
-        fits = [len(entry) for entry in entries] == [tensor.ndim for tensor in tensors]
-        if not fits:
-            raise StrategyError(
-                f"local_map {self.where}: called with {shapes}, which `{text}` does not describe\n"
-                f'write an entry for each tensor, with a name or `_` for each dimension: "{example}"'
-            )
-        sizes: dict[str, Any] = {}
-        for entry, tensor in zip(entries, tensors, strict=True):
-            for name, size in zip(entry, tensor.shape, strict=True):
-                if name != "_" and sizes.setdefault(name, size) != size:
-                    raise StrategyError(
-                        f"local_map {self.where}: called with {shapes}, in which `{name}` of"
-                        f" `{text}` is both {sizes[name]} and {size}\n"
-                        "give dimensions of different sizes different names"
-                    )
-
-    def _results(
-        self, seen: _Seen | None, tensors: Sequence[Tensor], every: Sequence[Tensor]
-    ) -> tuple[list[tuple[tuple[Any, ...], torch.dtype]], Callable[[Sequence[Tensor]], Any]]:
-        """Shape and dtype of each result, and what the call returns of these."""
-        declared, entries = self.declared, self.declared.outputs
-        sizes = declared.sizes(tensors)
-        if seen is not None:
-            found = [(shape, dtype) for shape, dtype in seen.results]
-            self._check_results([shape for shape, _ in found], tensors)
-            symbolic = any(isinstance(s, torch.SymInt) for t in tensors for s in t.shape)
-            if symbolic and any(token not in sizes for entry in entries for token in entry):
-                raise CaptureError(f"local_map {self.where}: sizes of results may vary")
-            shapes = [declared.shape(n, sizes, shape) for n, (shape, _) in enumerate(found)]
-            dtypes = [dtype for _, dtype in found]
-            return list(zip(shapes, dtypes, strict=True)), seen.output
-        for entry in entries:
-            unknown = [token for token in entry if token not in sizes and not token.isdigit()]
-            if unknown:
-                raise StrategyError(
-                    f"local_map {self.where}: it needs values to run, so that the size of"
-                    f" `{unknown[0]}` in the result `{' '.join(entry)}` of `{self.declared.text}` is"
-                    f' not known\ngive it the name of an input\'s dimension, such as `_h` in "b _h -> b _h", or a number'
-                )
-        shapes = [tuple(sizes[t] if t in sizes else int(t) for t in entry) for entry in entries]
-        floating = (t.dtype for t in every if t.is_floating_point())
-        dtypes = [next(floating, torch.float32)] * len(entries)
-        if self.options.dtypes is not None:
-            dtypes = [*self.options.dtypes * (len(entries) if len(self.options.dtypes) == 1 else 1)]
-        return list(
-            zip(shapes, dtypes, strict=True)
-        ), lambda made: made[0] if len(made) == 1 else tuple(made)
-
-    def _check_results(self, shapes: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]) -> None:
-        """
-        Raises:
-            StrategyError: if what it returns without values is not what the notation says.
-        """
-        entries, text = self.declared.outputs, self.declared.text
-        sizes = {n: _number(s) for n, s in self.declared.sizes(tensors).items()}
-        fits = len(shapes) == len(entries) and all(
-            len(shape) == len(entry)
-            and all(
-                size == (int(token) if token.isdigit() else sizes.get(token, size))
-                for token, size in zip(entry, shape, strict=True)
-            )
-            for shape, entry in zip(shapes, entries, strict=True)
-        )
-        if fits:
-            return
-        names = {size: name for name, size in reversed(sizes.items())}
-        example = ", ".join(" ".join(names.get(s, "_") for s in shape) or "()" for shape in shapes)
-        found = ", ".join(str(list(shape)) for shape in shapes) or "no tensors"
-        raise StrategyError(
-            f"local_map {self.where}: returns {found}, which `{text}` does not describe\n"
-            f'write an entry for each result: "{text.partition("->")[0].strip()} -> {example}"'
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _CallTag:
-    """What a call of the operator stands for; its results follow from the node."""
-
-    call: LocalCall
-
-
-@torch.library.custom_op("shardwright::local_map", mutates_args=())
-def _local_map(
-    tensors: Sequence[Tensor], sizes: Sequence[int], ranks: Sequence[int], dtypes: str
-) -> list[Tensor]:
-    """What stands for a `local_map` while a model is traced: its results have these shapes."""
-    raise NotImplementedError
-
-
-@_local_map.register_fake
-def _(
-    tensors: Sequence[Tensor], sizes: Sequence[int], ranks: Sequence[int], dtypes: str
-) -> list[Tensor]:
-    left, results = list(sizes), []
-    for rank, dtype in zip(ranks, dtypes.split(), strict=True):
-        shape, left = left[:rank], left[rank:]
-        kind = getattr(torch, dtype.removeprefix("torch."))
-        results.append(torch.empty(shape, dtype=kind, device="cpu"))
-    return results
-
-
-@rewrites(torch.ops.shardwright.local_map.default)
-def _local_call(node: fx.Node) -> fx.Node:
-    call = next(tag.call for tag in tags_of(node) if isinstance(tag, _CallTag))
-    made = node.meta["val"]
-    call = replace(call, results=tuple((tuple(t.shape), t.dtype) for t in made))
-    tensors: Any = node.args[0]
-    with node.graph.inserting_before(node):
-        new = node.graph.call_function(call, tuple(tensors))
-    new.meta.update(node.meta)
-    if len(made) == 1:
-        new.meta["val"] = made[0]
-        for user in list(node.users):
-            fx_replace(user, new)
-    return new
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What a part returns on tensors without values.
-
-    Args:
-        output: makes what the call returns of the tensors in it.
-    """
-
-    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    output: Callable[[Sequence[Tensor]], Any]
-    random: bool
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A run of a part on tensors without values."""
-
-    sample: Body
-    structure: pytree.TreeSpec
-    constants: tuple[tuple[int, Any], ...]
-    autocast: torch.dtype | None
-
-    def run(self, tensors: Sequence[Tensor]) -> _Seen | None:
-        """What it returns; None if it needs values."""
-        like = [
-            (tuple(_number(size) for size in t.shape), t.dtype, t.requires_grad) for t in tensors
-        ]
-        before = random.getstate(), np.random.get_state()
-        with ThreadPoolExecutor(1) as thread:
-            seen = thread.submit(self._seen, like).result()
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        return seen
-
-    def _seen(self, like: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]) -> _Seen | None:
-        given = self.structure.num_leaves - len(self.constants)
-        try:
-            with (
-                functions_applied_by(lambda _, args, kwargs, original: original()),
-                _Draws() as draws,  # type: ignore[no-untyped-call]
-                FakeTensorMode(),
-                torch.autocast("cpu", self.autocast, enabled=self.autocast is not None),
-            ):
-                tensors = [
-                    torch.empty(shape, dtype=dtype).requires_grad_(trained)
-                    for shape, dtype, trained in like
-                ]
-                leaves: list[Any] = tensors[:given]
-                for position, constant in self.constants:
-                    leaves.insert(position, _number(constant))
-                args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-                result = self.sample.run(args, kwargs, tensors[given:])
-        except Exception:  # The user's code, which may need values.
-            return None
-        parts, spec = pytree.tree_flatten(result)
-        found = [part for part in parts if isinstance(part, Tensor)]
-        shapes = [tuple(part.shape) for part in found]
-        if any(not isinstance(size, int) for shape in shapes for size in shape):
-            return None  # A size that depends on values.
-
-        def output(made: Sequence[Tensor]) -> Any:
-            left = iter(made)
-            filled = [next(left) if isinstance(part, Tensor) else part for part in parts]
-            return pytree.tree_unflatten(filled, spec)
-
-        dtypes = [part.dtype for part in found]
-        return _Seen(tuple(zip(shapes, dtypes, strict=True)), output, draws.any)
-
-
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether random numbers are drawn."""
-
-    any = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.any |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-def _number(size: Any) -> Any:
-    """The size that a symbol stands for in this call."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _all_names(module: nn.Module) -> dict[int, tuple[str, ...]]:

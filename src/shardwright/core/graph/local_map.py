@@ -3,53 +3,42 @@
 A `local_map` is opaque: its Python, its kernels and its data-dependent shapes are never traced. In
 a graph it is one operator whose inputs are the tensors of the call, then the parameters and buffers
 of the module; on each rank it runs the original code eagerly on local shards, and autograd records
-what it does. What a plan knows of it is its declaration:
-
-    "b s _h, _h -> b s _h"   a name is a dimension that may be sharded, `_` or `_h` one that may not
-
-- an input without a sharded name is read in full, and its gradient is a partial sum; parameters
-  and buffers are such inputs, so they may be stored sharded and are gathered before the call;
-- a result without a sharded name must be declared a partial sum or a partial mean.
-
-Sizes, on one rank as in the graph, follow from the inputs by their names. Example, cut into two
-along `b`: inputs `[8, 4, 16]` and `[16]` become `[4, 4, 16]` and `[16]`, the result `[4, 4, 16]`.
+what it does. What a plan knows of it is its `Declaration`. Parameters and buffers are inputs
+without sharded names, so they may be stored sharded and are gathered before the call, and the
+gradients of all shards are summed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.local_declaration import Declaration
+from shardwright.core.graph.local_gradients import on_each_rank, placeholders
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.activation_checkpoint import recomputed_in
-from shardwright.core.torch_internals.distributed import by_rank, of_ranks, on_simulated_rank
+from shardwright.core.torch_internals.distributed import by_rank
 from shardwright.core.torch_internals.modules import TensorSlots
-from shardwright.core.torch_internals.tensors import FakeTensor, requires_grad, version
+from shardwright.core.torch_internals.tensors import FakeTensor, version
 from shardwright.errors import CaptureError, PlanError
-
-Dims = tuple[str | None, ...]
-"""The name of each dimension of a tensor; None for one that is never sharded."""
-
-Entry = tuple[str, ...]
-"""The notation of each dimension of a tensor: a name, `_`, `_name`, or the size of a result."""
-
-Partial = Literal["sum", "mean"] | None
-"""How the results of shards make up the whole, where a result lacks a sharded name."""
 
 
 class Body(Protocol):
     """The original code."""
 
-    def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> Any:
-        """Calls it, with `state` in place of its parameters and buffers."""
+    def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
+        """Calls it, with `state` in place of its parameters and buffers.
+
+        Returns:
+            Its result, and what it puts in the place of some of `state`, by number.
+        """
 
     @property
     def text(self) -> str:
@@ -62,8 +51,8 @@ class FunctionBody:
 
     function: Callable[..., Any]
 
-    def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> Any:
-        return self.function(*args, **kwargs)
+    def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
+        return self.function(*args, **kwargs), {}
 
     @property
     def text(self) -> str:
@@ -88,8 +77,8 @@ class ModuleBody:
     text: str
     _slots: dict[int, TensorSlots] = field(default_factory=dict)
 
-    def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> Any:
-        module = self._module()
+    def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
+        module, versions = self._module(), list(map(version, state))
         if id(module) not in self._slots:
             self._slots[id(module)] = TensorSlots.of(module, self.names)
         slots = self._slots[id(module)]
@@ -99,7 +88,12 @@ class ModuleBody:
 
         # What is checkpointed inside runs again in the backward pass, and reads the same tensors.
         with recomputed_in(swapped), swapped():
-            return module.forward(*args, **kwargs)
+            result, held = module.forward(*args, **kwargs), slots.tensors()
+        return result, {
+            number: after
+            for number, (before, after) in enumerate(zip(state, held, strict=True))
+            if after is not before or version(after) != versions[number]
+        }
 
     def _module(self) -> nn.Module:
         root = self.root()
@@ -109,54 +103,6 @@ class ModuleBody:
                 " been deleted\nkeep a reference to it as long as its plan is used"
             )
         return root.get_submodule(self.path)
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """What a user declares of a `local_map`.
-
-    Args:
-        inputs: an entry for each tensor that it is called with.
-        outputs: one for each result.
-        partial: of each result, how shards make it up where it lacks a sharded name.
-        text: the notation as the user wrote it.
-    """
-
-    inputs: tuple[Entry, ...]
-    outputs: tuple[Entry, ...]
-    partial: tuple[Partial, ...]
-    text: str
-
-    @cached_property
-    def input_dims(self) -> tuple[Dims, ...]:
-        return tuple(map(_dims, self.inputs))
-
-    @cached_property
-    def output_dims(self) -> tuple[Dims, ...]:
-        """Names that no input has are not sharded: nothing says which part a rank computes."""
-        given = {name for dims in self.input_dims for name in dims}
-        return tuple(
-            tuple(name if name in given else None for name in _dims(entry))
-            for entry in self.outputs
-        )
-
-    def sizes(self, tensors: Sequence[Any]) -> dict[str, Any]:
-        """The size of each name, of the tensors of a call."""
-        return {
-            name: size
-            for entry, tensor in zip(self.inputs, tensors, strict=False)
-            for name, size in zip(entry, tensor.shape, strict=True)
-            if name != "_"
-        }
-
-    def shape(self, output: int, sizes: dict[str, Any], whole: Sequence[Any]) -> tuple[Any, ...]:
-        """The shape of a result for these sizes; dimensions without a size are as in `whole`."""
-        pairs = zip(self.outputs[output], whole, strict=True)
-        return tuple(sizes.get(name, size) for name, size in pairs)
-
-
-def _dims(entry: Entry) -> Dims:
-    return tuple(None if token[0] == "_" or token.isdigit() else token for token in entry)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,11 +115,12 @@ class LocalCall:
         sample: runs it on tensors without values, apart from the model; None where it cannot.
         structure: of the arguments of the call.
         constants: the leaves of the arguments that are no tensors, by position.
-        results: shape and dtype of each result, whole.
+        results: shape and dtype of each result, whole; those of changed buffers last.
+        changed: which of the parameters and buffers, by number, it changes.
         autocast: the dtype of the region of autocast that the call is made in; None outside.
         random: whether it draws random numbers.
-        flops, saved_bytes: of a forward pass of the whole batch, as the user states them: operations
-            and what is kept for the backward pass; None if they are counted on `sample`.
+        flops, saved_bytes: of a forward pass of the whole batch, as the user states them:
+            operations, and what is kept for the backward pass; None if counted on `sample`.
     """
 
     name: str
@@ -183,6 +130,7 @@ class LocalCall:
     structure: pytree.TreeSpec
     constants: tuple[tuple[int, Any], ...]
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    changed: tuple[int, ...] = ()
     autocast: torch.dtype | None = None
     random: bool = False
     flops: float | None = None
@@ -220,24 +168,38 @@ class LocalCall:
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results as a tuple, whatever their number."""
         if any(by_rank(tensor) is not None for tensor in tensors):
-            return _on_each_rank(self, tensors)
+            return on_each_rank(self.run, tensors)
         if all(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._without_values(tensors)
-        versions = [version(tensor) for tensor in tensors]
+        versions = list(map(version, tensors))
         with self._region(tensors):
-            results = self._flat(self._call(self.body, tensors), tensors)
-        for number, (tensor, before) in enumerate(zip(tensors, versions, strict=True)):
-            if version(tensor) != before:
-                raise CaptureError(self._changed(number))
+            results = self._call(self.body, tensors)
+        for number, before in enumerate(versions):
+            if version(tensors[number]) != before:
+                raise CaptureError(self._changes(number))
         return results
 
-    def _call(self, body: Body, tensors: Sequence[Tensor]) -> Any:
+    def _call(self, body: Body, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The results, and the new values of the buffers that change.
+
+        Raises:
+            CaptureError: if they are not as declared.
+        """
         given = len(self.declaration.inputs)
         leaves: list[Any] = list(tensors[:given])
         for position, constant in self.constants:
             leaves.insert(position, constant)
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        return body.run(args, kwargs, tensors[given:])
+        state = list(tensors[given:])
+        for number in self.changed:
+            state[number] = state[number].clone()
+        result, after = body.run(args, kwargs, state)
+        for number in after:
+            if number not in self.changed:
+                raise CaptureError(self._changes(given + number))
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        buffers = [after.get(number, state[number]).detach() for number in self.changed]
+        return self._checked([*results, *buffers], tensors)
 
     def _region(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -249,33 +211,29 @@ class LocalCall:
         """Shape and dtype of each result for these inputs."""
         sizes = self.declaration.sizes(tensors)
         double = any(tensor.dtype == torch.float64 for tensor in tensors)
+        outputs = len(self.declaration.outputs)
         return [
             (
-                self.declaration.shape(number, sizes, shape),
+                self.declaration.shape(number, sizes, shape) if number < outputs else shape,
                 torch.float64 if double and dtype.is_floating_point else dtype,
             )
             for number, (shape, dtype) in enumerate(self.results)
         ]
 
-    def _flat(self, result: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors of a result.
-
-        Raises:
-            CaptureError: if they are not as declared.
-        """
-        found = tuple(x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
-        expected = self._expected(tensors)
+    def _checked(self, found: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The results, which must be as declared."""
+        expected, own = self._expected(tensors), len(self.changed)
         if len(found) != len(expected):
             raise CaptureError(
-                f"local_map {self.name!r} returns {len(found)} tensors"
-                f"\n`{self.declaration.text}` declares {len(expected)}: write an entry for each"
+                f"local_map {self.name!r} returns {len(found) - own} tensors\n"
+                f"`{self.declaration.text}` declares {len(expected) - own}: write an entry for each"
             )
         for number, (tensor, (shape, dtype)) in enumerate(zip(found, expected, strict=True)):
             # Where all is computed in float64, a kernel may still return another dtype.
             mixed = dtype == torch.float64 and tensor.is_floating_point()
             if tuple(tensor.shape) != shape or not (tensor.dtype == dtype or mixed):
                 raise CaptureError(self._differs(number, tensor, shape, dtype))
-        return found
+        return tuple(found)
 
     def _differs(
         self, number: int, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
@@ -295,7 +253,7 @@ class LocalCall:
             f"be {declared}\n{remedy}"
         )
 
-    def _changed(self, number: int) -> str:
+    def _changes(self, number: int) -> str:
         given = len(self.declaration.inputs)
         what = f"input {number}"
         if number >= given and isinstance(self.body, ModuleBody):
@@ -310,154 +268,18 @@ class LocalCall:
         if self.sample is not None and self.saved_bytes is None:
             try:
                 with self._region(tensors):
-                    return self._flat(self._call(self.sample, tensors), tensors)
+                    return self._call(self.sample, tensors)
             except Exception:  # The user's code: on shards it may depend on values after all.
                 pass
-        results: tuple[Tensor, ...] = _Unknown.apply(self, *tensors)  # type: ignore[no-untyped-call]
-        return results
+        return placeholders(self._expected(tensors), tensors, self._saved_bytes(tensors))
 
-
-class _Unknown(torch.autograd.Function):
-    """Results without values of code that needs values, which keep for the backward pass what the
-    user states, or else the inputs and results."""
-
-    @staticmethod
-    def forward(ctx: Any, call: LocalCall, *tensors: Tensor) -> tuple[Tensor, ...]:
-        like, ctx.tensors = tensors[0], [(t.shape, t.dtype, t.device) for t in tensors]
-        results = tuple(
-            torch.empty(shape, dtype=dtype, device=like.device)
-            for shape, dtype in call._expected(tensors)
-        )
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
-        if call.saved_bytes is None:
-            ctx.save_for_backward(*tensors, *results)
-        else:
-            whole = max(1, sum(torch.Size(shape).numel() for shape, _ in call.results))
-            share = sum(result.numel() for result in results) / whole
-            size = int(call.saved_bytes * share)
-            ctx.kept = torch.empty(size, dtype=torch.uint8, device=like.device)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        wanted = zip(ctx.tensors, ctx.needs_input_grad[1:], strict=True)
-        return None, *(
-            torch.empty(shape, dtype=dtype, device=device) if need else None
-            for (shape, dtype, device), need in wanted
-        )
-
-
-def linked(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results, through which every input gets a gradient: zeros where no path leads to it.
-
-    Ranks reduce gradients together, and data-dependent code may read a parameter on some only.
-    """
-    trained = [tensor for tensor in tensors if tensor.requires_grad]
-    if not trained or not any(result.requires_grad for result in results):
-        return tuple(results)
-    edges = [get_gradient_edge(tensor) for tensor in trained]
-    reached = _reached(results, {edge.node for edge in edges})
-    missed = [
-        tensor
-        for tensor, edge in zip(trained, edges, strict=True)
-        if (edge.node, edge.output_nr) not in reached
-    ]
-    if not missed:
-        return tuple(results)
-    joined: tuple[Tensor, ...] = _Linked.apply(len(results), *results, *missed)  # type: ignore[no-untyped-call]
-    return joined
-
-
-def _reached(results: Sequence[Tensor], ends: set[Any]) -> set[tuple[Any, int]]:
-    """The edges of the autograd graph that lead to the nodes `ends`."""
-    edges = map(get_gradient_edge, filter(requires_grad, results))
-    waiting: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in edges]
-    reached = set(waiting)
-    seen: set[Any] = set()
-    while waiting:
-        node, _ = waiting.pop()
-        if node in seen or node in ends:
-            continue
-        seen.add(node)
-        further = [(n, number) for n, number in node.next_functions if n is not None]
-        reached.update(further)
-        waiting.extend(further)
-    return reached
-
-
-class _Linked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, missed = tensors[:count], tensors[count:]
-        ctx.missed = [(t.shape, t.dtype, t.device) for t in missed]
-        ctx.set_materialize_grads(False)
-        views = tuple(result.view_as(result) for result in results)
-        ctx.mark_non_differentiable(
-            *(v for v, r in zip(views, results, strict=True) if not r.requires_grad)
-        )
-        return views
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        zeros = (torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.missed)
-        return None, *gradients, *zeros
-
-
-def _on_each_rank(call: LocalCall, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results of simulated ranks, each of which runs by itself: the code may depend on values,
-    which differ between ranks."""
-    results: tuple[Tensor, ...] = _OnEachRank.apply(call, *tensors)  # type: ignore[no-untyped-call]
-    return results
-
-
-class _OnEachRank(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: LocalCall, *tensors: Tensor) -> tuple[Tensor, ...]:
-        local = [by_rank(tensor) for tensor in tensors]
-        ranks = sorted(next(shards for shards in local if shards is not None))
-        ctx.runs = {}
-        for rank in ranks:
-            with on_simulated_rank(rank), torch.enable_grad():
-                inputs = [
-                    (whole if shards is None else shards[rank]).detach()
-                    for whole, shards in zip(tensors, local, strict=True)
-                ]
-                for tensor, need in zip(inputs, ctx.needs_input_grad[1:], strict=True):
-                    tensor.requires_grad_(need)
-                ctx.runs[rank] = inputs, linked(call.run(inputs), inputs)
-        first = ctx.runs[ranks[0]][1]
-        results = tuple(
-            of_ranks({rank: ctx.runs[rank][1][number].detach() for rank in ranks})
-            for number in range(len(first))
-        )
-        ctx.mark_non_differentiable(
-            *(r for r, one in zip(results, first, strict=True) if not one.requires_grad)
-        )
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        local = [by_rank(gradient) for gradient in gradients]
-        found: dict[int, list[Tensor | None]] = {}
-        for rank, (inputs, results) in ctx.runs.items():
-            with on_simulated_rank(rank):
-                pairs = [
-                    (result, gradient if shards is None else shards[rank])
-                    for result, gradient, shards in zip(results, gradients, local, strict=True)
-                    if result.requires_grad
-                ]
-                trained = [tensor for tensor in inputs if tensor.requires_grad]
-                ends, starts = [r for r, _ in pairs], [g for _, g in pairs]
-                some = torch.autograd.grad(ends, trained, starts, retain_graph=True)
-                left = iter(some)
-                found[rank] = [next(left) if t.requires_grad else None for t in inputs]
-        count = len(ctx.needs_input_grad) - 1
-        return None, *(_joined(found, number) for number in range(count))
-
-
-def _joined(found: dict[int, list[Tensor | None]], number: int) -> Tensor | None:
-    of_rank = {rank: tensor for rank, g in found.items() if (tensor := g[number]) is not None}
-    return of_ranks(of_rank) if of_rank else None
+    def _saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:
+        """This rank's share of what the user states, as of the elements of the results."""
+        if self.saved_bytes is None:
+            return None
+        whole = sum(math.prod(shape) for shape, _ in self.results)
+        share = sum(math.prod(shape) for shape, _ in self._expected(tensors))
+        return int(self.saved_bytes * share / max(whole, 1))
 
 
 def bound_to(graph: Graph, root: nn.Module) -> Graph:

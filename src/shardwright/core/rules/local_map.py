@@ -1,7 +1,8 @@
 """Parts of a model that run as they are: the names that their users declare can be cut.
 
 Parameters and buffers are read in full, so their gradients are partial sums. A result that is the
-mean over shards is divided by their number on each device, and summed.
+mean over shards is divided by their number on each device, and summed; so are buffers that change,
+such as running statistics.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwright.core.graph.graph import Op
-from shardwright.core.graph.local_map import Declaration, Dims, LocalCall, linked
+from shardwright.core.graph.local_declaration import Declaration, DimNames
+from shardwright.core.graph.local_gradients import linked
+from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.rules.notation import sharding_rule
 from shardwright.core.rules.rule import Local, Main, ShardingRule, rule_for
 
@@ -24,10 +28,11 @@ def local_map_rule(op: Op) -> ShardingRule:
     declared = call.declaration
     state = [(None,) * len(value.shape) for value in op.inputs[len(declared.inputs) :]]
     factors = _factors(declared)
+    buffers = [(None,) * len(value.shape) for value in op.outputs[len(declared.outputs) :]]
     return sharding_rule(
         op,
         (*declared.input_dims, *state),
-        declared.output_dims,
+        (*declared.output_dims, *buffers),
         reduced=factors,
         kernel=_kernel,
         main=Main(dict.fromkeys(factors, "I"), weight=len(declared.inputs) if state else None),
@@ -47,16 +52,26 @@ def _kernel(op: Op, local: Local) -> Callable[..., Any]:
     call: LocalCall = op.target  # type: ignore[assignment]
     declared, counts = call.declaration, local.shard_counts
 
-    def shards(dims: Dims) -> int:
+    def shards(dims: DimNames) -> int:
         """Over how many devices a result is a partial sum."""
         return prod(count for name, count in counts.items() if name not in dims)
 
     pairs = zip(declared.output_dims, declared.partial, strict=True)
     divisors = [shards(dims) if partial == "mean" else 1 for dims, partial in pairs]
+    divisors += [shards(())] * len(call.changed)
+    # Of whole numbers, such as a count of batches, those of the first shard are taken.
+    first = sum(local.index(factor) for factor, count in counts.items() if count > 1)
+
+    def term(result: Tensor, divisor: int) -> Tensor:
+        if divisor == 1:
+            return result
+        if result.is_floating_point() or result.is_complex():
+            return result / divisor
+        return torch.where((torch.zeros_like(result) + first).eq(0), result, 0)
 
     def local_map(*tensors: Tensor) -> Any:
         results = linked(call.run(tensors), tensors)
-        scaled = [r if n == 1 else r / n for r, n in zip(results, divisors, strict=True)]
-        return scaled[0] if len(scaled) == 1 else tuple(scaled)
+        terms = tuple(map(term, results, divisors))
+        return terms[0] if len(terms) == 1 else terms
 
     return local_map

@@ -30,7 +30,7 @@ def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -
 def recomputed_in(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Lets what is called in it under `checkpoint(function, …, use_reentrant=False)` be recomputed
     in a context of its own in the backward pass."""
-    original = checkpoint._checkpoint_without_reentrant_generator
+    original: Any = checkpoint._checkpoint_without_reentrant_generator
 
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def recomputed(*inputs: Any, **keywords: Any) -> Any:
@@ -39,7 +39,7 @@ def recomputed_in(context: Callable[[], AbstractContextManager[None]]) -> Iterat
 
         return original(recomputed, *args, **kwargs)
 
-    checkpoint._checkpoint_without_reentrant_generator = generator
+    vars(checkpoint)["_checkpoint_without_reentrant_generator"] = generator
     try:
         yield
     finally:

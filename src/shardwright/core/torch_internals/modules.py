@@ -60,6 +60,11 @@ class TensorSlots:
         recurrent = tuple(m for m in module.modules() if isinstance(m, nn.RNNBase))
         return cls(owners, recurrent)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What they hold now."""
+        firsts = (owners[0] for owners in self.owners)
+        return [{**owner._parameters, **owner._buffers}[name] for owner, name in firsts]  # type: ignore[misc]
+
     @contextmanager
     def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """A context in which the slots hold `tensors`, one for each."""

@@ -1,0 +1,114 @@
+"""A call of a `local_map` on tensors without values, to see what it returns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.local_gradients import ShapesAndDtypes
+from shardwright.core.graph.local_map import Body
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.autograd import functions_applied_by
+from shardwright.core.torch_internals.dispatch import TorchDispatchMode
+from shardwright.core.torch_internals.tensors import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class DryResult:
+    """What a part returns on tensors without values.
+
+    Args:
+        results: shapes and dtypes of the tensors in it.
+        output: makes what the call returns of such tensors.
+        changed: which parameters and buffers, by number, it changes.
+        random: whether it draws random numbers.
+    """
+
+    results: ShapesAndDtypes
+    output: Callable[[Sequence[Tensor]], Any]
+    changed: tuple[int, ...]
+    random: bool
+
+
+@dataclass(frozen=True)
+class DryCall:
+    """A run of a part on tensors without values.
+
+    Args:
+        structure, constants, autocast: as those of `LocalCall`.
+    """
+
+    sample: Body
+    structure: pytree.TreeSpec
+    constants: tuple[tuple[int, Any], ...]
+    autocast: torch.dtype | None
+
+    def run(self, tensors: Sequence[Tensor]) -> DryResult | None:
+        """What it returns; None if it needs values."""
+        like = [
+            (tuple(size_of(size) for size in t.shape), t.dtype, t.requires_grad) for t in tensors
+        ]
+        before = random.getstate(), np.random.get_state()
+        # None of the modes of a capture is active in a thread of its own.
+        with ThreadPoolExecutor(1) as thread:
+            result = thread.submit(self._run, like).result()
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        return result
+
+    def _run(self, like: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]) -> DryResult | None:
+        given = self.structure.num_leaves - len(self.constants)
+        try:
+            with (
+                functions_applied_by(lambda _, args, kwargs, original: original()),
+                _Draws() as draws,  # type: ignore[no-untyped-call]
+                FakeTensorMode(),
+                torch.autocast("cpu", self.autocast, enabled=self.autocast is not None),
+            ):
+                tensors = [
+                    torch.empty(shape, dtype=dtype).requires_grad_(trained)
+                    for shape, dtype, trained in like
+                ]
+                leaves: list[Any] = tensors[:given]
+                for position, constant in self.constants:
+                    leaves.insert(position, size_of(constant))
+                args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+                result, changed = self.sample.run(args, kwargs, tensors[given:])
+        except Exception:  # The user's code, which may need values.
+            return None
+        parts, structure = pytree.tree_flatten(result)
+        found = [part for part in parts if isinstance(part, Tensor)]
+        if any(not isinstance(size, int) for part in found for size in part.shape):
+            return None  # A size that depends on values.
+
+        def output(made: Sequence[Tensor]) -> Any:
+            remaining = iter(made)
+            filled = [next(remaining) if isinstance(part, Tensor) else part for part in parts]
+            return pytree.tree_unflatten(filled, structure)
+
+        results = [(tuple(part.shape), part.dtype) for part in found]
+        return DryResult(results, output, tuple(changed), draws.any)
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether random numbers are drawn."""
+
+    any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def size_of(size: Any) -> Any:
+    """The size that a symbol stands for in this call."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
