@@ -1,4 +1,4 @@
-"""What `test_local_map.py` runs on every rank: real processes, gloo, programs that capture refuses."""
+"""What `test_local_map.py` runs on every rank: programs that capture refuses, on real processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -98,7 +99,8 @@ class Checkpointed(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        assert x.norm().item() > 0
+        if x.isnan().any():
+            return x
         y: Tensor = checkpoint(lambda x: self.linear(x).tanh(), x, use_reentrant=False)
         return y
 
@@ -144,15 +146,12 @@ def compare(net: nn.Module, single: nn.Module, plan: sw.Plan, call: tuple[Any, .
         ):
             grad = mine.grad
             assert grad is not None, name
-            full = grad.full_tensor() if isinstance(grad, sw_dtensor) else grad
+            full = grad.full_tensor() if isinstance(grad, DTensor) else grad
             other_grad = torch.zeros_like(other) if other.grad is None else other.grad
             torch.testing.assert_close(full, other_grad, msg=lambda m, n=name: f"{n}: {m}")  # type: ignore[misc]
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-
-
-sw_dtensor = torch.distributed.tensor.DTensor
 
 
 def a_layer_gives_the_gradients_of_one_device() -> None:
@@ -161,8 +160,10 @@ def a_layer_gives_the_gradients_of_one_device() -> None:
             torch.manual_seed(0)
             net = Model(make())
             single = copy.deepcopy(net)
-            with pytest.raises(sw.CaptureError, match=r"sw\.local_map") if make is not Checkpointed else (
-                pytest.raises(sw.CaptureError)
+            with (
+                pytest.raises(sw.CaptureError, match=r"sw\.local_map")
+                if make is not Checkpointed
+                else (pytest.raises(sw.CaptureError))
             ):
                 sw.capture(net, batch())
             sw.local_map(net.layer, "b _h -> b _h")
@@ -222,7 +223,6 @@ def changed_buffers_are_equal_on_all_ranks() -> None:
     torch.manual_seed(0)
     net = Normed()
     x, size = batch()[0], dist.get_world_size()
-    shards = [copy.deepcopy(net)(part) or net for part in ()]
     parts = []
     for part in x.chunk(size):
         parts.append(copy.deepcopy(net))
@@ -232,7 +232,7 @@ def changed_buffers_are_equal_on_all_ranks() -> None:
     planned(x).backward()
     wanted = torch.stack([part.norm.running_var for part in parts]).mean(0)
     torch.testing.assert_close(planned.norm.running_var, wanted)
-    assert planned.norm.num_batches_tracked.item() == 1 and not shards
+    assert planned.norm.num_batches_tracked.item() == 1
 
 
 def a_wrong_result_is_refused() -> None:

@@ -55,6 +55,7 @@ from shardwright.core.capture.transforms import as_operators
 from shardwright.core.capture.unflatten import move_flattening_down
 from shardwright.core.capture.value_guards import PassedGuards
 from shardwright.core.capture.views import read_strides_of_elements
+from shardwright.core.capture.way_out import naming_local_map
 from shardwright.core.graph.graph import Graph
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
@@ -95,7 +96,7 @@ def capture(
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
     call = CapturedCall(module, args, dict(kwargs or {}), autocast)
-    with isolate_capture():
+    with naming_local_map(module, args, call.kwargs), isolate_capture():
         graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)
     return replace(graph, capture_seconds=time.perf_counter() - started)
 

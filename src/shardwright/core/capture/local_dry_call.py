@@ -17,6 +17,7 @@ from shardwright.core.graph.local_map import Body
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.autograd import functions_applied_by
 from shardwright.core.torch_internals.dispatch import TorchDispatchMode
+from shardwright.core.torch_internals.operators import operator_name
 from shardwright.core.torch_internals.tensors import FakeTensorMode
 
 
@@ -68,8 +69,8 @@ class DryCall:
         try:
             with (
                 functions_applied_by(lambda _, args, kwargs, original: original()),
-                _Draws() as draws,  # type: ignore[no-untyped-call]
                 FakeTensorMode(),
+                _Effects() as effects,  # type: ignore[no-untyped-call]
                 torch.autocast("cpu", self.autocast, enabled=self.autocast is not None),
             ):
                 tensors = [
@@ -80,7 +81,7 @@ class DryCall:
                 for position, constant in self.constants:
                     leaves.insert(position, size_of(constant))
                 args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-                result, changed = self.sample.run(args, kwargs, tensors[given:])
+                result, after = self.sample.run(args, kwargs, tensors[given:])
         except Exception:  # The user's code, which may need values.
             return None
         parts, structure = pytree.tree_flatten(result)
@@ -94,18 +95,35 @@ class DryCall:
             return pytree.tree_unflatten(filled, structure)
 
         results = [(tuple(part.shape), part.dtype) for part in found]
-        return DryResult(results, output, tuple(changed), draws.any)
+        state = enumerate(tensors[given:])
+        changed = tuple(n for n, t in state if n in after or id(t) in effects.statistics)
+        return DryResult(results, output, changed, effects.random)
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether random numbers are drawn."""
+_NORMALIZATIONS = frozenset(
+    (
+        *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+        *("cudnn_batch_norm", "miopen_batch_norm"),
+    )
+)
+"""Operators that change their fourth and fifth argument, of which no version tells."""
 
-    any = False
+
+class _Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether random numbers are drawn, and which tensors are running statistics."""
+
+    random = False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.statistics: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        if operator_name(func) in _NORMALIZATIONS:
+            self.statistics.update(map(id, args[3:5]))
         return func(*args, **(kwargs or {}))
 
 

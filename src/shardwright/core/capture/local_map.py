@@ -21,6 +21,7 @@ from shardwright.core.deferred import copies_of_attributes
 from shardwright.core.graph.local_declaration import Declaration, Partial
 from shardwright.core.graph.local_map import FunctionBody, ModuleBody
 from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.modules import own_buffers
 from shardwright.errors import StrategyError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -104,9 +105,13 @@ class LocalMapTag(ModuleTag):
         names = tuple(named.values())
         sample = _without_values(module)
         text = f"{type(module).__module__}.{type(module).__qualname__} {module!r}"
-        body = ModuleBody(weakref.ref(place.root), place.path, names, text)
-        sampled = ModuleBody(lambda: sample, "", names, text)
-        part = LocalPart(str(place), self.options, body, sampled)
+        count = len({id(parameter) for parameter in module.parameters()})
+        body = ModuleBody(weakref.ref(place.root), place.path, names, count, text)
+        sampled = ModuleBody(lambda: sample, "", names, count, text)
+        statistics = tuple(
+            number for number, (name, *_) in enumerate(names) if _is_statistic(module, name)
+        )
+        part = LocalPart(str(place), self.options, body, sampled, statistics)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Here, as a trace puts others in their place.
@@ -145,6 +150,19 @@ def call_locally(function: LocalFunction, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_exporting() and has_torch_function(tensors):
         return handle_torch_function(call_locally, tensors, function, args, kwargs)
     return function.function(*args, **kwargs)
+
+
+_NORMALIZATIONS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
+def _is_statistic(module: nn.Module, name: str) -> bool:
+    """Whether a tensor is a running statistic of a normalization that is being trained."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return isinstance(owner, _NORMALIZATIONS) and owner.training and leaf in own_buffers(owner)
 
 
 def _all_names(module: nn.Module) -> dict[int, tuple[str, ...]]:

@@ -51,12 +51,14 @@ class LocalPart:
 
     Args:
         where: names it in errors.
+        statistics: numbers of buffers that it changes in any case.
     """
 
     where: str
     options: Options
     body: Body
     sample: Body
+    statistics: tuple[int, ...] = ()
 
     @property
     def declared(self) -> Declaration:
@@ -79,7 +81,7 @@ class LocalPart:
             if dry is None
             else (self._as_seen(dry, tensors), dry.output)
         )
-        changed = [] if dry is None else self._changed_buffers(dry, state)
+        changed = self._changed_buffers(dry, state)
         options = self.options
         call = LocalCall(
             name=self.body.path if isinstance(self.body, ModuleBody) else self.body.text,
@@ -170,13 +172,14 @@ class LocalPart:
         types: ResultTypes = list(zip(shapes, dtypes, strict=True))
         return types, lambda made: made[0] if len(made) == 1 else tuple(made)
 
-    def _changed_buffers(self, dry: DryResult, state: Sequence[Tensor]) -> list[int]:
+    def _changed_buffers(self, dry: DryResult | None, state: Sequence[Tensor]) -> list[int]:
         """Numbers of the buffers that it changes, such as running statistics.
 
         Raises:
             StrategyError: if it changes something else.
         """
-        for number in dry.changed:
+        changed = sorted({*self.statistics, *(() if dry is None else dry.changed)})
+        for number in changed:
             value = state[number]
             if isinstance(value, nn.Parameter) or value.dtype == torch.bool:
                 name = self.body.names[number][0] if isinstance(self.body, ModuleBody) else ""
@@ -184,7 +187,7 @@ class LocalPart:
                     f"local_map {self.where}: it changes {name!r}, and only buffers of numbers may"
                     " be changed\nchange it outside of `forward`, or compute it in a new tensor"
                 )
-        return list(dry.changed)
+        return changed
 
     def _check_results(self, shapes: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]) -> None:
         """

@@ -20,6 +20,7 @@ import torch
 from shardwright.core.constraints.corrections import with_equal_counts
 from shardwright.core.constraints.strategy import Entry, OperatorStrategy, entry_text
 from shardwright.core.graph.graph import Op, target_name
+from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.layout.axes import Axes, axis_names, common_axes, prime_factors
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.rules import ShardingRule, rule_of
@@ -154,6 +155,9 @@ class StrategyParser:
     def _requests(self) -> Iterator[tuple[_DimRequest, str]]:
         op, inputs = self.op, self.strategy.inputs
         dims_of = self.rule.inputs
+        if isinstance(op.target, LocalCall):
+            # Its parameters and buffers are never sharded where they are used.
+            inputs = (*inputs, *(None,) * len(op.inputs[len(op.target.declaration.inputs) :]))
         if len(inputs) != len(op.inputs):
             # Capture splits the bias off, since a contraction with one could not be a partial sum.
             bias = "\ngive no entry for the bias: a separate operator adds it, sharded to match"

@@ -68,18 +68,23 @@ class ModuleBody:
         root: gives the model, or None once it has been deleted.
         path: of the module in it.
         names: of each parameter and buffer all names in the module, more than one if it is tied.
+        parameters: how many of them are parameters; the buffers follow.
         text: its class and its submodules.
     """
 
     root: Callable[[], nn.Module | None]
     path: str
     names: tuple[tuple[str, ...], ...]
+    parameters: int
     text: str
     _slots: dict[int, TensorSlots] = field(default_factory=dict)
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
         module, versions = self._module(), list(map(version, state))
+        copies: list[Tensor] = []
         if id(module) not in self._slots:
+            # Of a change by a normalization no version tells.
+            copies = [tensor.detach().clone() for tensor in state[self.parameters :]]
             self._slots[id(module)] = TensorSlots.of(module, self.names)
         slots = self._slots[id(module)]
 
@@ -92,7 +97,13 @@ class ModuleBody:
         return result, {
             number: after
             for number, (before, after) in enumerate(zip(state, held, strict=True))
-            if after is not before or version(after) != versions[number]
+            if after is not before
+            or version(after) != versions[number]
+            or (
+                copies
+                and number >= self.parameters
+                and _differ(after, copies[number - self.parameters])
+            )
         }
 
     def _module(self) -> nn.Module:
@@ -103,6 +114,12 @@ class ModuleBody:
                 " been deleted\nkeep a reference to it as long as its plan is used"
             )
         return root.get_submodule(self.path)
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta or isinstance(one, FakeTensor):
+        return False
+    return not torch.equal(one.detach().nan_to_num(), other.nan_to_num())
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from shardwright.core.graph.graph import Op
+from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.partition.communication import Communication, InnerReduction
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Cuts, Local, Reduce, ShardingRule
 from shardwright.core.runtime.collectives import bound_reduction
 from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.equal_replicas import EqualReplicas
 from shardwright.core.runtime.named_ranges import around_reduction
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
@@ -32,7 +36,20 @@ class Kernels:
             rule, cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
             if rule is not None and rule.kernel is not None and cut:
                 self._kernels[op] = rule.kernel(op, self._local(op, rule))
+            if isinstance(op.target, LocalCall):
+                self._kernels[op] = self._user_code(op, op.target.name)
         return self._kernels[op]
+
+    def _user_code(self, op: Op, name: str) -> Callable[..., Any]:
+        """The kernel of a `local_map`, whose results must be equal where it is not cut."""
+        function, matrix = self._kernels[op], self.devices.layout.device_matrix
+        cut = {axis for axes in self.cuts.get(op.name, {}).values() for axis in axes}
+        axes = tuple(axis for axis in range(len(matrix)) if axis not in cut)
+        if axes and self.devices.connected:
+            function = EqualReplicas(function, self.devices.group(axes), name)
+        disable: Any = torch.compiler.disable
+        disabled: Callable[..., Any] = disable(function, reason=f"{name} is a local_map")
+        return disabled
 
     def _local(self, op: Op, rule: ShardingRule) -> Local:
         cuts, made = self.cuts.get(op.name, {}), self.flow.initial_layouts

@@ -352,9 +352,9 @@ class _Lowering:
             assert isinstance(function, TwoPhaseKernel)
             function = function.finish
         if self.devices.several and is_random(op):
-            axes = tuple(
-                dict.fromkeys(a for dim in self.flow.initial_layouts[op.output].axes for a in dim)
-            )
+            layout = self.flow.initial_layouts[op.output]
+            sharded = (axis for dim in layout.axes for axis in dim)
+            axes = tuple(dict.fromkeys((*sharded, *sorted(layout.partial))))
             function = Seeded(function, number_of(op.name), self.devices.index(axes))
             return self.source.refer(f"seeded_{op.short_name}", function)
         if function is op.target and isinstance(function, OpOverload):

@@ -67,7 +67,8 @@ def _kernel(op: Op, local: Local) -> Callable[..., Any]:
             return result
         if result.is_floating_point() or result.is_complex():
             return result / divisor
-        return torch.where((torch.zeros_like(result) + first).eq(0), result, 0)
+        numbers: Tensor = torch.zeros_like(result) + first  # type: ignore[assignment]
+        return torch.where(numbers.eq(0), result, 0)
 
     def local_map(*tensors: Tensor) -> Any:
         results = linked(call.run(tensors), tensors)

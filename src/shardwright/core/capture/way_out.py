@@ -1,0 +1,76 @@
+"""What every refusal of capture ends with: the line that leaves a part of the model as it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.core.capture.local_trace import example_entry
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import CaptureError
+
+REMEDY = "or leave it as it is, on shards of the batch, before `plan`"
+
+
+@contextmanager
+def naming_local_map(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """A context in which refusals end with the call of `sw.local_map` that makes them needless: of
+    the innermost module whose `forward` is refused, or of the model."""
+    try:
+        yield
+    except CaptureError as error:
+        inner = _refused_part(error, module)
+        call = _call_of_model(args, kwargs) if inner is None else _call_of_part(*inner)
+        raise type(error)(f"{error}\n{REMEDY}: `{call}`") from error
+
+
+def _refused_part(error: BaseException, model: nn.Module) -> tuple[str, list[Tensor]] | None:
+    """The path of the innermost module in whose `forward` an error was raised, and the tensors that
+    it was called with; None if that is the model itself or unknown."""
+    paths: dict[str, str] = {}
+    for path, module in model.named_modules():
+        paths.setdefault(_class_name(module), path)
+    innermost: tuple[str, list[Tensor]] | None = None
+    cause: BaseException | None = error
+    while cause is not None and innermost is None:
+        trace = cause.__traceback__
+        while trace is not None:
+            held, is_forward = trace.tb_frame.f_locals, trace.tb_frame.f_code.co_name == "forward"
+            path = paths.get(_class_name(held["self"])) if is_forward and "self" in held else None
+            if path:
+                innermost = path, _tensors_of(held["self"], held)
+            trace = trace.tb_next
+        cause = cause.__cause__ or cause.__context__
+    return innermost
+
+
+def _class_name(module: object) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _tensors_of(module: object, held: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that its `forward` was called with, as far as its variables still hold them."""
+    forward: Any = vars(type(module)).get("forward", nn.Module.forward)
+    names = inspect.signature(forward).parameters
+    leaves = pytree.tree_leaves([held.get(name) for name in names if name != "self"])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _call_of_part(path: str, tensors: list[Tensor]) -> str:
+    entries = [example_entry(tensor) for tensor in tensors] or ["b _"]
+    first = " ".join(token.replace("_", f"_{n}") for n, token in enumerate(entries[0].split()))
+    shared = first if len(entries[0].split()) > 1 else entries[0]
+    notation = f"{', '.join([shared, *entries[1:]])} -> {shared}"
+    return f'sw.local_map(net.get_submodule({path!r}), "{notation}")'
+
+
+def _call_of_model(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    entries = [example_entry(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    return f'sw.local_map(net, "{", ".join(entries)} -> ()", partial="mean")'
