@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import local_map_ranks
 import pytest
 
+from features import local_map_ranks
 from torchrun import checks_on_ranks
 
 test_two_ranks = checks_on_ranks(local_map_ranks.CHECKS, 2)

@@ -70,7 +70,7 @@ class DryCall:
             with (
                 functions_applied_by(lambda _, args, kwargs, original: original()),
                 FakeTensorMode(),
-                _Effects() as effects,  # type: ignore[no-untyped-call]
+                _Effects() as effects,
                 torch.autocast("cpu", self.autocast, enabled=self.autocast is not None),
             ):
                 tensors = [

@@ -16,7 +16,7 @@ ShapesAndDtypes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """Those of several tensors."""
 
 
-def placeholders(
+def empty_results(
     results: ShapesAndDtypes, tensors: Sequence[Tensor], saved_bytes: int | None
 ) -> tuple[Tensor, ...]:
     """Results without values, whose gradients flow to `tensors`, of code that cannot run without.
@@ -117,10 +117,10 @@ class _Linked(torch.autograd.Function):
         return None, *gradients, *zeros
 
 
-Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+RunLocally = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-def on_each_rank(run: Run, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def on_each_rank(run: RunLocally, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The results of simulated ranks, each of which runs by itself: the code may depend on values,
     which differ between ranks."""
     results: tuple[Tensor, ...] = _OnEachRank.apply(run, *tensors)  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ def on_each_rank(run: Run, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 class _OnEachRank(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: RunLocally, *tensors: Tensor) -> tuple[Tensor, ...]:
         local = [by_rank(tensor) for tensor in tensors]
         ranks = sorted(next(shards for shards in local if shards is not None))
         ctx.runs = {}

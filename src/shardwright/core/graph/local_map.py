@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.local_declaration import Declaration
-from shardwright.core.graph.local_gradients import on_each_rank, placeholders
+from shardwright.core.graph.local_gradients import empty_results, on_each_rank
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.activation_checkpoint import recomputed_in
 from shardwright.core.torch_internals.distributed import by_rank
@@ -288,7 +288,7 @@ class LocalCall:
                     return self._call(self.sample, tensors)
             except Exception:  # The user's code: on shards it may depend on values after all.
                 pass
-        return placeholders(self._expected(tensors), tensors, self._saved_bytes(tensors))
+        return empty_results(self._expected(tensors), tensors, self._saved_bytes(tensors))
 
     def _saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:
         """This rank's share of what the user states, as of the elements of the results."""
