@@ -77,7 +77,7 @@ def test_axes_lie_on_the_links_that_they_cross(tiny: Cluster) -> None:
 def test_a_run_on_nodes_of_another_size_is_refused(tiny: Cluster) -> None:
     tiny.check_nodes(4)
     replace(tiny, levels=tiny.levels[1:]).check_nodes(3)
-    with pytest.raises(ConfigError, match="has 4 devices, but this run has nodes of 2: start 4"):
+    with pytest.raises(ConfigError, match="has 4 devices, but this run has nodes of 2\nstart 4"):
         tiny.check_nodes(2)
 
 
@@ -120,8 +120,12 @@ def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) 
             r"device.memory must be .*2 pounds",
         ),
         ("memory: 2 GiB", "memory: -1", "device.memory must be a positive number"),
-        ("latency: 2 us", "latency: 1e308", r"latency must be .* at most 1e\+30, not 1e\+308"),
-        ("memory: 2 GiB", "memry: 2 GiB", "unknown key device.memry; valid are memory"),
+        (
+            "latency: 2 us",
+            "latency: 1e308",
+            r"latency must be .*, not 1e\+308\n.* to 1e\+30 with a unit",
+        ),
+        ("memory: 2 GiB", "memry: 2 GiB", "unknown key device.memry\nvalid are memory"),
         ("  memory_bandwidth: 1 TB/s\n", "", "device.memory_bandwidth is missing"),
         ("50%", "150%", "device.matrix_efficiency must be at most 1"),
         ("float32:", "float31:", "rates.float31 is not a torch dtype"),
@@ -147,7 +151,7 @@ def test_a_mistake_in_the_file_is_named(old: str, new: str, message: str) -> Non
 
 
 def test_an_unknown_cluster_is_an_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'h300': there is no such file.*local, a100"):
+    with pytest.raises(ConfigError, match=r"(?s)'h300': there is no such file.*local, a100"):
         load_cluster("h300")
 
 

@@ -128,7 +128,7 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_only_as_many_as_there_are_stages
     [
         (
             PipelineSpec(4, 2),
-            "micro_batches=2 for 4 stages.*4 or more micro-batches, or 2 or fewer",
+            "(?s)micro_batches=2 for 4 stages.*4 or more micro-batches, or 2 or fewer",
         ),
         (PipelineSpec(0, 2), "stages=0: must be a whole number of at least 1"),
         (PipelineSpec(2, 2, "2f2b"), "schedule='2f2b': valid are 1f1b, gpipe"),
@@ -145,11 +145,11 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_only_as_many_as_there_are_stages
         ),
         (
             PipelineSpec(4, 9, "interleaved_zero_bubble", 2),
-            "2 rounds of equal size; use a multiple of 4, or 10",
+            "2 rounds of equal size\nuse a multiple of 4, or 10",
         ),
         (
             PipelineSpec(4, 9, "interleaved_1f1b", 2),
-            "2 rounds of equal size; use a multiple of 4, or 10",
+            "2 rounds of equal size\nuse a multiple of 4, or 10",
         ),
     ],
 )

@@ -32,8 +32,8 @@ def test_the_peak_is_found_between_two_moments() -> None:
         b = torch.zeros(10)
         c = b + 1
         del c
-        assert sum(live.kinds(live.peak()).values()) == 400
-        assert sum(live.kinds(live.peak(start)).values()) == 80
+        assert sum(live.bytes_between(live.peak()).values()) == 400
+        assert sum(live.bytes_between(live.peak(start)).values()) == 80
 
 
 def test_what_autograd_keeps_counts_until_the_backward_pass() -> None:
@@ -52,7 +52,7 @@ def test_tensors_that_were_there_before_are_counted_if_they_are_watched() -> Non
     x, y = torch.zeros(100), torch.zeros(50)
     with LiveBytes() as live:
         live.watch([x, x.view(10, 10)], PARAMETERS)
-        assert live.kinds(len(live.history)) == {PARAMETERS: 400}
+        assert live.bytes_between(len(live.history)) == {PARAMETERS: 400}
         z = y + 1
         assert live.now == 600
         del z
@@ -66,6 +66,10 @@ def test_what_is_made_of_parameters_alone_is_told_apart() -> None:
         joined = torch.cat([cast, cast])
         mixed = joined[:100] * x
         live.label("activations")
-        assert live.kinds(len(live.history)) == {PARAMETERS: 400, WEIGHTS: 600, "activations": 400}
+        assert live.bytes_between(len(live.history)) == {
+            PARAMETERS: 400,
+            WEIGHTS: 600,
+            "activations": 400,
+        }
         del mixed
-        assert live.kinds(len(live.history))["activations"] == 0
+        assert live.bytes_between(len(live.history))["activations"] == 0

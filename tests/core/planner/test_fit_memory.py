@@ -110,7 +110,10 @@ def test_if_nothing_fits_the_smallest_limit_that_works_is_said() -> None:
         ({"memory_limit": "much"}, "memory_limit='much': must be a number of bytes, or a text"),
         ({"memory_limit": 0}, "memory_limit=0: must be a number of bytes"),
         ({"recompute": "all"}, "recompute='all': valid are None and 'auto'"),
-        ({"recompute": "auto"}, "set memory_limit, as in '24GiB', or name a cluster"),
+        (
+            {"recompute": "auto"},
+            "set memory_limit, for example memory_limit='24GiB', or name a cluster",
+        ),
     ],
 )
 def test_what_is_no_limit_is_refused(options: dict[str, Any], message: str) -> None:

@@ -120,9 +120,9 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
             return _copied(args[0], kwargs)
         return func(*args, **kwargs)
 
-    def _made(self, out: Tensor, args: tuple[Any, ...]) -> None:
+    def _track_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
         if self._tracks:
-            super()._made(out, args)
+            super()._track_result(out, args)
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         kind = KINDS.get(name)

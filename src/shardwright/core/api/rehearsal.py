@@ -186,7 +186,7 @@ def rehearse_rank(
         planned_bytes=_planned_bytes(net),
         parameter_bytes=sum(own_tensor(p).nbytes for p in net.parameters()),
         optimizer_bytes=sum(own_tensor(t).nbytes for t in state),
-        peak_bytes=sum(lone.kinds(lone.peak(end=happened[-1])).values()),
+        peak_bytes=sum(lone.bytes_between(lone.peak(end=happened[-1])).values()),
         planned_peak=memory(net.execution.partitioned, optimizer, plan.dry_runs).stages[stage].peak,
         allocated_peak=max(peaks, default=None),
         checkpoint_bytes=None if checkpoints is None else sum(files),

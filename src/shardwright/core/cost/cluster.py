@@ -1,8 +1,8 @@
-"""What devices a plan is priced for: their rates, their memory, and the links between them.
+"""Description of a cluster: compute rates and memory of its devices, and the links between them.
 
-A cluster has *levels*: the devices of a node are joined by fast links, the nodes by slower ones.
-Ranks fill a node before the next begins. So an axis of the device matrix lies on the slowest link
-that any of its groups crosses.
+Links have *levels*: fast links join the devices of a node, slower ones join nodes. Ranks fill one
+node after another, so the slowest link that any group of a mesh axis crosses is the level of that
+axis.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shardwright.errors import ConfigError
 from shardwright.text_files import parse_yaml, short_repr
 
 LOCAL = "local"
-"""The name of the cluster that is this machine: processes on its CPU."""
+"""Name of the cluster of processes on this machine's CPU."""
 
 Spans = tuple[tuple[int, int], ...]
-"""Levels of links, each with the number that it joins."""
+"""(index of the link level, number of devices or inner groups that it joins), innermost first."""
 
 TREES, RINGS, GLOO = "trees", "rings", "gloo"
-"""How collectives are made."""
+"""Algorithms of collectives, by which latency scales with the group; see `LinkLevel`."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class LinkLevel:
     """Links of one kind.
 
     Args:
-        name: what joins the devices: `node`, `network`.
-        bandwidth: bytes per second that each device sends, all devices sending at once.
-        latency: seconds from the start of a message to its arrival; of processes that share a
-            processor, as if each had it for itself.
-        call: likewise, that each collective takes beside its messages.
-        devices: how many devices one group of this level joins; None: any number.
-        efficiency: the share of the bandwidth that collectives of large tensors reach.
-        collectives: `trees`: a group of p devices needs ⌈log₂ p⌉ messages one after the other;
-            `rings`: so does an all-reduce, but an all-gather and a reduce-scatter go around one
-            ring of all devices, as NCCL's do; `gloo`: p − 1 messages go from neighbor to neighbor,
-            and a reduce-scatter is an all-reduce.
+        name: what the links connect, such as `node` or `network`.
+        bandwidth: bytes per second that each device sends while all devices send.
+        latency: seconds from the start of a message to its arrival. For processes that share a
+            processor, as if each had it to itself; `Cluster.among` scales it.
+        devices: number of devices in one group of this level; None for any number.
+        collectives: `trees`: a group of p devices needs ⌈log₂ p⌉ sequential messages; `rings`: as
+            `trees` for all-reduce, but all-gather and reduce-scatter go around one ring of all
+            devices, as in NCCL; `gloo`: p − 1 sequential messages between neighbors, and
+            reduce-scatter costs an all-reduce.
+        efficiency: fraction of the bandwidth that collectives of large tensors reach.
+        call: seconds that each collective takes in addition to its messages, scaled as `latency`.
     """
 
     name: str
@@ -61,30 +61,31 @@ class LinkLevel:
 
     @property
     def rate(self) -> float:
-        """Bytes per second that each device of a collective sends."""
+        """Bytes per second that each device sends in a collective of large tensors."""
         return self.bandwidth * self.efficiency
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one device computes and holds.
+    """Compute rates and memory of one device.
 
     Args:
         memory: bytes.
-        rates: for each dtype (`bfloat16`) the peak of its matrix products, in FLOP per second.
+        rates: peak rate of matrix products by dtype name (`bfloat16`), in FLOP per second.
         memory_bandwidth: bytes per second.
-        matrix_efficiency, memory_efficiency: the share of the peaks that large operators reach.
-        attention_efficiency: likewise, of attention in one operator; None: that of other products.
-        matrix_half: a matrix product of d rows, columns or inner products reaches d / (d + this)
-            of what it would reach with any number of them.
-        overlap_slowdown: of communication beside computation the share by which both together take
-            longer than the computation.
-        overhead: seconds that each operator takes at least.
-        pass_overhead: seconds that a pipeline stage takes for each pass of a chunk beside its
-            operators.
-        step_overhead: seconds that it takes for each step beside its passes.
-        at_full_rate: how many devices can compute at the full rate at once (processes on the cores
-            of one CPU); None: all of them.
+        matrix_efficiency, memory_efficiency: fraction of the peaks that large operators reach.
+        attention_efficiency: fraction of the peak that fused attention reaches; by default
+            `matrix_efficiency`.
+        matrix_half: size of a matrix dimension (m, n or k) at which a product reaches half its
+            rate; in general a dimension of size d multiplies the rate by d / (d + `matrix_half`).
+        overlap_slowdown: fraction of overlapped communication time by which the computation beside
+            it is slowed down; 0 for free overlap, 1 for no gain.
+        overhead: minimum seconds of each operator, such as its kernel launch.
+        pass_overhead: seconds per forward or backward pass of a chunk on a pipeline stage, in
+            addition to its operators.
+        step_overhead: seconds per step on a pipeline stage, in addition to its passes.
+        at_full_rate: number of devices that can compute at the full rate at the same time, where
+            devices are processes on the cores of one CPU; None for all.
     """
 
     memory: int
@@ -101,17 +102,17 @@ class Device:
     at_full_rate: int | None = None
 
     def peak(self, dtype: torch.dtype) -> float:
-        """FLOP per second of matrix products at most; of a dtype that is not listed, the lowest."""
+        """Peak FLOP per second of matrix products; for an unlisted dtype, the lowest listed."""
         return self.rates.get(str(dtype).removeprefix("torch."), min(self.rates.values()))
 
     def rate(
         self, dtype: torch.dtype, sides: Iterable[float] = (), attention: bool = False
     ) -> float:
-        """FLOP per second that matrix products reach.
+        """FLOP per second that a matrix product reaches.
 
         Args:
-            sides: the numbers of their rows, columns and inner products; none if they are large.
-            attention: whether they are those of attention in one operator.
+            sides: its dimensions m, n and k; none if they are large.
+            attention: whether it belongs to fused attention.
         """
         peak = self.peak(dtype)
         if attention and self.attention_efficiency is not None:
@@ -120,108 +121,117 @@ class Device:
 
     @property
     def stream(self) -> float:
-        """Bytes per second that an operator reads and writes."""
+        """Bytes per second that a memory-bound operator reads and writes."""
         return self.memory_bandwidth * self.memory_efficiency
 
     def shared(self, devices: int) -> bool:
-        """Whether `devices` of them share a processor, so that what one does slows the others."""
+        """Whether `devices` devices share a processor, so that each slows down the others."""
         return self.at_full_rate is not None and devices > self.at_full_rate
 
     def among(self, devices: int) -> Device:
-        """The device as it is when `devices` of them compute at once, as `Cluster.among` has it."""
+        """Returns the device with its rates when `devices` devices compute at the same time."""
         if self.at_full_rate is None or not self.shared(devices):
             return self
-        share = self.at_full_rate / devices
+        processor_share = self.at_full_rate / devices
         return replace(
             self,
-            rates={dtype: rate * share for dtype, rate in self.rates.items()},
-            memory_bandwidth=self.memory_bandwidth * share,
-            overhead=self.overhead / share,
-            pass_overhead=self.pass_overhead / share,
-            step_overhead=self.step_overhead / share,
+            rates={dtype: rate * processor_share for dtype, rate in self.rates.items()},
+            memory_bandwidth=self.memory_bandwidth * processor_share,
+            overhead=self.overhead / processor_share,
+            pass_overhead=self.pass_overhead / processor_share,
+            step_overhead=self.step_overhead / processor_share,
         )
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind and the links between them, the fastest (innermost) level first."""
+    """Identical devices and the levels of links between them, the fastest (innermost) first."""
 
     name: str
     device: Device
     levels: tuple[LinkLevel, ...]
 
     def among(self, devices: int) -> Cluster:
-        """The cluster as it is when `devices` compute at once. If these are processes that share a
-        processor, the others run while one waits for its turn: also to send."""
+        """Returns the cluster with its rates when `devices` devices compute at the same time."""
         if self.device.at_full_rate is None or not self.device.shared(devices):
             return self
-        turns = devices / self.device.at_full_rate
+        # A process has to wait for its turn on the processor to send a message, too.
+        waiting_turns = devices / self.device.at_full_rate
         levels = tuple(
-            replace(level, latency=turns * level.latency, call=turns * level.call)
+            replace(level, latency=waiting_turns * level.latency, call=waiting_turns * level.call)
             for level in self.levels
         )
         return replace(self, device=self.device.among(devices), levels=levels)
 
     def servers(self, devices: int) -> int:
-        """How many nodes so many devices fill; a cluster of one level is one node."""
-        of_node = self.levels[0].devices if len(self.levels) > 1 else None
-        return 1 if of_node is None else -(-devices // of_node)
+        """Number of nodes that `devices` devices occupy; a cluster with one level is one node."""
+        node_size = self.levels[0].devices if len(self.levels) > 1 else None
+        return 1 if node_size is None else -(-devices // node_size)
 
     def nodes(self, devices: int) -> tuple[int, ...]:
-        """How many devices a group of each level joins, ascending, where so many need several."""
+        """Group sizes of the levels that need several groups for `devices` devices, ascending."""
         sizes = (level.devices for level in self.levels)
         return tuple(size for size in sizes if size is not None and size < devices)
 
     def check_nodes(self, size: int) -> None:
-        """
+        """Checks that the nodes of a run are nodes of the cluster.
+
+        Args:
+            size: devices per node of a run on several nodes.
+
         Raises:
-            ConfigError: if no level but the outermost joins `size` devices, so many as each of
-                several nodes has.
+            ConfigError: if no inner level has groups of `size` devices.
         """
         sizes = [level.devices for level in self.levels[:-1]]
         if sizes and size not in sizes:
             raise ConfigError(
                 f"a node of cluster {self.name!r} has {sizes[0]} devices, but this run has nodes of"
-                f" {size}: start {sizes[0]} ranks on each, or name a cluster file with `devices:"
-                f" {size}`"
+                f" {size}\nstart {sizes[0]} ranks on each node, or name a cluster file with"
+                f" `devices: {size}`"
             )
 
     def levels_of(
         self, mesh: DeviceMatrix, first_ranks: tuple[int, ...] = (0,)
     ) -> tuple[Spans, ...]:
-        """For each axis of `mesh` the levels of links that its groups cross, the fastest first, and
-        how many devices, or groups of the level before, each of them joins.
+        """Levels of links that each axis of `mesh` crosses, and the number of devices, or of groups
+        of the level before, that each level joins.
 
         Args:
-            first_ranks: where the ranks of each pipeline stage begin; each has a matrix like this.
+            first_ranks: first rank of each pipeline stage; every stage has a mesh of this shape.
 
         Raises:
-            ConfigError: if the cluster has not so many devices.
+            ConfigError: if the cluster has too few devices.
         """
         self._check_size(max(first_ranks) + mesh.num_devices)
-        ranks = np.asarray(mesh.ranks).reshape(mesh.device_matrix)
-        places = np.stack([ranks + first for first in first_ranks])
+        mesh_ranks = np.asarray(mesh.ranks).reshape(mesh.device_matrix)
+        ranks = np.stack([mesh_ranks + first for first in first_ranks])
         axes = range(1, 1 + len(mesh.device_matrix))
-        return tuple(self._spans(np.moveaxis(places, axis, -1)) for axis in axes)
+        return tuple(self._spans(np.moveaxis(ranks, axis, -1)) for axis in axes)
 
-    def _spans(self, places: np.ndarray[Any, Any]) -> Spans:
-        """Of an axis, which comes last."""
-        size, spans, joined = places.shape[-1], [], 1
+    def _spans(self, ranks: np.ndarray[Any, Any]) -> Spans:
+        """Levels that an axis crosses.
+
+        Args:
+            ranks: ranks of all stages; the axis is the last dimension.
+        """
+        size, spans, joined = ranks.shape[-1], [], 1
         for number, level in enumerate(self.levels):
-            together = size
+            reach = size
+            # A level joins as many neighbors along the axis as are in one of its groups in all
+            # groups of the axis; the outermost level joins the rest.
             if number < len(self.levels) - 1:
-                groups = places // (level.devices or 1)
-                together = max(n for n in range(1, size + 1) if size % n == 0 and _equal(groups, n))
-            if together > joined:
-                spans.append((number, together // joined))
-            joined = together
+                groups = ranks // (level.devices or 1)
+                reach = max(n for n in range(1, size + 1) if size % n == 0 and _equal(groups, n))
+            if reach > joined:
+                spans.append((number, reach // joined))
+            joined = reach
         return tuple(spans)
 
     def level_between(self, rank: int, other: int) -> LinkLevel:
-        """The link from one rank to another.
+        """The innermost level of links that joins two ranks.
 
         Raises:
-            ConfigError: if the cluster has not so many devices.
+            ConfigError: if the cluster has too few devices.
         """
         self._check_size(max(rank, other) + 1)
         for level in self.levels[:-1]:
@@ -230,32 +240,36 @@ class Cluster:
         return self.levels[-1]
 
     def _check_size(self, devices: int) -> None:
-        most = self.levels[-1].devices
-        if most is not None and devices > most:
+        num_devices = self.levels[-1].devices
+        if num_devices is not None and devices > num_devices:
             raise ConfigError(
-                f"cluster {self.name!r} has {most} devices, but {devices} were requested; add a"
-                " level that joins more of them, or drop `devices` from the last level"
+                f"cluster {self.name!r} has {num_devices} devices, but {devices} were requested\n"
+                "in its file, add a level that joins more devices, or remove `devices` from the"
+                " last level"
             )
 
 
 def _equal(groups: np.ndarray[Any, Any], length: int) -> bool:
-    """Whether so many neighbors along the last axis are always in one group."""
+    """Whether each aligned block of `length` entries along the last axis is in a single group."""
     blocks = groups.reshape(*groups.shape[:-1], -1, length)
     return bool((blocks == blocks[..., :1]).all())
 
 
 def read_cluster(text: str, where: str) -> Cluster:
-    """The cluster that YAML `text` describes.
+    """Parses a cluster from YAML.
+
+    Args:
+        where: name of the file for errors.
 
     Raises:
-        ConfigError: names `where`, the key, what stands there and what should.
+        ConfigError: names the file, the key, its value and the valid values.
     """
     content = parse_yaml(text, where, ConfigError)
     entries = _Entries(content, where, "")
-    entries.only("name", "device", "levels")
+    entries.check_keys("name", "device", "levels")
     name = str(content.get("name", Path(where).stem))
-    device = _device(_Entries(entries.needed("device"), where, "device."))
-    levels = entries.needed("levels")
+    device = _device(_Entries(entries.required("device"), where, "device."))
+    levels = entries.required("levels")
     if not isinstance(levels, list) or not levels:
         raise ConfigError(f"{where}: levels must be a list, the fastest links first")
     parsed = tuple(
@@ -266,7 +280,7 @@ def read_cluster(text: str, where: str) -> Cluster:
 
 
 def cluster_to_yaml(cluster: Cluster) -> str:
-    """The cluster as YAML, as `read_cluster` reads it."""
+    """Writes a cluster as YAML that `read_cluster` reads."""
     content = {
         "name": cluster.name,
         "device": _described(cluster.device),
@@ -276,21 +290,22 @@ def cluster_to_yaml(cluster: Cluster) -> str:
 
 
 def _described(part: Device | LinkLevel) -> dict[str, Any]:
-    """The fields that differ from their defaults."""
-    entries = ((each, getattr(part, each.name)) for each in fields(part))
+    """Fields that differ from their defaults."""
+    values = ((each, getattr(part, each.name)) for each in fields(part))
     return {
-        each.name: dict(entry) if isinstance(entry, Mapping) else entry
-        for each, entry in entries
-        if entry != each.default
+        each.name: dict(value) if isinstance(value, Mapping) else value
+        for each, value in values
+        if value != each.default
     }
 
 
-MOST = 1e30
-"""Of any unit; with it, and not more than its inverse, predictions are finite."""
+LARGEST_VALUE = 1e30
+"""Largest number in a cluster file, in any unit, and inverse of the smallest: within this range no
+prediction overflows."""
 
 
 class _Entries:
-    """The entries of one mapping, read one by one with errors that name the key."""
+    """Reads the entries of one mapping of a cluster file, with errors that name the key."""
 
     def __init__(self, mapping: Any, where: str, prefix: str) -> None:
         self.where, self.prefix = where, prefix
@@ -299,14 +314,14 @@ class _Entries:
             raise ConfigError(f"{where}: {name} must be a mapping, not {short_repr(mapping)}")
         self.mapping: dict[Any, Any] = mapping
 
-    def only(self, *known: str) -> None:
+    def check_keys(self, *valid: str) -> None:
         for key in self.mapping:
-            if key not in known:
+            if key not in valid:
                 raise ConfigError(
-                    f"{self.where}: unknown key {self.prefix}{key}; valid are {', '.join(known)}"
+                    f"{self.where}: unknown key {self.prefix}{key}\nvalid are {', '.join(valid)}"
                 )
 
-    def needed(self, key: str) -> Any:
+    def required(self, key: str) -> Any:
         if key not in self.mapping:
             raise ConfigError(f"{self.where}: {self.prefix}{key} is missing")
         return self.mapping[key]
@@ -316,14 +331,15 @@ class _Entries:
     ) -> float:
         if default is not None and key not in self.mapping:
             return default
-        value = self.needed(key)
+        value = self.required(key)
         number = quantity(value, units)
-        possible = number is not None and 1 / MOST <= number <= MOST
-        if number is None or not (possible or (zero and number == 0)):
+        in_range = number is not None and 1 / LARGEST_VALUE <= number <= LARGEST_VALUE
+        if number is None or not (in_range or (zero and number == 0)):
             example = ", ".join(unit for unit in units if unit)
             raise ConfigError(
-                f"{self.where}: {self.prefix}{key} must be a positive number (units: {example})"
-                f" of at least {1 / MOST:g} and at most {MOST:g}, not {short_repr(value)}"
+                f"{self.where}: {self.prefix}{key} must be a positive number, not"
+                f" {short_repr(value)}\nvalid are numbers from {1 / LARGEST_VALUE:g} to"
+                f" {LARGEST_VALUE:g} with a unit: {example}"
             )
         return number
 
@@ -336,7 +352,7 @@ class _Entries:
         return share
 
     def one_of(self, key: str, valid: tuple[str, ...]) -> str:
-        """One of `valid`, by default the first."""
+        """Returns one of `valid`; the first one by default."""
         choice = self.mapping.get(key, valid[0])
         if choice not in valid:
             raise ConfigError(
@@ -358,12 +374,12 @@ class _Entries:
 
 
 def _device(entries: _Entries) -> Device:
-    entries.only(
+    entries.check_keys(
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
         *("attention_efficiency", "matrix_half", "overlap_slowdown", "overhead"),
         *("pass_overhead", "step_overhead", "at_full_rate"),
     )
-    rates = _Entries(entries.needed("rates"), entries.where, f"{entries.prefix}rates.")
+    rates = _Entries(entries.required("rates"), entries.where, f"{entries.prefix}rates.")
     for dtype in rates.mapping:
         if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
             raise ConfigError(f"{entries.where}: {rates.prefix}{dtype} is not a torch dtype")
@@ -390,9 +406,11 @@ def _device(entries: _Entries) -> Device:
 
 
 def _level(entries: _Entries) -> LinkLevel:
-    entries.only("name", "bandwidth", "latency", "devices", "efficiency", "call", "collectives")
+    entries.check_keys(
+        "name", "bandwidth", "latency", "devices", "efficiency", "call", "collectives"
+    )
     return LinkLevel(
-        name=str(entries.needed("name")),
+        name=str(entries.required("name")),
         bandwidth=entries.number("bandwidth", BYTES_PER_SECOND),
         latency=entries.number("latency", SECONDS, zero=True),
         call=entries.number("call", SECONDS, 0.0, zero=True),
@@ -406,8 +424,7 @@ def _check_levels(levels: tuple[LinkLevel, ...], where: str) -> None:
     for number, (inner, outer) in enumerate(pairwise(levels)):
         if inner.devices is None:
             raise ConfigError(
-                f"{where}: levels[{number}].devices is missing; only the last level may leave it"
-                " out"
+                f"{where}: levels[{number}].devices is missing\nonly the last level may omit it"
             )
         if outer.devices is not None and outer.devices % inner.devices:
             raise ConfigError(

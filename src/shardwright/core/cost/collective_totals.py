@@ -1,6 +1,6 @@
-"""What a stage sends in a step by kind of collective and axes: how often, how many bytes, seconds.
+"""Collectives of a stage in one step, by kind and axes: count, bytes and seconds.
 
-It counts what `Partitioned.step_bytes` sums up, without what crosses between stages.
+The bytes sum to `Partitioned.step_bytes` without the transfers between stages.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardwright.core.partition.transfer import Transfer
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """What one device does of a kind of collective in a step.
+    """Collectives of one kind over the same axes, of one device in one step.
 
     Args:
         kind: one of `COLLECTIVES`.
-        over: the names of its axes.
-        count: how often.
-        bytes: that the device sends.
-        seconds: None if they are not known.
+        over: names of the axes.
+        count: number of calls.
+        bytes: bytes that the device sends.
+        seconds: predicted or measured seconds; None if unknown.
     """
 
     kind: str
@@ -38,74 +38,78 @@ class CollectiveTotal:
     seconds: float | None
 
 
-_Sent = tuple[str, Axes, int, int]
-"""Kind, axes, how often in a step, and the bytes of the larger side of the local tensor."""
+_Calls = tuple[str, Axes, int, int]
+"""Kind, axes, number of calls in a step, and bytes of the local tensor on its larger side."""
 
 
 def collective_totals(
     partitioned: Partitioned, stage: int, cluster: Cluster | None
 ) -> tuple[CollectiveTotal, ...]:
-    """The collectives of a device of `stage` in a training step.
+    """Totals of the collectives of a device of `stage` in a training step.
 
     Args:
-        cluster: predicts their seconds, those beside computation too.
+        cluster: cluster to predict seconds for, which include overlapped communication.
     """
     mesh, pipeline = partitioned.mesh, partitioned.pipeline
     links = None if cluster is None else Links(cluster, mesh, pipeline.stages)
     totals: dict[tuple[str, Axes], list[float]] = {}
     for chunk in partitioned.chunks_of(stage):
-        for kind, axes, times, size in _of_chunk(chunk, pipeline.micro_batches):
+        for kind, axes, calls, size in _chunk_calls(chunk, pipeline.micro_batches):
             total = totals.setdefault((kind, tuple(sorted(axes))), [0, 0, 0])
             seconds = 0.0 if links is None else links.seconds(kind, axes, size)
-            each = (1, COLLECTIVES[kind].sent(size, mesh.size(axes)), seconds)
-            total[:] = [sum_ + times * one for sum_, one in zip(total, each, strict=True)]
+            per_call = (1, COLLECTIVES[kind].sent(size, mesh.size(axes)), seconds)
+            total[:] = [sum_ + calls * value for sum_, value in zip(total, per_call, strict=True)]
     return tuple(
         CollectiveTotal(kind, mesh.named(axes), count, sent, None if links is None else seconds)
         for (kind, axes), (count, sent, seconds) in totals.items()
     )
 
 
-def _of_chunk(chunk: Chunk, micro_batches: int) -> Iterator[_Sent]:
+def _chunk_calls(chunk: Chunk, micro_batches: int) -> Iterator[_Calls]:
     flow = chunk.communication
     bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
     for transfer in flow.transfers:
         if id(transfer) not in bucketed:
-            yield from _of_transfer(transfer, micro_batches)
+            yield from _transfer_calls(transfer, micro_batches)
+    # Collectives inside operators, such as the sums of a batch norm.
     for name, inner in flow.reductions.items():
         trained = any(value.requires_grad for value in chunk.graph.by_name[name].outputs)
         for each in inner:
             reduction = each.reduction
             forward, backward = reduction.num_collectives(flow.mesh.size(each.axes), trained)
-            runs = forward + backward + (forward if name in flow.computed_again else 0)
+            calls = forward + backward + (forward if name in flow.computed_again else 0)
             size = prod(reduction.shape) * reduction.dtype.itemsize
-            yield reduction.collective, each.axes, runs * micro_batches, size
+            yield reduction.collective, each.axes, calls * micro_batches, size
     for bucket in flow.buckets:
-        yield from _of_bucket(bucket, micro_batches)
+        yield from _bucket_calls(bucket, micro_batches)
 
 
-def _of_transfer(transfer: Transfer, times: int) -> Iterator[_Sent]:
+def _transfer_calls(transfer: Transfer, micro_batches: int) -> Iterator[_Calls]:
     step, value = transfer.step, transfer.value
     size = max(prod(side.shard_shape(value.shape)) for side in (step.source, step.target))
     if step.forward is not None:
-        again = 2 if transfer.again else 1
-        yield step.forward, step.axes, again * times, size * value.itemsize
+        # Recomputation in the backward pass repeats the forward collective.
+        runs = 2 if transfer.again else 1
+        yield step.forward, step.axes, runs * micro_batches, size * value.itemsize
     if step.backward is not None and transfer.trained:
-        yield step.backward, step.axes, times, size * value.itemsize
+        yield step.backward, step.axes, micro_batches, size * value.itemsize
 
 
-def _of_bucket(bucket: Bucket, micro_batches: int) -> Iterator[_Sent]:
-    """All its gathers as one over all their axes, and likewise what reduces its gradients."""
-    runs = micro_batches if bucket.level == "level3" else 1
-    runs += micro_batches if bucket.again else 0
+def _bucket_calls(bucket: Bucket, micro_batches: int) -> Iterator[_Calls]:
+    """Calls of a bucket: one gather over all its axes, and one reduction of its gradients per
+    collective."""
+    gathers = micro_batches if bucket.level == "level3" else 1
+    gathers += micro_batches if bucket.again else 0
     stored = bucket.numel * bucket.members[0].value.itemsize
     steps = {
         "all_gather": [step for step in bucket.steps if step.kind == "all_gather"],
         "reduce_scatter": [step for step in bucket.steps if step.backward == "reduce_scatter"],
         "all_reduce": [step for step in bucket.steps if step.backward == "all_reduce"],
     }
-    for kind, those in steps.items():
-        if those and (kind == "all_gather" or bucket.trained):
-            axes = tuple({axis for step in those for axis in step.axes})
-            times = runs if kind == "all_gather" else 1 if bucket.once else micro_batches
-            whole = stored if kind == "all_reduce" else stored * prod(s.group_size for s in those)
-            yield kind, axes, times, whole
+    for kind, kind_steps in steps.items():
+        if kind_steps and (kind == "all_gather" or bucket.trained):
+            axes = tuple({axis for step in kind_steps for axis in step.axes})
+            calls = gathers if kind == "all_gather" else 1 if bucket.once else micro_batches
+            group = prod(step.group_size for step in kind_steps)
+            size = stored if kind == "all_reduce" else stored * group
+            yield kind, axes, calls, size

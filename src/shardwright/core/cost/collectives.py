@@ -1,12 +1,12 @@
 """Seconds of collectives over the axes of a device matrix: the α-β model, level by level.
 
-A message of n bytes takes α + n/β seconds on a link of latency α and bandwidth β, and each call of
-a collective a constant. Groups that cross several levels of links work level by level, as NCCL's
-and HCCL's hierarchical algorithms do: an all-reduce over nodes is a reduce-scatter within each
-node, an all-reduce of the shards between nodes, and an all-gather within each node. Rounds: a group
-of p devices needs ⌈log₂ p⌉ (Thakur, Rabenseifner and Gropp, "Optimization of collective
-communication operations in MPICH", 2005), or p − 1 where messages go round a ring, as gloo's do,
-and NCCL's unless they sum over all devices.
+A message of n bytes takes α + n/β seconds on a link of latency α and bandwidth β; each collective
+call adds a constant. Over several levels of links, collectives are hierarchical as in NCCL and
+HCCL: an all-reduce over nodes is a reduce-scatter within each node, an all-reduce of the shards
+between nodes, and an all-gather within each node. A group of p devices needs ⌈log₂ p⌉ sequential
+messages (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH", 2005), or p − 1 on a ring, which gloo uses always, and NCCL for all-gather and
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from shardwright.core.layout.collective_spec import COLLECTIVES
 from shardwright.core.layout.layout import DeviceMatrix
 
 ELEMENT = 4
-"""Bytes of a number that is summed over devices: of a loss, or of a count."""
+"""Bytes of one element of a small all-reduce, such as a loss or a count."""
 
 
 class Links:
-    """The links of a cluster under the axes of a device matrix.
+    """Link levels that the axes of a device matrix cross on a cluster.
 
     Args:
-        mesh: the device matrix of one pipeline stage.
-        stages: number of pipeline stages, one after the other in rank order.
+        mesh: device matrix of one pipeline stage.
+        stages: number of pipeline stages; each has consecutive ranks.
 
     Raises:
-        ConfigError: if the cluster has not so many devices.
+        ConfigError: if the cluster has too few devices.
     """
 
     def __init__(self, cluster: Cluster, mesh: DeviceMatrix, stages: int = 1) -> None:
@@ -47,56 +47,60 @@ class Links:
 
         Args:
             collective: one of `COLLECTIVES`.
-            num_bytes: of the tensor of one device, the larger side: the output of an all-gather,
+            num_bytes: bytes of the local tensor on its larger side: the output of an all-gather,
                 the input of a reduce-scatter.
-            joined: whether it is a part of one of more bytes, with as many messages.
+            joined: whether it is part of a bucket, so that the tensor sent is larger.
         """
         group = self._group(axes)
         if not group:
             return 0.0
         pattern = COLLECTIVES[collective].pattern
         if pattern == "point_to_point":
-            # Every device sends all that it has to one other, which may be in another node.
+            # Each device sends its whole tensor to one other, which may be in another node.
             link = self.cluster.levels[group[-1][0]]
             return link.call + link.latency + num_bytes / link.rate
         if pattern == "pairwise":
             return self._all_to_all(group, num_bytes)
-        few = self.shared and collective == "all_reduce" and not joined
-        return self._level_by_level(group, num_bytes, collective, few)
+        may_skip_parts = self.shared and collective == "all_reduce" and not joined
+        return self._hierarchical(group, num_bytes, collective, may_skip_parts)
 
-    def _level_by_level(
-        self, group: list[tuple[int, int]], num_bytes: float, collective: str, few: bool
+    def _hierarchical(
+        self, group: list[tuple[int, int]], num_bytes: float, collective: str, may_skip_parts: bool
     ) -> float:
-        """Each level moves what the levels inside it have left: the whole, cut by their devices."""
-        seconds, left, behind = 0.0, num_bytes, prod(size for _, size in group)
+        """Seconds of a hierarchical collective, innermost level first. Each level moves the tensor
+        divided by the number of devices on the levels inside it."""
+        seconds, level_bytes, devices = 0.0, num_bytes, prod(size for _, size in group)
         for level, size in group:
             link = self.cluster.levels[level]
-            hops: float = messages(link, size)
+            hops: float = sequential_messages(link, size)
             if link.collectives == RINGS and rounds(link, collective) == 1:
-                hops = behind - behind // size
-            if few and left < ELEMENT * size:
-                # The ring passes on one part for each device, and none for an empty part. Others
-                # wait no less for it, but leave the processor to those that send.
-                hops *= max(1.0, left / ELEMENT) / size
-            once = hops * link.latency + (size - 1) / size * left / link.rate
+                # NCCL's ring passes through all devices of the group: of its hops, these are on
+                # links of this level.
+                hops = devices - devices // size
+            if may_skip_parts and level_bytes < ELEMENT * size:
+                # The tensor has fewer elements than the ring has devices, and empty parts are not
+                # sent. The latency stays, but waiting processes leave the processor to senders.
+                hops *= max(1.0, level_bytes / ELEMENT) / size
+            once = hops * link.latency + (size - 1) / size * level_bytes / link.rate
             seconds += link.call + rounds(link, collective) * once
-            left, behind = left / size, behind // size
+            level_bytes, devices = level_bytes / size, devices // size
         return seconds
 
     def _all_to_all(self, group: list[tuple[int, int]], num_bytes: float) -> float:
-        """Each device sends every other an equal part, over the link between the two."""
+        """Seconds of an all-to-all, where each device sends every other one an equal part over the
+        link level between them."""
         devices = prod(size for _, size in group)
         seconds, reached = 0.0, 1
         for level, size in group:
             link = self.cluster.levels[level]
             share = (reached * size - reached) / devices
-            seconds += link.call + messages(link, size) * link.latency
+            seconds += link.call + sequential_messages(link, size) * link.latency
             seconds += share * num_bytes / link.rate
             reached *= size
         return seconds
 
     def _group(self, axes: Iterable[int]) -> list[tuple[int, int]]:
-        """The levels of the joined axes, innermost first, with the number of devices in each."""
+        """(level, number of devices or inner groups joined) of the joined axes, innermost first."""
         sizes: dict[int, int] = {}
         for axis in axes:
             for level, size in self.levels[axis]:
@@ -104,13 +108,14 @@ class Links:
         return sorted(sizes.items())
 
 
-def messages(link: LinkLevel, devices: int) -> int:
-    """How many messages follow each other until all of a group have what all sent."""
+def sequential_messages(link: LinkLevel, devices: int) -> int:
+    """Number of messages on the critical path of a collective over `devices` devices."""
     return devices - 1 if link.collectives == GLOO else ceil(log2(devices))
 
 
 def rounds(link: LinkLevel, collective: str) -> int:
-    """How often everything goes through the group: an all-reduce is a reduction and a gather."""
+    """Number of times that the tensor passes through the group: 2 for an all-reduce, which is a
+    reduce-scatter and an all-gather."""
     spec = COLLECTIVES[collective]
     over_gloo = link.collectives == GLOO and spec.gloo_rounds is not None
     return spec.gloo_rounds or spec.rounds if over_gloo else spec.rounds

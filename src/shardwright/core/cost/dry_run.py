@@ -1,10 +1,9 @@
-"""Runs the program of a chunk without data, to see how many bytes it needs.
+"""Dry run: runs the program of a chunk on the meta device to measure its memory.
 
-The very program that a rank will run runs on the meta device, forward and backward, through
-PyTorch's own autograd. Its tensors have shapes and lifetimes, but no memory and no numbers, so a
-model of any size takes about a second, and nothing has to be modeled: what operators save for their
-backward pass and when it is freed, how gradients add up, what buckets and recomputed segments take.
-Chunks that are alike but for their names run once.
+It is the program that a rank will run, forward and backward through PyTorch's own autograd. Its
+tensors have shapes and lifetimes but no data, so a model of any size takes about a second. Nothing
+has to be modeled: what operators save for backward and when it is freed, how gradients accumulate,
+what buckets and recomputed segments take. Chunks that differ only in names run once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.core.cost.pipeline_timeline import BACKWARD, FORWARD, OF_INPUT, OF_WEIGHT
+from shardwright.core.cost.pipeline_timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+)
 from shardwright.core.cost.tensor_tracking import (
     META,
     PARAMETERS,
@@ -49,24 +53,24 @@ BATCH, BUFFERS, GRADIENTS, ACTIVATIONS = "batch", "buffers", "gradients", "activ
 TEMPORARY = ""
 
 LARGEST = 8
-"""Tensors of a moment that are told apart."""
+"""Number of largest tensors at a peak that are listed individually."""
 
 Kinds = Mapping[str, int]
-"""Bytes by kind: `parameters` as stored, the `batch` (of each micro-batch what is given and
-received), `buffers` and constants, `weights` (gathered or cast parameters), `gradients` of
-parameters, `activations` that are kept for the backward pass, and temporary ones: gradients of
-activations, flat buffers, results that nothing keeps."""
+"""Bytes by kind: `parameters` as stored, the `batch` (inputs of a micro-batch, and what stages
+receive for it), `buffers` and constants, `weights` (gathered or cast parameters), `gradients` of
+parameters, `activations` saved for backward, and temporary tensors: gradients of activations, flat
+buffers of collectives, intermediate results."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What an action needs beyond what was there before it.
+    """Memory of one action relative to its start.
 
     Args:
-        height: at the moment when it needs most.
-        change: what it leaves; less than nothing where it frees.
-        largest: at that moment, of what one micro-batch has made: kind, the number of the operator
-            that makes or first reads it, and bytes.
+        height: bytes at the peak of the action.
+        change: bytes at its end; negative where it frees.
+        largest: largest tensors of the micro-batch at the peak: kind, index of the operator that
+            produces or first reads them, and bytes.
     """
 
     height: Kinds
@@ -76,13 +80,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one chunk needs on one device.
+    """Memory of one chunk on one device over a step.
 
     Args:
-        stock: before the step; of the batch one micro-batch.
-        begin, end: of the step.
-        first: the actions of the first micro-batch, by kind.
-        later: of those that find gradients to add theirs to.
+        stock: bytes before the step; of the batch, one micro-batch.
+        begin: start of the step, where parameters may be gathered.
+        first: actions of the first micro-batch, by kind.
+        later: actions of later micro-batches, which accumulate into existing gradients.
+        end: end of the step, where gradients are reduced.
     """
 
     stock: Kinds
@@ -99,18 +104,16 @@ def dry_run_chunk(
     known: dict[Any, Any],
     on_share: OnShare = ignore_share,
 ) -> DryRun:
-    """Runs one chunk of a model for one micro-batch.
-
-    Without stages and with one micro-batch, the program brings parameters to use by itself.
+    """Dry-runs one chunk of a model.
 
     Args:
-        kinds: of the actions of one micro-batch, in order.
-        known: results of operators that were met before.
-        on_share: of lowering and of the actions.
+        kinds: kinds of the actions of one micro-batch, in order.
+        known: cached results of operators by their arguments; see `DryRunMode`.
+        on_share: receives the share of lowering and of the actions that is done.
     """
-    run = _MetaChunk.of(partitioned, chunk, OF_INPUT in kinds, known)
+    run = _MetaChunk.of(partitioned, chunk, BACKWARD_INPUT in kinds, known)
     with run.live, FusedAttention():
-        stock = run.live.kinds(run.mark(BUFFERS))
+        stock = run.live.bytes_between(run.mark(BUFFERS))
         begin = run.phase(run.begin, WEIGHTS)
         runs = subrange(on_share, 1, 1 + len(kinds), size=len(kinds))
         first, later = run.actions(kinds, partitioned.pipeline.micro_batches > 1, runs)
@@ -120,17 +123,17 @@ def dry_run_chunk(
 
 @dataclass
 class _MetaChunk:
-    """One chunk on the meta device.
+    """A chunk on the meta device.
 
     Args:
-        stored: its parameters, by name.
-        arriving, gradients: what it receives, from the chunk before and from the next one.
-        halves: whether backward passes come in two halves.
-        inputs, outputs: of the micro-batch that is on its way.
-        groups: what the second half of its backward pass works on.
-        reduced: gradients of stored parameters, once the step has ended.
-        added: gradients to which others were added in this pass, each with how far the history had
-            come by then.
+        stored: stored parameters by name.
+        arriving: values received from the chunk before.
+        gradients: gradients received from the chunk after.
+        halves: whether the backward pass is split into input and weight gradients.
+        inputs, outputs: inputs and outputs of the current micro-batch.
+        groups: parameter groups of `stage_backward_input` for its `stage_backward_weight`.
+        reduced: gradients of stored parameters after the step.
+        added: gradients accumulated in this pass, each with the length of the history at that time.
     """
 
     module: StageModule
@@ -151,14 +154,15 @@ class _MetaChunk:
         cls, partitioned: Partitioned, chunk: Chunk, halves: bool, known: dict[Any, Any]
     ) -> _MetaChunk:
         mesh = chunk.mesh
-        # Of causal queries the last block reads the most keys.
-        place = mesh.coordinates(mesh.ranks[-1])
-        devices = Devices(mesh, META, lambda function: function(place))
+        # The last rank needs most: under causal attention its block of queries reads most keys.
+        coordinates = mesh.coordinates(mesh.ranks[-1])
+        devices = Devices(mesh, META, lambda function: function(coordinates))
         constants = {value: tensor.to(META) for value, tensor in chunk.graph.constants.items()}
         if constants:
             chunk = replace(chunk, graph=replace(chunk.graph, constants=constants))
-        alone = not chunk.arriving and not chunk.leaving
-        unsharded = partitioned.pipeline.micro_batches > 1 or not alone
+        # With a single chunk and micro-batch, the program itself gathers parameters.
+        is_whole_model = not chunk.arriving and not chunk.leaving
+        unsharded = partitioned.pipeline.micro_batches > 1 or not is_whole_model
         program = lower(chunk, devices, unsharded)
         module = StageModule(chunk, program, partitioned.graph)
         layouts = program.communication.initial_layouts
@@ -168,7 +172,7 @@ class _MetaChunk:
             return torch.empty(shape, dtype=dtype or value.dtype, device=META)
 
         arriving = [local(v).requires_grad_(v.requires_grad) for v in chunk.arriving]
-        returning = [_returning(chunk, value) for value in chunk.leaving]
+        returning = [_gradient_buffer(chunk, value) for value in chunk.leaving]
         run = cls(
             module,
             {v.name: local(v, v.stored_dtype) for v in chunk.graph.parameters},
@@ -177,9 +181,11 @@ class _MetaChunk:
             halves and may_halve(module),
             DryRunMode(known),
         )
-        read = set(chunk.graph.input_values)
+        chunk_inputs = set(chunk.graph.input_values)
         leaves = [
-            local(leaf, leaf.stored_dtype) if isinstance(leaf, Value) and leaf in read else leaf
+            local(leaf, leaf.stored_dtype)
+            if isinstance(leaf, Value) and leaf in chunk_inputs
+            else leaf
             for leaf in partitioned.graph.inputs
         ]
         buffers = {value.name: local(value) for value in chunk.graph.buffers}
@@ -191,23 +197,27 @@ class _MetaChunk:
         return run
 
     def mark(self, kind: str) -> int:
-        """What is live and has no kind yet is of this one; how far the history has come."""
+        """Labels all unlabeled live tensors; returns the length of the history."""
         self.live.label(kind)
         return len(self.live.history)
 
-    def phase(self, function: Callable[[], None], leaves: str) -> Phase:
-        """Runs something that leaves tensors of a kind."""
+    def phase(self, function: Callable[[], None], kind: str) -> Phase:
+        """Runs a function and measures it; tensors that it leaves are of `kind`."""
         start = len(self.live.history)
         function()
-        end = self.mark(leaves)
+        end = self.mark(kind)
         peak = self.live.peak(start, end)
-        height, change = self.live.kinds(peak, start), self.live.kinds(end, start)
+        height, change = self.live.bytes_between(peak, start), self.live.bytes_between(end, start)
         return Phase(height, change, self._largest(peak))
 
     def actions(
         self, kinds: Sequence[str], several: bool, on_share: OnShare
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
-        """Runs the actions of the first micro-batch and, if there are several, of a later one."""
+        """Runs the actions of the first micro-batch and, if there are several, of a later one.
+
+        Usually only the later one runs, and the first is derived from it by `_as_first`, which
+        halves the time of a dry run.
+        """
         if self.halves or not several:
             first = {kind: self.action(kind) for kind in track(kinds, on_share)}
             return first, {kind: self.action(kind) for kind in kinds} if several else {}
@@ -215,7 +225,7 @@ class _MetaChunk:
         for kind in track(kinds, on_share):
             start = len(self.live.history)
             if kind == FORWARD:
-                # The first micro-batch waits for gathers.
+                # Gathers finish in the first micro-batch, not in a later one.
                 self.module.unsharded.tensors()
             later[kind] = self.action(kind)
             first[kind] = self._as_first(start, later[kind])
@@ -224,30 +234,35 @@ class _MetaChunk:
         return first, later
 
     def _as_first(self, start: int, later: Phase) -> Phase:
-        """What has happened since `start`, if each gradient was not there before it was added to:
-        the first micro-batch leaves its own."""
+        """Derives the first micro-batch's phase from a later one's, with events since `start`.
+
+        The later one adds to an existing gradient and frees its own right after; the first keeps
+        its own. So an allocation of the gradient is inserted at each accumulation.
+        """
         events = self.live.history[start:]
-        for place, held in reversed(self.added):
-            # What is added is freed right after.
-            events.insert(place + 1 - start, (held, True))
+        for position, gradient in reversed(self.added):
+            # After the event that frees the added tensor.
+            events.insert(position + 1 - start, (gradient, True))
         self.added.clear()
         height = bytes_by_kind(events[: events_at_peak(events)])
         return Phase(height, bytes_by_kind(events), later.largest)
 
     def _add_gradients(self) -> None:
-        """Gradients of an earlier micro-batch, of all leaves that a backward pass will reach."""
+        """Gives each parameter that the backward pass reaches a gradient, as an earlier micro-batch
+        would have left it."""
         leaves = {id(leaf) for leaf in self.module.unsharded.leaves()}
-        for leaf in filter(lambda leaf: id(leaf) in leaves, _reached(self.outputs)):
+        for leaf in filter(lambda leaf: id(leaf) in leaves, _reached_leaves(self.outputs)):
             leaf.grad = torch.empty(leaf.shape, dtype=leaf.dtype, device=META)
             self.live.watch([leaf.grad], GRADIENTS)
-            held = self.live.held(leaf.grad)
+            gradient = self.live.storage_of(leaf.grad)
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, held=held: self.added.append((len(self.live.history), held))
+                lambda _, gradient=gradient: self.added.append((len(self.live.history), gradient))
             )
 
-    def _largest(self, place: int) -> tuple[tuple[str, int, int], ...]:
+    def _largest(self, num_events: int) -> tuple[tuple[str, int, int], ...]:
+        """The largest tensors after `num_events` events, summed by kind and operator."""
         sizes: dict[tuple[str, int], int] = {}
-        for (kind, line), size in self.live.lines(place).items():
+        for (kind, line), size in self.live.bytes_by_line(num_events).items():
             if line in self._operators and size:
                 key = kind, self._operators[line]
                 sizes[key] = sizes.get(key, 0) + size
@@ -256,18 +271,19 @@ class _MetaChunk:
 
     @cached_property
     def _operators(self) -> dict[int, int]:
-        """Of each line of the program the number of its operator; of a redistribution, of that
-        which comes next. A comment right above its line names an operator."""
-        numbers = {op.name: number for number, op in enumerate(self.module.chunk.graph.ops)}
+        """Index of the operator of each program line; a redistribution belongs to the operator
+        after it."""
+        indices = {op.name: index for index, op in enumerate(self.module.chunk.graph.ops)}
         operators: dict[int, int] = {}
-        following: int | None = None
+        next_operator: int | None = None
         lines = self.module.program.source.splitlines()
-        for place, text in reversed(list(enumerate(lines, start=1))):
+        # The program has a comment with the operator's name above each operator's line.
+        for line_number, text in reversed(list(enumerate(lines, start=1))):
             name = re.match(r"\s*# (.*?)[:;]", text)
-            if name is not None and name[1] in numbers:
-                operators[place + 1] = following = numbers[name[1]]
-            elif following is not None:
-                operators[place] = following
+            if name is not None and name[1] in indices:
+                operators[line_number + 1] = next_operator = indices[name[1]]
+            elif next_operator is not None:
+                operators[line_number] = next_operator
         return operators
 
     def action(self, kind: str) -> Phase:
@@ -275,10 +291,10 @@ class _MetaChunk:
         function = {
             FORWARD: self.forward,
             BACKWARD: self.backward,
-            OF_INPUT: self.of_input,
-            OF_WEIGHT: self.of_weight,
+            BACKWARD_INPUT: self.backward_input,
+            BACKWARD_WEIGHT: self.backward_weight,
         }[kind]
-        return self.phase(function, ACTIVATIONS if kind in (FORWARD, OF_INPUT) else GRADIENTS)
+        return self.phase(function, ACTIVATIONS if kind in (FORWARD, BACKWARD_INPUT) else GRADIENTS)
 
     def begin(self) -> None:
         self.module.unsharded.begin_step(self.stored)
@@ -291,40 +307,43 @@ class _MetaChunk:
             tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.arriving
         ]
         if self.module.chunk.graph.loss is None and not self.module.chunk.leaving:
-            self.outputs = self._returned()
+            self.outputs = self._differentiable_outputs()
             return
         outputs = self.module(*self.inputs, number=self.number)
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
-    def _returned(self) -> tuple[Tensor, ...]:
-        """The outputs of a model without a loss, which its user differentiates."""
+    def _differentiable_outputs(self) -> tuple[Tensor, ...]:
+        """Outputs of a model without a loss from which its user may start a backward pass."""
         module, step = self.module, self.module.step
         tensors = module.unsharded.tensors()
         outputs, _ = module.program(tensors, step.buffers, module.read(0, self.inputs))
         return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 
-    def _taken(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:
-        taken = self.outputs, self.gradients or None, self.inputs
+    def _take_tensors(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:
+        """Returns outputs, their gradients and inputs, and drops the references to them, so that
+        the backward pass frees them as a schedule does."""
+        tensors = self.outputs, self.gradients or None, self.inputs
         self.outputs, self.inputs = (), []
-        return taken
+        return tensors
 
     def backward(self) -> None:
-        outputs, gradients, inputs = self._taken()
+        outputs, gradients, inputs = self._take_tensors()
         if gradients:
             stage_backward(outputs, gradients, inputs)
         elif outputs:
             torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
-    def of_input(self) -> None:
+    def backward_input(self) -> None:
+        # The first chunk has no inputs to differentiate: its pass runs in `backward_weight`.
         if not self.halves:
             self.backward()
         elif self.module.chunk.number:
-            outputs, gradients, inputs = self._taken()
+            outputs, gradients, inputs = self._take_tensors()
             _, self.groups = stage_backward_input(
                 list(outputs), gradients, inputs, self.module.parameters()
             )
 
-    def of_weight(self) -> None:
+    def backward_weight(self) -> None:
         if self.halves and self.module.chunk.number:
             groups, self.groups = self.groups, []
             stage_backward_weight(self.module.parameters(), groups)
@@ -332,33 +351,33 @@ class _MetaChunk:
             self.backward()
 
 
-def _reached(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The leaves that a backward pass from `outputs` reaches."""
-    waiting: list[Any] = [output.grad_fn for output in outputs]
+def _reached_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Leaf tensors that a backward pass from `outputs` reaches."""
+    pending: list[Any] = [output.grad_fn for output in outputs]
     seen = {None}
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node not in seen:
             seen.add(node)
-            waiting += [follower for follower, _ in node.next_functions]
+            pending += [next_node for next_node, _ in node.next_functions]
             if isinstance(leaf := getattr(node, "variable", None), Tensor):
                 yield leaf
 
 
-def _returning(chunk: Chunk, value: Value) -> Tensor:
-    """Where the gradient of a value that leaves is received."""
+def _gradient_buffer(chunk: Chunk, value: Value) -> Tensor:
+    """Buffer that receives the gradient of a value sent to the next chunk."""
     layout = TensorLayout(chunk.mesh, chunk.decisions.departures[value.name])
     return torch.empty(layout.shard_shape(value.shape), dtype=value.dtype, device=META)
 
 
 def plus(kinds: Kinds, *others: Kinds) -> Kinds:
-    """The sum by kind."""
-    every = {kind for each in (kinds, *others) for kind in each}
-    return {kind: sum(each.get(kind, 0) for each in (kinds, *others)) for kind in every}
+    """Sums bytes by kind."""
+    names = {name for each in (kinds, *others) for name in each}
+    return {name: sum(each.get(name, 0) for each in (kinds, *others)) for name in names}
 
 
 class DryRunCache:
-    """What chunks need that ran before."""
+    """Dry runs by chunk, so that equal chunks of all candidates run once."""
 
     def __init__(self) -> None:
         self._runs: dict[object, DryRun] = {}
@@ -371,7 +390,8 @@ class DryRunCache:
         kinds: Sequence[str],
         on_share: OnShare = ignore_share,
     ) -> DryRun:
-        """What a chunk needs; the arguments are those of `dry_run_chunk`."""
+        """Returns the dry run of a chunk; arguments as for `dry_run_chunk`."""
+        # Of the number of micro-batches, only whether gradients accumulate matters.
         several = partitioned.pipeline.micro_batches > 1
         key = (chunk_key(chunk), chunk.mesh, tuple(kinds), several)
         if key not in self._runs:

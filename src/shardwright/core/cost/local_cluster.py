@@ -1,8 +1,8 @@
-"""The cluster `local`: processes on this machine's CPU, measured and kept in the user's cache.
+"""The cluster `local`: processes on this machine's CPU, measured once and cached.
 
-`shardwright calibrate` measures everything, with as many processes as are asked for
-(`tools/compare/measure_processes.py`). Where it has not run, the CPU is measured by one process at
-first use, which takes some tenths of a second, and all else is assumed to be as on other machines.
+`shardwright calibrate` measures everything with a given number of processes
+(`tools/compare/measure_processes.py`). Without it, one process measures the CPU at first use, in
+some tenths of a second, and links and pass overhead have default values.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ logger = logging.getLogger("shardwright.cost")
 
 ASSUMED_LINK = LinkLevel("processes", bandwidth=1e9, latency=8.5e-5, call=2.4e-4, collectives=GLOO)
 PASS_OVERHEAD = 7.5e-4
-"""gloo over loopback, and what a pass of a pipeline stage takes, as measured with 8 processes on
-two cores."""
+"""Defaults before calibration: gloo over loopback, and the overhead of a pass of a pipeline stage,
+measured with 8 processes on two cores."""
 
 
 def cache_file() -> Path:
-    """Where the measurements are kept: `$XDG_CACHE_HOME/shardwright/local.yaml`, by default in
+    """File of the measurements: `$XDG_CACHE_HOME/shardwright/local.yaml`, by default in
     `~/.cache`."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "shardwright" / "local.yaml"
 
 
 def local_cluster() -> Cluster:
-    """This machine as it was measured; measures its CPU if it never was.
+    """Returns the cached measurements of this machine; measures its CPU if there are none.
 
     Raises:
-        ConfigError: if the file in the cache is not as it should be.
+        ConfigError: if the cached file is invalid.
     """
     file = cache_file()
     if file.is_file():
@@ -56,7 +56,8 @@ def local_cluster() -> Cluster:
 
 
 def save(cluster: Cluster) -> None:
-    """Keeps the measurements, unless the cache cannot be written: then they are made again."""
+    """Caches the measurements; warns if that fails, and the next run measures again."""
+    # Written to a temporary file and renamed, so that parallel processes never read half a file.
     file = cache_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -66,4 +67,4 @@ def save(cluster: Cluster) -> None:
             partial.write(cluster_to_yaml(replace(cluster, name=LOCAL)))
         Path(partial.name).replace(file)
     except OSError as error:
-        logger.warning("measurements of this machine are not kept: %s", error)
+        logger.warning("could not save the measurements of this machine: %s", error)

@@ -36,9 +36,9 @@ from shardwright.core.cost.dry_run import (
 from shardwright.core.cost.optimizer_state import OptimizerBytes, optimizer_bytes, optimizer_name
 from shardwright.core.cost.pipeline_timeline import (
     BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     FORWARD,
-    OF_INPUT,
-    OF_WEIGHT,
     Action,
     actions,
 )
@@ -364,9 +364,9 @@ class BorderBytes:
         held, sends = 0, not (self.once and again)
         if kind == FORWARD:
             held -= self.shared
-        if kind in (BACKWARD, OF_INPUT) and sends:
+        if kind in (BACKWARD, BACKWARD_INPUT) and sends:
             held += self.returned
-        if kind in (BACKWARD, OF_WEIGHT):
+        if kind in (BACKWARD, BACKWARD_WEIGHT):
             held += self.shared + (self.sent if sends else 0)
         return held
 

@@ -117,5 +117,5 @@ def _of_one(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerB
         optimizer.step()
         state, start = live.now, len(live.history)
         optimizer.step()
-        top = sum(live.kinds(live.peak(start)).values())
+        top = sum(live.bytes_between(live.peak(start)).values())
     return OptimizerBytes(state - before, top - state)

@@ -1,8 +1,8 @@
-"""The order in which pipeline stages work, and how long they wait.
+"""Timeline of a pipeline schedule: when each stage runs which pass, and its bubbles.
 
-PyTorch's own schedules say in which order each stage runs its chunks, so that what is predicted is
-what runs. The timeline follows from the seconds of each chunk: an action begins when its stage is
-free and its inputs have arrived.
+The order of passes comes from the schedules of `torch.distributed.pipelining`, so that the
+prediction is of what runs. The timeline follows from the seconds of each chunk: a pass begins when
+its stage is free and its inputs have arrived.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
 from shardwright.core.torch_internals.pipelining import get_schedule_ops
 from shardwright.errors import PlanError
 
-FORWARD, BACKWARD, OF_INPUT, OF_WEIGHT = "F", "B", "I", "W"
-"""Kinds of actions: forward, the whole backward pass, and its two halves: the gradients of
-the chunk's inputs, and those of its parameters."""
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
+"""Kinds of actions, as in `torch.distributed.pipelining`: forward, full backward, and backward
+split into the gradients of the chunk's inputs and those of its parameters."""
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """What a stage does without pause: one pass of a chunk for one micro-batch.
+    """One pass of a chunk for one micro-batch.
 
     Args:
-        chunk: its number, counted through the model.
+        chunk: number of the chunk in the model.
         kind: `F`, `B`, `I` or `W`.
     """
 
@@ -39,9 +39,10 @@ class Action:
 
 
 def check_pipelining(pipeline: PipelineSpec) -> None:
-    """Raises:
-    PlanError: if there is no such schedule for so many stages, chunks and micro-batches; says which
-        numbers would do.
+    """Checks that the schedule can run with these stages, chunks and micro-batches.
+
+    Raises:
+        PlanError: if it cannot; names valid numbers.
     """
     stages, chunks, pieces = pipeline.stages, pipeline.chunks, pipeline.micro_batches
     for name, number in (("stages", stages), ("chunks", chunks), ("micro_batches", pieces)):
@@ -52,14 +53,14 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
     if stages == 1:
         if chunks > 1:
             raise PlanError(
-                f"chunks={chunks} with one stage: a model without stages is one chunk; use 2 or"
-                " more stages, or chunks=1"
+                f"chunks={chunks} with one stage: a model without stages is one chunk\n"
+                "use 2 or more stages, or chunks=1"
             )
         return
     if pieces < stages:
         raise PlanError(
-            f"micro_batches={pieces} for {stages} stages: some stages would always be idle; use"
-            f" {stages} or more micro-batches, or {pieces} or fewer stages"
+            f"micro_batches={pieces} for {stages} stages: some stages would always be idle\n"
+            f"use {stages} or more micro-batches, or {pieces} or fewer stages"
         )
     schedule = pipeline.schedule_spec
     _check_chunks(schedule, chunks)
@@ -67,7 +68,7 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
         more = next(n for n in range(pieces + 1, 2 * pieces) if schedule.can_run(n, stages))
         raise PlanError(
             f"micro_batches={pieces} for {stages} stages: schedule {schedule.name!r} runs them in"
-            f" {pieces // stages} rounds of equal size; use a multiple of {stages}, or {more}"
+            f" {pieces // stages} rounds of equal size\nuse a multiple of {stages}, or {more}"
         )
 
 
@@ -82,11 +83,11 @@ def _check_chunks(schedule: ScheduleSpec, chunks: int) -> None:
 
 
 def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
-    """For each stage its actions, in order. Without stages, forward and backward of one micro-batch
-    after the other.
+    """Actions of each stage in order. Without stages, forward and backward of one micro-batch after
+    another.
 
     Raises:
-        PlanError: if there is no such schedule; see `check_pipelining`.
+        PlanError: if the schedule cannot run; see `check_pipelining`.
     """
     check_pipelining(pipeline)
     if pipeline.stages == 1:
@@ -106,42 +107,44 @@ def _torch_actions(
     )
     result = []
     for order in orders:
-        # Micro-batches are counted anew: torch's list for the last stage of 1F1B begins with 1,
-        # while that stage begins with 0 as the others do. All take them in turn.
+        # PyTorch's list for the last stage of 1F1B numbers micro-batches from 1, although that
+        # stage begins with 0 like the others. So they are renumbered in the order they run in.
         counts: dict[tuple[int, str], int] = {}
-        mine = []
+        stage_actions = []
         for action in order:
             if action is None or not action.is_compute_op:
                 continue
             kind = action.computation_type.value
             number = counts.get((action.stage_index, kind), 0)
             counts[action.stage_index, kind] = number + 1
-            mine.append(Action(action.stage_index, kind, number))
-        result.append(tuple(mine))
+            stage_actions.append(Action(action.stage_index, kind, number))
+        result.append(tuple(stage_actions))
     return tuple(result)
 
 
 def alive(order: Sequence[Action]) -> Iterator[dict[int, int]]:
-    """After each action of a stage: for each of its chunks the micro-batches that went forward and
-    not yet all the way back, whose activations it keeps."""
+    """Number of micro-batches in flight per chunk after each action of a stage: those whose
+    activations it keeps, from forward to the end of backward."""
     counts = {action.chunk: 0 for action in order}
     for action in order:
         if action.kind == FORWARD:
             counts[action.chunk] += 1
-        elif action.kind in (BACKWARD, OF_WEIGHT):
+        elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
             counts[action.chunk] -= 1
         yield dict(counts)
 
 
 @dataclass(frozen=True)
 class ChunkSeconds:
-    """What a chunk takes for one micro-batch.
+    """Seconds of a chunk for one micro-batch.
 
     Args:
-        backward: the whole backward pass.
-        of_weight: the share of `backward` for the gradients of parameters, where a schedule runs
-            the two halves apart; a half if None.
-        send: from this chunk to the next, and the gradient back; nothing within a stage.
+        forward: forward pass.
+        backward: full backward pass.
+        of_weight: part of `backward` that computes gradients of parameters, for schedules that
+            split the backward pass; by default half.
+        send: sending the output to the next chunk, or the gradient back. Not counted between
+            chunks of the same stage.
     """
 
     forward: float
@@ -155,14 +158,14 @@ class ChunkSeconds:
         return {
             FORWARD: self.forward,
             BACKWARD: self.backward,
-            OF_INPUT: self.backward - weight,
-            OF_WEIGHT: weight,
+            BACKWARD_INPUT: self.backward - weight,
+            BACKWARD_WEIGHT: weight,
         }[kind]
 
 
 @dataclass(frozen=True)
 class Span:
-    """An action with its begin and end, in seconds from the begin of the step."""
+    """An action with its start and end, in seconds from the start of the step."""
 
     action: Action
     start: float
@@ -171,12 +174,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each stage does what in a step, and when it waits.
+    """Spans of all stages over one step.
 
     Args:
-        pipeline: stages, micro-batches and schedule.
-        stages: for each its actions in order.
-        chunks: what each chunk takes, in the order in which they run.
+        stages: spans of each stage, in order.
+        chunks: seconds of each chunk, in model order.
     """
 
     pipeline: PipelineSpec
@@ -185,17 +187,17 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the first begin to the last end of any stage."""
+        """Seconds from the first start to the last end on any stage."""
         return max(spans[-1].end for spans in self.stages)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """For each stage the share of the step in which it waits."""
+        """Fraction of the step for which each stage is idle."""
         return tuple(1 - _busy(spans) / self.seconds for spans in self.stages)
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time in which they wait."""
+        """Fraction of all stages' time in which they are idle."""
         return sum(self.bubbles) / len(self.stages)
 
     def __str__(self) -> str:
@@ -207,25 +209,26 @@ def _busy(spans: Sequence[Span]) -> float:
 
 
 def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline:
-    """When each stage does what.
+    """Simulates a step of the pipeline.
 
     Args:
-        chunks: the seconds of each chunk, in the order in which they run.
+        chunks: seconds of each chunk, in model order.
 
     Raises:
-        PlanError: if there is no such schedule; see `check_pipelining`.
-        ValueError: if `chunks` are not as many as the pipeline's.
+        PlanError: if the schedule cannot run; see `check_pipelining`.
+        ValueError: if the number of `chunks` differs from that of the pipeline.
     """
     if len(chunks) != pipeline.num_chunks:
         raise ValueError(f"times of {len(chunks)} chunks for a pipeline of {pipeline.num_chunks}")
     orders = actions(pipeline)
     ends: dict[Action, float] = {}
-    done: list[list[Span]] = [[] for _ in orders]
-    waiting = set(range(len(orders)))
-    while waiting:
-        before = len(ends)
-        for stage in sorted(waiting):
-            spans, order = done[stage], orders[stage]
+    stage_spans: list[list[Span]] = [[] for _ in orders]
+    unfinished = set(range(len(orders)))
+    # Each round runs every stage as far as its inputs have arrived from the others.
+    while unfinished:
+        num_done = len(ends)
+        for stage in sorted(unfinished):
+            spans, order = stage_spans[stage], orders[stage]
             while len(spans) < len(order):
                 action = order[len(spans)]
                 arrived = _arrival(pipeline, chunks, action, ends)
@@ -235,9 +238,9 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
                 ends[action] = start + chunks[action.chunk].of(action.kind)
                 spans.append(Span(action, start, ends[action]))
             if len(spans) == len(order):
-                waiting.discard(stage)
-        assert len(ends) > before, "a schedule in which every stage waits for another one"
-    return Timeline(pipeline, tuple(map(tuple, done)), tuple(chunks))
+                unfinished.discard(stage)
+        assert len(ends) > num_done, "deadlock: every stage waits for another one"
+    return Timeline(pipeline, tuple(map(tuple, stage_spans)), tuple(chunks))
 
 
 def _arrival(
@@ -246,29 +249,29 @@ def _arrival(
     action: Action,
     ends: dict[Action, float],
 ) -> float | None:
-    """When all that an action needs has arrived; None if that is not known yet."""
-    chunk, piece = action.chunk, action.micro_batch
+    """Time at which the inputs of an action have arrived; None if their sender has not run yet."""
+    chunk, micro_batch = action.chunk, action.micro_batch
 
-    def end(other: int, *kinds: str) -> float | None:
-        times = [ends.get(Action(other, kind, piece)) for kind in kinds]
-        first = next((seconds for seconds in times if seconds is not None), None)
-        if first is None or pipeline.stage_of(other) == pipeline.stage_of(chunk):
-            return first
-        return first + chunks[min(chunk, other)].send
+    def arrival_from(sender: int, *kinds: str) -> float | None:
+        times = [ends.get(Action(sender, kind, micro_batch)) for kind in kinds]
+        end = next((seconds for seconds in times if seconds is not None), None)
+        if end is None or pipeline.stage_of(sender) == pipeline.stage_of(chunk):
+            return end
+        return end + chunks[min(chunk, sender)].send
 
     if action.kind == FORWARD:
-        return end(chunk - 1, FORWARD) if chunk else 0.0
-    if action.kind == OF_WEIGHT:
-        return end(chunk, OF_INPUT)
+        return arrival_from(chunk - 1, FORWARD) if chunk else 0.0
+    if action.kind == BACKWARD_WEIGHT:
+        return arrival_from(chunk, BACKWARD_INPUT)
     if chunk == pipeline.num_chunks - 1:
-        return end(chunk, FORWARD)
-    return end(chunk + 1, BACKWARD, OF_INPUT)
+        return arrival_from(chunk, FORWARD)
+    return arrival_from(chunk + 1, BACKWARD, BACKWARD_INPUT)
 
 
 def draw_timeline(timeline: Timeline, width: int = 96) -> str:
-    """A line of text for each stage: `F2` where it runs micro-batch 2 forward, dots where it waits.
+    """Draws one line of text per stage: `F2` is the forward pass of micro-batch 2, dots are idle.
 
-    Where there are several chunks, those of the later ones are marked `F2'`.
+    Passes of the second, third, ... chunk of a stage are marked `F2'`, `F2''`, ...
     """
     total = timeline.seconds
     lines = []

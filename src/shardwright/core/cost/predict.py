@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwright.core.cost.cluster import Cluster
-from shardwright.core.cost.collectives import messages
+from shardwright.core.cost.collectives import sequential_messages
 from shardwright.core.cost.flops import work_of
 from shardwright.core.cost.pipeline_timeline import ChunkSeconds, Timeline, timeline
 from shardwright.core.cost.step_time import StepTime, TimeModel, step_time
@@ -153,7 +153,7 @@ def _sums_between_stages(partitioned: Partitioned, model: TimeModel) -> list[flo
     for stages, num_bytes in partitioned.shared_gradients:
         link = model.links.cluster.level_between(stages[0] * devices, stages[-1] * devices)
         moved = (len(stages) - 1) / len(stages) * num_bytes / link.rate
-        once = messages(link, len(stages)) * link.latency + moved
+        once = sequential_messages(link, len(stages)) * link.latency + moved
         for stage in stages:
             seconds[stage] += link.call + 2 * once
     return seconds

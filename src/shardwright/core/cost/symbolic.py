@@ -10,10 +10,10 @@ published table is
 | cut K | i·j / 2 |
 | no cut | (least of the costs above that is possible)² / 25 |
 
-which is one statement for any operator with named factors: a cut costs half of what it leaves
-whole, and `mem_coeff` weighs the weight. Redistribution costs 16 for each element of the current
-shard.
-Formulas: the double recursion of MindSpore's `recursive_programming`, as its logs show them.
+which generalizes to any operator with named factors: a cut costs half of the elements of the
+tensors that it leaves unsharded, and `mem_coeff` multiplies those of the weight. Redistribution
+costs 16 for each element of the current shard.
+Source: the double recursion of MindSpore's `recursive_programming`, reconstructed from its logs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import sys
 from collections.abc import Iterable, Sequence
 
 IMPOSSIBLE = sys.float_info.max
-"""The cost of a cut that cannot be made, as it is written in the log."""
+"""Cost of an impossible cut, as in MindSpore's log."""
 
 REDISTRIBUTION_PER_ELEMENT = 16
-"""Cost of each element of a tensor that is left in one way and read in another."""
+"""Cost per element of a tensor whose producer and consumer are cut differently."""
 
 NO_CUT_DIVISOR = 25
 
@@ -33,30 +33,30 @@ NO_CUT_DIVISOR = 25
 def cut_cost(
     elements: Sequence[int], carries: Sequence[bool], weight: int | None, mem_coeff: float
 ) -> float:
-    """The operator cost of cutting one factor: half of what the cut leaves whole.
+    """Operator cost of cutting one factor: half of the elements that the cut leaves unsharded.
 
     Args:
-        elements: elements of the current shard of every tensor, inputs, then outputs.
-        carries: for each tensor whether the factor cuts it.
-        weight: index of the tensor that `mem_coeff` weighs, or None.
-        mem_coeff: below 1 it favors data parallelism, above 1 model parallelism.
+        elements: elements of the current shard of each tensor, inputs before outputs.
+        carries: for each tensor, whether the cut shards it.
+        weight: index of the weight, whose elements `mem_coeff` multiplies; None without a weight.
+        mem_coeff: values below 1 favor data parallelism, above 1 model parallelism.
 
     >>> cut_cost((32 * 784, 784 * 512, 32 * 512), (True, False, True), 1, 0.1)
     20070.4
     """
-    whole = sum(
+    unsharded = sum(
         mem_coeff * size if index == weight else size
         for index, (size, cut) in enumerate(zip(elements, carries, strict=True))
         if not cut
     )
-    return whole / 2
+    return unsharded / 2
 
 
 def no_cut_cost(costs: Iterable[float]) -> float:
-    """The operator cost of computing everything on every device.
+    """Operator cost of replicating an operator.
 
     Args:
-        costs: operator costs of the cuts for which the sizes divide.
+        costs: operator costs of the cuts whose sizes divide evenly.
 
     >>> round(no_cut_cost((20.48, 4096.0)), 4)
     16.7772
@@ -66,7 +66,7 @@ def no_cut_cost(costs: Iterable[float]) -> float:
 
 
 def redistribution_cost(elements: int) -> float:
-    """The cost of converting a tensor between two ways of cutting it.
+    """Cost of redistributing a tensor between two layouts.
 
     Args:
         elements: elements of the current shard.
@@ -75,15 +75,15 @@ def redistribution_cost(elements: int) -> float:
 
 
 def break_even(cost_i: float, mem_coeff: float, cost_no_cut: float) -> float:
-    """The `mem_coeff` above which cutting I becomes cheaper than not cutting.
+    """The `mem_coeff` above which cutting I is cheaper than not cutting.
 
-    Holds where the I cut is the least of the operator costs and neither choice redistributes: the
-    cost of the I cut grows with `mem_coeff`, that of no cut with its square.
+    Valid where cutting I has the smallest operator cost and neither choice redistributes: the cost
+    of cutting I is proportional to `mem_coeff`, that of no cut to its square.
 
     Args:
-        cost_i: total cost of cutting I in the log.
-        mem_coeff: the coefficient with which the log was made.
-        cost_no_cut: total cost of not cutting in the log.
+        cost_i: logged total cost of cutting I.
+        mem_coeff: `mem_coeff` of the logged search.
+        cost_no_cut: logged total cost of not cutting.
 
     >>> round(break_even(20.48, 0.01, 16.7772), 6)
     0.012207

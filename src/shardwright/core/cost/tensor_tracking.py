@@ -1,7 +1,7 @@
-"""Counts the bytes of tensors while a program runs, be it on a device or on the meta device.
+"""Counts the bytes of tensors while a program runs, on a device or on the meta device.
 
-Every storage counts once, from the operator that makes it until nothing refers to it any more. What
-an operator allocates inside and frees again is not seen.
+Each storage counts once, from the operator that returns it until its last reference is dropped.
+Workspace that an operator allocates and frees internally is not counted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shardwright.core.torch_internals.operators import schema_of, unregister
 from shardwright.core.torch_internals.tensors import storage_id
 
 PARAMETERS, WEIGHTS = "parameters", "weights"
-"""Kinds of what is watched: parameters as they are stored, and what is computed from nothing else:
-gathered, cast or joined parameters."""
+"""Kinds of storages: parameters as they are stored, and results computed from parameters alone,
+such as gathered, cast or concatenated parameters."""
 
 
 class TrackedStorage:
-    """A storage that was seen.
+    """Size, kind and origin of a storage.
 
     Args:
-        line: of the program that made it; 0 where none did.
+        line: line of the program that allocated it; 0 if no program did.
     """
 
     __slots__ = ("kind", "line", "size")
@@ -47,72 +47,71 @@ Event = tuple[TrackedStorage, bool]
 
 
 def events_at_peak(events: Iterable[Event]) -> int:
-    """How many events have happened when most bytes are live."""
-    live, most, place = 0, 0, 0
-    for number, (held, allocated) in enumerate(events, start=1):
-        live += held.size if allocated else -held.size
-        if live > most:
-            most, place = live, number
-    return place
+    """Number of events up to the peak of live bytes."""
+    live, peak, num_events = 0, 0, 0
+    for number, (storage, allocated) in enumerate(events, start=1):
+        live += storage.size if allocated else -storage.size
+        if live > peak:
+            peak, num_events = live, number
+    return num_events
 
 
 def bytes_by_kind(events: Iterable[Event]) -> dict[str, int]:
-    """What events leave, beyond what was there before."""
+    """Change of live bytes by kind over a sequence of events."""
     totals: dict[str, int] = {}
-    for held, allocated in events:
-        change = held.size if allocated else -held.size
-        totals[held.kind] = totals.get(held.kind, 0) + change
+    for storage, allocated in events:
+        change = storage.size if allocated else -storage.size
+        totals[storage.kind] = totals.get(storage.kind, 0) + change
     return totals
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the storages of all tensors that are made inside, and of those that are watched.
+    """Tracks the storages of all tensors created inside the context, and of watched tensors.
 
-    Args:
-        history: what was allocated (`True`) and freed (`False`), in order.
-        now: bytes that are live.
+    Attributes:
+        history: allocations and frees in order.
+        now: live bytes.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.history: list[Event] = []
         self.now = 0
-        self._held: dict[int, tuple[weakref.ref[Any], TrackedStorage]] = {}
+        self._storages: dict[int, tuple[weakref.ref[Any], TrackedStorage]] = {}
 
     def watch(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Counts tensors that exist already; from here on their storages are of this `kind`."""
+        """Tracks existing tensors; their storages become of this `kind`."""
         for tensor in tensors:
-            self._see(tensor, kind)
-            self.held(tensor).kind = kind
+            self._track(tensor, kind)
+            self.storage_of(tensor).kind = kind
 
-    def held(self, tensor: Tensor) -> TrackedStorage:
-        """The storage of a tensor that was seen."""
-        return self._held[storage_id(tensor)][1]
+    def storage_of(self, tensor: Tensor) -> TrackedStorage:
+        """The storage of a tracked tensor."""
+        return self._storages[storage_id(tensor)][1]
 
     def label(self, kind: str) -> None:
-        """Everything live that has no kind yet is of this one."""
-        for _, held in self._held.values():
-            held.kind = held.kind or kind
+        """Gives all live storages without a kind this one."""
+        for _, storage in self._storages.values():
+            storage.kind = storage.kind or kind
 
     def peak(self, start: int = 0, end: int | None = None) -> int:
-        """How much of the history had happened when most bytes were live, from `start` to `end`."""
+        """Position in the history of the peak of live bytes between `start` and `end`."""
         return start + events_at_peak(self.history[start:end])
 
-    def kinds(self, place: int, start: int = 0) -> dict[str, int]:
-        """Bytes by kind that were live when so much of the history had happened, beyond those of an
-        earlier moment."""
-        return bytes_by_kind(self.history[start:place])
+    def bytes_between(self, end: int, start: int = 0) -> dict[str, int]:
+        """Change of live bytes by kind from position `start` to `end` in the history."""
+        return bytes_by_kind(self.history[start:end])
 
-    def lines(self, place: int) -> dict[tuple[str, int], int]:
-        """Likewise by kind and the line of the program that made them."""
+    def bytes_by_line(self, end: int) -> dict[tuple[str, int], int]:
+        """Live bytes at position `end` in the history, by kind and allocating program line."""
         totals: dict[tuple[str, int], int] = {}
-        for held, allocated in self.history[:place]:
-            key = held.kind, held.line
-            totals[key] = totals.get(key, 0) + (held.size if allocated else -held.size)
+        for storage, allocated in self.history[:end]:
+            key = storage.kind, storage.line
+            totals[key] = totals.get(key, 0) + (storage.size if allocated else -storage.size)
         return totals
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operator returns."""
+        """Runs an operator; subclasses may return an equivalent result instead."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(
@@ -123,49 +122,51 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def returned(self, out: Any, args: tuple[Any, ...]) -> None:
-        """Counts what an operator returns that was called with `args`."""
+        """Tracks the results of an operator called with `args`."""
         if isinstance(out, Tensor):
-            self._made(out, args)
+            self._track_result(out, args)
         elif isinstance(out, list | tuple):
             for each in out:
                 if isinstance(each, Tensor):
-                    self._made(each, args)
+                    self._track_result(each, args)
 
-    def _made(self, out: Tensor, args: tuple[Any, ...]) -> None:
-        if storage_id(out) not in self._held:
-            self._see(out, WEIGHTS if self._from_weights(args) else "")
+    def _track_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
+        # A view shares a storage that is tracked already.
+        if storage_id(out) not in self._storages:
+            self._track(out, WEIGHTS if self._only_weights(args) else "")
 
-    def _from_weights(self, args: tuple[Any, ...]) -> bool:
-        """Whether parameters alone go in."""
-        found = False
+    def _only_weights(self, args: tuple[Any, ...]) -> bool:
+        """Whether all tensors among the arguments are parameters or made of parameters alone."""
+        has_weights = False
         for argument in args:
             for each in argument if isinstance(argument, list | tuple) else (argument,):
                 if isinstance(each, Tensor):
-                    known = self._held.get(storage_id(each))
-                    if known is None or known[1].kind not in (PARAMETERS, WEIGHTS):
+                    tracked = self._storages.get(storage_id(each))
+                    if tracked is None or tracked[1].kind not in (PARAMETERS, WEIGHTS):
                         return False
-                    found = True
-        return found
+                    has_weights = True
+        return has_weights
 
-    def _see(self, tensor: Tensor, kind: str) -> None:
+    def _track(self, tensor: Tensor, kind: str) -> None:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
-        if key in self._held:
+        if key in self._storages:
             return
-        held = TrackedStorage(storage.nbytes(), kind, _line_of_program())
-        self.history.append((held, True))
-        self.now += held.size
+        tracked = TrackedStorage(storage.nbytes(), kind, _program_line())
+        self.history.append((tracked, True))
+        self.now += tracked.size
 
         def freed(_: Any) -> None:
-            del self._held[key]
-            self.history.append((held, False))
-            self.now -= held.size
+            del self._storages[key]
+            self.history.append((tracked, False))
+            self.now -= tracked.size
 
-        self._held[key] = (weakref.ref(storage, freed), held)
+        self._storages[key] = (weakref.ref(storage, freed), tracked)
 
 
-def _line_of_program() -> int:
+def _program_line() -> int:
+    """Line of the generated program on the call stack; 0 if none is running."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             break
         if frame.f_code.co_filename == PROGRAM:
@@ -174,8 +175,8 @@ def _line_of_program() -> int:
     return 0
 
 
-_DEEPEST = 16
-"""Frames between a program and an operator that it calls, at most."""
+_MAX_FRAMES = 16
+"""Frames to walk up from an operator to the program that calls it."""
 
 META = torch.device("meta")
 
@@ -185,24 +186,26 @@ _PLAIN = frozenset(
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     }
 )
-_LONGEST = 64
-"""Of lists among the arguments of operators that are looked up."""
+_MAX_LIST_LENGTH = 64
+"""Length of list arguments above which results of an operator are not cached."""
 
 
 class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts bytes on the meta device. An operator is run once for each shape of its tensors; then
-    only results like those are made: so a model whose blocks repeat runs fast.
+    """Tracks bytes on the meta device, with cached operator results.
 
-    What is sent is held until its collective is waited for, as process groups do.
+    An operator runs once for each combination of argument shapes; after that, empty tensors of the
+    same shapes are created. This makes models of repeated blocks fast.
+
+    Inputs of collectives are kept alive until `wait_tensor`, as process groups keep them.
 
     Args:
-        known: results of operators that were met before.
+        known: cached results, by operator and arguments.
     """
 
     def __init__(self, known: dict[Any, Any]) -> None:
         super().__init__()
         self._known = known
-        self._sent: dict[int, list[Tensor]] = {}
+        self._in_flight: dict[int, list[Tensor]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -230,25 +233,26 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is functional_collectives.wait_tensor.default:
-            # On the meta device it would return another tensor.
-            self._sent.pop(storage_id(args[0]), None)
+            # The meta kernel returns a new tensor, where a device's returns its argument.
+            self._in_flight.pop(storage_id(args[0]), None)
             return args[0]
         out: Tensor = func(*args, **kwargs)
-        sent = [args[0]]
+        kept_alive = [args[0]]
         if func is functional_collectives.reduce_scatter_tensor.default:
-            # Gloo adds up in a copy. Other backends need less, by what is under way at a time.
-            sent.append(torch.empty_like(args[0]))
-            self._see(sent[-1], "")
-        self._sent[storage_id(out)] = sent
+            # Gloo reduces in a copy of the input. Other backends do not, so this is an upper bound.
+            kept_alive.append(torch.empty_like(args[0]))
+            self._track(kept_alive[-1], "")
+        self._in_flight[storage_id(out)] = kept_alive
         return out
 
 
 class _NotPlainError(Exception):
-    """An argument that is not made of tensors and plain values."""
+    """An argument is neither a tensor nor a plain value, nor a list of these."""
 
 
 @cache
 def _returns_new_tensors(func: Any) -> bool:
+    """Whether an ATen operator returns tensors only, none of which aliases an argument."""
     schema = schema_of(func)
     tensors = all(str(each.type) == "Tensor" for each in schema.returns)
     aliases = any(each.alias_info for each in (*schema.arguments, *schema.returns))
@@ -256,28 +260,30 @@ def _returns_new_tensors(func: Any) -> bool:
 
 
 def _described(argument: Any) -> Any:
-    """What a result depends on; of a tensor shape, strides, dtype and device.
+    """Hashable key of an argument; for a tensor its shape, strides and dtype.
 
     Raises:
-        _NotPlainError: if that cannot be said.
+        _NotPlainError: if the argument has no such key.
     """
-    if (kind := type(argument)) in _PLAIN:
-        return kind, argument
+    if (value_type := type(argument)) in _PLAIN:
+        return value_type, argument
     if isinstance(argument, Tensor):
-        # A number among tensors is a tensor of the CPU, and promotes dtypes in its own way.
+        # `is_meta` tells scalars apart: autograd wraps a Python number in a CPU tensor, which
+        # promotes dtypes differently.
         return _Like((argument.shape, argument.stride(), argument.dtype, argument.is_meta))
-    if isinstance(argument, list | tuple) and len(argument) <= _LONGEST:
+    if isinstance(argument, list | tuple) and len(argument) <= _MAX_LIST_LENGTH:
         return tuple(map(_described, argument))
     raise _NotPlainError
 
 
 class _Like(tuple[Any, ...]):
-    """A tensor without numbers: its shape, strides and dtype, and whether it is on META."""
+    """Key of a tensor: shape, strides, dtype, and whether it is on the meta device."""
 
     __slots__ = ()
 
 
 def _like(described: Any) -> Any:
+    """Builds results from their keys."""
     if isinstance(described, _Like):
         shape, stride, dtype, _ = described
         return torch.empty_strided(shape, stride, dtype=dtype, device=META)
@@ -287,11 +293,11 @@ def _like(described: Any) -> Any:
 
 
 class FusedAttention:
-    """A context in which attention takes its fused kernel, as on CPU and CUDA; the meta device has
-    none and would hold the scores of all pairs.
+    """Context in which `scaled_dot_product_attention` takes its fused kernel on the meta device.
 
-    It is registered for the meta device and not a mode: modes are off while a backward pass runs,
-    which computes segments again.
+    CPU and CUDA have fused kernels; the meta device has none and would materialize all scores. The
+    kernel is registered with the dispatcher instead of a dispatch mode, because modes are disabled
+    while a backward pass recomputes segments.
     """
 
     def __enter__(self) -> None:
@@ -323,7 +329,7 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """The fused kernel's output; None where PyTorch does not take it."""
+    """Output of the fused kernel; None where PyTorch would not use it."""
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     masked = attn_mask is not None and attn_mask.requires_grad
     if query.ndim != 4 or len(sizes) > 1 or dropout_p > 0 or masked:

@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them in cluster files: `80 GB`, `450 GB/s`, `3 us`."""
+"""Numbers with units, as in cluster files: `80 GB`, `450 GB/s`, `3 us`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 
 
 def quantity(text_or_number: Any, units: dict[str, float]) -> float | None:
-    """A number, or a number with its unit, in the unit of size 1; None if it cannot be parsed.
+    """Parses a number with an optional unit into the base unit; None if it cannot be parsed.
 
     >>> quantity("80 GB", BYTES), quantity("3 us", SECONDS), quantity(0.5, SHARE)
     (80000000000.0, 3e-06, 0.5)

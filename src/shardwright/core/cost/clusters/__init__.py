@@ -1,4 +1,4 @@
-"""The clusters that come with the package, one YAML file each, and how a cluster is named."""
+"""Built-in clusters, one YAML file each, and the lookup of a cluster by name or file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ _FOLDER = resources.files(__name__)
 
 
 def built_in() -> tuple[str, ...]:
-    """Names of the clusters that come with the package."""
-    files = (file.name for file in _FOLDER.iterdir())
-    return tuple(sorted(n.removesuffix(".yaml") for n in files if n.endswith(".yaml")))
+    """Names of the built-in clusters."""
+    names = (file.name for file in _FOLDER.iterdir())
+    return tuple(sorted(n.removesuffix(".yaml") for n in names if n.endswith(".yaml")))
 
 
 def load_cluster(name: str | Path) -> Cluster:
-    """The cluster of a built-in name, `local`, or a YAML file.
+    """Returns a cluster.
+
+    Args:
+        name: `local`, the name of a built-in cluster, or the path of a YAML file.
 
     Raises:
-        ConfigError: if there is none of that name, or the file is not as it should be.
+        ConfigError: if the cluster is unknown or its file is invalid.
     """
     if str(name) == LOCAL:
         return local_cluster()
@@ -34,6 +37,6 @@ def load_cluster(name: str | Path) -> Cluster:
     if not path.is_file():
         names = ", ".join((LOCAL, *built_in()))
         raise ConfigError(
-            f"cluster {str(name)!r}: there is no such file, and the built-in clusters are {names}"
+            f"cluster {str(name)!r}: there is no such file\nbuilt-in clusters are {names}"
         )
     return read_cluster(read_text(path, ConfigError), str(path))
