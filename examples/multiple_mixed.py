@@ -1,5 +1,7 @@
-"""Hybrid parallelism: two pipeline stages, four micro-batches, recomputed ReLUs, sharded
-optimizer state, and the recursive search inside each stage; 784-512-512-1 on 8 devices.
+"""Hybrid parallelism: pipeline stages, recomputation and sharded optimizer state on 8 devices.
+
+Two stages, four micro-batches, recomputed ReLUs, and the recursive search inside each stage, for
+the network 784-512-512-1.
 
 bash examples/run_multiple_mixed.sh                  # 8 processes; log_output/1/rank.*/stdout
 

@@ -13,21 +13,22 @@ from shardwright.cli import app
 INTRODUCTION = """\
 # Commands
 
-`shardwright COMMAND --help` prints the same. An invalid input or file is one line on stderr and
-exit status 2; `shardwright --version` prints the versions of Shardwright, torch and Python.
+In the order in which a new user meets them; `shardwright COMMAND --help` prints the same options.
+For an invalid input or file a command prints the problem and what to do to stderr, and exits with
+status 2. `shardwright --version` prints the versions of Shardwright, torch and Python.
 """
 
 
 def commands_page() -> str:
-    """The page in Markdown: a section for each command, in the order of their names."""
+    """The page in Markdown: a section for each command, in the order of the help."""
     group: Any = typer.main.get_command(app)
-    sections = (_section(name, group.commands[name]) for name in sorted(group.commands))
+    sections = (_section(name, group.commands[name]) for name in group.list_commands(None))
     return INTRODUCTION + "".join("\n" + "\n".join(section) + "\n" for section in sections)
 
 
 def _section(name: str, command: Any) -> Iterator[str]:
     yield f"## {name}\n"
-    yield " ".join(command.help.split()) + "\n"
+    yield "\n\n".join(" ".join(part.split()) for part in command.help.split("\n\n")) + "\n"
     yield f"| `shardwright {name}` | |"
     yield "|---|---|"
     for each in command.params:

@@ -46,6 +46,7 @@ def run(script: str, *arguments: str) -> str:
 def test_help_without_torch_is_that_of_the_commands() -> None:
     imported = [CliRunner().invoke(cli.app, call, prog_name="shardwright").output for call in CALLS]
     assert len(imported) > 10 and "rehearse" in imported[0]
+    assert max(len(line) for text in imported for line in text.splitlines()) <= 80
     assert json.loads(run(HELP, json.dumps(CALLS))) == imported
 
 

@@ -175,7 +175,7 @@ def test_a_memory_limit_overrides_the_configuration(folder: Path, command: Comma
     arguments = ["plan", "config.yaml", "--devices", "2", "--json", "--memory-limit"]
     for wrong in ("0", "many", "-1GiB"):
         status, _, err = command(*arguments, wrong)
-        assert status == 2 and "is no number of bytes" in err
+        assert status == 2 and "is neither a number of bytes" in err
     (folder / "config.yaml").write_text(CONFIG + "parallel: {memory_limit: 1GB, stages: 1}")
     found = json.loads(command(*arguments, "1TB")[1])
     assert found["memory_limit"] == 10**12
@@ -297,7 +297,11 @@ def test_a_plan_for_another_number_of_devices_is_refused_before_the_start(
 ) -> None:
     command("plan", "config.yaml", "--devices", "2", "--out", "plan.json")
     status, _, err = command("train", "config.yaml", "--devices", "4", "--plan", "plan.json")
-    assert (status, err) == (2, "error: plan.json is for 2 devices, not for 4\n")
+    assert status == 2
+    assert err == (
+        "error: plan.json is a plan for 2 devices, not for 4\n"
+        "  use --devices 2, or leave out --plan to search for a new plan\n"
+    )
     assert not (folder / "log_output").exists()
 
 

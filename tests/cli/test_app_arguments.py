@@ -100,8 +100,8 @@ def assert_one_error(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> s
     """And returns it."""
     status, err = ending(arguments, monkeypatch)
     assert status == 2, arguments
-    boxes = sum(line.startswith("╭─ Error") for line in err.splitlines())
-    assert boxes == 1 or (not boxes and err.startswith("error: ")), (arguments, err)
+    usage = sum(line.startswith("Error: ") for line in err.splitlines())
+    assert usage == 1 or (not usage and err.startswith("error: ")), (arguments, err)
     assert "Traceback" not in err, arguments
     return err
 

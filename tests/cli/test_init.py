@@ -15,12 +15,17 @@ ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny" / "llama2_7b.yaml"
 
 
-def test_init_lists_every_configuration_and_example() -> None:
-    names = CliRunner().invoke(app, ["init"]).output.split()
+def test_init_lists_every_configuration_and_example_with_its_description() -> None:
+    lines = CliRunner().invoke(app, ["init"]).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    entries = dict(line.split(maxsplit=1) for line in lines if not line.startswith(" "))
+    assert entries["tiny/llama2_7b"] == "LLaMA 2 7B, tiny: trains on one machine"
+    assert entries["examples/from_model_to_report.ipynb"] == "From a model to its report"
+    names = entries.keys()
     configs = [name for name in names if not name.startswith("examples/")]
     assert len(configs) == len(list((ROOT / "configs").rglob("*.yaml"))) > 0
     examples = {f"examples/{file.name}" for file in (ROOT / "examples").glob("*.*")}
-    assert {"llama2_70b_auto", "tiny/llama2_7b", *examples} <= set(names)
+    assert {"llama2_70b_auto", "tiny/llama2_7b", *examples} <= names
 
 
 def test_init_copies_one_and_overwrites_nothing(

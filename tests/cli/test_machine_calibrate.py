@@ -119,7 +119,10 @@ def test_calibrate_fits_a_cluster_to_published_runs(tmp_path: Path) -> None:
     [
         (["--out", "x.yaml"], "need --from"),
         (["--from", "rows.json"], "--from needs --out"),
-        (["--from", "rows.json", "--out", "x.yaml", "--devices", "2"], "takes no --devices"),
+        (
+            ["--from", "rows.json", "--out", "x.yaml", "--devices", "2"],
+            "cannot be combined with --devices",
+        ),
         (["--from", "rows.json", "--out", "x.yaml"], "runs on a100, h100: choose one"),
         (["--from", "none.json", "--out", "x.yaml"], "no such file"),
     ],

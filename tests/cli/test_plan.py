@@ -122,10 +122,10 @@ def test_report_compares_a_plan_with_the_best_of_other_kinds(
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("plan", ["--devices", "4"], "is a plan, whose options are decided"),
-        ("plan", ["--what-if"], "is a plan, whose options are decided"),
-        ("plan", ["--top", "3"], "is a plan, whose options are decided"),
-        ("plan", ["--against", "presets"], "presets need a configuration"),
+        ("plan", ["--devices", "4"], "is a saved plan"),
+        ("plan", ["--what-if"], "is a saved plan"),
+        ("plan", ["--top", "3"], "is a saved plan"),
+        ("plan", ["--against", "presets"], "presets needs a configuration"),
         ("plan", ["--against", "missing.json"], "missing.json"),
         ("config", [], "a configuration needs --devices"),
     ],
@@ -165,7 +165,7 @@ def test_explain_reads_a_saved_plan_whose_options_are_decided(saved: Path, publi
     result = CliRunner().invoke(app, ["explain", str(saved), name])
     assert result.stdout.rstrip() == sw.Plan.load(saved).explain(name)
     for arguments, message in (
-        ([str(saved), name, "--devices", "4"], "whose options are decided"),
+        ([str(saved), name, "--devices", "4"], "is a saved plan"),
         ([str(published), name], "needs --devices"),
     ):
         failed = CliRunner().invoke(app, ["explain", *arguments])

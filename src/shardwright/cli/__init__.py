@@ -1,4 +1,4 @@
-"""The command `shardwright`: each of its commands reads its arguments and calls the library."""
+"""The command line `shardwright`: a module for each group of commands."""
 
 from shardwright.cli import compare, init, machine, plan, rehearse, train, tune
 from shardwright.cli.app import app, main

@@ -6,16 +6,40 @@ import errno
 import logging
 import platform
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from shardwright import __version__, errors
 from shardwright.core.torch_internals.modules import log_only
 from shardwright.errors import ShardwrightError
 from shardwright.run.launch.rank_failure import RankFailedError, StoppedError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+USER_PATH = (
+    *("init", "plan", "report", "check", "train"),
+    *("explain", "diff", "rehearse", "tune", "compare"),
+    *("models", "calibrate", "launch"),
+)
+"""The order of the commands in the help: that in which a new user meets them."""
+
+
+class OrderedCommands(TyperGroup):
+    """A group that lists its commands in the order of `USER_PATH`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*USER_PATH, *(name for name in self.commands if name not in USER_PATH)]
+
+
+# Without rich, help is at most 80 columns wide, and descriptions get most of them: rich gives each
+# of the option, its negation and its type a column as wide as its longest cell.
+app = typer.Typer(
+    cls=OrderedCommands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 
 
 def _print_version(requested: bool) -> None:

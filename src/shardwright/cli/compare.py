@@ -1,4 +1,4 @@
-"""`shardwright compare`."""
+"""The command `compare`."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def compare_command(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help=f"Devices and links: a name or a YAML file; by default {CLUSTER}, with --run this"
+            help=f"The cluster: a name or a YAML file. By default {CLUSTER}; with --run this"
             " machine, which is calibrated first."
         ),
     ] = None,
     devices: Annotated[
         int | None,
         typer.Option(
-            help="Number of devices; by default that of the configuration, with --run"
+            help="Number of devices. By default that of the configuration; with --run"
             f" {PROCESSES} processes."
         ),
     ] = None,
@@ -64,16 +64,18 @@ def compare_command(
     progress: ProgressOption = None,
     run: Annotated[
         Literal["tiny"] | None,
-        typer.Option(help="Measure training steps of the tiny variants on local processes."),
+        typer.Option(help="Measure training steps of tiny variants on local processes."),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(help="With --run: number of steps of each alternative.")
+        int, typer.Option(help="With --run: measured steps of each alternative.")
     ] = ROUNDS,
     log_dir: LogDirOption = LOG_DIR,
 ) -> None:
-    """Compare the automatic plan with expert configurations and with every combination of data,
-    tensor and pipeline parallelism by predicted step time. Exit status 1 if an alternative that
-    fits into memory is faster."""
+    """Compare the automatic plan with expert configurations.
+
+    Also compares it with every combination of data, tensor and pipeline parallelism, by predicted
+    step time. Exit status 1 if an alternative that fits into memory is faster.
+    """
     if run is not None:
         logs, processes = LogFolder(log_dir), devices or PROCESSES
         with lock_folders(logs.root), show_progress(progress) as on_progress:
@@ -98,7 +100,7 @@ def compare_command(
             for done, config in enumerate(configs)
         ]
     if json:
-        # Programs that read the keys know the alternatives as ways.
+        # "ways" is the published key of the JSON.
         data = [{**asdict(each), "speed_up": each.speed_up} for each in comparisons]
         for each in data:
             each["ways"] = each.pop("alternatives")
@@ -154,8 +156,8 @@ KINDS = (EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, AUTO)
 
 
 def comparison_table(comparisons: list[Comparison]) -> Table:
-    """A row for each model: its alternatives, how far the automatic plan is from the best at most,
-    and its speedup over the expert."""
+    """A row for each model: its alternatives, and the automatic plan's optimality gap and speedup
+    over the expert."""
     table = Table(title=TITLE, title_justify="left")
     table.add_column("model")
     table.add_column("devices", justify="right")

@@ -1,8 +1,11 @@
-"""The command `init`: the configurations and examples that come with the package."""
+"""The command `init`: copies the configurations and examples that come with the package."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -10,14 +13,15 @@ import typer
 
 import shardwright
 from shardwright.cli.app import app
+from shardwright.core.plan.text_columns import GAP, NARROWEST, wrapped
 from shardwright.errors import ConfigError
 
 PACKAGE = Path(shardwright.__file__).parent
 
 
-def files() -> dict[str, Path]:
-    """The file of each name, such as `tiny/llama2_7b` and `examples/demo.py`: a wheel holds them in
-    the package, a checkout at its root."""
+def available_files() -> dict[str, Path]:
+    """Returns the file of each name, such as `tiny/llama2_7b` or `examples/demo.py`."""
+    # A wheel has the folders inside the package, a checkout at its root.
     root = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parents[1]
     configs, examples = root / "configs", root / "examples"
     named = {
@@ -28,10 +32,28 @@ def files() -> dict[str, Path]:
     return named | {f"{examples.name}/{file.name}": file for file in copied}
 
 
-def starter(family: str, known: dict[str, Path]) -> str | None:
-    """Of a family, such as `llama` or `qwen`, the configuration that any machine can train."""
-    tiny = (each for each in known if re.fullmatch(rf"tiny/{re.escape(family)}\d*_.*", each))
+def starter(family: str, names: Mapping[str, Path]) -> str | None:
+    """Returns the configuration of a model family, such as `llama`, that trains on any machine."""
+    tiny = (each for each in names if re.fullmatch(rf"tiny/{re.escape(family)}\d*_.*", each))
     return min(tiny, key=lambda each: (len(each), each), default=None)
+
+
+def description(file: Path) -> str:
+    """Returns the first line of the comment, docstring or heading at the top of a file."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".ipynb":
+        text = "".join(json.loads(text)["cells"][0]["source"])
+    lines = (line.strip('#" ') for line in text.splitlines() if not line.startswith("#!"))
+    return next(filter(None, lines), "").rstrip(".")
+
+
+def listing(files: Mapping[str, Path]) -> Iterator[str]:
+    """Yields lines of at most 80 columns: each name with its description, examples last."""
+    for _, group in groupby(files, lambda name: name.startswith("examples/")):
+        names = list(group)
+        width = max(map(len, names))
+        for name in names:
+            yield from wrapped(description(files[name]), NARROWEST, f"{name:{width}}{GAP}")
 
 
 @app.command("init")
@@ -39,8 +61,8 @@ def init_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="One of the listed names, or a family, such as llama: a configuration of it that "
-            "trains on any machine.",
+            help="A listed name, or a model family such as llama for a configuration of it that"
+            " trains on any machine.",
             show_default=False,
         ),
     ] = None,
@@ -48,24 +70,27 @@ def init_command(
         Path | None, typer.Option(help="The file to write; by default in the working folder.")
     ] = None,
 ) -> None:
-    """Copy a configuration or an example to start from; without a name, list what there is."""
-    known = files()
+    """Copy a configuration or an example to start from.
+
+    Without a name, lists them with descriptions.
+    """
+    files = available_files()
     if name is None:
         if out is not None:
             raise typer.BadParameter("--out needs a name")
-        for each in known:
-            typer.echo(each)
+        for line in listing(files):
+            typer.echo(line)
         return
-    file = known.get(starter(name, known) or name)
+    file = files.get(starter(name, files) or name)
     if file is None:
-        similar = [each for each in known if name in each] or list(known)
-        raise ConfigError(
-            f"no configuration or example is named {name}; there are {', '.join(similar)}"
-        )
+        similar = ", ".join(each for each in files if name in each)
+        remedy = f"similar names: {similar}" if similar else "list all names: shardwright init"
+        raise ConfigError(f"no configuration or example is named {name}\n{remedy}")
     target = out or Path(file.name)
     try:
+        # Mode x fails if the file exists: a configuration that was edited is never overwritten.
         with target.open("xb") as stream:
             stream.write(file.read_bytes())
     except FileExistsError:
-        raise ConfigError(f"{target} exists already: choose another file by --out") from None
+        raise ConfigError(f"{target} exists already\nchoose another file with --out") from None
     typer.echo(f"written to {target}")

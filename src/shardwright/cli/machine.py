@@ -1,4 +1,4 @@
-"""The commands that need no plan: `launch`, `calibrate`, `models`."""
+"""The commands `launch`, `calibrate` and `models`, which need no plan."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from shardwright.tools.compare.measure_processes import calibrate
 from shardwright.tools.compare.published_config import planned_runs
 
 WIDTH = 140
-MOST = 1024
-"""Processes on one machine."""
+MAX_PROCESSES = 1024
+"""Processes that are started on one machine; more are a typo."""
 
 COLUMNS = {
     "num_layers": "layers",
@@ -50,12 +50,15 @@ def launch_command(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script.", exists=True, dir_okay=False)],
     devices: Annotated[
-        int, typer.Option(min=1, max=MOST, help="Number of devices.", show_default=False)
+        int, typer.Option(min=1, max=MAX_PROCESSES, help="Number of devices.", show_default=False)
     ],
     log_dir: LogDirOption = LOG_DIR,
 ) -> None:
-    """Run a script as local processes, one per device, with the environment that torchrun sets.
-    Rank N writes to LOG_DIR/1/rank.N/stdout and stderr. Arguments after SCRIPT are passed to it."""
+    """Run a script as local processes, one per device.
+
+    Sets the environment variables that torchrun sets. Rank N writes to LOG_DIR/1/rank.N/stdout and
+    stderr. Arguments after SCRIPT are passed to it.
+    """
     logs = LogFolder(log_dir)
     with lock_folders(logs.root) as locks:
         logs.clear(num_ranks=devices)
@@ -68,8 +71,8 @@ def calibrate_command(
         int | None,
         typer.Option(
             min=2,
-            max=MOST,
-            help="Number of processes whose links are measured; by default 2.",
+            max=MAX_PROCESSES,
+            help="Processes between which the links are measured; by default 2.",
             show_default=False,
         ),
     ] = None,
@@ -77,15 +80,15 @@ def calibrate_command(
         Path | None,
         typer.Option(
             "--from",
-            help="Fit the figures of a cluster to the published training runs of this JSON file.",
+            help="Fit a cluster to the published training runs in this JSON file.",
             callback=existing(ConfigError),
         ),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="With --from: the cluster, a name or a YAML file, whose peaks are kept; by default"
-            " that of all runs."
+            help="With --from: the cluster, a name or a YAML file, from which peak rates and"
+            " bandwidths are taken; by default that of all runs."
         ),
     ] = None,
     out: Annotated[
@@ -93,8 +96,11 @@ def calibrate_command(
     ] = None,
     progress: ProgressOption = None,
 ) -> None:
-    """Measure this machine's CPU and the links between its processes for the cluster `local`. The
-    result is saved in the user's cache. With --from, fit another cluster to published runs."""
+    """Measure this machine for the cluster `local`.
+
+    Measures the CPU and the links between processes, and saves the result in the user's cache. With
+    --from, fits another cluster to published training runs.
+    """
     if rows is None:
         if cluster is not None or out is not None:
             raise typer.BadParameter("--cluster and --out need --from")
@@ -104,7 +110,7 @@ def calibrate_command(
         typer.echo(f"# saved in {cache_file()}")
         return
     if out is None or devices is not None:
-        raise typer.BadParameter("--from needs --out, and takes no --devices")
+        raise typer.BadParameter("--from needs --out and cannot be combined with --devices")
     base = None if cluster is None else load_cluster(cluster)
     planned, left_out = planned_runs(rows, base)
     names = sorted({each.run.hardware for each in planned})
@@ -131,7 +137,7 @@ def models_command(
     tiny: Annotated[bool, typer.Option("--tiny", help="List the tiny variants for tests.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
-    """List the language models that a configuration can use, with their sizes."""
+    """List the built-in language models with their sizes."""
     names = [name for name in MODELS if name.endswith("_tiny") == tiny]
     counts = {name: parameter_count(name) for name in names}
     if json:
@@ -153,6 +159,6 @@ def models_command(
 
 
 def parameter_count(name: str) -> int:
-    """The number of parameters of the model of this name; allocates nothing."""
+    """Returns the number of parameters of a built-in model, which is built on the meta device."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(name).parameters())

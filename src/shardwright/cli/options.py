@@ -1,4 +1,4 @@
-"""Options and messages that several commands share."""
+"""Options that several commands share, and the run that they describe."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ P = TypeVar("P", Path, Path | None, list[Path])
 LOG_DIR = Path("log_output")
 
 
-def existing(kind: type[ShardwrightError]) -> Callable[[P], P]:
-    """A check of the paths of an argument: that a file is missing is said before that other
-    arguments are. Errors are of this kind."""
+def existing(error_type: type[ShardwrightError]) -> Callable[[P], P]:
+    """Returns a callback for an argument, which raises `error_type` if a file does not exist."""
 
+    # A callback runs while the arguments are parsed, so a missing file is reported before a missing
+    # option.
     def check(paths: P) -> P:
         for path in [paths] if isinstance(paths, Path) else paths or ():
-            check_exists(path, kind)
+            check_exists(path, error_type)
         return paths
 
     return check
@@ -48,7 +49,7 @@ DevicesOption = Annotated[int, typer.Option(help="Number of devices.", show_defa
 
 
 def _check_coefficient(text: str | None) -> str | None:
-    """Raises: typer.BadParameter: neither a positive number nor `auto`."""
+    """Raises `typer.BadParameter` unless the text is a positive number or `auto`."""
     error = typer.BadParameter(f"{text!r} is neither a positive number nor auto")
     try:
         valid = text is None or text == "auto" or 0 < float(text) < inf
@@ -71,10 +72,10 @@ MemCoeffOption = Annotated[
 
 
 def _check_memory_limit(text: str | None) -> str | None:
-    """Raises: typer.BadParameter: neither a size nor `none`."""
+    """Raises `typer.BadParameter` unless the text is a size or `none`."""
     if text is not None and text != NO_LIMIT and parse_bytes(text) is None:
         raise typer.BadParameter(
-            f"{text!r} is no number of bytes, like 24GiB or 2GB, and not {NO_LIMIT}"
+            f"{text!r} is neither a number of bytes, such as 24GiB, nor {NO_LIMIT}"
         )
     return text
 
@@ -82,9 +83,9 @@ def _check_memory_limit(text: str | None) -> str | None:
 MemoryLimitOption = Annotated[
     str | None,
     typer.Option(
-        help="Bytes that a device may need, like 24GiB; overrides the configuration. Parameters are"
-        " sharded and operators computed again until the plan fits. By default the memory of the"
-        " named cluster's devices; none: no limit.",
+        help="Memory limit per device, such as 24GiB; overrides the configuration. Parameters are"
+        " sharded and activations recomputed until the plan fits. By default the memory of the"
+        " cluster's devices, if --cluster or the configuration names one; none: no limit.",
         metavar="SIZE|none",
         callback=_check_memory_limit,
     ),
@@ -95,7 +96,9 @@ ClusterOption = Annotated[
         help="Minimize the predicted step time on this cluster: `local`, `h100`, …, or a YAML file."
     ),
 ]
-LogCostsOption = Annotated[bool, typer.Option("--log-costs", help="Log the cost of each cut.")]
+LogCostsOption = Annotated[
+    bool, typer.Option("--log-costs", help="Log the cost of each choice of the search.")
+]
 
 
 def run_of(
@@ -107,7 +110,7 @@ def run_of(
     memory_limit: str | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> Run:
-    """The run of a configuration, overridden by the options of the command line."""
+    """Reads a configuration, and overrides it by options of the command line."""
     run = Run.from_file(config)
     _report_keys(run, config)
     changes: dict[str, object] = {}
@@ -132,6 +135,7 @@ def run_of(
 def _report_keys(run: Run, config: Path) -> None:
     """Reports keys of a MindFormers configuration file that are ignored or interpreted
     differently."""
+    # The launcher has reported them; its ranks read the same file.
     if run.foreign is None or is_launched():
         return
     for note in run.foreign.notes:
@@ -143,7 +147,7 @@ def _report_keys(run: Run, config: Path) -> None:
 
 
 def report_batch(run: Run, config: Path, devices: int) -> None:
-    """Reports how the global batch of a MindFormers configuration file is computed."""
+    """Reports the formula of the global batch of a MindFormers configuration file."""
     if run.foreign is not None and not is_launched():
         typer.echo(f"{config}: {run.foreign.batch_formula(devices)}", err=True)
 
@@ -152,7 +156,7 @@ ProgressOption = Annotated[
     bool | None,
     typer.Option(
         "--progress/--no-progress",
-        help="Report progress on stderr; by default if it is a terminal.",
+        help="Report progress on stderr; by default only on a terminal.",
         show_default=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""The commands about one plan, or two: `plan`, `explain`, `check`, `diff`, `report`."""
+"""The commands `plan`, `explain`, `check`, `report` and `diff`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MAX_NAMES = 4
 AXIS_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 EveryOption = Annotated[
-    bool, typer.Option("--every", help="Include operators that only follow their neighbors.")
+    bool, typer.Option("--every", help="Include operators that follow their neighbors' layouts.")
 ]
 PlanOrConfigArgument = Annotated[
     Path,
@@ -87,17 +87,23 @@ def plan_command(
     top: Annotated[
         int | None,
         typer.Option(
-            help="Print instead the fastest plans of so many kinds that fit into memory (stages,"
-            " storage, recomputation, micro-batches), and why there is none of others.",
+            help="Print the fastest plan of each of this many kinds (stages, storage,"
+            " recomputation, micro-batches) instead, and why plans of other kinds do not fit.",
             show_default=False,
             min=1,
         ),
     ] = None,
     progress: ProgressOption = None,
 ) -> None:
-    """Search for a plan and print its summary. Needs no devices and starts no processes."""
+    """Search for a plan and print its summary.
+
+    Needs no devices and starts no processes.
+    """
     if top is not None and (full or every or out is not None or save_graphs is not None):
-        raise typer.BadParameter("--top prints several plans, and saves none")
+        raise typer.BadParameter(
+            "--top prints several plans and saves none: leave out --full, --every, --out and"
+            " --save-graphs"
+        )
     with show_progress(progress) as on_progress:
         run = run_of(
             config,
@@ -115,7 +121,7 @@ def plan_command(
         try:
             plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
         except PlanInterrupted as stopped:
-            typer.echo("stopped: the fastest plan that was known to fit by then", err=True)
+            typer.echo("stopped: this is the fastest plan found so far that fits", err=True)
             plan = stopped.plan()
         plan.derive(on_progress)
         on_progress("table")
@@ -131,8 +137,9 @@ def plan_command(
 
 
 def _colored(text: str, plan: Plan) -> Text:
-    """The names of axes in a color each, where they stand as axes."""
+    """Gives each axis name its own color."""
     colored = Text(text)
+    # Only after "over " or as an axis of a factor (k/tp·dp): module paths may contain the names.
     for number, name in enumerate(plan.mesh.alias_names):
         color = AXIS_COLORS[number % len(AXIS_COLORS)]
         colored.highlight_regex(rf"(?:(?<=over )|(?<=[/·])){re.escape(name)}\b", color)
@@ -149,8 +156,11 @@ def explain_command(
     cluster: ClusterOption = None,
     memory_limit: MemoryLimitOption = None,
 ) -> None:
-    """Explain how one operator is sharded and why: what other choices would cost and what would
-    turn the decision, where its inputs come from and what is redistributed."""
+    """Explain how one operator is sharded, and why.
+
+    Prints what other choices would cost and what would make them cheaper, where the inputs come
+    from, and the redistributions.
+    """
     _check_options(config, devices, (mem_coeff, log_costs or None, cluster, memory_limit))
     if devices is None:
         plan = Plan.load(config)
@@ -161,10 +171,13 @@ def explain_command(
 
 
 def _check_options(source: Path, devices: int | None, others: Sequence[object]) -> None:
-    """Raises: typer.BadParameter: options of planning for a plan, or none for a configuration."""
+    """Checks that planning options come with a configuration, which needs --devices."""
     if source.suffix == ".json":
         if any(each is not None for each in (devices, *others)):
-            raise typer.BadParameter(f"{source} is a plan, whose options are decided")
+            raise typer.BadParameter(
+                f"{source} is a saved plan: --devices and other planning options need a"
+                " configuration"
+            )
     elif devices is None:
         raise typer.BadParameter("a configuration needs --devices")
 
@@ -176,9 +189,11 @@ def check_command(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     mem_coeff: MemCoeffOption = None,
 ) -> None:
-    """Train the planned program on simulated ranks in one process, and compare outputs, gradients,
-    and parameters after two steps with the model itself on one device, and the bytes sent with the
-    plan. Exit status 1 if they differ."""
+    """Compare the planned model with the same model on one device.
+
+    Trains two steps on simulated ranks in one process, and compares outputs, gradients, parameters
+    and communication volume. Exit status 1 if they differ.
+    """
     run = run_of(config, mem_coeff).for_devices(devices)
     result = check(run.model(), run.example_batch(), {}, run.plan(devices))
     text = f"{devices} simulated ranks vs. one device, float64\n{result}"
@@ -194,7 +209,8 @@ def report_command(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The page; by default beside the plan, of a configuration in the working folder.",
+            help="The HTML file; by default next to a plan, or in the working folder for a"
+            " configuration.",
             show_default=False,
         ),
     ] = None,
@@ -208,8 +224,8 @@ def report_command(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="Compare with a saved plan or another configuration, such as an expert's, or with"
-            " `presets`: data parallel, fully sharded or not. May be repeated.",
+            help="Compare with a saved plan or another configuration, or with `presets`: data"
+            " parallel and fully sharded data parallel. May be repeated.",
             metavar="FILE|presets",
             show_default=False,
         ),
@@ -217,7 +233,7 @@ def report_command(
     top: Annotated[
         int | None,
         typer.Option(
-            help="Compare with the fastest plans of so many kinds, as `plan --top` lists them.",
+            help="Compare with the fastest plans of this many kinds, as `plan --top` prints them.",
             show_default=False,
             min=1,
         ),
@@ -225,7 +241,7 @@ def report_command(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="Show what was measured beside what is predicted: the log folder of a run with"
+            help="Show measurements next to the predictions: the log folder of a run with"
             " `train --profile`.",
             metavar="FOLDER",
             show_default=False,
@@ -236,8 +252,10 @@ def report_command(
     memory_limit: MemoryLimitOption = None,
     progress: ProgressOption = None,
 ) -> None:
-    """Write a plan as a page for a browser: one HTML file that needs no network. A configuration
-    is planned first."""
+    """Write a plan as a page: one HTML file that needs no network.
+
+    A configuration is planned first.
+    """
     _check_options(source, devices, (cluster, memory_limit, what_if or None, top))
     measured = None if profile is None else Measured.load(profile)
     files = [Path(each) for each in against or () if each != PRESETS]
@@ -246,7 +264,9 @@ def report_command(
         others: dict[str, Plan | str] = {}
         if devices is None:
             if len(files) < len(against or ()):
-                raise typer.BadParameter(f"{PRESETS} need a configuration, which can be planned")
+                raise typer.BadParameter(
+                    f"--against {PRESETS} needs a configuration: {source} is a saved plan"
+                )
             plan, page = Plan.load(source), source.with_suffix(".html")
         else:
             run = run_of(
@@ -282,8 +302,11 @@ def diff_command(
     every: EveryOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the differences as JSON.")] = False,
 ) -> None:
-    """Compare two saved plans: cuts, stages, storage, recomputation, and what follows from them.
-    Exit status 1 if they differ."""
+    """Compare two saved plans.
+
+    Lists the differences in shardings, stages, storage and recomputation, and in predicted time,
+    memory and communication. Exit status 1 if there are any.
+    """
     changes = differences(Plan.load(first), Plan.load(second), every)
     if json:
         typer.echo(dumps([asdict(change) for change in changes], indent=1))

@@ -1,4 +1,4 @@
-"""`shardwright rehearse`."""
+"""The command `rehearse`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rehearse_command(
     rank: Annotated[
         list[int] | None,
         typer.Option(
-            help="A rank to rehearse, may be repeated; by default the first and last of each stage."
+            help="A rank to rehearse; by default the first and last of each stage. May be repeated."
         ),
     ] = None,
     plan: Annotated[
@@ -49,19 +49,28 @@ def rehearse_command(
     ] = None,
     device: Annotated[
         Literal["meta", "cpu"],
-        typer.Option(help="meta: any model fits; cpu: computes, and writes a checkpoint too."),
+        typer.Option(
+            help="meta: allocates no tensors, any model fits; cpu: computes, and writes a"
+            " checkpoint."
+        ),
     ] = "meta",
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     mem_coeff: MemCoeffOption = None,
     cluster: ClusterOption = None,
     memory_limit: MemoryLimitOption = None,
 ) -> None:
-    """Train for three steps as one rank of many, in this process, without the other ranks and
-    without devices. Exit status 1 if a rank sends other bytes than the plan says."""
+    """Train three steps as one rank of many, without the others.
+
+    Runs in this process and needs no devices. Exit status 1 if the communication volume of a rank
+    differs from the plan's.
+    """
     run = run_of(config, mem_coeff, cluster=cluster, memory_limit=memory_limit).for_devices(devices)
     saved = Plan.load(plan) if plan is not None else None
     if saved is not None and saved.devices != devices:
-        raise PlanError(f"{plan} is for {saved.devices} devices, not for {devices}")
+        raise PlanError(
+            f"{plan} is a plan for {saved.devices} devices, not for {devices}\n"
+            f"use --devices {saved.devices}, or leave out --plan to search for a new plan"
+        )
     report_batch(run, config, devices)
     chosen = saved or run.plan(devices)
     result = rehearse_run(run, chosen, rank or (), torch.device(device))
@@ -71,7 +80,7 @@ def rehearse_command(
 
 
 def rehearsal_text(result: Rehearsal) -> str:
-    """A table for each rank: its phases, and what it sends in a step."""
+    """A table of phases for each rank, and its memory and communication volume."""
     lines: list[str] = []
     for rank in result.ranks:
         lines += printed(WIDTH, _rank_table(rank, result.devices), *_rank_lines(rank))

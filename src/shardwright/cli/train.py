@@ -1,4 +1,4 @@
-"""`shardwright train`."""
+"""The command `train`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train_command(
     config: ConfigArgument,
     devices: Annotated[
         int | None,
-        typer.Option(help="Number of devices; by default the plan's, or torchrun's, or 1."),
+        typer.Option(help="Number of devices; by default that of --plan, of torchrun, or 1."),
     ] = None,
     plan: Annotated[
         Path | None,
@@ -65,40 +65,42 @@ def train_command(
         bool, typer.Option("--resume", help="Resume from the newest checkpoint, if there is one.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How many times all ranks are restarted after one failed.")
+        int, typer.Option(min=0, help="How many times all ranks are restarted after a failure.")
     ] = 0,
     elastic: Annotated[
         str | None,
         typer.Option(
             metavar="MIN:MAX",
-            help="When ranks are killed, replan for the remaining devices and resume.",
+            help="After the loss of a rank, replan for the remaining devices and resume.",
         ),
     ] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(metavar="N|MIN:MAX", help="Number of nodes; each runs this command."),
     ] = None,
-    node_rank: Annotated[int | None, typer.Option(help="Rank of this node, from 0 on.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Rank of this node, from 0.")] = None,
     rdzv: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="The address of node 0, and a free port there."),
+        typer.Option(metavar="HOST:PORT", help="Address of node 0, with a free port."),
     ] = None,
     nproc_per_node: Annotated[
         int | None,
-        typer.Option(min=1, help="Devices of each of several nodes; by default its accelerators."),
+        typer.Option(min=1, help="Devices per node; by default the accelerators of this node."),
     ] = None,
     profile: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="Profile N steps after the first: a trace of each rank, and a page with what was"
-            " measured beside what is predicted, in the log folder.",
+            help="Profile N steps after the first. Writes a trace of each rank, and a page of"
+            " measurements next to predictions, to the log folder.",
         ),
     ] = None,
 ) -> None:
-    """Train on local processes, one per device, on several nodes, or under torchrun on the
-    processes it started."""
+    """Train on local processes, on several nodes, or under torchrun.
+
+    Starts one process per device. Under torchrun it joins the processes that torchrun started.
+    """
     options = _Options(
         config, devices, plan, log_dir, mem_coeff, resume, max_restarts, elastic, profile
     )
@@ -106,14 +108,14 @@ def train_command(
     if node is not None:
         _train_node(node, options)
         return
-    # What a launched rank raises is reported by its launcher.
+    # `record` writes the error of a rank to the file where its launcher looks for it.
     body = record(_train) if is_launched() else _train
     body(options)
 
 
 @dataclass(frozen=True)
 class _Options:
-    """What the command line says, but for what describes a node."""
+    """The options of `train`, without those of a node."""
 
     config: Path
     devices: int | None
@@ -126,7 +128,8 @@ class _Options:
     profile: int | None
 
     def command(self, resume: bool) -> list[str]:
-        """With which `python` is called for each rank."""
+        """Returns the arguments with which each rank runs `python`."""
+        # -P: otherwise `-m` puts the working folder on sys.path, where a file may hide a module.
         command = ["-P", "-m", "shardwright", "train", str(self.config)]
         for name in ("plan", "log_dir", "mem_coeff", "profile"):
             value = getattr(self, name)
@@ -142,32 +145,33 @@ def _node(
     local_size: int | None,
     options: _Options,
 ) -> Node | None:
-    """The node that the options describe, if they do."""
+    """Returns the node that the options describe; None without --nnodes."""
     if nnodes is None:
         if rank is not None or rdzv is not None or local_size is not None:
             raise ConfigError("--node-rank, --rdzv and --nproc-per-node need --nnodes")
         return None
     if options.devices is not None or options.elastic is not None:
         raise ConfigError(
-            "--nnodes: give --nproc-per-node instead of --devices, and --nnodes MIN:MAX instead of"
-            " --elastic"
+            "--nnodes cannot be combined with --devices and --elastic\n"
+            "use --nproc-per-node instead of --devices, --nnodes MIN:MAX instead of --elastic"
         )
     if is_launched():
         raise ConfigError(
-            "--nnodes: torchrun has started this process: give it the number of nodes"
+            "--nnodes: torchrun has started this process\npass the number of nodes to torchrun"
         )
     return Node.parse(nnodes, rank, rdzv, local_size)
 
 
 def _train_node(node: Node, options: _Options) -> None:
-    """Starts the ranks of one of several nodes, which plan and train."""
+    """Starts the ranks of one of several nodes; the ranks plan and train."""
     run = run_of(options.config, options.mem_coeff, resume=options.resume)
     logs = LogFolder(options.log_dir)
     if node.rank == 0:
         with lock_folders(*_written(run, logs)):
             run.check_checkpoints()
             logs.clear(num_ranks=1, keep_steps=run.resumes)
-    # A node may come back into a run that goes on; node 0 has seen to it that it is the same run.
+    # A node may rejoin a run in progress, so its ranks always resume. Node 0 has checked above that
+    # a new run does not resume another run's checkpoints.
     command = options.command(resume=run.checkpoints() is not None)
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     launch_node(command, node, logs, max_restarts=options.max_restarts, timeout=timeout)
@@ -179,7 +183,7 @@ def _train(options: _Options) -> None:
     resume = options.resume or world.restarts > 0
     run = run_of(options.config, options.mem_coeff, resume=resume)
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
-    # Under torchrun rank 0 locks them; ranks of this command find that their launcher has.
+    # Under torchrun rank 0 takes the locks; a rank of this command inherits its launcher's.
     with (
         same_run(world, _facts(run), timeout, run.config.train.device),
         lock_folders(*(_written(run, logs) if world.rank == 0 else ())) as locks,
@@ -208,7 +212,8 @@ def _train(options: _Options) -> None:
 
 
 def _facts(run: Run) -> dict[str, object]:
-    """What the nodes of a run must have in common. One that comes later may be told to resume."""
+    """Returns the facts in which all nodes of a run must agree."""
+    # `resume` may differ: a node that rejoins resumes.
     sections = run.config.model_dump(mode="json", exclude={"train": {"resume"}})
     keys = {
         f"{section}.{key}": value
@@ -219,7 +224,7 @@ def _facts(run: Run) -> dict[str, object]:
 
 
 def _written(run: Run, logs: LogFolder) -> list[Path]:
-    """The folders that a run writes."""
+    """Returns the folders that a run writes to."""
     checkpoints = run.checkpoints()
     return [logs.root] if checkpoints is None else [logs.root, checkpoints.folder]
 
@@ -227,17 +232,23 @@ def _written(run: Run, logs: LogFolder) -> list[Path]:
 def _planned(
     run: Run, options: _Options, bounds: DeviceRange | None, world: World
 ) -> tuple[Run, Plan | Callable[[], Plan]]:
-    """The run on its number of devices, and its plan: one from a file, or a search, which of
-    several ranks one does when all are there."""
+    """Returns the run on its number of devices, with its plan.
+
+    The plan is a function if there are several ranks: one of them searches, once all have joined.
+    """
     file, devices = options.plan, options.devices
     saved = Plan.load(file) if file is not None else None
     if devices is None:
         devices = saved.devices if saved else bounds.maximum if bounds else world.size
     if saved is not None and saved.devices != devices:
-        raise PlanError(f"{file} is for {saved.devices} devices, not for {devices}")
+        raise PlanError(
+            f"{file} is a plan for {saved.devices} devices, not for {devices}\n"
+            f"use --devices {saved.devices}, or leave out --plan to search for a new plan"
+        )
     if bounds is not None and not bounds.minimum <= devices <= bounds.maximum:
         raise PlanError(
-            f"--elastic {bounds.minimum}:{bounds.maximum} does not allow {devices} devices"
+            f"--elastic {bounds.minimum}:{bounds.maximum} does not allow {devices} devices\n"
+            f"use --devices from {bounds.minimum} to {bounds.maximum}"
         )
     run = run.for_devices(devices)
     run.check_data()
@@ -245,7 +256,10 @@ def _planned(
     if saved is not None:
         return run, saved
     if world.size not in (1, devices):
-        raise PlanError(f"--devices {devices}, but there are {world.size} processes")
+        raise PlanError(
+            f"--devices {devices}, but torchrun has started {world.size} processes\n"
+            f"leave out --devices, or use --devices {world.size}"
+        )
 
     def plan() -> Plan:
         new = run.plan(devices)
@@ -259,7 +273,7 @@ def _planned(
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The processes that this one starts, and the display of their progress.
+    """The local ranks of a run, and the display of their progress.
 
     Args:
         locks: file descriptors of the locked folders.
@@ -271,7 +285,7 @@ class _Ranks:
     locks: Collection[int]
 
     def train(self, plan: Plan, bounds: DeviceRange | None) -> None:
-        """Starts them, and again as often as is allowed."""
+        """Starts the ranks, and restarts them after failures as the options allow."""
         max_restarts = self.options.max_restarts
         timeout = timedelta(seconds=self.run.config.train.timeout_seconds)
         command = self.command(plan, self.run.resumes)
@@ -305,13 +319,15 @@ class _Ranks:
             )
 
     def command(self, plan: Plan, resume: bool) -> list[str]:
-        """The command of each process, to train with `plan`."""
+        """Saves the plan, and returns the arguments with which each rank runs `python`."""
         plan.save(self.logs.plan)
         return replace(self.options, plan=self.logs.plan, mem_coeff=None).command(resume)
 
     def replan(self, remaining: int, minimum: int) -> tuple[list[str], int]:
-        """The command with a plan for the largest number of the remaining devices that share any
-        work, and that number."""
+        """Plans for as many of the remaining devices as can share the work.
+
+        Returns the command of a rank and the number of devices.
+        """
         for devices in range(remaining, minimum, -1):
             try:
                 plan = self.run.plan(devices)
@@ -325,7 +341,7 @@ class _Ranks:
 
     @contextmanager
     def progress(self) -> Iterator[LiveProgress]:
-        """Shows rank 0's lines and steps while it writes them."""
+        """Shows rank 0's output and steps as it writes them."""
         with LiveProgress(Console(), self.run.num_steps, len(self.run.batches)) as progress:
             on_line = {
                 self.logs.stdout(0): progress.line,
@@ -342,8 +358,14 @@ def _train_one_rank(
     logs: LogFolder,
     steps: int | None,
 ) -> None:
-    """Rank 0 writes each step to its `steps.jsonl`, prints the documented line every `log_every`
-    steps, and shows its progress on a terminal; the other ranks print nothing."""
+    """Trains as one rank.
+
+    Rank 0 writes each step to `steps.jsonl`, prints a line every `log_every` steps, and shows its
+    progress on a terminal. Other ranks print nothing.
+
+    Args:
+        steps: the number of profiled steps; None to train without the profiler.
+    """
     profile = None
     if steps is not None:
         logs.rank(world.rank).mkdir(parents=True, exist_ok=True)
@@ -380,31 +402,32 @@ def _train_one_rank(
 
 
 def _check_profile(run: Run, steps: int) -> None:
-    """Raises: ConfigError: a run is too short, or the page cannot be written."""
+    """Raises `ConfigError` if the run has too few steps or the page cannot be written."""
     check_profiled_steps(steps, run.num_steps)
+    # Checked before the training: the page is written at its end.
     if find_spec("jinja2") is None:
         raise ConfigError(
-            "--profile writes a page, which needs jinja2: pip install 'shardwright[tools]'"
+            "--profile writes a page, which needs jinja2\npip install 'shardwright[tools]'"
         )
 
 
 def _write_profile(plan: Plan, measured: Measured, logs: LogFolder) -> None:
-    """What was measured, and the plan's page with it."""
+    """Writes the measurements, and the plan's page with them."""
     measured.save(logs.run / PROFILE_FILE)
     plan.report(logs.run / PAGE, measured=measured)
 
 
 @contextmanager
 def _showing_warnings(line: Callable[[str], None]) -> Iterator[None]:
-    """Prints warnings about checkpoints where the user looks, not only in the log of the rank."""
+    """Shows warnings about checkpoints on the terminal, and all others as Python does."""
     with warnings.catch_warnings():
-        others = warnings.showwarning
+        show_other = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
             if issubclass(category, CheckpointWarning):
                 line(f"warning: {message}")
             else:
-                others(message, category, *where, **how)
+                show_other(message, category, *where, **how)
 
         warnings.showwarning = show
         yield

@@ -1,4 +1,4 @@
-"""`shardwright tune`."""
+"""The command `tune`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from shardwright.core.plan.rows import seconds_text
 from shardwright.tools.compare.tune import Trial, Tuning, tune_mem_coeff
 
 WIDTH = 120
-NAMES = 3
-"""How many operators are named per line."""
+MAX_NAMES = 3
+"""Operators that are named per line."""
 
 
 @app.command("tune")
@@ -36,9 +36,11 @@ def tune_command(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     progress: ProgressOption = None,
 ) -> None:
-    """Plan with a range of values of mem_coeff, each four times the previous one, and recommend
-    one; also print from which value on each operator is sharded. Exit status 1 if no value fits
-    into memory."""
+    """Plan with several values of mem_coeff, and recommend one.
+
+    Each value is four times the previous one. Also prints the value above which each operator is
+    sharded. Exit status 1 if no value fits into memory.
+    """
     with show_progress(progress) as on_progress:
         run = run_of(config, cluster=cluster, on_progress=on_progress)
         tuning = tune_mem_coeff(run, devices)
@@ -54,7 +56,7 @@ def tune_command(
 
 
 def tuning_table(tuning: Tuning) -> Table:
-    """A row for each value."""
+    """A row for each tried value of mem_coeff."""
     cluster = "" if tuning.cluster is None else f" of {tuning.cluster}"
     table = Table(title=f"{tuning.devices} devices{cluster}", title_justify="left")
     for name in ("mem_coeff", "plan", "stages", "bytes sent", "peak memory", "step time"):
@@ -72,7 +74,7 @@ def tuning_table(tuning: Tuning) -> Table:
 
 
 def _plans(tuning: Tuning) -> list[str]:
-    """The cuts of the main operators of each distinct plan."""
+    """For each distinct plan, how the main operators are sharded."""
     distinct = {trial.plan: trial for trial in reversed(tuning.trials)}
     return [line for number in sorted(distinct) for line in _plan(distinct[number])]
 
@@ -97,8 +99,8 @@ def _break_evens(tuning: Tuning) -> list[str]:
 
 
 def _abbreviated(names: list[str]) -> str:
-    more = f" … ({len(names)} operators)" if len(names) > NAMES else ""
-    return ", ".join(names[:NAMES]) + more
+    more = f" … ({len(names)} operators)" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _advice(tuning: Tuning) -> str:
