@@ -1,11 +1,10 @@
-"""What one operator computes and moves: floating point operations and bytes, forward and backward.
+"""FLOPs and bytes of one operator, forward and backward.
 
-A matrix product takes two operations (a multiplication and an addition) for each combination of its
-factors; the gradient of each of its inputs is a product of as many. Everything else is bound by
-memory: it reads its inputs and writes its outputs, and backwards it reads its inputs and the
-gradients of its outputs and writes the gradients of its inputs. Views move nothing. What an
-operator without a rule computes is unknown: as much as PyTorch counts, or an operation for each
-element that it reads or writes if it counts less.
+A matrix product takes two FLOPs (multiply and add) for each combination of its factors, and as many
+for the gradient of each input. Everything else is memory-bound: forward reads inputs and writes
+outputs; backward reads inputs and gradients of outputs and writes gradients of inputs. Views move
+nothing. For an operator without a rule, PyTorch's FLOP counter is used, with at least one FLOP per
+element read or written.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 aten = torch.ops.aten
 
 ATTENTION_BACKWARD = 2.5
-"""Five products backward for two forward: scores are computed again (Dao et al., "FlashAttention",
-2022; `torch.utils.flop_counter` counts the same)."""
+"""FLOPs of the backward pass per forward FLOP: five matrix products for two, as scores are
+recomputed (Dao et al., "FlashAttention", 2022; `torch.utils.flop_counter` counts the same)."""
 
 
 WorkKind = Literal["attention", "matrix products", "other operators"]
@@ -44,18 +43,16 @@ WorkKind = Literal["attention", "matrix products", "other operators"]
 
 @dataclass(frozen=True)
 class Work:
-    """What one operator does, whole.
+    """Work of one unsharded operator.
 
     Args:
-        dtype: in which it computes.
-        forward_flops, backward_flops: operations of its matrix products; of an operator without a
-            rule all.
-        forward_bytes, backward_bytes: for each tensor that it reads or writes the bytes, and the
-            factors that share them between devices.
-        gradients: of how many inputs it computes the gradient.
-        sides: of a matrix product its rows, its columns and its inner products: how many there are,
-            and the factors that share them.
-        kind: what it is: attention in one operator, a matrix product, or neither.
+        dtype: dtype of its computation.
+        forward_flops, backward_flops: FLOPs of its matrix products; without a rule, all FLOPs.
+        forward_bytes, backward_bytes: bytes of each tensor read or written, and the factors that
+            shard it.
+        gradients: number of inputs whose gradients it computes.
+        sides: dimensions m, n and k of a matrix product, each with the factors that shard it.
+        kind: fused attention, matrix product, or neither.
     """
 
     dtype: torch.dtype
@@ -69,7 +66,7 @@ class Work:
 
 
 def work_of(op: Op) -> Work:
-    """What `op` does; operators alike, with gradients of the same inputs, do the same."""
+    """Work of `op`, cached by its rule and by which inputs need a gradient."""
     rule, known = rule_of(op), _OF_OPERATORS.get(op)
     if known is None or known[0] is not rule:
         wanted = tuple(value.requires_grad for value in op.inputs)
@@ -83,7 +80,7 @@ def work_of(op: Op) -> Work:
 
 
 _OF_OPERATORS: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKeyDictionary()
-"""What operators do, each with its rule when that was found."""
+"""Work of each operator, with the rule that it was derived from: rules can be registered later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +144,7 @@ def _work(
 def _sides(
     op: Op, rule: ShardingRule | None, flops: float
 ) -> tuple[tuple[float, frozenset[str]], ...]:
-    """The sizes of a matrix product; those of a convolution that is computed as one."""
+    """Dimensions m, n and k of a matrix product, or of a convolution as one (im2col)."""
     if rule is None or not flops or op.target in _ATTENTION | _RECURRENT or len(op.inputs) < 2:
         return ()
     if isinstance(op.target, LocalCall):
@@ -172,7 +169,7 @@ def _sides(
 def _tensors(
     op: Op, rule: ShardingRule | None
 ) -> tuple[list[tuple[int, frozenset[str]]], list[tuple[int, frozenset[str]]]]:
-    """Bytes and factors of the inputs and of the outputs."""
+    """Bytes and sharding factors of each input and of each output."""
 
     def tensor(value: Value, dims: tuple[str | None, ...]) -> tuple[int, frozenset[str]]:
         factors = rule.factors_of(dims) if rule is not None else frozenset[str]()
@@ -188,7 +185,7 @@ def _tensors(
 
 
 def is_view(op: Op) -> bool:
-    """Whether the result shares the memory of an input, as ATen's schema says."""
+    """Whether the result aliases an input, according to the ATen schema."""
     if not isinstance(op.target, OpOverload) or not op.inputs:
         return False
     returns = schema_of(op.target).returns
@@ -198,7 +195,7 @@ def is_view(op: Op) -> bool:
 
 
 def forward_flops(op: Op, rule: ShardingRule | None) -> float:
-    """Operations of the matrix products of `op`, whole, forward."""
+    """FLOPs of the matrix products of `op`, unsharded, forward."""
     if op.target in _RECURRENT:
         return _recurrence(op)
     if rule is None:
@@ -219,8 +216,8 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
 
 
 def _counted(op: Op) -> float:
-    """As PyTorch's own counter says, which knows what operators are composed of and the formulas
-    that `torch.utils.flop_counter.register_flop_formula` registers."""
+    """FLOPs by PyTorch's counter, which decomposes operators and uses the formulas that users
+    register with `torch.utils.flop_counter.register_flop_formula`."""
     args, kwargs = op.arguments(lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
     counter = FlopCounterMode(display=False)
     try:
@@ -232,8 +229,8 @@ def _counted(op: Op) -> float:
 
 
 def _attention(op: Op) -> float:
-    """Scores and weighted values: 2·b·h·s·t·(d + e); half of it where positions to come are
-    masked, and in a window of w positions what is left of s·t."""
+    """FLOPs of scores and weighted values, 2·b·h·s·t·(d + e): half of that for causal attention,
+    and with a sliding window only the positions in the window count for t."""
     arguments = call_arguments(op)
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     rows, keys = query.shape[-2], float(key.shape[-2])
@@ -247,7 +244,7 @@ def _attention(op: Op) -> float:
 
 
 def _convolution(op: Op) -> float:
-    """Every element of the output (transposed: of the input) meets one filter."""
+    """FLOPs of a convolution: each output element (transposed: input element) meets one filter."""
     arguments = call_arguments(op)
     weight, transposed = arguments["weight"], arguments.get("transposed", op.target in _TRANSPOSED)
     places = op.inputs[0] if transposed else op.output
@@ -256,21 +253,21 @@ def _convolution(op: Op) -> float:
 
 
 def _experts(op: Op) -> float:
-    """Each token meets the matrices of the experts that it chose, as many of each: balanced."""
+    """FLOPs of a mixture of experts: each token meets the matrices of its chosen experts."""
     arguments = call_arguments(op)
     of_one = (arguments["gate_up"].numel + arguments["down"].numel) / arguments["down"].shape[0]
     return float(2.0 * arguments["ids"].numel * of_one)
 
 
 def _of_one_expert(op: Op) -> tuple[float, float, float]:
-    """Rows, columns and inner products of its first matrix product, with balanced routing."""
+    """Dimensions m, n and k of one expert's first matrix product, with balanced routing."""
     arguments = call_arguments(op)
     count, *_, hidden = arguments["gate_up"].shape
     return arguments["ids"].numel / count, arguments["gate_up"].numel / count / hidden, hidden
 
 
 def _dispatched(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozenset[str]], ...]:
-    """Bytes of tokens sorted by expert and of what comes back, and of what lies in between."""
+    """Bytes and factors of tokens sorted by expert, with their results, and of the hidden layer."""
     arguments = call_arguments(op)
     rows, factors = arguments["ids"].numel * op.output.itemsize, _tokens(rule) | {"e"}
     _, columns, hidden = _of_one_expert(op)
@@ -283,7 +280,7 @@ def _tokens(rule: ShardingRule) -> frozenset[str]:
 
 
 def _recurrence(op: Op) -> float:
-    """Each row of each step meets every weight matrix."""
+    """FLOPs of a recurrent layer: each row of each time step meets every weight matrix."""
     x = op.inputs[0]
     matrices = sum(v.numel for v in op.inputs[1:] if len(v.shape) == 2)
     return 2.0 * (x.numel // x.shape[-1]) * matrices

@@ -1,4 +1,4 @@
-"""What this machine's CPU or accelerator takes for large operators, and for small ones."""
+"""Measures this machine's CPU or accelerator: rates of large operators, overhead of small ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MATRIX, STREAM = 768, 1 << 23
 """Rows of the matrices and elements of the vectors that are timed."""
 
 LARGE_MATRIX, LARGE_STREAM = 8192, 1 << 28
-"""The same of an accelerator."""
+"""Rows and elements for an accelerator."""
 
 ROWS, WIDTH, HEADS, BLOCKS = 8, 64, 4, 4
-"""Of a small transformer, where operators take no longer than any."""
+"""Sizes of a transformer so small that each operator takes only its overhead."""
 
 OPERATORS = 22 + 38
-"""Of one of its blocks, as the time model counts them: forward, and gradients."""
+"""Operators of one of its blocks, as the time model counts them: forward, and gradients."""
 
 CORES = os.cpu_count() or 1
 
@@ -34,10 +34,11 @@ REPEATS = 7
 
 @dataclass(frozen=True)
 class Clock:
-    """Takes the time of what so many processes do at once.
+    """Measures the time of work that several processes do at the same time.
 
     Args:
-        together: waits for the other processes, which measure the same.
+        processes: number of processes.
+        together: barrier of the processes.
     """
 
     processes: int = 1
@@ -49,11 +50,10 @@ class Clock:
         return self.processes > CORES
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """The median time of `work` when all processes do it, after one round that is not counted;
-        each round begins `together`.
+        """Median time of `work` while all processes do it, after one warm-up round.
 
-        Where they share cores they take in turn the CPU time of all: the clock would also count
-        what else the machine does.
+        Where processes share cores, it is derived from CPU time, as wall time would include other
+        load on the machine.
         """
         clock, share = time.perf_counter, 1.0
         if self.takes_turns:
@@ -68,16 +68,16 @@ class Clock:
 
 
 def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> Device:
-    """The CPU as processes such as this one share it, each with all threads that torch uses, at the
-    rate of the whole; or an accelerator, which no other process uses.
+    """Measures the rates of the whole CPU, shared by the processes of `clock` with all of torch's
+    threads each; or the rates of an accelerator that no other process uses.
 
     Args:
-        clock: of this process alone by default.
+        clock: by default, that of this process alone.
     """
     clock = clock or Clock()
 
     def seconds(work: Callable[[], object]) -> float:
-        """Of all processes' work, one after the other, at the rate of the whole CPU."""
+        """Seconds that the whole CPU would take for the work of one process."""
         if device != CPU:
             return median([seconds_of(work, device) for _ in range(REPEATS + 1)][1:])
         return clock.seconds(work) / clock.processes
@@ -91,7 +91,7 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
         rates[str(dtype).removeprefix("torch.")] = 2 * rows**3 / seconds(partial(torch.mm, a, a))
     x, y = torch.ones(elements, device=device), torch.ones(elements, device=device)
     moved = 3 * x.element_size() * elements
-    # A single process leaves the other cores to those that will be beside it.
+    # Small operators use one core: further processes will use the others at the same time.
     beside = CORES if clock.processes == 1 and device == CPU else 1
     return Device(
         memory=device_memory(device),
@@ -103,14 +103,14 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
 
 
 class SmallTransformer:
-    """Blocks on a few rows, with the views between operators that such blocks have."""
+    """Transformer blocks on a few rows, with the usual views between operators."""
 
     def __init__(self, device: torch.device) -> None:
         self.blocks = [_SmallBlock().to(device) for _ in range(BLOCKS)]
         self.x = torch.ones(1, ROWS, WIDTH, device=device, requires_grad=True)
 
     def train(self) -> None:
-        """Forward and backward."""
+        """Runs forward and backward."""
         x = self.x
         for block in self.blocks:
             x = block(x)
@@ -137,6 +137,6 @@ class _SmallBlock(nn.Module):
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """As rotary positions do it, by a constant angle."""
+    """Rotary position embedding with a constant angle."""
     half = x.shape[-1] // 2
     return x * 0.6 + torch.cat([-x[..., half:], x[..., :half]], -1) * 0.8

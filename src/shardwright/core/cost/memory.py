@@ -1,13 +1,13 @@
-"""Bytes that each device needs at most in a training step, before anything is allocated.
+"""Peak memory of each device in a training step, predicted without allocating anything.
 
-    peak = parameters + optimizer state + inputs                       all the time
-         + gathered parameters + gradients                             as the level of sharding says
-         + activations of the micro-batches that are on their way      as the schedule says
-         + what the action of that moment needs besides
+    peak = parameters + optimizer state + inputs               always
+         + gathered parameters + gradients                     by the sharding level
+         + activations of the micro-batches in flight          by the schedule
+         + temporary tensors of the current pass
 
-A dry run says what each chunk needs for one micro-batch (`core/cost/dry_run.py`), the schedule how
-many are on their way at each moment (`core/cost/pipeline_timeline.py`), and what crosses from stage
-to stage is held besides (`BorderBytes`).
+A dry run measures each chunk for one micro-batch (`core/cost/dry_run.py`), the schedule gives the
+number of micro-batches in flight (`core/cost/pipeline_timeline.py`), and `BorderBytes` adds the
+messages between stages that stay alive.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.progress import OnShare, ignore_share, subrange
 
 MOST_MOMENTS = 600
-"""Of a step, that are kept."""
+"""Number of passes of a step above which no memory curve is recorded."""
 
 
 OUTSIDE = BEGIN, END, UPDATE = "begin of the step", "end of the step", "optimizer step"
@@ -62,20 +62,20 @@ OUTSIDE = BEGIN, END, UPDATE = "begin of the step", "end of the step", "optimize
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one device of a stage at the moment when it needs most.
+    """Memory of one device of a stage at its peak, in bytes by kind.
 
     Args:
-        parameters: as they are stored.
-        optimizer: its state.
-        gradients: of parameters.
-        gathered: parameters as they are used, where that is not as they are stored.
-        activations: kept for backward passes.
-        inputs: the batch, buffers and constants.
-        temporary: all else: gradients of activations, buffers of collectives, intermediate results.
-        moment: when that is.
-        largest: of the tensors that one micro-batch has made by then: the operator that makes or
-            first reads it, its kind, and bytes.
-        curve: each action with what is needed during it at most; empty of very many.
+        parameters: parameters as stored.
+        optimizer: optimizer state.
+        gradients: gradients of parameters.
+        gathered: gathered or cast parameters.
+        activations: saved for backward passes.
+        inputs: batch, buffers and constants.
+        temporary: gradients of activations, buffers of collectives, intermediate results.
+        moment: name of the pass at the peak.
+        largest: largest tensors of the current micro-batch: name of the operator that produces or
+            first reads them, kind, bytes.
+        curve: peak of each pass; empty if there are more than `MOST_MOMENTS`.
     """
 
     NAMES: ClassVar[tuple[str, ...]] = (
@@ -97,22 +97,22 @@ class StageMemory:
 
     @property
     def in_a_pass(self) -> bool:
-        """Whether that moment is in a forward or backward pass."""
+        """Whether the peak is in a forward or backward pass."""
         return self.moment not in OUTSIDE
 
     @property
     def peak(self) -> int:
-        """All of them together."""
+        """Bytes of all kinds together."""
         return sum(getattr(self, name) for name in self.NAMES)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What each device needs at most in a training step.
+    """Peak memory of each stage in a training step.
 
     Args:
-        stages: one each, of those that were asked for; all devices of a stage need the same.
-        optimizer: the one that is assumed.
+        stages: requested stages; all devices of a stage need the same.
+        optimizer: name of the assumed optimizer.
     """
 
     stages: tuple[StageMemory, ...]
@@ -120,16 +120,16 @@ class Memory:
 
     @property
     def largest_stage(self) -> StageMemory:
-        """The stage whose devices need most."""
+        """The stage with the highest peak."""
         return max(self.stages, key=lambda stage: stage.peak)
 
     @property
     def peak(self) -> int:
-        """Bytes of the device that needs most."""
+        """Bytes of the device with the highest peak."""
         return self.largest_stage.peak
 
     def __str__(self) -> str:
-        """A small table."""
+        """The memory as a table."""
         console = Console(file=StringIO(), width=140, color_system=None)
         console.print(memory_table(self))
         written: StringIO = console.file  # type: ignore[assignment]
@@ -137,7 +137,7 @@ class Memory:
 
 
 def memory_table(memory: Memory) -> Table:
-    """One row for each stage."""
+    """Table of a memory prediction with one row per stage."""
     title = f"Memory of one device at its peak, with {memory.optimizer}"
     shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     shown.add_column("stage")
@@ -167,16 +167,16 @@ def memory(
     on_share: OnShare = ignore_share,
     stages: Container[int] | None = None,
 ) -> Memory:
-    """What each device needs at most in a training step.
+    """Predicts the peak memory of each stage in a training step.
 
     Args:
-        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer like the one to be used.
-        dry_runs: that were made before.
-        on_share: of the stages.
-        stages: that are asked for; by default all.
+        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer with the options to be used.
+        dry_runs: cache of earlier dry runs.
+        on_share: receives the share of the stages that is done.
+        stages: stages to measure; by default all.
 
     Raises:
-        PlanError: if there is no such schedule or optimizer.
+        PlanError: if the schedule or the optimizer is unknown.
     """
     pipeline, dry_runs = partitioned.pipeline, dry_runs or DryRunCache()
     found = []
@@ -198,13 +198,14 @@ def memory(
 
 
 def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimizer) -> list[int]:
-    """For each stage a lower bound of `memory`, in bytes, without a dry run: parameters as they are
-    stored, their gradients and the optimizer's state, what the level of sharding keeps unsharded
-    through the micro-batches of a step, and what each micro-batch is given and receives. Holds
-    whatever is recomputed.
+    """Lower bound of `memory` per stage in bytes, for any recomputation and without a dry run.
+
+    Sum of stored parameters, their gradients, optimizer state, what the sharding level keeps
+    unsharded over the micro-batches of a step, and inputs of all micro-batches with what stages
+    receive for them.
 
     Raises:
-        PlanError: if there is no such optimizer.
+        PlanError: if the optimizer is unknown.
     """
     stages, leaves = [], {each for each in partitioned.graph.inputs if isinstance(each, Value)}
     for number in range(partitioned.pipeline.stages):
@@ -220,7 +221,7 @@ def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimize
 
 
 def _received(chunk: Chunk, leaves: set[Value]) -> int:
-    """Bytes of a micro-batch: of the model's inputs, and what comes from the chunks beside."""
+    """Bytes of a micro-batch's inputs, and of what neighboring chunks send for it."""
     given = sum(
         _local_bytes(value, chunk, value.stored_dtype)
         for value in chunk.graph.input_values
@@ -237,8 +238,8 @@ def _local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
 
 
 def _unsharded(chunk: Chunk) -> int:
-    """What is kept of parameters as they are used, where that is not as they are stored, and of
-    their gradients beyond the shards."""
+    """Bytes of gathered or cast parameters, and of unsharded gradients beyond their shards, that
+    are kept over the micro-batches of a step."""
     sharding, decisions = chunk.decisions.sharding, chunk.decisions
     level = None if sharding is None else sharding.level
     used = storage_as_used(chunk.graph, chunk.mesh, decisions.cuts)
@@ -270,7 +271,7 @@ def _trained(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torch.dtype
 
 @dataclass(frozen=True)
 class _Moment:
-    """What is there when an action needs most, without the optimizer's state."""
+    """Memory at the peak of one action, without optimizer state."""
 
     name: str
     kinds: Kinds
@@ -327,7 +328,7 @@ def _moments(
     for each in needs.values():
         yield _Moment(END, plus(now, each.end.height))
         now = plus(now, each.end.change)
-    # No message is held any more.
+    # All messages between stages are freed by the end of the step.
     now = {**now, ACTIVATIONS: 0}
     yield _Moment(UPDATE, plus(now, {TEMPORARY: optimizer.temporary}))
 
@@ -340,13 +341,14 @@ def _name(action: Action, owned: int) -> str:
 
 @dataclass(frozen=True)
 class BorderBytes:
-    """What is held of the values that cross the borders of a chunk, in bytes for each micro-batch.
+    """Bytes of values that cross the borders of a chunk and stay alive, per micro-batch.
 
     Args:
-        shared: of what it leaves, what lies in the next chunk's buffers from its forward pass on.
-        sent: what stays when its backward pass has freed the rest.
-        returned: gradients of what it received, which stay from its backward pass on.
-        once: whether that is so of one micro-batch only.
+        shared: outputs that are the input buffers of the next chunk on the same stage, so that they
+            are not counted twice.
+        sent: outputs that stay alive after the backward pass.
+        returned: gradients of inputs that stay alive after the backward pass.
+        once: whether only those of one micro-batch stay alive.
     """
 
     shared: int = 0
@@ -355,11 +357,11 @@ class BorderBytes:
     once: bool = False
 
     def held(self, kind: str, again: bool) -> int:
-        """What an action leaves, beyond what its dry run says.
+        """Change of live bytes by an action, in addition to that of its dry run.
 
         Args:
-            kind: of the action.
-            again: whether the chunk has run such an action before.
+            kind: kind of the action.
+            again: whether the chunk has run an action of this kind before.
         """
         held, sends = 0, not (self.once and again)
         if kind == FORWARD:
@@ -372,7 +374,7 @@ class BorderBytes:
 
 
 def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
-    """What is held at the borders of `chunk`."""
+    """Bytes that stay alive at the borders of `chunk`."""
     sent, returned = chunk.border_bytes
 
     def on_same_stage(number: int) -> bool:
@@ -383,5 +385,5 @@ def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
         returned = 0
     if on_same_stage(chunk.number + 1):
         return BorderBytes(shared=sent, returned=returned)
-    # 1F1B holds one message forward, from before its first backward pass, and the last one back.
+    # 1F1B keeps one forward message, from before its first backward pass, and the last gradient.
     return BorderBytes(sent=sent, returned=returned, once=pipeline.schedule_spec.reuses_messages)

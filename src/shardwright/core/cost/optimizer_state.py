@@ -1,7 +1,7 @@
-"""What an optimizer keeps, and what its step needs for a moment.
+"""Bytes of optimizer state, and of temporary tensors of an optimizer step.
 
-PyTorch's own optimizers say it themselves: one step is run on the meta device for each shape of
-parameter.
+Both are measured: two steps of the PyTorch optimizer run on the meta device for each parameter
+shape.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """An optimizer that plans and configurations refer to by name.
+    """An optimizer that plans and configurations name.
 
     Args:
-        constructor: its class.
-        keys: the arguments of its own that a configuration may give, beside the learning rate and
-            the weight decay.
-        required: those that it must give, with an example.
+        constructor: optimizer class.
+        keys: optional arguments in configurations, besides learning rate and weight decay.
+        required: required arguments in configurations, with example values.
     """
 
     constructor: Callable[..., torch.optim.Optimizer]
@@ -37,7 +36,7 @@ class NamedOptimizer:
     required: Mapping[str, float] = field(default_factory=dict)
 
     def example(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """One whose state has the shapes and dtypes of any other's."""
+        """Builds an optimizer whose state has the shapes and dtypes of any of this class."""
         return self.constructor(parameters, lr=1e-3, **self.required)
 
 
@@ -51,11 +50,11 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Of one device.
+    """Bytes of an optimizer on one device.
 
     Args:
-        state: kept from step to step.
-        temporary: at the height of a step.
+        state: bytes kept between steps.
+        temporary: additional bytes at the peak of a step.
     """
 
     state: int
@@ -65,15 +64,16 @@ class OptimizerBytes:
 def optimizer_bytes(
     optimizer: str | torch.optim.Optimizer, parameters: Iterable[tuple[Shape, torch.dtype]]
 ) -> OptimizerBytes:
-    """What an optimizer needs for parameters of these local shapes and dtypes.
+    """Measures the state and the temporary tensors of an optimizer.
 
-    Parameters are updated one after the other, as PyTorch does on CPU.
+    Parameters are updated one after another, as PyTorch does on CPU.
 
     Args:
-        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer like the one to be used.
+        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer with the options to be used.
+        parameters: local shape and dtype of each parameter.
 
     Raises:
-        PlanError: if there is none of that name.
+        PlanError: if the optimizer's name is unknown.
     """
     named = partial(_of_named, optimizer) if isinstance(optimizer, str) else None
     of_one = named or cache(partial(_of_one, _maker(optimizer)))
@@ -86,7 +86,7 @@ def optimizer_bytes(
 
 
 def optimizer_name(optimizer: str | torch.optim.Optimizer) -> str:
-    """As tables show it."""
+    """Name of an optimizer in tables."""
     return optimizer if isinstance(optimizer, str) else type(optimizer).__name__
 
 

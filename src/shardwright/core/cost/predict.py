@@ -1,4 +1,4 @@
-"""Seconds of a training step: of each chunk, of the stages as they wait for each other, of all."""
+"""Predicted seconds of a training step, of its chunks, and of the timeline of its stages."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 
 
 def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -> Timeline:
-    """When each stage does what in a step.
+    """Predicts the timeline of the pipeline stages in one step.
 
     Args:
-        cluster: whose devices and links say how long it takes; without one, chunks take as long as
-            they have operations in their matrix products, in units of 10⁹, and sending takes no
-            time.
+        cluster: cluster to predict for. Without one, a chunk takes one second per GFLOP of its
+            matrix products, and sending takes no time.
 
     Raises:
-        PlanError: if there is no such schedule.
-        ConfigError: if the cluster has not so many devices.
+        PlanError: if the schedule cannot run.
+        ConfigError: if the cluster has too few devices.
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     if cluster is None:
@@ -37,7 +36,7 @@ def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -
 
 def _by_operations(chunk: Chunk) -> ChunkSeconds:
     work = [work_of(op) for op in chunk.graph.ops]
-    # A chunk without matrix products takes next to nothing, but something.
+    # At least one FLOP, so that a chunk without matrix products has a span in the timeline.
     forward = max(sum(each.forward_flops for each in work), 1.0) / 1e9
     return ChunkSeconds(forward, max(sum(each.backward_flops for each in work) / 1e9, forward))
 
@@ -45,7 +44,7 @@ def _by_operations(chunk: Chunk) -> ChunkSeconds:
 def _on_cluster(
     chunks: Sequence[Chunk], pipeline: PipelineSpec, model: TimeModel, blocking: bool = False
 ) -> Iterator[tuple[StepTime, ChunkSeconds]]:
-    """What each chunk takes on the cluster of `model`: in a step, and for one micro-batch."""
+    """Seconds of each chunk on the cluster of `model`, per step and per micro-batch."""
     known: dict[object, StepTime] = {}
     for chunk in chunks:
         key = chunk_key(chunk) if len(chunks) > 1 else None
@@ -71,13 +70,13 @@ def _on_cluster(
 
 @dataclass(frozen=True)
 class Predicted:
-    """What one training step takes.
+    """Predicted seconds of one training step.
 
     Args:
-        cluster: on which it is predicted.
-        chunks: of each chunk of the model, in the order in which they run.
-        timeline: of the stages; None if there is only one.
-        seconds: the whole step.
+        cluster: cluster of the prediction.
+        chunks: seconds of each chunk, in model order.
+        timeline: timeline of the stages; None without pipeline stages.
+        seconds: seconds of the whole step.
     """
 
     cluster: Cluster
@@ -87,17 +86,17 @@ class Predicted:
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time in which they wait for another."""
+        """Fraction of all stages' time in which they are idle."""
         return 0.0 if self.timeline is None else self.timeline.bubble
 
     @property
     def computation(self) -> float:
-        """Seconds that the busiest stage computes."""
+        """Seconds of computation of the stage that computes longest."""
         return max(self._of_stages(lambda chunk: chunk.computation))
 
     @property
     def communication(self) -> float:
-        """Seconds that a stage waits at most for communication within it."""
+        """Largest exposed communication within a stage, in seconds."""
         return max(self._of_stages(lambda chunk: chunk.communication))
 
     def _of_stages(self, seconds: Callable[[StepTime], float]) -> list[float]:
@@ -111,20 +110,18 @@ class Predicted:
 
 
 def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) -> Predicted:
-    """Seconds of a training step.
+    """Predicts the seconds of a training step.
 
-    With stages the step lasts as long as their timeline, and what is made once a step after it: the
-    exposed reductions of gradients, those between stages that share a parameter, and the
-    optimizer's update of the stage that takes longest.
-    Where devices share a processor, a stage that waits leaves it to the others: then the step lasts
-    as long as the stages work on average.
+    With pipeline stages, a step is their timeline followed by the slowest stage's work once per
+    step: exposed gradient reductions, reductions between stages that share a parameter, and the
+    optimizer.
 
     Args:
-        blocking: whether nothing is computed while an activation is redistributed, as in programs
-            that do not start redistributions early.
+        blocking: whether redistributions of activations do not overlap computation, as in programs
+            that do not start them early.
 
     Raises:
-        ConfigError: if the cluster has not so many devices.
+        ConfigError: if the cluster has too few devices.
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
@@ -137,6 +134,8 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
     for chunk, step in zip(chunks, steps, strict=True):
         after[chunk.stage] += step.exposed + step.update
     after = [seconds + model.device.step_overhead for seconds in after]
+    # Where stages share a processor, an idle stage leaves it to the others. So the step takes the
+    # average of the stages' work instead of the longest path.
     if model.shared:
         busy = (1 - stages.bubble) * stages.seconds
         sent = 2 * pipeline.micro_batches * sum(seconds.send for _, seconds in times)
@@ -146,8 +145,8 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
 
 
 def _sums_between_stages(partitioned: Partitioned, model: TimeModel) -> list[float]:
-    """For each stage the seconds in which it sums gradients of parameters with other stages: each
-    in an all-reduce of its own, one after the other."""
+    """Seconds per stage of reducing gradients of parameters that stages share: one all-reduce per
+    parameter, one after another."""
     seconds = [0.0] * partitioned.pipeline.stages
     devices = partitioned.mesh.num_devices
     for stages, num_bytes in partitioned.shared_gradients:

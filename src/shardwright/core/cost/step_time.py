@@ -1,19 +1,17 @@
 """Seconds of one training step: computation by a roofline, collectives by the α-β model.
 
-An operator takes the longer of its operations at the rate that the device reaches with matrices of
-that size and its bytes at the device's memory bandwidth, and an overhead. A collective takes what
-`Links` says. What overlaps:
+An operator takes an overhead plus the longer of two times: its FLOPs at the rate that the device
+reaches with matrices of that size, and its bytes at the device's memory bandwidth. `Links` predicts
+collectives. Communication overlaps computation as follows:
 
-- Redistributions of activations with what the program computes beside them, as listed in
-  `core/partition/overlap.py`: operators between where a value is made and where it is read, and the
-  gradients of the weights that its readers delay. For the rest of each the next operator waits.
-- Gradients of parameters overlap the backward computation, as their buckets are reduced while
-  earlier operators are differentiated. Only what exceeds it counts.
-- Parameters that are stored sharded are gathered while earlier operators compute: likewise, against
-  the forward computation.
-- Computation takes longer with communication beside it: of what is hidden, a share of it counts.
-- Where devices are processes that share a processor nothing overlaps: what one sends is copied by
-  the cores that the others compute on.
+- Redistributions of activations overlap the operators between producer and first consumer, and the
+  weight gradients that linear consumers delay (`core/partition/overlap.py`). The rest is exposed.
+- Reductions of parameter gradients overlap the backward computation, bucket by bucket. Only what
+  exceeds it is exposed.
+- Gathers of sharded parameters overlap the forward computation. Only what exceeds it is exposed.
+- Overlapped communication slows computation down by a fraction of its time (`overlap_slowdown`).
+- Nothing overlaps where devices are processes that share a processor: the cores that copy one
+  process's messages are those that the others compute on.
 """
 
 from __future__ import annotations
@@ -39,39 +37,40 @@ from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import RING, Cuts, Reduction
 
 UPDATE_PASSES = 7
-"""How often AdamW moves each stored parameter: it reads parameter, gradient and two moments, and
-writes parameter and moments."""
+"""Memory passes of AdamW over each stored parameter: it reads parameter, gradient and two moments,
+and writes parameter and moments."""
 
 PARAMETER_OPERATORS, MEMBER_OPERATORS, AGAIN_OPERATORS = 4.5, 2.5, 1.7
-"""What takes a CPU as long as so many operators, and goes on beside the work of an accelerator:
-AdamW's update of a parameter; putting a parameter or its gradient into a bucket and taking it out
-again; what `torch.utils.checkpoint` keeps of an operator that is computed again. As measured with
-steps of a small model on 8 processes."""
+"""Host time in units of an operator's overhead: AdamW's update of a parameter; copying a parameter
+or gradient into a bucket and out of it; bookkeeping of `torch.utils.checkpoint` per recomputed
+operator. Only CPUs pay it, as an accelerator computes meanwhile. Measured with steps of a small
+model on 8 processes."""
 
 RING_OPERATORS = 20
-"""Of each step of attention round a ring: two parts of it, and what merges each with the others."""
+"""Operators launched per step of ring attention: attention on two parts, and merging each."""
 
-ComputeAndExposed = tuple[float, float]
-"""Forward and backward."""
+ForwardBackward = tuple[float, float]
+"""Seconds of the forward and of the backward pass."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one training step on one device, by what takes them.
+    """Seconds of one training step on one device, by kind of work.
 
     Args:
         forward, backward: computation of one micro-batch.
-        forward_redistributions, backward_redistributions: of activations, of one micro-batch.
-        gathers: of parameters that are stored sharded, once a step.
-        gradients: reductions of parameters' gradients, once a step.
-        gathers_each, gradients_each: likewise, but in every micro-batch (gradients with what is
-            gathered again for them).
-        update: the optimizer's.
-        micro_batches: how many follow each other.
-        bubble: the share of the step in which a pipeline stage waits.
-        forward_hidden, backward_hidden: of the redistributions, what goes on beside computation.
-        slowdown: of what goes on beside computation the share by which both together take longer
-            than the computation; 1: nothing is gained.
+        forward_redistributions, backward_redistributions: redistributions of activations of one
+            micro-batch.
+        gathers: gathers of sharded parameters made once per step.
+        gradients: reductions of parameter gradients made once per step.
+        update: optimizer step.
+        gathers_each: gathers made in each forward pass.
+        gradients_each: reductions made in each backward pass, and gathers repeated there.
+        micro_batches: number of micro-batches per step.
+        bubble: fraction of the step in which a pipeline stage is idle.
+        forward_hidden, backward_hidden: part of the redistributions that overlaps computation.
+        slowdown: fraction of overlapped communication by which computation is slowed down; 1 means
+            that overlap gains nothing.
     """
 
     forward: float
@@ -91,50 +90,49 @@ class StepTime:
 
     @property
     def forward_seconds(self) -> float:
-        """One micro-batch forward, with all that it waits for."""
+        """Forward pass of one micro-batch, with exposed communication."""
         gained = (1 - self.slowdown) * self.forward_hidden
         return self.forward + self.forward_redistributions - gained + self.waits_each[0]
 
     @property
     def backward_seconds(self) -> float:
-        """One micro-batch backward, with all that it waits for."""
+        """Backward pass of one micro-batch, with exposed communication."""
         gained = (1 - self.slowdown) * self.backward_hidden
         return self.backward + self.backward_redistributions - gained + self.waits_each[1]
 
     @property
     def computation(self) -> float:
-        """What all micro-batches and the optimizer compute."""
+        """Computation of all micro-batches and of the optimizer."""
         return self.micro_batches * (self.forward + self.backward) + self.update
 
     @property
-    def waits_each(self) -> ComputeAndExposed:
-        """What no computation hides of the communication of parameters and gradients in every
-        micro-batch, forward and backward."""
+    def waits_each(self) -> ForwardBackward:
+        """Exposed communication of parameters and gradients in each micro-batch."""
         return (
             self._waits(self.gathers_each, self.forward - self.forward_hidden),
             self._waits(self.gradients_each, self.backward - self.backward_hidden),
         )
 
     @property
-    def waits_once(self) -> ComputeAndExposed:
-        """Likewise of what is made once a step: with the first micro-batch forward, with the last
-        one backward."""
+    def waits_once(self) -> ForwardBackward:
+        """Exposed communication of parameters and gradients that is made once per step."""
+        # It overlaps the forward pass of the first micro-batch and the backward pass of the last.
         forward = max(0.0, self.forward - self.forward_hidden - self.gathers_each)
         backward = max(0.0, self.backward - self.backward_hidden - self.gradients_each)
         return self._waits(self.gathers, forward), self._waits(self.gradients, backward)
 
     @property
     def exposed(self) -> float:
-        """What a step waits for the communication that is made once."""
+        """Exposed communication that is made once per step, forward and backward together."""
         return sum(self.waits_once)
 
     def _waits(self, communication: float, computation: float) -> float:
-        """What `computation` does not hide, and what it takes longer for what it does."""
+        """Exposed part of `communication`, plus the slowdown of `computation` by the rest."""
         return communication - (1 - self.slowdown) * min(communication, computation)
 
     @property
     def communication(self) -> float:
-        """Communication that the step waits for."""
+        """Exposed communication of the step."""
         each = self.forward_seconds + self.backward_seconds - self.forward - self.backward
         # Sums of the same terms in two orders differ in their last digits.
         return max(0.0, self.micro_batches * each + self.exposed)
@@ -147,17 +145,17 @@ class StepTime:
 
 
 class TimeModel:
-    """Seconds of operators and redistributions on a device matrix of a cluster; equal ones once.
+    """Seconds of operators and redistributions on a device matrix of a cluster, cached.
 
     Args:
-        stages: number of pipeline stages, each with such a matrix.
-        sharing: over how many devices optimizer state is sharded, of those that use a parameter
-            alike; -1 for all of them, None if it is not.
-        parameter_weight: what a second counts in which parameters are gathered or updated, or their
-            gradients reduced, to a search; 1 for a prediction.
+        stages: number of pipeline stages, each with its own device matrix of this shape.
+        sharing: number of replicas of a parameter over which optimizer state is sharded; -1 for
+            all, None without ZeRO.
+        parameter_weight: weight of seconds spent on gathering, reducing and updating parameters in
+            the objective of a search; 1 for a prediction.
 
     Raises:
-        ConfigError: if the cluster has not so many devices.
+        ConfigError: if the cluster has too few devices.
     """
 
     def __init__(
@@ -176,10 +174,10 @@ class TimeModel:
         self.shared = cluster.device.shared(devices)
         self.slowdown = 1.0 if self.shared else self.device.overlap_slowdown
         self.sharing = sharing
-        self._operators: dict[tuple[object, ...], ComputeAndExposed] = {}
-        self._steps: dict[tuple[RedistributionStep, Shape, int], ComputeAndExposed] = {}
+        self._operators: dict[tuple[object, ...], ForwardBackward] = {}
+        self._steps: dict[tuple[RedistributionStep, Shape, int], ForwardBackward] = {}
 
-    def operator(self, op: Op, cuts: Cuts) -> ComputeAndExposed:
+    def operator(self, op: Op, cuts: Cuts) -> ForwardBackward:
         """Computation of one device's shard of `op`, forward and backward."""
         work = work_of(op)
         key = (id(work), *cuts.items())
@@ -190,16 +188,20 @@ class TimeModel:
         return known
 
     def again(self, op: Op, cuts: Cuts) -> float:
-        """Computation of one device's shard of `op` once more, in the backward pass."""
+        """Seconds to recompute one device's shard of `op` in the backward pass."""
         count = AGAIN_OPERATORS if work_of(op).forward_bytes else 0
         return self.operator(op, cuts)[0] + self.on_host(count)
 
     def on_host(self, operators: float) -> float:
-        """Seconds of what takes a CPU as long as so many operators do at least."""
+        """Host time of `operators` operator launches; 0 on an accelerator, which hides it."""
         return 0.0 if self.device.at_full_rate is None else operators * self.device.overhead
 
-    def work(self, work: Work, shard_counts: Mapping[str, int]) -> ComputeAndExposed:
-        """Seconds of `work` on one device, where each factor is cut into so many shards."""
+    def work(self, work: Work, shard_counts: Mapping[str, int]) -> ForwardBackward:
+        """Seconds of `work` on one device.
+
+        Args:
+            shard_counts: number of shards of each factor.
+        """
         share = 1 / prod(shard_counts.values())
 
         def shard(size: float, factors: frozenset[str]) -> float:
@@ -220,10 +222,8 @@ class TimeModel:
             backward += seconds(work.backward_flops, work.backward_bytes)
         return forward, backward
 
-    def step(
-        self, step: RedistributionStep, value: Value, differentiable: bool
-    ) -> ComputeAndExposed:
-        """One redistribution step of `value`, forward and backward."""
+    def step(self, step: RedistributionStep, value: Value, differentiable: bool) -> ForwardBackward:
+        """Seconds of one redistribution step of `value`, forward and backward."""
         itemsize = value.itemsize
         key = (step, value.shape, itemsize)
         if key not in self._steps:
@@ -240,12 +240,12 @@ class TimeModel:
         reduction: Reduction,
         axes: Axes,
         differentiable: bool,
-        beside: ComputeAndExposed = (0.0, 0.0),
-    ) -> ComputeAndExposed:
-        """What is waited for one collective inside an operator, forward and backward.
+        beside: ForwardBackward = (0.0, 0.0),
+    ) -> ForwardBackward:
+        """Exposed seconds of one collective inside an operator, forward and backward.
 
         Args:
-            beside: computation of the operator. Round a ring goes what it computes with next.
+            beside: computation of the operator; ring attention overlaps its messages with it.
         """
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
         once = self.links.seconds(reduction.collective, axes, num_bytes)
@@ -265,23 +265,23 @@ class TimeModel:
         return 0.0 if kind is None else self.links.seconds(kind, step.axes, num_bytes)
 
     def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
-        """A collective that is joined with others into buckets, so that it pays its share of the
-        latency of one."""
+        """Seconds of a tensor's part of bucketed collectives: it pays for its own bytes, and for
+        its share of a bucket's latency."""
         whole = self.links.seconds(collective, axes, num_bytes, joined=True)
         latency = self.links.seconds(collective, axes, 0, joined=True)
         saved = latency * max(0.0, 1 - num_bytes / BUCKET_BYTES)
         return self.parameter_weight * (whole - saved)
 
     def parameter(self, varying: Axes, whole: Axes, num_bytes: float) -> tuple[float, float]:
-        """Gathering a parameter and reducing its gradient, once a step, in buckets.
+        """Seconds of gathering a parameter and of reducing its gradient, once per step, in buckets.
 
-        Optimizer state that is sharded is so over all axes on which devices use a parameter alike,
-        also where they compute alike: of those the parameter is gathered too.
+        ZeRO shards over all axes on which a parameter is replicated, including those on which
+        computation is replicated too and the gradient needs no reduction.
 
         Args:
-            varying: the axes over which its gradient is a partial sum.
-            whole: those over which its uses are alike.
-            num_bytes: of the shard that a device uses.
+            varying: axes over which its gradient is a partial sum.
+            whole: other axes on which the parameter is replicated.
+            num_bytes: bytes of the shard that a device uses.
         """
         if self.sharing is None:
             return 0.0, self.bucketed(varying, num_bytes)
@@ -289,13 +289,17 @@ class TimeModel:
         return gather, self.bucketed(varying, num_bytes, "reduce_scatter")
 
     def update(self, num_bytes: float, count: int = 0) -> float:
-        """The optimizer's step over so many stored parameters of together so many bytes."""
+        """Seconds of the optimizer step over `count` stored parameters of `num_bytes` in total."""
         moving = UPDATE_PASSES * num_bytes / self.device.stream
         return moving + self.on_host(PARAMETER_OPERATORS * count)
 
     def update_of(self, num_bytes: float, num_shards: int) -> float:
-        """The optimizer's step over a parameter that is used in so many bytes, cut into
-        `num_shards`; the devices that use the same shard share it as `sharing` says."""
+        """Seconds of the optimizer step over a parameter, divided among its replicas by ZeRO.
+
+        Args:
+            num_bytes: bytes of the shard that a device uses.
+            num_shards: number of shards it is used in.
+        """
         if self.sharing is None:
             return self.parameter_weight * self.update(num_bytes)
         sharers = self.mesh.num_devices // num_shards
@@ -305,7 +309,7 @@ class TimeModel:
 
 
 def operator_seconds(graph: Graph, model: TimeModel, cuts: Mapping[str, Cuts]) -> list[float]:
-    """Computation of each operator on one device, forward and backward."""
+    """Seconds of computation of each operator on one device, forward and backward together."""
     return [sum(model.operator(op, cuts.get(op.name, {}))) for op in graph.ops]
 
 
@@ -319,15 +323,14 @@ def step_time(
     bubble: float = 0.0,
     beside: Mapping[Transfer, Overlap] | None = None,
 ) -> StepTime:
-    """Seconds of one training step of `graph` as it was decided.
+    """Predicts the seconds of one training step of a partitioned graph.
 
     Args:
-        flow: what the plan communicates.
-        cuts: of its operators.
-        model: of the cluster and the device matrix.
-        micro_batches: how many of the graph's batches make up a step.
-        bubble: the share of the step in which a pipeline stage waits.
-        beside: what the program computes beside redistributions; by default nothing.
+        flow: communication of the plan.
+        cuts: cuts of its operators.
+        micro_batches: number of micro-batches per step; the graph is of one.
+        bubble: fraction of the step in which a pipeline stage is idle.
+        beside: computation that overlaps redistributions; by default none.
     """
     forward, backward = _summed(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
     again = [op for op in graph.ops if op.name in flow.computed_again]
@@ -359,9 +362,9 @@ def step_time(
 
 def hidden_seconds(
     beside: Mapping[Transfer, Overlap], cuts: Mapping[str, Cuts], model: TimeModel
-) -> dict[Transfer, ComputeAndExposed]:
-    """What goes on beside computation of each redistribution of an activation, forward and
-    backward; an operator hides as much as it takes, of one or of several."""
+) -> dict[Transfer, ForwardBackward]:
+    """Overlapped seconds of each redistribution of an activation, forward and backward. An operator
+    that several of them overlap hides its own seconds once in total."""
     delayed = {op for overlap in beside.values() for op in overlap.linears}
     spare: dict[tuple[str, str], float] = {}
 
@@ -370,7 +373,7 @@ def hidden_seconds(
         for op in ops:
             if (op.name, part) not in spare:
                 forward, backward = model.operator(op, cuts.get(op.name, {}))
-                # Of a linear layer whose weight is delayed half is computed there.
+                # A delayed weight gradient is half of a linear layer's backward pass.
                 half = backward / 2 if op in delayed else backward
                 spare[op.name, part] = {"forward": forward, "weight": backward - half}.get(
                     part, half
@@ -392,9 +395,9 @@ def hidden_seconds(
 
 def activation_seconds(
     graph: Graph, flow: Communication, cuts: Mapping[str, Cuts], model: TimeModel
-) -> Iterator[tuple[Transfer | None, Axes, ComputeAndExposed]]:
-    """Each redistribution of an activation, and each collective inside an operator (None), with its
-    axes and its seconds in one micro-batch, forward and backward."""
+) -> Iterator[tuple[Transfer | None, Axes, ForwardBackward]]:
+    """Redistributions of activations, and collectives inside operators (with transfer None), each
+    with axes and seconds of one micro-batch, forward and backward."""
     for name, inner in flow.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         beside = model.operator(graph.by_name[name], cuts.get(name, {}))
@@ -413,8 +416,9 @@ def activation_seconds(
 def bucket_seconds(
     flow: Communication, model: TimeModel
 ) -> Iterator[tuple[Bucket, str, bool, int, float]]:
-    """Each gather of a bucket of parameters and each reduction of its gradients: what is sent,
-    whether once a step (or in each micro-batch), forward (0) or backward (1), and its seconds."""
+    """Gathers of each bucket and reductions of its gradients, as tuples of: bucket; `parameters` or
+    `gradients`; whether once per step instead of per micro-batch; forward (0) or backward (1);
+    seconds."""
     for bucket in flow.buckets:
         gather, reduce = _bucket(bucket, model)
         yield bucket, "parameters", bucket.level != "level3", 0, gather
@@ -423,15 +427,15 @@ def bucket_seconds(
             yield bucket, "parameters", False, 1, gather
 
 
-def _summed(pairs: Iterable[ComputeAndExposed]) -> ComputeAndExposed:
+def _summed(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
     forward = backward = 0.0
     for there, back in pairs:
         forward, backward = forward + there, backward + back
     return forward, backward
 
 
-def _bucket(bucket: Bucket, model: TimeModel) -> ComputeAndExposed:
-    """Gathering a bucket once, and reducing its gradients once."""
+def _bucket(bucket: Bucket, model: TimeModel) -> ForwardBackward:
+    """Seconds of gathering a bucket once, and of reducing its gradients once."""
     gather = reduce = 0.0
     joining = model.on_host(MEMBER_OPERATORS * len(bucket.members))
     local = bucket.numel * bucket.members[0].value.itemsize

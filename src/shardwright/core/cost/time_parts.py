@@ -1,4 +1,4 @@
-"""A predicted step by what takes its seconds: computation by kind, communication by axis."""
+"""Breakdown of a predicted step: computation by kind, communication by kind and axes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ KINDS = (*COMPUTATION, *COMMUNICATION, WAITING)
 
 @dataclass(frozen=True)
 class TimePart:
-    """What one kind of work contributes to a step.
+    """Seconds of one kind of work in a step.
 
     Args:
-        kind: one of `KINDS`; of communication what is sent.
-        axes: names of the axes over which that is; none of what is not communication.
-        seconds: by which it lengthens the step.
-        hidden: seconds of it beside computation, which do not.
+        kind: one of `KINDS`; for communication the data that is sent.
+        axes: names of the axes of communication; empty for computation.
+        seconds: exposed seconds, which lengthen the step.
+        hidden: seconds of communication that overlap computation.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class TimePart:
 
 
 _Parts = dict[tuple[str, Axes, bool], float]
-"""Seconds of each kind over each set of axes, and those of them that are hidden."""
+"""Seconds by kind, axes and whether they overlap computation."""
 
 
 def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart, ...]:
@@ -85,7 +85,7 @@ def _length(parts: _Parts) -> float:
 def _of_chunk(
     chunk: Chunk, time: StepTime, model: TimeModel
 ) -> Iterator[tuple[str, Axes, float, float]]:
-    """Kind, axes, seconds and hidden seconds of all that a chunk does in a step."""
+    """Kind, axes, seconds and overlapped seconds of all work of a chunk in a step."""
     flow, times = chunk.communication, time.micro_batches
     for op in chunk.graph.ops:
         cuts = chunk.decisions.cuts.get(op.name, {})
@@ -113,14 +113,14 @@ def _of_chunk(
             steps = [s for s in bucket.steps if kind == "gradients" or s.kind == "all_gather"]
             axes = tuple({axis for step in steps for axis in step.axes})
             total = seconds if once else times * seconds
-            # Where next to nothing is computed, rounding may make the wait the longer of the two.
+            # Without computation to overlap, rounding can make the exposed part exceed the whole.
             hidden = max(0.0, 1 - waits[once][way] / whole[once][way])
             yield kind, axes, total, total * hidden
 
 
 def utilization(partitioned: Partitioned, predicted: Predicted) -> float:
-    """The share of the peak of all devices that the matrix products of the model need in a step,
-    without recomputation."""
+    """Model FLOPs utilization (MFU): fraction of the peak of all devices that the matrix products of
+    the model, without recomputation, take in a step."""
     devices = partitioned.mesh.num_devices * partitioned.pipeline.stages
     device = predicted.cluster.device.among(devices)
     work = [work_of(op) for op in partitioned.graph.ops]
