@@ -90,14 +90,14 @@ def test_a_position_after_the_last_batch_is_the_beginning_of_the_next_epoch() ->
 
 def test_a_position_in_another_order_is_refused() -> None:
     state = sw.dataloader(SAMPLES, 4, plan(), seed=1).state_dict()
-    with pytest.raises(DataError, match="with seed 1, this one has seed 2"):
+    with pytest.raises(DataError, match="its seed is 1, this loader's is 2"):
         sw.dataloader(SAMPLES, 4, plan(), seed=2).load_state_dict(state)
 
 
 def test_ragged_batches_datasets_without_a_length_and_other_samplers_are_refused() -> None:
     ragged: Any = [torch.ones(1 + n) for n in range(8)]
     for workers in (0, 1):
-        with pytest.raises(DataError, match=r"samples of a batch differ in shape .*collate_fn"):
+        with pytest.raises(DataError, match=r"samples of a batch differ in shape .*\n.*collate_fn"):
             list(sw.dataloader(ragged, 4, plan(), num_workers=workers))
 
     class Endless(IterableDataset[Tensor]):
@@ -106,7 +106,10 @@ def test_ragged_batches_datasets_without_a_length_and_other_samplers_are_refused
 
     with pytest.raises(DataError, match="Endless has no length"):
         sw.dataloader(Endless(), 4, plan())
-    for wrong, words in ((SIZED, "no samples by"), (DataLoader(SAMPLES), "a DataLoader has no")):
+    for wrong, words in (
+        (SIZED, "no numbered samples"),
+        (DataLoader(SAMPLES), "a DataLoader has no"),
+    ):
         with pytest.raises(DataError, match=words):
             sw.dataloader(wrong, 4, plan())
     with pytest.raises(DataError, match="list is empty"):

@@ -62,20 +62,21 @@ def test_an_epoch_goes_on_from_any_sample() -> None:
     sampler.set_epoch(0, sample=12)
     assert len(sampler) == 2
     assert list(sampler) == [order[12:20], order[20:28]]
-    with pytest.raises(DataError, match=r"the last batch has 2 samples, but .* 4 ways"):
+    with pytest.raises(DataError, match=r"the last batch has 2 samples, but .* into 4 shards"):
         BatchSampler(32, CUT, 0, 8, drop_last=False).set_epoch(0, sample=14)
 
 
 def test_an_uneven_last_batch_is_kept_if_asked_and_if_it_can_be_cut() -> None:
     assert [len(batch) for batch in epoch(WHOLE, 0, drop_last=False)] == [12, 12, 6]
     assert [len(batch) for batch in epoch(HALVES, 0, drop_last=False)] == [6, 6, 3]
-    with pytest.raises(DataError, match=r"the last batch has 6 samples, but .* 4 ways"):
+    with pytest.raises(DataError, match=r"the last batch has 6 samples, but .* into 4 shards"):
         epoch(CUT, 0, drop_last=False)
 
 
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(
-        DataError, match="a batch has 10 samples, but dataset_strategy shards the batch 4 ways"
+        DataError,
+        match="a batch has 10 samples, but dataset_strategy divides a batch into 4 shards",
     ):
         BatchSampler(30, CUT, 0, 10)
     with pytest.raises(DataError, match="use a batch_size of at most 30"):

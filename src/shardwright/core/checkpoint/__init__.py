@@ -1,1 +1,1 @@
-"""Saving, loading and resuming, and the position of a run in its data."""
+"""Save and load checkpoints, and resume a run at its position in the data."""

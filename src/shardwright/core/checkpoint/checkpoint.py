@@ -1,6 +1,7 @@
 """Checkpoints in the format of torch.distributed.checkpoint, independent of plan and device count.
 
-A checkpoint is a subfolder `step-N` of the run's folder.
+A checkpoint is a subfolder `step-N` of the run's folder. Its keys are the parameter names of the
+original model, and every rank reads the shards of its own plan, so any plan loads any checkpoint.
 """
 
 from __future__ import annotations
@@ -49,26 +50,30 @@ from shardwright.core.runtime.accelerator import HOST_BACKEND
 from shardwright.core.runtime.devices import world_timeout
 from shardwright.errors import CheckpointError, DamagedCheckpointError, LockError
 
-# Saving and loading in a single process, also in a thread, is intended.
+# DCP warns when it runs without a process group, which saving from one process does on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 Settings = Literal["saved", "own"]
-"""Whose settings an optimizer has after loading: the checkpoint's, or those it was built with."""
+"""Source of an optimizer's hyperparameters after loading: the checkpoint or its constructor."""
 
 FULL_DISK = 2**20
-"""A disk with fewer bytes free is called full when writing fails."""
+"""If writing fails with fewer bytes free than this, the error blames a full disk.
+
+`torch.save` reports a full disk as an unrelated RuntimeError, and the file system keeps some bytes
+in reserve."""
 
 
 class Checkpoints:
-    """The checkpoints of one run in `folder`; every rank must make the same calls.
+    """The checkpoints of one run in a folder; every rank must make the same calls.
 
     As a context manager it waits on exit for a checkpoint that is still being written. From the
     first `save` until then its folder is locked: other processes cannot save there.
 
     Args:
+        folder: the folder of the checkpoints.
         keep: number of newest checkpoints to keep; None for all.
-        asynchronous: `save` returns once the tensors are copied, and files are written while
-            training continues, one checkpoint at a time.
+        asynchronous: return from `save` once the tensors are copied, and write files while training
+            continues, one checkpoint at a time.
     """
 
     def __init__(
@@ -83,9 +88,9 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        # Not after an error: other ranks may never write their shards.
-        if kind is None:
+    def __exit__(self, exception_type: object, *_: object) -> None:
+        # After an error, waiting could hang: other ranks may never write their shards.
+        if exception_type is None:
             self.wait()
             if self._locks is not None:
                 self._locks.close()
@@ -94,30 +99,36 @@ class Checkpoints:
                 dist.destroy_process_group(self._group)
 
     def path(self, step: int) -> Path:
+        """The folder of the checkpoint of `step`."""
         return self.folder / f"step-{step}"
 
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints in ascending order."""
+        """List the steps of all complete checkpoints in ascending order."""
         return complete_steps(self.folder)
 
     def newest(self) -> int | None:
-        """The step of the newest checkpoint that rank 0 sees; None if there is none.
+        """Return the step of the newest checkpoint that rank 0 sees, or None without checkpoints.
 
         Collective: every rank must call it, and gets the same result.
         """
         return max(value_of_rank(self.steps()), default=None)
 
     def select(self, step: int | None = None) -> tuple[int, CheckpointInfo]:
-        """The checkpoint of `step`, by default the newest intact one, and what it holds beside
-        tensors. The ranks share the verification of its checksums.
+        """Select and verify a checkpoint; the ranks share the verification of its checksums.
 
-        Collective: every rank must call it, and gets the same result. Damaged checkpoints that are
-        newer are named by a `CheckpointWarning`.
+        Collective: every rank must call it, and gets the same result. A `CheckpointWarning` names
+        newer checkpoints that are damaged.
+
+        Args:
+            step: the step of the checkpoint; by default that of the newest intact one.
+
+        Returns:
+            The step, and the contents of the checkpoint other than tensors.
 
         Raises:
-            CheckpointError: if there is none.
-            DamagedCheckpointError: if all are damaged, or that of `step` is; the message names the
-                file.
+            CheckpointError: if the folder has no such checkpoint.
+            DamagedCheckpointError: if the checkpoint of `step`, or without `step` every checkpoint,
+                is damaged; names the files.
         """
         candidates = value_of_rank(self.steps())[::-1] if step is None else [step]
         if not candidates:
@@ -125,7 +136,7 @@ class Checkpoints:
         problems: list[str] = []
         for candidate in candidates:
             folder = self.path(candidate)
-            info = _verified(folder)
+            info = _read_and_verify(folder)
             if isinstance(info, CheckpointInfo):
                 break
             problems.append(info)
@@ -149,24 +160,29 @@ class Checkpoints:
     ) -> None:
         """Save model, optimizer, random states and position as the checkpoint of `position.step`.
 
-        It replaces a checkpoint of the same step. Checkpoints in excess of `keep` are removed once
-        it is complete.
+        Replaces an existing checkpoint of the same step. The oldest checkpoints in excess of `keep`
+        are removed once the new one is complete.
 
         Args:
-            only: names of the parameters and buffers that are saved; None for all.
+            net: the model, parallelized or not.
+            optimizer: the optimizer; None to save the model alone.
+            position: the position of the run in its data.
+            plan: the plan of `net`; its fingerprint and number of devices are recorded.
+            run: the run's seeds and number of samples, which are compared when it resumes.
+            only: names of the parameters and buffers to save; None for all.
 
         Raises:
             CheckpointError: if the optimizer has parameters that the model does not have, or state
                 that is not a tensor, if this or the previous checkpoint could not be written, or
                 if another process has locked the folder.
         """
-        held = checkpoint_state.model_tensors(net).items()
-        tensors = {k: t for k, t in held if only is None or k.partition(".")[2] in only}
+        model_state = checkpoint_state.model_tensors(net).items()
+        tensors = {k: t for k, t in model_state if only is None or k.partition(".")[2] in only}
         if optimizer is not None:
             tensors |= checkpoint_state.optimizer_tensors(net, optimizer)
         if is_rank_0():
             tensors |= checkpoint_state.random_tensors(checkpoint_state.device_of(net))
-        about = CheckpointInfo(
+        info = CheckpointInfo(
             position=position,
             groups=None if optimizer is None else checkpoint_state.optimizer_groups(optimizer),
             random=(net.execution.random_seed, net.execution.random_step)
@@ -179,30 +195,36 @@ class Checkpoints:
         )
         self.wait()
         if has_other_ranks() and self._group is None:
-            # Long timeout: ranks wait in this group while others write their files.
+            # A group of its own, because saving may run in a thread beside the training step's
+            # collectives. Long timeout: ranks wait in it while others write their files.
             self._group = dist.new_group(backend=HOST_BACKEND, timeout=world_timeout())
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
-        problem = value_of_rank(self._claim())
+        problem = value_of_rank(self._lock_and_clear())
         if problem is not None:
             raise CheckpointError(problem)
         if self._group is not None:
             tensors = checkpoint_state.drop_tied_duplicates(tensors, self._group)
-        writer = PublishingWriter(self.path(position.step), about, self._keep)
-        target: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
-        target["no_dist"] = self._group is None
+        writer = PublishingWriter(self.path(position.step), info, self._keep)
+        save_options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
+        save_options["no_dist"] = self._group is None
         if dist.is_initialized() and self._group is None:
-            target["planner"] = OneRankPlanner()
+            save_options["planner"] = OneRankPlanner()
         path = self.path(position.step)
         with _convert_errors(path):
             if self._asynchronous:
-                pending = state_dict_saver.async_save(dict(tensors), **target)
+                pending = state_dict_saver.async_save(dict(tensors), **save_options)
                 self._pending = path, cast("Future[Metadata]", pending)
             else:
-                state_dict_saver.save(dict(tensors), **target)
+                state_dict_saver.save(dict(tensors), **save_options)
 
-    def _claim(self) -> str | None:
-        """On rank 0, locks the folder and removes the leftovers of crashed runs, which those of a
-        live one could not be told from; says what prevents it."""
+    def _lock_and_clear(self) -> str | None:
+        """On rank 0, lock the folder and remove the leftovers of crashed runs.
+
+        The lock comes first: without it, the files of a live run would look like leftovers.
+
+        Returns:
+            The reason if it failed, otherwise None.
+        """
         if not is_rank_0():
             return None
         try:
@@ -216,10 +238,10 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Waits until the checkpoint that is being written is complete.
+        """Wait until an asynchronous `save` is complete.
 
         Raises:
-            CheckpointError: if it could not be written.
+            CheckpointError: if the checkpoint could not be written.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -235,17 +257,22 @@ class Checkpoints:
         *,
         strict: bool = True,
     ) -> Position:
-        """Load the checkpoint of `step` (by default the newest intact one) into `net` and
-        `optimizer`.
+        """Load a checkpoint into `net` and `optimizer`, in place.
 
-        The checkpoint may have been saved under another plan. Each rank reads only its own shards,
-        in place. Without an optimizer, LoRA adapters that were not saved keep their values; if not
-        `strict`, so does whatever was saved elsewhere.
+        The checkpoint may have been saved under another plan; each rank reads only its own shards.
+
+        Args:
+            net: the model, parallelized or not.
+            optimizer: the optimizer; None to load the model alone. LoRA adapters that are not in
+                the checkpoint then keep their values.
+            step: the step of the checkpoint; by default that of the newest intact one.
+            strict: whether the checkpoint must have all parameters and buffers; otherwise missing
+                ones keep their values.
 
         Raises:
-            CheckpointError: if there is no complete checkpoint, it belongs to another model (the
-                message names the first parameter that differs), or its optimizer does not match.
-            DamagedCheckpointError: if a file of it is damaged, truncated or missing.
+            CheckpointError: if there is no complete checkpoint, it belongs to another model (names
+                the first parameter that differs), or its optimizer does not match.
+            DamagedCheckpointError: if one of its files is damaged, truncated or missing.
         """
         return self.restore(*self.select(step), net, optimizer, strict=strict)
 
@@ -263,13 +290,16 @@ class Checkpoints:
         """Load the checkpoint that `select` returned, without verifying it again.
 
         Args:
-            settings: whether the parameter groups of `optimizer` get the settings that were saved,
-                as with its `load_state_dict`, or keep their own.
-            random: whether random generators continue where they were.
+            step, info: the result of `select`.
+            net: the model, parallelized or not.
+            optimizer: the optimizer; None to load the model alone.
+            settings: `saved` to give the parameter groups of `optimizer` the saved settings, like
+                `Optimizer.load_state_dict`; `own` to keep theirs.
+            random: whether to restore the random generators.
             strict: whether the checkpoint must have all parameters and buffers.
 
         Raises:
-            CheckpointError: as `load`.
+            CheckpointError: if the checkpoint belongs to another model or optimizer.
         """
         folder = self.path(step)
         reader = CheckpointReader(folder)
@@ -277,28 +307,31 @@ class Checkpoints:
         prefix = f"{checkpoint_state.MODEL}."
         shapes = {k.removeprefix(prefix): e.size for k, e in saved.items() if k.startswith(prefix)}
         if strict and dist.is_initialized() and not has_other_ranks():
-            whole = checkpoint_state.original_module(net).state_dict()
-            shapes = {name: each.shape for name, each in whole.items()} | shapes
+            # With fake ranks (a rehearsal) only one stage was saved: others count as present.
+            full_state = checkpoint_state.original_module(net).state_dict()
+            shapes = {name: each.shape for name, each in full_state.items()} | shapes
         names = match_saved_names(
             net, shapes, str(folder), new_adapters=optimizer is None, strict=strict
         )
-        held, optimized = checkpoint_state.model_tensors(net), dict[str, Tensor]()
-        model = {
-            prefix + names[name]: held[prefix + name] for name in names if prefix + name in held
+        # A pipeline stage has only some of the model's tensors, and reads only those.
+        local, optimizer_state = checkpoint_state.model_tensors(net), dict[str, Tensor]()
+        model_state = {
+            prefix + names[name]: local[prefix + name] for name in names if prefix + name in local
         }
         if optimizer is not None:
             _check_optimizer(optimizer, info, folder)
-            optimized = checkpoint_state.allocate_optimizer_state(net, optimizer, saved)
+            optimizer_state = checkpoint_state.allocate_optimizer_state(net, optimizer, saved)
         device = checkpoint_state.device_of(net)
-        states = checkpoint_state.random_tensors(device) if random else {}
-        states = {key: state for key, state in states.items() if key in saved}
+        generators = checkpoint_state.random_tensors(device) if random else {}
+        generators = {key: state for key, state in generators.items() if key in saved}
         with _convert_errors(folder):
-            places = {**model, **optimized, **states}
-            state_dict_loader.load(places, storage_reader=reader, no_dist=True)
+            destinations = {**model_state, **optimizer_state, **generators}
+            # Every rank plans its own reads: loading needs no communication.
+            state_dict_loader.load(destinations, storage_reader=reader, no_dist=True)
         if optimizer is not None:
             groups = info.groups if settings == "saved" else None
-            checkpoint_state.restore_optimizer(net, optimizer, optimized, groups)
-        checkpoint_state.restore_random(states, device)
+            checkpoint_state.restore_optimizer(net, optimizer, optimizer_state, groups)
+        checkpoint_state.restore_random(generators, device)
         if isinstance(net, ParallelModule) and info.random is not None:
             seed, net.execution.random_step = info.random
             net.execution.random_seed = seed if random else net.execution.random_seed
@@ -315,14 +348,17 @@ def save_checkpoint(
     keep: int | None = None,
     only: Container[str] | None = None,
 ) -> None:
-    """Save a checkpoint in `folder`, which is complete when this returns. Every rank must call it.
+    """Save a checkpoint, which is complete on return. Every rank must call it.
 
     Args:
-        position: the position of the run, which `load_checkpoint` returns.
+        folder: the folder of the run's checkpoints; the new one is its subfolder `step-N`.
+        net: the model, parallelized or not.
+        optimizer: the optimizer; None to save the model alone.
+        position: the position of the run in its data, which `load_checkpoint` returns.
         plan: the plan of `net`; its fingerprint is recorded.
         keep: number of newest checkpoints to keep in the folder; None for all.
-        only: names of the parameters and buffers that are saved; None for all. If others are saved
-            elsewhere, `load_checkpoint` is told by `strict=False`.
+        only: names of the parameters and buffers to save; None for all. Load a partial checkpoint
+            with `load_checkpoint(..., strict=False)`.
 
     Raises:
         CheckpointError: if the optimizer has parameters that the model does not have, or state that
@@ -340,54 +376,67 @@ def load_checkpoint(
     step: int | None = None,
     strict: bool = True,
 ) -> Position:
-    """Load the checkpoint of `step` (by default the newest) in `folder` into `net` and `optimizer`.
+    """Load a checkpoint into `net` and `optimizer`, in place. Every rank must call it.
 
-    It may have been saved under another plan, on another number of devices. Every rank must call
-    it.
+    The checkpoint may have been saved under another plan, on another number of devices.
 
     Args:
-        strict: whether it must have all parameters and buffers; others keep their values.
+        folder: the folder of the run's checkpoints.
+        net: the model, parallelized or not.
+        optimizer: the optimizer; None to load the model alone.
+        step: the step of the checkpoint; by default that of the newest intact one.
+        strict: whether the checkpoint must have all parameters and buffers; otherwise missing ones
+            keep their values.
 
     Returns:
         The position of the run when it was saved.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint, it belongs to another model (the
-            message names the first parameter that differs), or its optimizer does not match.
+        CheckpointError: if there is no complete checkpoint, it belongs to another model (names the
+            first parameter that differs), or its optimizer does not match.
+        DamagedCheckpointError: if one of its files is damaged, truncated or missing.
     """
     return Checkpoints(folder).load(net, optimizer, step, strict=strict)
 
 
-def _verified(folder: Path) -> CheckpointInfo | str:
-    """What the checkpoint holds beside tensors, or what is damaged; the same on every rank."""
+def _read_and_verify(folder: Path) -> CheckpointInfo | str:
+    """The contents other than tensors, or a description of the damage; equal on every rank."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if has_other_ranks() else (0, 1)
     result: CheckpointInfo | Exception | str
     try:
         result = info = CheckpointInfo.read(folder)
+        # Each rank verifies every n-th file: reading is limited by the disk of each node.
         result = find_damage(folder, sorted(info.files.items())[rank::size]) or info
     except DamagedCheckpointError as error:
         result = str(error)
     except CheckpointError as error:
         result = error
     results = values_of_ranks(result)
-    failed = next((each for each in results if not isinstance(each, CheckpointInfo)), result)
-    if isinstance(failed, Exception):
-        raise failed
-    return failed
+    # One rank's failure is everybody's: all ranks must fall back to the same older checkpoint.
+    agreed = next((each for each in results if not isinstance(each, CheckpointInfo)), result)
+    if isinstance(agreed, Exception):
+        raise agreed
+    return agreed
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, folder: Path) -> None:
-    own = type(optimizer).__name__
+    class_name = type(optimizer).__name__
     if info.groups is None:
-        raise CheckpointError(f"{folder} was saved without an optimizer")
-    saved = info.optimizer
-    if saved is None and set(info.groups[0]) - {"initial_lr"} - set(optimizer.param_groups[0]):
-        saved = "another optimizer"
-    if saved not in (None, own):
         raise CheckpointError(
-            f"{folder} was saved with {saved}, whose state {own} cannot continue: use"
-            f" {info.optimizer or 'the same'}, or start anew from the weights, with train.load:"
-            f" {folder}"
+            f"{folder} was saved without an optimizer\nload it without one: `optimizer=None`"
+        )
+    saved_class = info.optimizer
+    # Checkpoints of version 1 lack the class: unknown settings show that it is another one.
+    # Schedulers add `initial_lr` to the settings of any optimizer.
+    if saved_class is None and set(info.groups[0]) - {"initial_lr"} - set(
+        optimizer.param_groups[0]
+    ):
+        saved_class = "another optimizer"
+    if saved_class not in (None, class_name):
+        raise CheckpointError(
+            f"{folder} was saved with {saved_class}, whose state {class_name} cannot continue\n"
+            f"use {info.optimizer or 'the same optimizer'}, or start from the weights alone with"
+            f" train.load: {folder}"
         )
 
 
@@ -397,14 +446,16 @@ def _warn(message: str) -> None:
 
 @contextmanager
 def _convert_errors(path: Path) -> Iterator[None]:
-    """Raises failures of ranks as a single CheckpointError, which says whether the disk is full:
-    what `torch.save` raises then does not."""
+    """Convert DCP's failures of several ranks to one CheckpointError of the first failed rank.
+
+    Mentions a full disk, which `torch.save` reports as an unrelated RuntimeError.
+    """
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         free = shutil.disk_usage(path.parent).free
-        full = f": no space left ({free} bytes are free)" if free < FULL_DISK else ""
+        disk_full = f": no space left ({free} bytes are free)" if free < FULL_DISK else ""
         raise CheckpointError(
-            f"{path}: rank {rank}{full}: {type(cause).__name__}: {cause}"
+            f"{path}: rank {rank}{disk_full}: {type(cause).__name__}: {cause}"
         ) from error

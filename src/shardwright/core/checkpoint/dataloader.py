@@ -1,4 +1,4 @@
-"""Any dataset of `torch.utils.data`, read by each rank as its plan asks for, from any position."""
+"""`sw.dataloader`: batches of a map-style dataset, sharded as planned and resumable."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from shardwright.errors import DataError
 
 
 class PlannedLoader:
-    """Batches of a dataset for this rank, epoch after epoch; each iteration is one epoch.
+    """Batches of a dataset for this rank; each iteration over the loader is one epoch.
 
-    `state_dict()` is its position, which `load_state_dict` goes on from, on any number of devices
-    and with any size of batch; the batch that the loop has in hand counts as done.
+    `state_dict()` is the position in the data, from which `load_state_dict` continues on any number
+    of devices and with any batch size. The batch last yielded counts as done.
     """
 
     def __init__(self, dataset: Any, sampler: BatchSampler, options: Mapping[str, Any]) -> None:
         self.sampler = sampler
         collate = options.get("collate_fn") or default_collate
+        collate_fn = partial(_collate, collate)
         self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=sampler, **{**options, "collate_fn": partial(_batch, collate)}
+            dataset, batch_sampler=sampler, **{**options, "collate_fn": collate_fn}
         )
         self._epoch = self._sample = 0
 
     def __len__(self) -> int:
-        """Number of batches in what is left of the epoch."""
+        """Number of remaining batches of the epoch."""
         self.sampler.set_epoch(self._epoch, self._sample)
         return len(self.sampler)
 
@@ -42,20 +43,21 @@ class PlannedLoader:
         self._epoch, self._sample = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, the next of its samples, and what their order depends on."""
+        """The epoch, the number of its next sample, and the parameters of the sample order."""
         return {"epoch": self._epoch, "sample": self._sample, **self._order}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a position.
+        """Continue from a position that `state_dict` returned.
 
         Raises:
-            DataError: if it is of samples in another order.
+            DataError: if the position belongs to another order of samples.
         """
         for name, value in self._order.items():
             if state.get(name) != value:
                 raise DataError(
-                    f"the position is of a dataset with {name} {state.get(name)}, this one has "
-                    f"{name} {value}: the order of the samples is another"
+                    f"the position belongs to another order of samples: its {name} is "
+                    f"{state.get(name)}, this loader's is {value}\n"
+                    f"use a dataloader with {name} {state.get(name)}"
                 )
         self._epoch, self._sample = state["epoch"], state["sample"]
 
@@ -75,26 +77,33 @@ def dataloader(
     drop_last: bool = True,
     **options: Any,
 ) -> PlannedLoader:
-    """Batches of a dataset, of which this rank reads what the plan's `dataset_strategy` says: the
-    whole batch, or its own part.
+    """Make a loader of the batches that this rank passes to the model.
+
+    With the plan's `dataset_strategy`, a rank reads the global batch or only its own shard of it.
 
     Args:
-        dataset: with a length and numbered samples, of `torch.utils.data` or `datasets`.
-        batch_size: samples of a whole batch, over all ranks.
-        seed: which with the number of the epoch gives the order, the same on all ranks.
-        drop_last: whether samples that do not fill a last batch are left out.
-        options: of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
+        dataset: a map-style dataset of `torch.utils.data` or `datasets`, with `__len__` and
+            `__getitem__`.
+        batch_size: samples per global batch, over all ranks.
+        plan: the plan of the model.
+        shuffle: whether to shuffle the samples in each epoch.
+        seed: seed of the order; with the number of the epoch it gives the same order on all ranks.
+        drop_last: whether to drop the samples that do not fill a last batch.
+        options: options of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
 
     Raises:
         DataError: if the dataset has no length, has less than one batch, or a batch cannot be
-            divided as planned; while iterating, if the samples of a batch differ in shape.
+            sharded as planned; while iterating, if the samples of a batch differ in shape.
     """
     samples = _length(dataset)
     if not samples:
         raise DataError(f"{type(dataset).__name__} is empty: it has no samples")
     for name in ("batch_sampler", "sampler"):
         if options.get(name) is not None:
-            raise DataError(f"{name}=...: the loader draws the same order on all ranks by itself")
+            raise DataError(
+                f"{name}=...: the loader draws the order itself, the same on all ranks\n"
+                f"leave {name} out; choose the order with shuffle and seed"
+            )
     if not isinstance(seed, int):
         raise DataError(f"seed={seed!r}: use a whole number")
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -105,37 +114,52 @@ def dataloader(
 
 
 def _length(dataset: Any) -> int:
-    """Raises: DataError: it has no length, or no samples by their numbers."""
-    kind = type(dataset)
+    """The number of samples.
+
+    Raises:
+        DataError: if the dataset is not map-style.
+    """
+    dataset_type = type(dataset)
     if isinstance(dataset, DataLoader | Mapping):
-        raise DataError(f"a {kind.__name__} has no numbered samples: give the dataset itself")
-    problem = "" if hasattr(kind, "__getitem__") else "no samples by their numbers"
+        raise DataError(
+            f"a {dataset_type.__name__} has no numbered samples\npass the dataset itself"
+        )
+    problem = "" if hasattr(dataset_type, "__getitem__") else "no numbered samples"
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
         problem = "no length"
     if isinstance(dataset, IterableDataset) or problem:
         raise DataError(
-            f"{kind.__name__} has {problem or 'no samples by their numbers'}, so no rank can read "
-            "only its part of it: give a dataset with numbered samples, or pass batches of a "
-            "DataLoader of your own through shardwright.run.local_batch"
+            f"{dataset_type.__name__} has {problem or 'no numbered samples'}, so a rank cannot "
+            "read only its shard\n"
+            "pass a map-style dataset (with __len__ and __getitem__), or batches of your own "
+            "DataLoader through shardwright.run.local_batch"
         )
     return length
 
 
-def _batch(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+def _collate(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """Collate the samples of a batch.
+
+    Raises:
+        DataError: if they differ in shape or structure.
+    """
     try:
         return collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
-        # The second is what a worker says, which joins samples in shared memory.
+        # In the main process `torch.stack` complains of unequal sizes; in a worker, which stacks
+        # into shared memory, resizing that memory fails.
         if "equal size" in str(error) or "resize storage" in str(error):
             raise DataError(
-                f"the {len(samples)} samples of a batch differ in shape ({error}): pad them by a "
-                "collate_fn such as shardwright.run.PadToMultiple, so that few shapes occur"
+                f"the {len(samples)} samples of a batch differ in shape ({error})\n"
+                "pad them with a collate_fn such as shardwright.run.PadToMultiple, which yields "
+                "few different shapes"
             ) from None
         if collate is not default_collate:
             raise
         raise DataError(
             f"the {len(samples)} samples of a batch cannot be joined ({type(error).__name__}: "
-            f"{error}): let all have the same keys and tensors or numbers, or give a collate_fn"
+            f"{error})\nreturn the same keys with tensors or numbers from every sample, or pass a "
+            "collate_fn"
         ) from None

@@ -1,7 +1,7 @@
-"""Locks on the folders that a run writes: a second run into the same folder is refused.
+"""Lock the folders that a run writes, so that a second run cannot write into them.
 
-A lock belongs to an open file (`flock`), which ranks inherit. So it ends with the last process of
-the run, however that process ends, and a file that is left behind locks nothing.
+A lock is an `flock` on an open file, which the ranks inherit. The kernel releases it when the last
+process of the run ends, even by SIGKILL, so a leftover lock file locks nothing.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shardwright.errors import LockError
 
 LOCK_FILE = ".lock"
 
-# How long to wait for a run that is ending, in seconds.
 PATIENCE = 2.0
+"""Seconds to wait for a run that is just ending."""
 
 
 @contextmanager
 def lock_folders(*folders: Path) -> Iterator[tuple[int, ...]]:
-    """Locks the folders, which are created if they do not exist.
+    """Lock the folders, creating those that do not exist.
 
-    A folder that this process has locked, or the launcher that started it, is left as it is.
+    Skips folders that this process, or the launcher that started it, has locked already.
 
     Yields:
         The file descriptors of the locks. Processes that inherit them keep the folders locked.
 
     Raises:
-        LockError: if another process has locked one of them; the message says which.
+        LockError: if another run has locked one of the folders; names the folder and the process.
     """
     with ExitStack() as stack:
         yield tuple(
@@ -46,6 +46,7 @@ def lock_folders(*folders: Path) -> Iterator[tuple[int, ...]]:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[list[int]]:
+    """Lock one folder; remove the lock file at the end, and the folder if it is new and empty."""
     path, is_new = folder / LOCK_FILE, not folder.exists()
     try:
         lock = _acquire(path)
@@ -57,6 +58,7 @@ def _lock(folder: Path) -> Iterator[list[int]]:
     try:
         yield [lock]
     finally:
+        # Removed before it is released: a process that locks it now notices, by `_is_at`.
         path.unlink(missing_ok=True)
         if is_new:
             with suppress(OSError):
@@ -65,14 +67,19 @@ def _lock(folder: Path) -> Iterator[list[int]]:
 
 
 def _acquire(path: Path) -> int | None:
-    """The open and locked file; None if this run has locked it, or no file can be locked there."""
+    """Open and lock a file.
+
+    Returns:
+        Its descriptor, or None if this run has locked it already or the file system has no locks.
+    """
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except (FileExistsError, FileNotFoundError):
-            # Whoever has created the folder has removed it in between; else it is a file.
+            # The process that created the folder removed it between the two calls: try again.
+            # If the parent is a file, it stays one.
             if path.parent.is_file() or time.monotonic() > deadline:
                 raise
             continue
@@ -85,34 +92,35 @@ def _acquire(path: Path) -> int | None:
                 return None
             if time.monotonic() > deadline:
                 raise LockError(
-                    f"{path.parent} is in use by {holder or 'another process'}: wait until it ends,"
-                    " or choose another folder"
+                    f"{path.parent} is in use by {holder or 'another process'}\n"
+                    "wait until it ends, or choose another folder"
                 ) from None
             time.sleep(0.05)
             continue
         except OSError as error:
             os.close(file)
             warnings.warn(
-                f"{path.parent}: its file system has no locks ({error.strerror}), so a second run"
-                " into it is not refused",
+                f"{path.parent}: its file system has no locks ({error.strerror})\n"
+                "make sure that no second run writes into this folder",
                 stacklevel=2,
             )
             return None
         if _is_at(path, file):
             os.truncate(file, 0)
-            now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            os.write(file, f"{_process(os.getpid())}{now}".encode())
+            date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            os.write(file, f"{_process(os.getpid())}{date}".encode())
             return file
         os.close(file)
 
 
 def _is_at(path: Path, file: int) -> bool:
-    """Whether an open file is that of the path; who had it locked may have removed it."""
+    """Whether `file` is still the file at `path`; the previous holder may have removed it."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
         return False
 
 
-def _process(number: int) -> str:
-    return f"process {number} on {socket.gethostname()} since "
+def _process(pid: int) -> str:
+    """The text in a lock file, before the date; `_acquire` recognizes its own run by it."""
+    return f"process {pid} on {socket.gethostname()} since "

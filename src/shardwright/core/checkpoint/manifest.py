@@ -1,7 +1,7 @@
-"""`checkpoint.json`: what a checkpoint holds other than tensors, and the checksums of its files.
+"""`checkpoint.json`: the contents of a checkpoint other than tensors, and its files' checksums.
 
-Its last entry is the checksum of all bytes before it, so a changed bit anywhere is noticed. The
-checksums are CRC-32: they protect against damage, not against people, who could change both.
+The last entry is the checksum of all bytes before it, so any changed bit is detected. The checksums
+are CRC-32: they detect damage, not manipulation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSION = 2
 INFO_FILE = "checkpoint.json"
 
 _LAST_ENTRY = ',\n "checksum": '
-_BLOCK = 1 << 22
+_BLOCK = 1 << 22  # bytes read at once
 _THREADS = 4
 
 
@@ -34,7 +34,7 @@ class CheckpointWarning(UserWarning):
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """The size of a file in bytes, and the CRC-32 of its content."""
+    """Size in bytes and CRC-32 of a file."""
 
     size: int
     crc32: int
@@ -42,12 +42,12 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """The numbers of a run on which the order of its samples and its random numbers depend.
+    """The numbers that determine a run's order of samples and its random numbers.
 
     Args:
         samples: number of samples in the dataset.
-        data_seed: seed of their order.
-        seed: of parameters and random operators.
+        data_seed: seed of the order of the samples.
+        seed: seed of parameters and random operators.
     """
 
     samples: int
@@ -64,10 +64,10 @@ class CheckpointInfo:
         groups: the settings of the optimizer's parameter groups; None without an optimizer.
         random: seed and step of the program's random operators; None if the model was not
             parallelized.
-        fingerprint, devices: those of the plan; None if it is unknown.
-        optimizer: the name of the optimizer's class; None if it is unknown.
-        run: the numbers of the run that saved it; None if they are unknown.
-        files: the checksum of every other file; empty in checkpoints of version 1.
+        fingerprint, devices: fingerprint and number of devices of the plan; None if unknown.
+        optimizer: class name of the optimizer; None if unknown.
+        run: the numbers of the run that saved it; None if unknown.
+        files: the checksum of every other file, by name; empty in checkpoints of version 1.
     """
 
     position: Position
@@ -80,28 +80,31 @@ class CheckpointInfo:
     files: Mapping[str, FileChecksum] = field(default_factory=dict)
 
     def to_json(self) -> str:
+        """The content of `checkpoint.json`, which `read` accepts."""
         return _with_checksum(
             json.dumps({"version": VERSION, **asdict(self)}, indent=1).removesuffix("\n}")
         )
 
     @staticmethod
     def read(folder: Path) -> CheckpointInfo:
-        """Raises:
-        DamagedCheckpointError: if `checkpoint.json` is missing, or a bit of it was changed.
-        CheckpointError: if the folder is not a checkpoint, or has an unsupported version.
+        """Read and verify the `checkpoint.json` of a checkpoint.
+
+        Raises:
+            DamagedCheckpointError: if the file is missing or damaged.
+            CheckpointError: if there is no such folder, or its version is not supported.
         """
         path = folder / INFO_FILE
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a checkpoint: there is no such folder")
         try:
-            content = _verified(path)
+            content = _read_entries(path)
             version = content.pop("version")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(path, error) from None
         if version not in (1, VERSION):
             raise CheckpointError(
-                f"{folder}: unsupported checkpoint version {version}; this version of Shardwright"
-                f" reads versions 1 and {VERSION}"
+                f"{folder}: unsupported checkpoint version {version}\n"
+                f"this release of Shardwright reads versions 1 and {VERSION}"
             )
         try:
             return TypeAdapter(CheckpointInfo).validate_python(content)
@@ -110,10 +113,14 @@ class CheckpointInfo:
 
 
 def find_damage(folder: Path, files: Iterable[tuple[str, FileChecksum]]) -> str | None:
-    """What is wrong with the first of `files` that is missing, truncated or damaged; None if all
-    are as they were written. Files are read in parallel."""
+    """Verify files, in parallel threads.
+
+    Returns:
+        A description of the first file that is missing, truncated or damaged; None if all are
+        intact.
+    """
     with ThreadPoolExecutor(_THREADS) as pool:
-        problems = pool.map(lambda each: _damage_of(folder / each[0], each[1]), files)
+        problems = pool.map(lambda file: _damage_of(folder / file[0], file[1]), files)
         return next((problem for problem in problems if problem is not None), None)
 
 
@@ -135,11 +142,11 @@ def _with_checksum(body: str) -> str:
     return f'{body}{_LAST_ENTRY}"{zlib.crc32(body.encode()):08x}"\n}}\n'
 
 
-def _verified(path: Path) -> dict[str, Any]:
+def _read_entries(path: Path) -> dict[str, Any]:
     """The entries of `checkpoint.json` other than its checksum.
 
     Raises:
-        ValueError: if its checksum does not match, or it has none but needs one.
+        ValueError: if the checksum does not match, or is missing in a file of the current version.
     """
     text = path.read_bytes().decode()
     body, last_entry, _ = text.rpartition(_LAST_ENTRY)

@@ -1,5 +1,5 @@
-"""Matches the names of saved tensors to those of a model, with and without adapters: those of LoRA,
-and tuned prefixes."""
+"""Match the names of saved tensors to those of a model, with or without `peft` adapters (LoRA and
+prefix tuning)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from shardwright.core.checkpoint.state import first_names, original_module
 from shardwright.errors import CheckpointError
 
-_WHOLE = "base_model.model."
+_PEFT_PREFIX = "base_model.model."
 """Prefix of all names in a model that `peft` wraps."""
 
-_LAYER = ".base_layer."
-"""Path of the original layer inside the module that adds an adapter to it."""
+_BASE_LAYER = ".base_layer."
+"""Path of the original layer within the module that adds an adapter to it."""
 
 _ADAPTER = re.compile(r"\.(lora_\w+)(\.default\b)?")
 """The matrices of an adapter; `peft` omits the adapter's name when it saves only adapters."""
 
-_ADDED = re.compile(r"\.lora_\w+|^prefix_tuning\.")
-"""What is trained beside the weights of a model, and may be new."""
+_NEW_PARAMETER = re.compile(r"\.lora_\w+|^prefix_tuning\.")
+"""Parameters that adapters add to a model, which a checkpoint of the plain model lacks."""
 
 
 def match_saved_names(
@@ -33,28 +33,30 @@ def match_saved_names(
     new_adapters: bool = False,
     strict: bool = True,
 ) -> dict[str, str]:
-    """Maps each tensor of the whole model, including all stages, to its name in `saved`.
+    """Map the name of each tensor of the model, over all pipeline stages, to its name in `saved`.
 
-    A layer matches with and without an adapter; a tied tensor goes by the first of its names.
+    A layer matches with or without an adapter. Tied tensors have the first of their names.
 
     Args:
+        net: the model, parallelized or not.
         saved: the shape of each saved tensor.
         where: the checkpoint, for error messages.
-        new_adapters: accept that `saved` has no adapters; the result then has none either.
-        strict: whether all tensors of the model must be in `saved`; else the result lacks them too.
+        new_adapters: accept that `saved` has no adapters; they are then missing in the result.
+        strict: whether all tensors of the model must be in `saved`; otherwise tensors that are not
+            are missing in the result.
 
     Raises:
-        CheckpointError: if names or shapes differ; the message names the first that does.
+        CheckpointError: if a name or shape differs; names the first that does.
     """
     first = first_names(net)
-    saved_name_of = _matched(first, saved)
+    saved_name_of = _saved_name_by_model_name(first, saved)
     state = original_module(net).state_dict()
     tensors = {first[name]: value for name, value in state.items() if isinstance(value, Tensor)}
-    left_out = new_adapters and not any(_ADDED.search(name) for name in saved)
+    skip_adapters = new_adapters and not any(_NEW_PARAMETER.search(name) for name in saved)
     required = {
         name: value
         for name, value in tensors.items()
-        if (strict or name in saved_name_of) and not (left_out and _ADDED.search(name))
+        if (strict or name in saved_name_of) and not (skip_adapters and _NEW_PARAMETER.search(name))
     }
     for name, value in required.items():
         if name not in saved_name_of:
@@ -76,23 +78,28 @@ def match_saved_names(
 
 
 def trained_but_not_in(net: nn.Module, saved: Iterable[str]) -> set[str]:
-    """Names of the trained parameters and the buffers of a model that `saved` does not name."""
+    """Names of the model's trained parameters and buffers that are not among the names `saved`."""
     first = first_names(net)
     frozen = {first[name] for name, p in net.named_parameters() if not p.requires_grad}
-    return set(first.values()) - frozen - _matched(first, saved).keys()
+    return set(first.values()) - frozen - _saved_name_by_model_name(first, saved).keys()
 
 
-def _matched(first: dict[str, str], saved: Iterable[str]) -> dict[str, str]:
-    """For each saved name the name in the model, or itself if the model has none like it."""
-    of_plain = {_plain(name): name for name in reversed(first)}
+def _saved_name_by_model_name(first: dict[str, str], saved: Iterable[str]) -> dict[str, str]:
+    """Map names in the model to saved names; a saved name without a match maps to itself.
+
+    Args:
+        first: for each name in the model, the first name of the same tensor.
+        saved: the saved names.
+    """
+    by_plain_name = {_plain(name): name for name in reversed(first)}
     result: dict[str, str] = {}
     for name in saved:
-        known = name if name in first else of_plain.get(_plain(name))
-        result.setdefault(name if known is None else first[known], name)
+        model_name = name if name in first else by_plain_name.get(_plain(name))
+        result.setdefault(name if model_name is None else first[model_name], name)
     return result
 
 
 def _plain(name: str) -> str:
-    """The name of a tensor without `peft`'s prefixes, or of an adapter matrix without its name."""
-    plain = name.removeprefix(_WHOLE).replace(_LAYER, ".")
+    """The name of a tensor without the parts that `peft` adds, including the adapter's name."""
+    plain = name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".")
     return _ADAPTER.sub(r".\1", plain)

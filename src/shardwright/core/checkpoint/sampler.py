@@ -1,4 +1,4 @@
-"""The samples that each rank feeds to the model: the global batch, or only its own shard."""
+"""Select the samples that a rank passes to the model: the global batch or only its own shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from shardwright.errors import DataError
 
 
 def local_batch(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors that `rank` passes to the model: its shard of each tensor of a global batch.
+    """The shard of each tensor of a global batch that `rank` passes to the model.
+
+    Args:
+        plan: the plan of the model; without a `dataset_strategy`, the shards are the full tensors.
+        rank: the global rank.
+        batch: the tensors of the global batch, in the order of the model's inputs.
 
     Raises:
         DataError: if the number of tensors differs from the number of model inputs, or a tensor
@@ -26,21 +31,22 @@ def local_batch(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor,
             f"the batch has {len(batch)} tensors, but the model has {len(inputs)} inputs:"
             f" {', '.join(name for name, _ in inputs)}"
         )
-    blocks = []
-    for tensor, (name, arrival) in zip(batch, inputs, strict=True):
-        for dim, count in enumerate(arrival.shard_counts):
+    shards = []
+    for tensor, (name, layout) in zip(batch, inputs, strict=True):
+        for dim, count in enumerate(layout.shard_counts):
             if tensor.shape[dim] % count:
                 raise DataError(
-                    f"input {name} of shape {list(tensor.shape)}: dataset_strategy shards dimension"
-                    f" {dim} {count} ways, which does not divide its size {tensor.shape[dim]}"
+                    f"input {name} of shape {list(tensor.shape)}: dimension {dim} of size"
+                    f" {tensor.shape[dim]} is not divisible into the {count} shards of"
+                    " dataset_strategy"
                 )
         rank_in_mesh = rank % plan.mesh.num_devices
-        blocks.append(tensor[arrival.slices(rank_in_mesh, tuple(tensor.shape))])
-    return tuple(blocks)
+        shards.append(tensor[layout.slices(rank_in_mesh, tuple(tensor.shape))])
+    return tuple(shards)
 
 
 class BatchSampler(Sampler[list[int]]):
-    """Yields the sample indices of one rank, a list per batch, for `DataLoader(batch_sampler=...)`.
+    """The sample indices of one rank, a list per batch, for `DataLoader(batch_sampler=...)`.
 
     All ranks draw the same order, which depends only on `seed` and the epoch. If the plan's
     `dataset_strategy` replicates the inputs, every rank gets all samples of a batch. If it shards
@@ -52,11 +58,13 @@ class BatchSampler(Sampler[list[int]]):
         plan: the plan of the model.
         rank: the global rank.
         batch_size: samples per global batch, over all ranks.
+        shuffle: whether to shuffle the samples in each epoch.
+        seed: seed of the order of the samples.
         drop_last: drop the samples that do not fill a last batch; otherwise that batch is smaller.
 
     Raises:
-        DataError: if there is no plan or less than one batch, the inputs are sharded differently
-            along the batch, or a batch, including the last, cannot be sharded evenly.
+        DataError: if `plan` is not a plan, there is less than one batch, the inputs are sharded
+            differently along the batch, or a batch, including the last, cannot be sharded evenly.
     """
 
     def __init__(
@@ -71,23 +79,27 @@ class BatchSampler(Sampler[list[int]]):
         drop_last: bool = True,
     ) -> None:
         if not isinstance(plan, Plan):
-            raise DataError(f"plan={plan!r}: what every rank reads follows from a plan; give one")
+            raise DataError(
+                f"plan={plan!r} is not a plan\npass the result of sw.plan: it determines the "
+                "samples of each rank"
+            )
         if not isinstance(batch_size, int) or batch_size < 1:
             raise DataError(f"batch_size={batch_size!r}: use a whole number of at least 1")
         self.samples, self.batch_size = samples, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self._arrival = _batch_layout(plan)
-        self._place = rank % plan.mesh.num_devices
+        self._layout = _batch_layout(plan)
+        # All stages of a pipeline have the same device matrix, and read the same samples.
+        self._rank_in_mesh = rank % plan.mesh.num_devices
         if samples < batch_size:
             raise DataError(
-                f"{samples} samples are less than one batch of {batch_size}: use a batch_size of at"
-                f" most {samples}"
+                f"{samples} samples are less than one batch of {batch_size}\n"
+                f"use a batch_size of at most {samples}"
             )
         self._check_divides(batch_size, "a batch")
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, sample: int = 0) -> None:
-        """Selects the order of the samples of `epoch`, from its sample number `sample` on.
+        """Select the samples to iterate over: those of `epoch`, starting from number `sample`.
 
         Raises:
             DataError: if the last batch cannot be sharded evenly.
@@ -97,7 +109,7 @@ class BatchSampler(Sampler[list[int]]):
             self._check_divides((self.samples - sample) % self.batch_size, "the last batch")
 
     def __len__(self) -> int:
-        """Number of batches in what is left of the epoch."""
+        """Number of remaining batches of the epoch."""
         full, remainder = divmod(max(0, self.samples - self.sample), self.batch_size)
         return full + (remainder > 0 and not self.drop_last)
 
@@ -109,20 +121,20 @@ class BatchSampler(Sampler[list[int]]):
         order = order[self.sample :]
         for number in range(len(self)):
             rows = order[number * self.batch_size : (number + 1) * self.batch_size]
-            yield rows[self._arrival.slices(self._place, (len(rows),))].tolist()
+            yield rows[self._layout.slices(self._rank_in_mesh, (len(rows),))].tolist()
 
     def _check_divides(self, rows: int, batch: str) -> None:
-        (num_shards,) = self._arrival.shard_counts
+        (num_shards,) = self._layout.shard_counts
         if rows % num_shards:
             raise DataError(
-                f"{batch} has {rows} samples, but dataset_strategy shards the batch {num_shards}"
-                f" ways: use a multiple of {num_shards}"
+                f"{batch} has {rows} samples, but dataset_strategy divides a batch into"
+                f" {num_shards} shards\nuse a multiple of {num_shards}"
                 + ("" if batch == "a batch" else ", or drop_last=True")
             )
 
 
 def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
-    """The name of each tensor input, and the layout in which devices are given it."""
+    """Names of the tensor inputs, with the layout in which each device passes them."""
     tensors = [leaf for leaf in plan.inputs if isinstance(leaf, dict)]
     return [
         (
@@ -135,12 +147,12 @@ def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
 
 def _batch_layout(plan: Plan) -> TensorLayout:
     """The layout of dimension 0 of all inputs that have a batch dimension."""
-    sized = [leaf for leaf in plan.inputs if isinstance(leaf, dict) and leaf["shape"]]
-    names = [leaf["name"] for leaf in sized if leaf["shape"][0] == sized[0]["shape"][0]]
-    axes = {arrival.axes[0] for name, arrival in _input_layouts(plan) if name in names}
+    batched = [leaf for leaf in plan.inputs if isinstance(leaf, dict) and leaf["shape"]]
+    names = [leaf["name"] for leaf in batched if leaf["shape"][0] == batched[0]["shape"][0]]
+    axes = {layout.axes[0] for name, layout in _input_layouts(plan) if name in names}
     if len(axes) != 1:
         raise DataError(
             f"dataset_strategy shards the inputs {', '.join(names)} differently along the batch, so"
-            " no list of samples fits them all: use shardwright.run.local_batch on global batches"
+            " no list of samples fits them all\nuse shardwright.run.local_batch on global batches"
         )
     return TensorLayout(plan.mesh, (axes.pop(),))

@@ -2,7 +2,7 @@
 
 The keys are `model.<name>`, `optimizer.<parameter name>.<key>` and `random.<device type>`. They do
 not depend on the plan, the number of devices or the pipeline stages: a stage has the keys of its
-own parameters, and a tied parameter goes by the first of its names.
+own parameters, and a tied parameter has the first of its names.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from shardwright.errors import CheckpointError
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 
 SavedMetadata = Mapping[str, TensorStorageMetadata]
-"""The tensors of a checkpoint by key, with their sizes and dtypes."""
+"""Size and dtype of each tensor of a checkpoint, by key."""
 
 
 def model_tensors(net: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of this rank, without copying."""
+    """Parameters and persistent buffers of this rank by key, without copying."""
     first = first_names(net)
     state = net.state_dict()
-    held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {f"{MODEL}.{first[name]}": value for name, value in held.items() if not value.is_meta}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    # Parameters of other pipeline stages are on the meta device.
+    return {f"{MODEL}.{first[name]}": value for name, value in tensors.items() if not value.is_meta}
 
 
 def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer state of this rank's parameters, without copying.
+    """Optimizer state of this rank's parameters by key, without copying.
 
     Raises:
         CheckpointError: if the optimizer has a parameter that the model does not have, or state
@@ -53,7 +54,8 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             if not isinstance(value, Tensor):
                 raise CheckpointError(
                     f"cannot save the state {key!r} of {name!r} in {type(optimizer).__name__}: it "
-                    f"is a {type(value).__name__}, not a tensor"
+                    f"is a {type(value).__name__}, not a tensor\n"
+                    "store it as a tensor: torch.tensor(value)"
                 )
             tensors[f"{OPTIMIZER}.{name}.{key}"] = value
     return tensors
@@ -62,16 +64,16 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def drop_tied_duplicates(
     tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """Drops the tensors that another pipeline stage saves.
+    """Drop the tensors that another pipeline stage saves. Collective.
 
-    A parameter that is tied across stages is stored on the devices of each, perhaps sharded
-    differently. The stage with the lowest rank saves it.
+    A parameter that is tied across stages is stored on the devices of each stage, possibly with
+    different sharding. The stage with the lowest rank saves it.
     """
 
-    def lowest(tensor: Tensor) -> int:
+    def lowest_rank(tensor: Tensor) -> int:
         return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else 0
 
-    lowest_ranks = {key: lowest(tensor) for key, tensor in tensors.items()}
+    lowest_ranks = {key: lowest_rank(tensor) for key, tensor in tensors.items()}
     all_ranks = values_of_ranks(lowest_ranks, group)
     return {
         key: tensor
@@ -95,22 +97,24 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def allocate_optimizer_state(
     net: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedMetadata
 ) -> dict[str, Tensor]:
-    """Allocates tensors into which to read the saved optimizer state of this rank's parameters.
+    """Allocate the tensors into which the saved optimizer state of this rank is read, by key.
 
-    State with the shape of its parameter is sharded like the parameter.
+    State with the shape of its parameter, such as Adam's moments, is sharded like the parameter.
     """
-    of_parameter: dict[str, list[str]] = {}
+    keys_of_parameter: dict[str, list[str]] = {}
     for key in saved:
-        kind, _, suffix = key.partition(".")
-        if kind == OPTIMIZER:
-            of_parameter.setdefault(suffix.rpartition(".")[0], []).append(key)
+        part, _, suffix = key.partition(".")
+        if part == OPTIMIZER:
+            keys_of_parameter.setdefault(suffix.rpartition(".")[0], []).append(key)
     tensors = {}
     for name, parameter in _optimizer_parameters(net, optimizer):
-        for key in of_parameter.get(name, ()):
+        for key in keys_of_parameter.get(name, ()):
             size, dtype = saved[key].size, saved[key].properties.dtype
-            like = size == parameter.shape
+            is_sharded = size == parameter.shape
             tensor = (
-                torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(size).to(dtype)
+                torch.zeros_like(parameter, dtype=dtype)
+                if is_sharded
+                else torch.zeros(size).to(dtype)
             )
             tensors[key] = tensor.detach()
     return tensors
@@ -125,19 +129,23 @@ def restore_optimizer(
     """Load the saved state into the optimizer.
 
     Args:
-        groups: the settings that its parameter groups get; None if they keep their own.
+        net: the model.
+        optimizer: the optimizer.
+        tensors: its saved state, by key.
+        groups: the saved settings of its parameter groups; None to keep the optimizer's own.
 
     Raises:
         CheckpointError: if the optimizer has another number of parameter groups.
     """
-    of_parameter: dict[str, dict[str, Tensor]] = {}
+    state_of_parameter: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, leaf = key.removeprefix(f"{OPTIMIZER}.").rpartition(".")
-        of_parameter.setdefault(name, {})[leaf] = value
+        state_of_parameter.setdefault(name, {})[leaf] = value
+    # `Optimizer.load_state_dict` identifies parameters by their number.
     state = {
-        number: of_parameter[name]
+        number: state_of_parameter[name]
         for number, (name, _) in enumerate(_optimizer_parameters(net, optimizer))
-        if name in of_parameter
+        if name in state_of_parameter
     }
     current = optimizer.state_dict()["param_groups"]
     restored = current if groups is None else _restored_groups(optimizer, current, groups)
@@ -150,22 +158,26 @@ def _restored_groups(
     if len(saved) != len(current):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(saved)} parameter groups, but this "
-            f"{type(optimizer).__name__} has {len(current)}"
+            f"{type(optimizer).__name__} has {len(current)}\n"
+            f"construct it with {len(saved)} groups, or load without an optimizer"
         )
     restored = [
-        {**group, **{key: _restore_type(value, group.get(key)) for key, value in each.items()}}
-        for group, each in zip(current, saved, strict=True)
+        {**old, **{key: _restore_type(value, old.get(key)) for key, value in new.items()}}
+        for old, new in zip(current, saved, strict=True)
     ]
+    # With a scheduler, which sets `initial_lr`, `lr` changes in every run: not worth a warning.
     replaced = [
-        f"{key}={each[key]} replaces {group[key]}"
-        for group, each in zip(current, restored, strict=True)
-        for key in group
-        if each[key] != group[key] and not (key == "lr" and "initial_lr" in each)
+        f"{key}={new[key]} replaces {old[key]}"
+        for old, new in zip(current, restored, strict=True)
+        for key in old
+        if new[key] != old[key] and not (key == "lr" and "initial_lr" in new)
     ]
     if replaced:
+        shown = ", ".join(replaced[:10])
+        more = f" and {len(replaced) - 10} more" if len(replaced) > 10 else ""
         warnings.warn(
-            f"the checkpoint's settings of {type(optimizer).__name__} were restored:"
-            f" {', '.join(replaced)}; to change them, set them after loading",
+            f"the checkpoint's settings of {type(optimizer).__name__} were restored: {shown}{more}"
+            "\nto change them, set them after loading",
             CheckpointWarning,
             stacklevel=5,
         )
@@ -173,18 +185,20 @@ def _restored_groups(
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:
-    """The states of PyTorch's generators of the CPU and of the accelerator `device`."""
-    return {f"{RANDOM}.{kind}": state for kind, state in generator_states(device).items()}
+    """States of PyTorch's default generators of the CPU and of `device`, by key."""
+    return {
+        f"{RANDOM}.{device_type}": state for device_type, state in generator_states(device).items()
+    }
 
 
 def restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the generators to states from `random_tensors`."""
+    """Set the default generators to states from `random_tensors`."""
     states = {key.removeprefix(f"{RANDOM}."): state for key, state in tensors.items()}
     set_generator_states(states, device)
 
 
 def device_of(net: nn.Module) -> torch.device:
-    """The device of `net`."""
+    """The device on which this rank computes `net`."""
     if isinstance(net, ParallelModule):
         return net.execution.devices.device
     return next((p.device for p in net.parameters()), torch.device("cpu"))
@@ -193,7 +207,11 @@ def device_of(net: nn.Module) -> torch.device:
 def _optimizer_parameters(
     net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The optimizer's parameters in its order, with their names."""
+    """Names and parameters of the optimizer, in its order.
+
+    Raises:
+        CheckpointError: if the optimizer has a parameter that the model does not have.
+    """
     first = first_names(net)
     names = {parameter: first[name] for name, parameter in net.named_parameters()}
     for group in optimizer.param_groups:
@@ -201,27 +219,31 @@ def _optimizer_parameters(
             if parameter not in names:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that the model does not have: construct it with the "
-                    "parameters of the module that is saved or loaded"
+                    f"{tuple(parameter.shape)} that the model does not have\n"
+                    "construct it with the parameters of the module that is saved or loaded: "
+                    f"{type(optimizer).__name__}(net.parameters())"
                 )
             yield names[parameter], parameter
 
 
 def first_names(net: nn.Module) -> dict[str, str]:
-    """Maps every parameter and persistent buffer of the whole model to the first of its names."""
-    firsts: dict[int, str] = {}
+    """Map each name in the original model's state dict to the first name of the same tensor.
+
+    Tied tensors have several names; other tensors map to themselves.
+    """
+    first_by_id: dict[int, str] = {}
     state = original_module(net).state_dict(keep_vars=True)
-    return {name: firsts.setdefault(id(value), name) for name, value in state.items()}
+    return {name: first_by_id.setdefault(id(value), name) for name, value in state.items()}
 
 
 def original_module(net: nn.Module) -> nn.Module:
-    """The original model, with the parameters of all stages."""
+    """The original model, with the parameters of all pipeline stages."""
     net = wrapped_model(net)
     return net.execution.template if isinstance(net, ParallelModule) else net
 
 
-def _restore_type(value: Any, like: Any) -> Any:
-    """A value read from JSON, converted to the type that the optimizer uses."""
-    if isinstance(like, Tensor):
-        return torch.full_like(like, value)
+def _restore_type(value: Any, current: Any) -> Any:
+    """Convert a value read from JSON to the type of the optimizer's current value."""
+    if isinstance(current, Tensor):
+        return torch.full_like(current, value)
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""A model's `state_dict` as a single file that one device can load: safetensors or `torch.save`."""
+"""Save and load a model's full `state_dict` as one file: safetensors or `torch.save`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
 def save_state_dict(net: nn.Module, path: str | Path) -> None:
-    """Write the whole model to a single file, which a model on one device can load.
+    """Write the full model to a single file, which a model on one device can load.
 
-    Every rank must call it. The ranks write their shards to a folder next to `path`, and rank 0
-    merges them, without the whole model in its memory, into a `.safetensors` file or one of
-    `torch.save` (`.pt`, `.pth` or `.bin`). A `.safetensors` file has only the first of tied
-    tensors, as the format requires.
+    Every rank must call it. The ranks write their shards to a folder next to `path`. Rank 0 merges
+    them through memory-mapped files, so the full model need not fit into its memory.
+
+    Args:
+        net: the model, parallelized or not.
+        path: the file; its suffix selects the format: `.safetensors`, or `.pt`, `.pth` or `.bin`
+            for `torch.save`. A `.safetensors` file has each tied tensor once, under its first name,
+            because the format does not support shared memory.
 
     Raises:
         CheckpointError: if `path` has another suffix, or the format does not support a tensor.
@@ -55,12 +59,12 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
     )
     if dist.get_rank() == 0:
         reader = CheckpointReader(shards)
-        like = checkpoint_state.original_module(net).state_dict()
+        originals = checkpoint_state.original_module(net).state_dict()
 
         def read(name: str) -> Tensor:
-            tensor = _in_file(shards / f"{name}.whole", like[name])
-            places = {f"{checkpoint_state.MODEL}.{name}": tensor}
-            state_dict_loader.load(places, storage_reader=reader, no_dist=True)
+            tensor = _memory_mapped(shards / f"{name}.full", originals[name])
+            destination = {f"{checkpoint_state.MODEL}.{name}": tensor}
+            state_dict_loader.load(destination, storage_reader=reader, no_dist=True)
             return tensor
 
         _write(net, path, read)
@@ -69,7 +73,7 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
 
 
 def _is_distributed(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether this rank lacks values of the model: it has shards, or a pipeline stage."""
+    """Whether this rank has only shards of the model, or only one of several pipeline stages."""
     planned = wrapped_model(net)
     stages = planned.execution.devices.stages if isinstance(planned, ParallelModule) else 1
     return stages > 1 or any(isinstance(tensor, DTensor) for tensor in tensors.values())
@@ -78,25 +82,29 @@ def _is_distributed(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
 def load_state_dict(net: nn.Module, path: str | Path) -> None:
     """Load a `state_dict` file, or all `.safetensors` files of a folder, into `net`.
 
-    Every rank must call it, and reads only its own shards. A model with LoRA adapters also accepts
-    a file without them, and keeps its adapters.
+    Every rank must call it, and reads only its own shards. A model with LoRA adapters accepts a
+    file without adapters, and keeps its own.
+
+    Args:
+        net: the model, parallelized or not.
+        path: a file, or a folder such as `save_pretrained` of transformers writes.
 
     Raises:
         CheckpointError: if the file does not exist, is damaged, has an unknown suffix, or belongs
-            to another model; the message names the first parameter that differs.
+            to another model (names the first parameter that differs).
     """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_check_suffix(path)]
     if not files and any(path.glob("*.bin")):
         raise CheckpointError(
-            f"{path} has only .bin files: write it with `save_pretrained` of transformers again, "
-            "which makes .safetensors files of which each rank reads its part"
+            f"{path} has only .bin files, which every rank would have to read in full\n"
+            "convert it: `save_pretrained` of transformers writes .safetensors files"
         )
     if not files or not all(file.is_file() for file in files):
         raise CheckpointError(f"{path}: no such file or folder with .safetensors files")
-    for file in (*_files_of_index(path), *_numbered_like(files)):
+    for file in (*_files_of_index(path), *_files_of_series(files)):
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing, which the other files of the folder name")
+            raise CheckpointError(f"{file} is missing, but other files of the folder refer to it")
     saved = {name: value for file in files for name, value in _read(file).items()}
     shapes = {name: value.shape for name, value in saved.items()}
     names = match_saved_names(net, shapes, str(path), new_adapters=True)
@@ -108,7 +116,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
 
 
 def _files_of_index(folder: Path) -> list[Path]:
-    """The files that the index of a folder names, if it has one."""
+    """The files that a folder's `model.safetensors.index.json` lists; none without an index."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return []
@@ -119,8 +127,8 @@ def _files_of_index(folder: Path) -> list[Path]:
     return [folder / str(name) for name in sorted(names, key=str)]
 
 
-def _numbered_like(files: Sequence[Path]) -> Iterator[Path]:
-    """All files that there are if one is named as the first of several (`-00001-of-00006`)."""
+def _files_of_series(files: Sequence[Path]) -> Iterator[Path]:
+    """All files of each series of which one file is present: `-00001-of-00006` implies six."""
     for file in files:
         if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)", file.stem):
             name, digits, count = match.groups()
@@ -128,20 +136,26 @@ def _numbered_like(files: Sequence[Path]) -> Iterator[Path]:
                 yield file.with_stem(f"{name}{number:0{len(digits)}}-of-{count}")
 
 
-def _in_file(path: Path, like: Tensor) -> Tensor:
-    """A tensor on the CPU whose memory is a new file, which the system can write out."""
-    if like.numel() == 0:
-        return torch.empty_like(like, device="cpu")
-    flat = torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype)
-    return flat.view(like.shape)
+def _memory_mapped(path: Path, template: Tensor) -> Tensor:
+    """Allocate a CPU tensor like `template` in a new file, whose pages the kernel can evict."""
+    if template.numel() == 0:  # mmap cannot map an empty file
+        return torch.empty_like(template, device="cpu")
+    flat = torch.from_file(str(path), shared=True, size=template.numel(), dtype=template.dtype)
+    return flat.view(template.shape)
 
 
-def _write(net: nn.Module, path: Path, tensor: Callable[[str], Tensor]) -> None:
-    """Writes to a temporary file and renames it, so that `path` is always complete."""
+def _write(net: nn.Module, path: Path, read: Callable[[str], Tensor]) -> None:
+    """Write to a temporary file and rename it, so that `path` is always complete.
+
+    Args:
+        net: the model.
+        path: the file.
+        read: returns the full tensor of a name.
+    """
     first = checkpoint_state.first_names(net)
     partial = path.with_name(f"{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor(name).detach().cpu() for name in dict.fromkeys(first.values())}
+    tensors = {name: read(name).detach().cpu() for name in dict.fromkeys(first.values())}
     if path.suffix == ".safetensors":
         _save_safetensors(tensors, partial, path)
     else:
@@ -150,21 +164,24 @@ def _write(net: nn.Module, path: Path, tensor: Callable[[str], Tensor]) -> None:
 
 
 def _save_safetensors(tensors: Mapping[str, Tensor], partial: Path, path: Path) -> None:
-    """The format has no views: a tensor that shares memory with others is copied."""
+    """Save tensors; those that share memory are copied, because the format has no views."""
     try:
-        own = {
+        contiguous = {
             name: tensor.contiguous()
             if tensor.untyped_storage().nbytes() == tensor.nbytes
             else tensor.clone(memory_format=torch.contiguous_format)
             for name, tensor in tensors.items()
         }
-        save_file(own, partial, metadata={"format": "pt"})
+        # `transformers` rejects files without this entry.
+        save_file(contiguous, partial, metadata={"format": "pt"})
     except (KeyError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: not possible as safetensors: {error}") from None
+        raise CheckpointError(
+            f"{path}: not possible as safetensors: {error}\nuse the suffix .pt"
+        ) from None
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file, memory-mapped, so that bytes are read when they are used."""
+    """Memory-map the tensors of a file: a rank reads only the bytes that it copies."""
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -172,8 +189,8 @@ def _read(file: Path) -> dict[str, Tensor]:
         content = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
     except Exception as error:  # Damaged files can raise anything.
         reason = str(error).partition("\n")[0] or type(error).__name__
-        kind = file.suffix.removeprefix(".")
-        raise CheckpointError(f"{file}: cannot be read as {kind}: {reason}") from None
+        file_format = file.suffix.removeprefix(".")
+        raise CheckpointError(f"{file}: cannot be read as {file_format}: {reason}") from None
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise CheckpointError(f"{file}: not a state_dict (a dict from names to tensors)")
     return content
@@ -182,6 +199,6 @@ def _read(file: Path) -> dict[str, Tensor]:
 def _check_suffix(path: Path) -> Path:
     if path.suffix not in SUFFIXES:
         raise CheckpointError(
-            f"{path}: unknown suffix {path.suffix!r}; valid are {', '.join(SUFFIXES)}"
+            f"{path}: unknown suffix {path.suffix!r}\nvalid suffixes are {', '.join(SUFFIXES)}"
         )
     return path

@@ -1,4 +1,4 @@
-"""How the files of a checkpoint are written, with their checksums, and read, without running code.
+"""Write the files of a checkpoint with checksums, and read them without unpickling code.
 
 A checkpoint is written under a temporary name and renamed once every rank has written, so a folder
 `step-N` is always complete.
@@ -39,17 +39,19 @@ NAME = re.compile(r"step-(\d+)")
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The steps of all checkpoints in `folder`, in ascending order."""
+    """The steps of all complete checkpoints in `folder`, in ascending order."""
     matches = (NAME.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
     return sorted(int(match[1]) for match in matches if match)
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads the tensors of a checkpoint, and nothing else: other entries would be unpickled."""
+    """Read only the tensors of a checkpoint: DCP unpickles other entries, which can run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises:
-        DamagedCheckpointError: if the metadata is malformed, or refers to code.
+        """Read the metadata of the tensors.
+
+        Raises:
+            DamagedCheckpointError: if the metadata is malformed, or refers to code.
         """
         path = Path(self.path) / METADATA_FILE
         try:
@@ -66,21 +68,24 @@ class CheckpointReader(FileSystemReader):
 
 
 class PublishingWriter(FileSystemWriter):
-    """Writes under a temporary name, and renames the folder when all ranks have written.
+    """Write under a temporary name, and rename the folder when all ranks have written.
 
     Args:
         folder: the checkpoint `step-N`.
-        about: the contents of `checkpoint.json`, to which the checksums are added.
+        info: the contents of `checkpoint.json`, to which the checksums are added.
         keep: number of newest checkpoints to keep; None for all.
     """
 
-    def __init__(self, folder: Path, about: CheckpointInfo, keep: int | None) -> None:
+    def __init__(self, folder: Path, info: CheckpointInfo, keep: int | None) -> None:
         super().__init__(folder.with_name(f"{folder.name}.partial"))
         self.fs = self._files = _ChecksumFileSystem()
-        self._folder, self._about, self._keep = folder, about, keep
+        self._folder, self._info, self._keep = folder, info, keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Called on every rank; the first of its results carries the checksums of its files."""
+        """Write the shards of this rank; its first result carries the checksums of its files.
+
+        DCP gathers the results on the coordinator, so the checksums need no communication.
+        """
         results = super().write_data(plan, planner).wait()
         if results:
             checksums = dict(self._files.checksums)
@@ -90,15 +95,15 @@ class PublishingWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called on one rank once all have written."""
+        """Complete the checkpoint, on the coordinator once all ranks have written."""
         super().finish(metadata, results)
         files = dict(self._files.checksums)
-        for result in (each for of_rank in results for each in of_rank):
+        for result in (result for rank_results in results for result in rank_results):
             if isinstance(result, _ChecksumResult):
                 files |= result.checksums
         partial = Path(self.path)
         with (partial / INFO_FILE).open("w", encoding="utf-8") as file:
-            file.write(replace(self._about, files=files).to_json())
+            file.write(replace(self._info, files=files).to_json())
             file.flush()
             os.fsync(file.fileno())
         _remove(self._folder)
@@ -106,7 +111,10 @@ class PublishingWriter(FileSystemWriter):
         self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Later checkpoints do not count: they are damaged, or of a run that went another way."""
+        """Keep the newest checkpoints up to this one.
+
+        Later checkpoints are not counted: they are damaged, or of a run before it was resumed here.
+        """
         if self._keep is None:
             return
         current = int(self._folder.name.removeprefix("step-"))
@@ -116,7 +124,8 @@ class PublishingWriter(FileSystemWriter):
 
 
 class OneRankPlanner(DefaultSavePlanner):
-    """Plans what one rank writes where the others write nothing: shards that are not all there."""
+    """Save planner for one rank alone: does not require that the shards of each tensor are
+    complete, because the other ranks are fake."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
@@ -125,13 +134,13 @@ class OneRankPlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class _ChecksumResult(WriteResult):
-    """The result of writing a tensor, with the checksums of all files of its rank."""
+    """The result of writing one tensor, with the checksums of all files of the rank."""
 
     checksums: dict[str, FileChecksum]
 
 
 class _ChecksumFileSystem(FileSystem):
-    """Computes the checksums of files while they are written."""
+    """A file system that computes the checksums of files while they are written."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, FileChecksum] = {}
@@ -170,14 +179,14 @@ class _ChecksumStream(io.BufferedIOBase):
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Removes the leftovers of crashed runs."""
+    """Remove the folders that crashed runs left incomplete."""
     for pattern in ("step-*.partial", "step-*.removed"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)
 
 
 def _remove(folder: Path) -> None:
-    """Renames first, because a partially removed folder must not look complete."""
+    """Remove a checkpoint; rename it first, so that a crash cannot leave it looking complete."""
     if folder.exists():
         removed = folder.with_name(f"{folder.name}.removed")
         folder.rename(removed)
