@@ -1,6 +1,6 @@
 """One rank of 8 to 4,096 devices starts
 
-A LLaMA of two layers is planned for so many devices, and the rank in the middle is rehearsed on a
+A LLaMA of two layers is planned for N devices, and the rank in the middle is rehearsed on a
 fake process group, with real tensors on the CPU: process groups, three steps with AdamW and
 PyTorch's own `clip_grad_norm_`, and a checkpoint, by the code that `train` runs. Plans are data
 parallel with one sequence for each device, HSDP over 8 of them, and what a search finds on H100 for

@@ -3,8 +3,8 @@
 Training scripts as people write them, in `benchmarks/scripts/`, each beside the same script for
 several devices. The first trains 6 steps on one device. The second trains 3 on 4 processes with
 gloo, saves, and is started again on 2 processes, where it resumes, trains the other 3, and then
-generates text, predicts classes or chooses actions. Compared are the losses and gradient norms of
-all steps, and what comes out at the end. Goal: at most 5 lines are added or changed, and all is
+generates text, predicts classes or chooses actions. Losses and gradient norms of
+all steps and the final results are compared. Goal: at most 5 lines are added or changed, and all is
 equal.
 """
 

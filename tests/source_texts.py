@@ -1,0 +1,87 @@
+"""Docstrings, messages and private names of the package, with where each is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "shardwright"
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class SourceText:
+    """A text in a source file.
+
+    Args:
+        room: the folder or module below the package, such as `core/layout` or `errors`.
+        line: the number of its first line.
+    """
+
+    room: str
+    file: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line}\n{self.text}"
+
+
+def docstrings() -> Iterator[SourceText]:
+    """Docstrings of modules, classes, functions and, below an assignment, of constants."""
+    for file, tree in _modules():
+        for node in ast.walk(tree):
+            # A statement that is only a string is a docstring.
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield _source_text(file, node.lineno, text)
+
+
+def messages() -> Iterator[SourceText]:
+    """The texts of exceptions and warnings, with `{}` for what is filled in."""
+    for file, tree in _modules():
+        for node in ast.walk(tree):
+            match node:
+                case ast.Raise(exc=ast.Call(args=[first, *_])):
+                    text = _literal(first)
+                case ast.Call(func=ast.Attribute(attr="warn"), args=[first, *_]):
+                    text = _literal(first)
+                case _:
+                    continue
+            if text.replace("{}", "").strip():
+                yield _source_text(file, node.lineno, text)
+
+
+def private_names() -> Iterator[SourceText]:
+    """Names of private functions, methods and classes, each with its first line."""
+    for file, tree in _modules():
+        lines = file.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(tree):
+            if isinstance(node, Definition) and node.name[0] == "_" != node.name[1]:
+                yield _source_text(file, node.lineno, lines[node.lineno - 1].strip())
+
+
+def _modules() -> Iterator[tuple[Path, ast.Module]]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        yield file, ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _source_text(file: Path, line: int, text: str) -> SourceText:
+    *folders, name = file.relative_to(PACKAGE).with_suffix("").parts
+    return SourceText("/".join(folders[:2]) or name, file, line, text)
+
+
+def _literal(node: ast.expr) -> str:
+    """The text of a string, an f-string or a sum of these; empty for another expression."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(_literal(part) or "{}" for part in parts)
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return _literal(left) + _literal(right)
+    return ""
