@@ -94,7 +94,7 @@ class Packed(Attention):
 @pytest.fixture
 def all_masks_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_masks, "LARGE", 0)
-    monkeypatch.setattr(blockwise_attention, "LEAST_ROWS", 5)
+    monkeypatch.setattr(blockwise_attention, "MIN_ROWS", 5)
 
 
 @pytest.mark.usefixtures("all_masks_are_large")

@@ -56,7 +56,7 @@ def assert_same(
 def test_blocks_compute_what_one_mask_does(
     monkeypatch: pytest.MonkeyPatch, heads: int, queries: int, keys: int, window: int
 ) -> None:
-    monkeypatch.setattr(blockwise_attention, "LEAST_ROWS", 4)
+    monkeypatch.setattr(blockwise_attention, "MIN_ROWS", 4)
     read = tensors(heads, queries, keys)
     found = windowed_attention(*read, window, 0.3, start=keys - queries)
     assert_same(found, masked(*read, window, 0.3), read)
@@ -86,7 +86,7 @@ def test_a_block_reads_the_keys_of_its_window_only() -> None:
 def test_numbers_of_queries_and_keys_hide_keys(
     monkeypatch: pytest.MonkeyPatch, causal: bool, window: int | None
 ) -> None:
-    monkeypatch.setattr(blockwise_attention, "LEAST_ROWS", 4)
+    monkeypatch.setattr(blockwise_attention, "MIN_ROWS", 4)
     query, key, value = read = tensors(2, 30, 30)
     document = torch.arange(30).expand(2, -1) // torch.tensor([[7], [11]])
     padding = torch.arange(30).expand(2, -1) < torch.tensor([[30], [26]])

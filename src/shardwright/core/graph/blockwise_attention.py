@@ -1,8 +1,8 @@
-"""Attention without a mask of all pairs, as one opaque operator.
+"""Blockwise attention under a computed mask, as one opaque operator.
 
-Queries are computed block by block, each with the keys that one of them may read, so that neither
-scores nor a mask of all pairs are held; the backward pass computes each block again. In a sliding
-window alone a flash kernel does all of it on GPUs.
+Each block of queries attends to the range of keys that its mask allows, so that neither the scores
+nor the mask of all pairs are materialized; the backward pass recomputes each block. A pure sliding
+window uses a flash kernel on GPUs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shardwright.core.torch_internals.dispatch import autograd_in_operators
 
 aten = torch.ops.aten
 
-LEAST_ROWS = 256
-"""Of a block of queries; those of wide windows have a quarter of the window."""
+MIN_ROWS = 256
+"""Minimum queries per block; a block of a wide window has a quarter of the window."""
 
 
 @torch.library.custom_op("shardwright::blockwise_attention", mutates_args=())
@@ -35,32 +35,34 @@ def blockwise_attention(
     start: int,
     first_key: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to the keys that a causal mask, a window before each query, and terms allow.
+    """Attend to the keys that a causal mask, a sliding window and conditions on vectors allow.
 
     Args:
         query: `[batch, heads, queries, size]`.
-        key, value: `[batch, heads, keys, size]`, with as many heads or fewer.
-        vectors: numbers of the queries, `[..., queries, 1]`, and of the keys, `[..., 1, keys]`.
-        terms: what must hold of them, divided by commas: `"eq 0 1"` that vectors 0 and 1 are equal
-            (or another comparison of torch), `"all 2"` that vector 2, of booleans, is true.
-        window: how many positions a query looks back at most, its own included.
-        start, first_key: the positions of the first query and key. Those of keys that are negative
-            are not read; then there must be no vectors.
+        key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
+            adjacent query heads.
+        vectors: inputs of the mask, one element per query, `[..., queries, 1]`, or per key,
+            `[..., 1, keys]`.
+        terms: conditions for reading a key, separated by commas: `"eq 0 1"` if vectors 0 and 1 must
+            be equal (or another comparison of torch), `"all 2"` if the boolean vector 2 must hold.
+        window: number of positions that a query reads at most, including its own.
+        start, first_key: the positions of the first query and key. Keys at negative positions are
+            not read; `vectors` must be empty then.
 
     Returns:
-        `[batch, heads, queries, size]`, with the size of the values, and of flash kernels the
-        log-sum-exp of the scores, `[batch, heads, queries]`.
+        The result, `[batch, heads, queries, size]` with the size of the values; and the log-sum-exp
+        of the scores, `[batch, heads, queries]`, which only flash kernels compute (0 otherwise).
     """
-    tensors = _in_sequence((query, key, value), first_key)
+    tensors = _without_negative_positions((query, key, value), first_key)
     if _has_flash(tensors, causal, window, terms):
         out, lse, *_ = aten._flash_attention_forward(
-            *_transposed(tensors), *_lengths(tensors), 0.0, False, False, **_flash(window, scale)
+            *_transposed(tensors), *_lengths(tensors), 0.0, False, False, **_window(window, scale)
         )
         return out.transpose(1, 2), lse
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     mask = _Mask(tensors, vectors, terms, causal, window, start - max(0, first_key))
-    for places, allowed in mask.blocks():
-        out[..., places[0], :] = _block(_parts(tensors, places), allowed, scale)
+    for slices, allowed in mask.blocks():
+        out[..., slices[0], :] = _attend_block(_sliced(tensors, slices), allowed, scale)
     return out, query.new_zeros(query.shape[:-1], dtype=torch.float32)
 
 
@@ -80,34 +82,40 @@ def _backward(
     start: int,
     first_key: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    tensors, found = (_in_sequence(each, first_key) for each in ((query, key, value), results))
+    gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    tensors, read_gradients = (
+        _without_negative_positions(each, first_key) for each in ((query, key, value), gradients)
+    )
     if _has_flash(tensors, causal, window, terms):
-        read = _transposed((gradient, *tensors, out))
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # Nothing was drawn.
-        gradients = aten._flash_attention_backward(
-            *read, lse, *_lengths(tensors), 0.0, False, state, state, **_flash(window, scale)
+        transposed = _transposed((gradient, *tensors, out))
+        # The state of the random generator is only read if there is dropout.
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        results = aten._flash_attention_backward(
+            *transposed, lse, *_lengths(tensors), 0.0, False, state, state, **_window(window, scale)
         )
-        for result, each in zip(found, gradients, strict=True):
-            result.copy_(each.transpose(1, 2))
-        return results
+        for read_gradient, result in zip(read_gradients, results, strict=True):
+            read_gradient.copy_(result.transpose(1, 2))
+        return gradients
     mask = _Mask(tensors, vectors, terms, causal, window, start - max(0, first_key))
-    for places, allowed in mask.blocks():
+    for slices, allowed in mask.blocks():
+        # Autograd is off inside operators; here it recomputes and differentiates one block.
         with autograd_in_operators():
-            parts = [part.detach().requires_grad_() for part in _parts(tensors, places)]
-            block = _block(parts, allowed, scale)
-        of_parts = torch.autograd.grad(block, parts, gradient[..., places[0], :])
-        for result, each in zip(_parts(found, places), of_parts, strict=True):
-            result += each
-    return results
+            parts = [part.detach().requires_grad_() for part in _sliced(tensors, slices)]
+            block = _attend_block(parts, allowed, scale)
+        part_gradients = torch.autograd.grad(block, parts, gradient[..., slices[0], :])
+        for total, part_gradient in zip(
+            _sliced(read_gradients, slices), part_gradients, strict=True
+        ):
+            total += part_gradient
+    return gradients
 
 
-Places = tuple[slice, slice, slice]
-"""A part of the queries, and twice that of keys and values."""
+Slices = tuple[slice, slice, slice]
+"""The rows of a block in queries, keys and values."""
 
 
 class _Mask:
-    """Which keys queries may read; the first query stands at key number `offset`."""
+    """The keys that each query may read; query 0 has the position of key `offset`."""
 
     def __init__(
         self,
@@ -122,17 +130,19 @@ class _Mask:
         self.vectors, self.terms = vectors, [term.split() for term in terms.split(",") if term]
         self.causal, self.window, self.offset = causal, window, offset
 
-    def blocks(self) -> Iterator[tuple[Places, Tensor]]:
-        """Blocks of queries with the keys that they may read, and the mask of these pairs."""
-        rows = max((self.window or 0) // 4, LEAST_ROWS)
+    def blocks(self) -> Iterator[tuple[Slices, Tensor]]:
+        """Yield blocks of queries with the range of keys to read, and the mask of these pairs."""
+        # Each block reads the window before its first query too: with a quarter of a wide window
+        # per block 20 % of the scores are computed in vain.
+        rows = max((self.window or 0) // 4, MIN_ROWS)
         for first in range(0, self.queries, rows):
             end = min(first + rows, self.queries)
             begin = 0 if self.window is None else max(0, self.offset + first - self.window + 1)
-            read = slice(begin, self.offset + end if self.causal else self.keys)
-            allowed = self._allowed(slice(first, end), read)
+            key_range = slice(begin, self.offset + end if self.causal else self.keys)
+            allowed = self._allowed(slice(first, end), key_range)
             if self.terms:
-                read, allowed = _read(read, allowed)
-            yield (slice(first, end), read, read), allowed
+                key_range, allowed = _trim_to_allowed(key_range, allowed)
+            yield (slice(first, end), key_range, key_range), allowed
 
     def _allowed(self, rows: slice, keys: slice) -> Tensor:
         diagonal = self.offset + rows.start - keys.start
@@ -142,8 +152,8 @@ class _Mask:
             mask = mask.tril(diagonal)
         if self.window is not None:
             mask = mask.triu(diagonal - self.window + 1)
-        for comparison, *numbers in self.terms:
-            parts = [self._part(self.vectors[int(n)], rows, keys) for n in numbers]
+        for comparison, *indices in self.terms:
+            parts = [self._part(self.vectors[int(i)], rows, keys) for i in indices]
             mask = mask & (parts[0] if comparison == "all" else getattr(torch, comparison)(*parts))
         return mask
 
@@ -153,42 +163,42 @@ class _Mask:
         return vector[..., keys] if vector.shape[-1] > 1 else vector
 
 
-def _read(keys: slice, allowed: Tensor) -> tuple[slice, Tensor]:
-    """The keys from the first to the last that some query of a block reads, at least one."""
-    places = allowed.flatten(0, -2).any(0).nonzero()
-    first, last = (int(places[0]), int(places[-1])) if len(places) else (0, 0)
+def _trim_to_allowed(keys: slice, allowed: Tensor) -> tuple[slice, Tensor]:
+    """Trim a range of keys to those that some query of the block reads; keeps at least one."""
+    read_keys = allowed.flatten(0, -2).any(0).nonzero()
+    first, last = (int(read_keys[0]), int(read_keys[-1])) if len(read_keys) else (0, 0)
     return slice(keys.start + first, keys.start + last + 1), allowed[..., first : last + 1]
 
 
-def _parts(tensors: Sequence[Tensor], places: Places) -> list[Tensor]:
-    return [each[..., place, :] for each, place in zip(tensors, places, strict=True)]
+def _sliced(tensors: Sequence[Tensor], slices: Slices) -> list[Tensor]:
+    return [tensor[..., rows, :] for tensor, rows in zip(tensors, slices, strict=True)]
 
 
-def _block(tensors: Sequence[Tensor], mask: Tensor, scale: float | None) -> Tensor:
+def _attend_block(tensors: Sequence[Tensor], mask: Tensor, scale: float | None) -> Tensor:
     query, key, value = tensors
     groups = query.shape[1] // key.shape[1]
     if not query.is_cpu and groups > 1:
-        # Elsewhere kernels with masks take as many heads of keys as of queries.
+        # On GPUs the kernels that support a mask do not support grouped-query attention.
         key, value, groups = *(each.repeat_interleave(groups, 1) for each in (key, value)), 1
     return F.scaled_dot_product_attention(
         query, key, value, mask, scale=scale, enable_gqa=groups > 1
     )
 
 
-def _in_sequence(tensors: Sequence[Tensor], first_key: int) -> list[Tensor]:
-    """Queries, keys and values without those that would lie before position 0."""
-    query, *others = tensors
-    return [query, *(each[..., max(0, -first_key) :, :] for each in others)]
+def _without_negative_positions(tensors: Sequence[Tensor], first_key: int) -> list[Tensor]:
+    """Drop keys and values before position 0."""
+    query, *keys_and_values = tensors
+    return [query, *(each[..., max(0, -first_key) :, :] for each in keys_and_values)]
 
 
 def _has_flash(tensors: Sequence[Tensor], causal: bool, window: int | None, terms: str) -> bool:
-    """Whether PyTorch's flash kernel, which knows windows, takes these."""
+    """Whether PyTorch's flash kernel, which supports windows but no other mask, can be used."""
     query, _, value = tensors
     return has_flash(query, value) and causal and window is not None and not terms
 
 
 def has_flash(query: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch has a flash kernel for such tensors that gives the log-sum-exp of scores."""
+    """Whether PyTorch has a flash kernel for these tensors that returns the log-sum-exp."""
     size = query.shape[-1]
     return (
         query.device.type == "cuda"
@@ -200,19 +210,19 @@ def has_flash(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def _flash(window: int | None, scale: float | None) -> dict[str, Any]:
-    """How far back queries look besides their own position; the last stands at the last key."""
+def _window(window: int | None, scale: float | None) -> dict[str, Any]:
+    """The options of a flash kernel, whose window does not include a query's own position."""
     assert window is not None
     return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
 
 
 def _transposed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As flash kernels take them: `[batch, positions, heads, size]`."""
-    return [each.transpose(1, 2) for each in tensors]
+    """The layout of flash kernels: `[batch, positions, heads, size]`."""
+    return [tensor.transpose(1, 2) for tensor in tensors]
 
 
 def _lengths(tensors: Sequence[Tensor]) -> tuple[None, None, int, int]:
-    """Of sequences that are not packed."""
+    """The `cum_seq` and `max` arguments of a flash kernel, for sequences that are not packed."""
     return None, None, tensors[0].shape[-2], tensors[1].shape[-2]
 
 
@@ -235,8 +245,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
     query, key, value, out, lse, *vectors = ctx.saved_tensors
-    found = _backward(gradient, query, key, value, vectors, out, lse, *ctx.options)
-    return (*found, [None] * len(vectors), *(None for _ in ctx.options))
+    gradients = _backward(gradient, query, key, value, vectors, out, lse, *ctx.options)
+    return (*gradients, [None] * len(vectors), *(None for _ in ctx.options))
 
 
 blockwise_attention.register_autograd(_gradients, setup_context=_save)

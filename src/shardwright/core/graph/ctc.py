@@ -1,6 +1,7 @@
-"""The losses of connectionist temporal classification, in an operator whose shapes are static.
+"""CTC (connectionist temporal classification) losses as an operator with static shapes.
 
-ATen's keeps for its gradient a tensor whose shape depends on the lengths of the targets.
+ATen's operator saves a tensor for the backward pass whose shape depends on the lengths of the
+targets, which are data.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ def ctc_losses(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """The losses of all samples, `[batch]`, as `torch.nn.functional.ctc_loss` computes them.
+    """Compute the loss of each sample, `[batch]`, like `torch.nn.functional.ctc_loss`.
 
     Args:
         log_probs: `[time, batch, classes]`.
-        targets: `[batch, length]`, or all in a row.
-        input_lengths, target_lengths: of each sample, `[batch]`.
+        targets: `[batch, length]`, or concatenated, `[sum of lengths]`.
+        input_lengths, target_lengths: `[batch]`.
     """
     lengths = input_lengths, target_lengths
     losses: Tensor = aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)[0]
@@ -44,11 +45,11 @@ def ctc_gradient(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """The gradient of `log_probs` from that of the losses."""
+    """Compute the gradient of `log_probs` from that of the losses; repeats the forward pass."""
     lengths = input_lengths, target_lengths
-    kept = aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)
+    forward = aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)
     result: Tensor = aten._ctc_loss_backward(
-        gradient.contiguous(), log_probs, targets, *lengths, *kept, blank, zero_infinity
+        gradient.contiguous(), log_probs, targets, *lengths, *forward, blank, zero_infinity
     )
     return result
 
@@ -66,7 +67,7 @@ def _(gradient: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(log_probs)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.options = inputs[4:]
 
@@ -75,4 +76,4 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return ctc_gradient(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 5
 
 
-ctc_losses.register_autograd(_backward, setup_context=_keep)
+ctc_losses.register_autograd(_backward, setup_context=_save)

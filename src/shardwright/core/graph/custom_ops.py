@@ -1,6 +1,7 @@
-"""Shardwright's own operators, which replace ATen operators whose form prevents sharding.
+"""Shardwright's own operators, which replace ATen operators that cannot be sharded as they are.
 
-All are pure functions of tensors and run in eager mode and under `torch.compile`.
+All are pure functions of tensors that run in eager mode and under `torch.compile`. Their names and
+parameters are part of saved graphs and of program texts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shardwright.core.graph.segment_matmul import segment_matmul
 from shardwright.core.torch_internals.operators import OpOverload
 
 MEAN = 1
-"""`reduction` of the losses, as ATen numbers it: 0 none, 1 mean, 2 sum."""
+"""ATen's number of the reduction of a loss: 0 none, 1 mean, 2 sum."""
 
 _REDUCTIONS = {0: "none", MEAN: "mean", 2: "sum"}
 
@@ -31,7 +32,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The cross entropy of `torch.nn.functional`, but always with the class dimension last.
+    """Compute the cross entropy of `torch.nn.functional`, with the class dimension always last.
 
     Args:
         logits: `[..., classes]`.
@@ -66,14 +67,15 @@ def embedding_bag(
     include_last_offset: bool = False,
     scale_grad_by_freq: bool = False,
 ) -> Tensor:
-    """The first result of ATen's `embedding_bag`; bags of one size are the rows of `indices`.
+    """Compute `torch.nn.functional.embedding_bag`: `[bags, features]`, one row per bag.
 
     Args:
         weight: `[rows, features]`.
-        indices: `[bags, size]` without `offsets`; else `[count]`, of all bags in a row.
-        offsets: where each bag begins, `[bags]`, and where the last one ends if asked for.
-        per_sample_weights: as `indices`.
-        mode: of the rows of a bag 0 the sum, 1 the mean, 2 the maximum.
+        indices: `[bags, size]` without `offsets`; else `[count]`, all bags concatenated.
+        offsets: index of the first element of each bag, `[bags]`; `[bags + 1]` with the end of the
+            last one if `include_last_offset`.
+        per_sample_weights: weight of each index, in the shape of `indices`.
+        mode: reduction of the rows of a bag: 0 sum, 1 mean, 2 maximum.
     """
     return F.embedding_bag(
         indices,
@@ -96,7 +98,7 @@ def batch_norm_train(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor] | Tensor:
-    """Batch normalization with batch statistics that does not modify the running ones.
+    """Batch normalization with batch statistics, without updating the running ones in place.
 
     Args:
         x: `[n, c, ...]`, normalized over all dimensions but `c`.
@@ -121,7 +123,7 @@ def instance_norm_train(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Instance normalization of `x` `[n, c, ...]` that does not modify the running statistics.
+    """Instance normalization of `x`, `[n, c, ...]`, without updating running statistics in place.
 
     Returns:
         The normalized `x` and the new running statistics `[c]` (without gradient).
@@ -142,14 +144,17 @@ class _Assigned(torch.autograd.Function):
 
 
 def assigned(parameter: Tensor, value: Tensor) -> Tensor:
-    """What a parameter is after a change that autograd did not record: `value`, whose gradient is
-    the parameter's. All have the same shape."""
+    """Return `value` as the new value of a parameter changed under `no_grad`.
+
+    The gradient of the result is that of the parameter: autograd does not see the change. All
+    tensors have the same shape.
+    """
     result: Tensor = _Assigned.apply(parameter, value)  # type: ignore[no-untyped-call]
     return result
 
 
 Steps = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
-"""A function of one tensor: the ATen operators (or `getitem`) that it calls, by name, each with its
+"""A function of one tensor as data: the ATen operators (or `getitem`) to call, by name, with their
 arguments and keywords. `"%0"` is the tensor itself, `"%1"` the result of the first step."""
 
 
@@ -166,58 +171,65 @@ def experts(
     first: int | torch.SymInt = 0,
     total: int | None = None,
 ) -> Tensor:
-    """The weighted sum of what the experts that a router chose make of each token.
+    """Compute a mixture of experts: the weighted sum of the outputs of each token's experts.
 
-    Every token reaches every expert that it chose, be they few or many.
+    Dropless: every token reaches all of its experts, however unbalanced the routing.
 
     Args:
         x: tokens, `[..., hidden]`.
-        ids: the experts of each token, `[..., chosen]`. Of others than those that are here, nothing
-            is added.
-        weights: what each is weighed with, `[..., chosen]`.
+        ids: the experts of each token, `[..., top_k]`. Experts that are not on this device add
+            nothing.
+        weights: routing weights, `[..., top_k]`.
         gate_up: `[experts, 2, inner, hidden]`, or `[experts, inner, 2, hidden]` if `interleaved`;
-            1 in place of 2 if there is no gate.
+            1 in place of 2 without a gate.
         down: `[experts, hidden, inner]`.
-        gate_up_bias, down_bias: as `gate_up` without `hidden`; `[experts, hidden]`.
-        gate: from a projection's gate and value (the last dimension) to the input of `down`.
-        first, total: the number of the first of these experts, a `SymInt` where many ranks are
-            simulated at once, and of how many experts these are; by default of all.
+        gate_up_bias, down_bias: in the shape of `gate_up` without `hidden`; `[experts, hidden]`.
+        gate: the activation: maps a tensor with gate and value as last dimension to the input of
+            `down`.
+        first: global index of the first local expert; a `SymInt` if many ranks are simulated.
+        total: global number of experts; by default all experts are local.
     """
-    here, top_k, hidden = gate_up.shape[0], ids.shape[-1], x.shape[-1]
-    slots = ids.reshape(-1) - first  # type: ignore[operator]
-    absent = (slots < 0) | (slots >= here)
+    num_local, top_k, hidden = gate_up.shape[0], ids.shape[-1], x.shape[-1]
+    # Sort the rows (a token and one of its experts) by expert; rows of other devices come last.
+    local_ids = ids.reshape(-1) - first  # type: ignore[operator]
+    absent = (local_ids < 0) | (local_ids >= num_local)
     scale = weights.reshape(-1, 1).masked_fill(absent.unsqueeze(-1), 0)
-    slots, order = slots.masked_fill(absent, here).sort(stable=True)
-    ends = torch.searchsorted(slots, torch.arange(here, device=x.device), right=True)
-    shared = total is not None and here < total
-    # Where numbers cannot be read, absent rows stay as a tail.
-    tail = shared and (isinstance(first, torch.SymInt) or torch.compiler.is_compiling())
-    count = _rows_here(ends, slots.shape[0], total or here) if shared and not tail else None
-    slots, order = slots[:count].clamp(max=here - 1), order[:count]
-    if not shared:
-        # An expert that there is not is the last one, with weight 0.
-        ends = torch.cat([ends[:-1], ends.new_full((1,), slots.shape[0])])
+    local_ids, order = local_ids.masked_fill(absent, num_local).sort(stable=True)
+    ends = torch.searchsorted(local_ids, torch.arange(num_local, device=x.device), right=True)
+    sharded = total is not None and num_local < total
+    # The number of local rows is data: where it cannot be read, absent rows stay as a tail.
+    tail = sharded and (isinstance(first, torch.SymInt) or torch.compiler.is_compiling())
+    count = (
+        _num_local_rows(ends, local_ids.shape[0], total or num_local)
+        if sharded and not tail
+        else None
+    )
+    local_ids, order = local_ids[:count].clamp(max=num_local - 1), order[:count]
+    if not sharded:
+        # An id out of range counts as the last expert, with weight 0.
+        ends = torch.cat([ends[:-1], ends.new_full((1,), local_ids.shape[0])])
     ends, tokens, scale = ends.to(torch.int32), order // top_k, scale[order]
     rows = x.reshape(-1, hidden)[tokens].to(gate_up.dtype)
     rows = segment_matmul(rows, gate_up.flatten(1, 2).mT, ends, tail)
     if gate_up_bias is not None:
-        rows = rows + gate_up_bias.flatten(1)[slots]
+        rows = rows + gate_up_bias.flatten(1)[local_ids]
     rows = rows.view(-1, *gate_up.shape[1:3])
     rows = rows if interleaved else rows.transpose(1, 2)
     rows = (gate(rows) if callable(gate) else run_steps(gate, rows)).squeeze(-1)
-    # Weighed before the last product, so that not its result but the smaller input is kept.
+    # Weighted before the last product: autograd then saves its input, which is smaller than its
+    # result.
     rows = segment_matmul((rows * scale).to(down.dtype), down.mT, ends, tail)
     if down_bias is not None:
-        rows = rows + down_bias[slots] * scale
-    # Not `index_add`, whose order of summation differs between devices that must stay equal.
+        rows = rows + down_bias[local_ids] * scale
+    # Not `index_add`, which is not deterministic on GPUs: devices that replicate the computation
+    # must get equal results.
     zeros = x.new_zeros(ids.numel() // top_k, hidden)
     result: Tensor = zeros.index_put((tokens,), rows.to(x.dtype), accumulate=True).view_as(x)
     return result
 
 
-def _rows_here(ends: Tensor, rows: int, total: int) -> int:
-    """How many rows are of the experts that are here; on the meta device as many as with balanced
-    routing."""
+def _num_local_rows(ends: Tensor, rows: int, total: int) -> int:
+    """The number of rows of local experts; on the meta device that of balanced routing."""
     if ends.is_meta:
         return -(-rows * ends.shape[0] // total)
     return int(ends[-1])
@@ -231,13 +243,13 @@ def windowed_attention(
     scale: float | None = None,
     start: int | torch.SymInt = 0,
 ) -> Tensor:
-    """Attention in which a position reads the last `window` positions, its own included.
+    """Sliding window attention: a query reads the last `window` positions, including its own.
 
     Args:
         query: `[batch, heads, queries, size]`.
-        key, value: `[batch, heads, keys, size]`, with as many heads or fewer, each for a group of
-            adjacent query heads. The last key stands where the last query does.
-        scale: multiplies the scores, by default `size ** -0.5`.
+        key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
+            adjacent query heads. The last key has the position of the last query.
+        scale: factor of the scores, by default `size ** -0.5`.
         start: the position of the first query; keys before position 0 are not read.
 
     Returns:
@@ -260,18 +272,19 @@ def masked_attention(
     scale: float | None = None,
     start: int | torch.SymInt = 0,
 ) -> Tensor:
-    """Attention with a mask that is made where it is read, of numbers of queries and of keys.
+    """Attention under a mask that is computed block by block from vectors, as of document ids.
 
     Args:
         query: `[batch, heads, queries, size]`.
-        key, value: `[batch, heads, keys, size]`, as those of `windowed_attention`; the first key
-            has position 0.
-        vectors: numbers of the queries, `[..., queries, 1]`, and of the keys, `[..., 1, keys]`.
-        terms: what must hold of them: `"eq 0 1, all 2"` if vectors 0 and 1 must be equal, and
-            vector 2 true.
-        causal: whether only keys up to a query's own position are read.
-        window: of how many positions at most, if not of all.
-        scale: multiplies the scores, by default `size ** -0.5`.
+        key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
+            adjacent query heads. The first key has position 0.
+        vectors: inputs of the mask, one element per query, `[..., queries, 1]`, or per key,
+            `[..., 1, keys]`.
+        terms: conditions for reading a key: `"eq 0 1, all 2"` if vectors 0 and 1 must be equal,
+            and vector 2 true.
+        causal: whether a query only reads keys up to its own position.
+        window: number of positions that a query reads at most; None for no limit.
+        scale: factor of the scores, by default `size ** -0.5`.
         start: the position of the first query.
 
     Returns:
@@ -283,11 +296,11 @@ def masked_attention(
 
 
 def run_steps(steps: Steps, x: Tensor) -> Tensor:
-    """What the function that consists of `steps` makes of `x`."""
+    """Apply the function that consists of `steps` to `x`."""
     results: list[Any] = [x]
     for name, args, kwargs in steps:
-        taken = tuple(results[int(a[1:])] if _is_result(a) else a for a in args)
-        results.append(_step(name)(*taken, **dict(kwargs)))
+        arguments = tuple(results[int(a[1:])] if _is_result(a) else a for a in args)
+        results.append(_step(name)(*arguments, **dict(kwargs)))
     result: Tensor = results[-1]
     return result
 
@@ -301,6 +314,6 @@ def _step(name: str) -> Any:
         return operator.getitem
     _, packet, overload = name.split(".")
     step = getattr(getattr(torch.ops.aten, packet), overload)
-    if not isinstance(step, OpOverload):  # Names may come from a file.
+    if not isinstance(step, OpOverload):  # Names may come from a file, which must not run code.
         raise ValueError(f"{name} is not an operator")
     return step

@@ -1,4 +1,4 @@
-"""A graph and a module in float64, so that what should be equal agrees to the last digits."""
+"""Conversion of a graph and a module to float64, so that rounding does not hide differences."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from shardwright.core.torch_internals.dispatch import TorchDispatchMode
 
 
 def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
-    """`graph` with every floating-point value, constant and dtype argument converted to float64,
-    and complex ones to complex128.
+    """Convert the floating-point values, constants and dtype arguments of a graph to float64.
 
-    Explicit casts of the model (`x.to(torch.float32)` in a norm) become casts to float64.
+    Complex ones become complex128. Explicit casts of the model (`x.to(torch.float32)` in a norm)
+    become casts to float64.
 
     Args:
-        twin: the graph of the module in float64, from which numbers and constants are taken that
-            depend on a dtype (`torch.finfo(x.dtype).eps`), if it has the same operators.
+        twin: a graph captured from the module in float64. If it has the same operators, numbers and
+            constants that may depend on a dtype (`torch.finfo(x.dtype).eps`) are taken from it.
     """
     new = {
         value: replace(value, dtype=_double_dtype(value.dtype), outer_dtype=None)
         for value in graph.values()
     }
-    twins = {} if twin is None else paired_operators(graph, twin)
+    twin_of = {} if twin is None else paired_operators(graph, twin)
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Value):
@@ -40,11 +40,11 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
         return _double_dtype(leaf) if isinstance(leaf, torch.dtype) else leaf
 
     def convert_op(op: Op) -> Op:
-        args, kwargs = pytree.tree_map(convert, _with_numbers_of(op, twins.get(op, op)))
+        args, kwargs = pytree.tree_map(convert, _with_floats_of(op, twin_of.get(op, op)))
         return replace(op, args=args, kwargs=kwargs, outputs=tuple(new[v] for v in op.outputs))
 
     constants = list(graph.constants.values())
-    if twin is not None and twins and len(twin.constants) == len(constants):
+    if twin is not None and twin_of and len(twin.constants) == len(constants):
         constants = list(twin.constants.values())
     return replace(
         graph,
@@ -63,12 +63,14 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
 
 
 def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
-    """Each operator of `graph` with that of `twin`, casts between floating-point dtypes aside; none
-    if the graphs have other operators."""
-    mine, others = ([op for op in each.ops if not _is_cast(op)] for each in (graph, twin))
-    if [op.target for op in mine] != [op.target for op in others]:
+    """Map each operator of `graph` to that of `twin`; empty if the operators differ.
+
+    Casts between floating-point dtypes are ignored: the float64 twin lacks some of them.
+    """
+    ops, twin_ops = ([op for op in g.ops if not _is_cast(op)] for g in (graph, twin))
+    if [op.target for op in ops] != [op.target for op in twin_ops]:
         return {}
-    return dict(zip(mine, others, strict=True))
+    return dict(zip(ops, twin_ops, strict=True))
 
 
 def _is_cast(op: Op) -> bool:
@@ -77,22 +79,22 @@ def _is_cast(op: Op) -> bool:
     return casts and all(value.dtype.is_floating_point for value in between)
 
 
-def _with_numbers_of(op: Op, twin: Op) -> tuple[Any, Any]:
-    """The arguments of `op`, of its twin those that are no whole numbers."""
+def _with_floats_of(op: Op, twin: Op) -> tuple[Any, Any]:
+    """The arguments of `op`, with the floats of its twin."""
     leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
-    others = pytree.tree_leaves((twin.args, twin.kwargs))
-    if len(leaves) == len(others):
-        pairs = zip(leaves, others, strict=True)
+    twin_leaves = pytree.tree_leaves((twin.args, twin.kwargs))
+    if len(leaves) == len(twin_leaves):
+        pairs = zip(leaves, twin_leaves, strict=True)
         leaves = [b if isinstance(a, float) and isinstance(b, float) else a for a, b in pairs]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return args, kwargs
 
 
 def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of `module`, tensors that are plain attributes included.
+    """Copy a module to float64, including tensors that are plain attributes.
 
     Args:
-        values: of the parameters and buffers, by name.
+        values: the tensors of parameters and buffers, by name.
     """
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters():
@@ -104,14 +106,14 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
     for child in double_module.modules():
         config: Any = getattr(child, "config", None)
         if getattr(config, "_experts_implementation", None) == "grouped_mm":
-            # The default of `transformers`, a product that PyTorch does not have in float64.
+            # The default of `transformers` calls `torch._grouped_mm`, which has no float64 kernel.
             config._experts_implementation = "eager"
     return double_module
 
 
 @contextmanager
 def float64_by_default() -> Iterator[None]:
-    """A context in which new tensors are in float64 unless they are asked to be otherwise."""
+    """Context in which the default dtype is float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -121,8 +123,10 @@ def float64_by_default() -> Iterator[None]:
 
 
 class EverythingInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which a cast to any floating-point dtype is one to float64, and so is what
-    `torch.tensor` makes of numbers."""
+    """Dispatch mode in which casts to floating-point dtypes become casts to float64.
+
+    Tensors that `torch.tensor` makes of numbers are converted too (`lift_fresh`).
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -135,7 +139,10 @@ class EverythingInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class CastsToFloat64(TorchFunctionMode):
-    """The same for the casts of tensors that a model calls while it is traced."""
+    """Function mode in which `x.float()`, `x.to(dtype)` and the like become casts to float64.
+
+    For tracing, in which the casts of a model are recorded before they reach a dispatch mode.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -157,7 +164,7 @@ _CASTS = {
 
 
 def in_float64(tensor: Tensor) -> Tensor:
-    """A detached copy, in float64 if it is floating-point, in complex128 if it is complex."""
+    """Copy and detach a tensor; in float64 if it is floating-point, complex128 if complex."""
     return tensor.detach().clone().to(_double_dtype(tensor.dtype))
 
 

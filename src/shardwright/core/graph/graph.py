@@ -1,4 +1,4 @@
-"""The captured model as data: operators and the values that flow between them.
+"""The captured model as data: a graph of operators and the values between them.
 
 Operators are named by module paths: `layers.0.mlp.down_proj` is the main operator of that module;
 its other operators are `layers.0.mlp.mul`, `layers.0.mlp.mul_1`, …
@@ -22,7 +22,7 @@ from shardwright.core.torch_internals.operators import OpOverload, operator_name
 
 
 class Kind(Enum):
-    """Where a value comes from."""
+    """The origin of a value."""
 
     INPUT = "input"
     PARAMETER = "parameter"
@@ -33,16 +33,16 @@ class Kind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor in the graph; two values are equal only if they are the same object.
+    """A tensor in the graph, compared by identity.
 
     Args:
         name: unique in its graph: the `state_dict()` name of a parameter or buffer, the path of an
             input in the call, the operator name of an activation.
-        requires_grad: whether a gradient of the graph's `trained` outputs flows into it, which
-            search and prediction count.
-        requires_other_grad: whether a gradient of its other outputs may.
+        requires_grad: whether it has a gradient of the graph's `trained` outputs, which search and
+            prediction count.
+        requires_other_grad: whether it may have a gradient of the other outputs.
         outer_dtype: for parameters and inputs, the dtype in which they are stored or passed, if it
-            differs from `dtype`, in which they are computed.
+            differs from `dtype`, the compute dtype.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Value:
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient of any output may flow into it, for which programs are made."""
+        """Whether it may have a gradient of any output, which programs must support."""
         return self.requires_grad or self.requires_other_grad
 
     @property
@@ -106,10 +106,11 @@ class Op:
         outputs: the tensors that it returns; one per element if it returns a list.
         module: path of the module in which it was called, `""` for the root.
         source: the line in the user's code, `file.py:12`, or `""`.
-        tags: the user's annotations of the function calls that contain the operator.
-        calls: the module calls that contain the operator, the outermost first; the second call of a
-            module is `path@2`.
-        flattened: how many leading dimensions of its activations are one in the user's code.
+        tags: the user's annotations of the enclosing function calls.
+        calls: the enclosing module calls, the outermost first; the second call of a module is
+            `path@2`.
+        flattened: number of leading dimensions of its activations that the user's code flattens
+            into one (`x.view(-1, k)`); capture undoes it, so that they can be sharded separately.
     """
 
     name: str
@@ -125,14 +126,13 @@ class Op:
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
-        """The tensors that it reads, in the order of `args`, then `kwargs`."""
+        """The tensor arguments, in the order of `args`, then `kwargs`."""
         flat = pytree.tree_leaves((self.args, self.kwargs))
         return tuple(leaf for leaf in flat if isinstance(leaf, Value))
 
     @cached_property
     def structure(self) -> Any:
-        """A hashable copy of `args` and `kwargs` with the shape and dtype of each tensor in its
-        place."""
+        """A hashable form of `args` and `kwargs`, with shape and dtype in place of each tensor."""
         return _structure(self.args), _structure(self.kwargs)
 
     @property
@@ -144,7 +144,7 @@ class Op:
 
     @property
     def takes_device(self) -> bool:
-        """Whether it creates a tensor without reading one, and so needs a `device` argument."""
+        """Whether it creates a tensor without reading one, so that it needs a `device` argument."""
         if self.inputs or not isinstance(self.target, OpOverload):
             return False
         return any(argument.name == "device" for argument in schema_of(self.target).arguments)
@@ -169,26 +169,24 @@ class Graph:
         ops: the operators in execution order.
         inputs: the leaves of the call's `(args, kwargs)`: a `Value` for a tensor, otherwise the
             constant that was passed.
-        parameters, buffers: the distinct ones that the graph reads or updates.
+        parameters, buffers: those that the graph reads or updates, tied ones once.
         constants: tensors that the model's code created during capture.
         outputs: the leaves of the model's result: a `Value` for a tensor, otherwise a constant.
-        updates: pairs of a buffer, or a trained parameter that is changed without autograd, and
-            its value after the forward pass.
+        updates: pairs of a buffer, or of a parameter changed under `no_grad`, and its value after
+            the forward pass.
         tied: maps the other names of a tied parameter or buffer to the name of its value.
-        loss: the differentiable scalar that a training step trains; None if there is none.
-        other_losses: differentiable scalars that are trained apart from it, if at all.
+        loss: the differentiable scalar that a training step minimizes, or None.
+        other_losses: further differentiable scalars, of which the caller may take gradients.
         frozen: names of the parameters that require no gradient.
         module_tags: the user's annotations of modules, by path.
-        call_tags: the user's annotations of function calls, each with the line of the call, even if
-            no operator of the call is left.
-        compute_dtype: the dtype in which single-precision parameters and inputs are computed, if it
-            differs.
-        autocast_on: the type of the device on which regions of autocast act as captured; None if
-            there are none.
-        attributes: path of the module, name and text of each plain attribute that `forward` reads;
-            the text is `""` if it is more than numbers and texts.
-        mixing: of a micro-batch, why the mean of the losses of equal micro-batches is not the loss
-            of the batch; empty if it is, None if nobody has looked.
+        call_tags: the user's annotations of function calls, each with the line of the call, also of
+            calls without an operator in the graph.
+        compute_dtype: the compute dtype of single-precision parameters and inputs, if it differs.
+        autocast_on: the device type of the captured autocast regions; None without any.
+        attributes: module path, name and text of each plain attribute that `forward` reads; the
+            text is `""` unless the attribute consists of numbers and strings.
+        mixing: the reason why the mean of the losses of equal micro-batches is not the loss of the
+            batch (a batch statistic, for example); empty if it is, None if not examined.
     """
 
     ops: tuple[Op, ...]
@@ -213,7 +211,7 @@ class Graph:
     mixing: str | None = None
 
     def _repr_html_(self) -> str:
-        """The operators, where a notebook shows a graph."""
+        """A table of the operators, for notebooks."""
         rows = (
             (op.name, target_name(op.target), *(" ".join(map(repr, v)) for v in values))
             for op in self.ops
@@ -251,7 +249,7 @@ class Graph:
 
     @property
     def trained(self) -> tuple[Value, ...]:
-        """The outputs whose gradients search and prediction count: the losses, or else all."""
+        """The outputs whose gradients search and prediction count: the losses, else all outputs."""
         return (self.loss, *self.other_losses) if self.loss is not None else self.output_values
 
     def values(self) -> Iterator[Value]:
@@ -278,9 +276,9 @@ class Graph:
 
 
 def ops_from_inputs(graph: Graph, values: Iterable[Value]) -> list[Op] | None:
-    """The operators that compute `values` from the model's inputs, in execution order.
+    """Returns the operators that compute `values` from the model's inputs, in execution order.
 
-    None if `values` depend on parameters or buffers.
+    Returns None if `values` depend on parameters or buffers.
     """
     needed, ops = set(values), list[Op]()
     for op in reversed(graph.ops):

@@ -1,4 +1,4 @@
-"""Runs a graph operator by operator on one device, as the reference for lowered programs."""
+"""Interpreter of a graph on one device, the reference for lowered programs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ def interpret(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """The result of the captured module for a call, and the new values of its buffers by name.
+    """Run a captured module.
 
     Args:
-        parameters, buffers: by their name in the graph.
+        parameters, buffers: their tensors, by name in the graph.
         args, kwargs: a call of the same structure and shapes as the captured one. New tensors are
-            created on the device of its first tensor.
+            created on the device of the first tensor.
+
+    Returns:
+        The result of the module, and the new values of its buffers by name.
 
     Raises:
         CaptureError: if the structure or the shapes of the call differ from the captured ones.
@@ -46,7 +49,7 @@ def interpret(
 
 
 def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """The output tensors of one operator; new tensors are created on `device`."""
+    """Run one operator and return its output tensors; new tensors are created on `device`."""
     args, kwargs = op.arguments(tensors.__getitem__)
     if op.takes_device:
         kwargs["device"] = device
@@ -55,7 +58,11 @@ def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[
 
 
 def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The leaves of a call, checked against the structure and shapes of the captured one."""
+    """Returns the leaves of a call.
+
+    Raises:
+        CaptureError: if their structure, shapes or constants differ from the captured ones.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if spec != graph.in_spec:
         raise CaptureError(

@@ -1,9 +1,9 @@
-"""Attention to a part of the keys, which others can be merged with: an opaque operator.
+"""Attention to a part of the keys, as an opaque operator whose results can be merged.
 
-What queries get from parts of the keys adds up if each part is weighed by the exponential of the
-log-sum-exp of its scores (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-2018; Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023). The gradient of
-each part is found by itself too, from the merged result and its log-sum-exp.
+The results over parts of the keys add up if each is weighted by the exponential of the log-sum-exp
+of its scores (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Liu,
+Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023). The gradients of a part are
+computed separately too, from the merged result and its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from shardwright.core.graph.blockwise_attention import has_flash
 aten = torch.ops.aten
 
 ROWS = 256
-"""Of a block of queries where no kernel of PyTorch gives the log-sum-exp of scores."""
+"""Queries per block where no kernel of PyTorch returns the log-sum-exp of the scores."""
 
 
 @torch.library.custom_op("shardwright::partial_attention", mutates_args=())
 def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """What queries get from some of the keys.
+    """Attend to some of the keys.
 
     Args:
         query: `[batch, heads, queries, size]`.
-        key, value: `[batch, heads, keys, size]`, with as many heads or fewer.
-        diagonal: query i reads the keys up to number i + `diagonal`; None: all.
+        key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
+            adjacent query heads.
+        diagonal: query i reads the keys up to index i + `diagonal`; all if None.
 
     Returns:
-        `[batch, heads, queries, size]` with the size of the values, 0 for queries that read no key;
-        and the log-sum-exp of the scores, `[batch, heads, queries]`.
+        The result, `[batch, heads, queries, size]` with the size of the values, 0 for queries that
+        read no key; and the log-sum-exp of the scores, `[batch, heads, queries]`.
     """
     if _reads_none(query, diagonal):
         rows = query.shape[:-1]
-        none = query.new_full(rows, -torch.inf, dtype=_precise(query.dtype))
-        return query.new_zeros(*rows, value.shape[-1]), none
-    key, value = _for_each_head(query, key, value)
+        empty_lse = query.new_full(rows, -torch.inf, dtype=_precise(query.dtype))
+        return query.new_zeros(*rows, value.shape[-1]), empty_lse
+    key, value = _repeat_heads(query, key, value)
     causal = not _reads_all(key, diagonal)
     if _is_fused(query, key, value, diagonal if causal else None):
         if query.is_cpu:
@@ -58,7 +59,7 @@ def partial_attention(
     outs, sums = [], []
     for _, scores in _scores(query, key, diagonal if causal else None, scale):
         lse = scores.logsumexp(-1, keepdim=True)
-        # Minus infinity from itself, where no key is read, would be no number.
+        # A query that reads no key has a log-sum-exp of -inf, and -inf - -inf would be NaN.
         weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)).exp()
         outs.append((weights @ value.to(weights.dtype)).to(query.dtype))
         sums.append(lse.squeeze(-1))
@@ -76,71 +77,80 @@ def partial_attention_backward(
     diagonal: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the keys of a part give to the gradients of queries, keys and values.
+    """Compute the terms of the gradients of query, key and value that a part of the keys adds.
 
     Args:
-        gradient: of the merged result.
+        gradient: gradient of the merged result.
         out, lse: the merged result and its log-sum-exp.
-        diagonal, scale: as in `partial_attention`.
+        diagonal, scale: those of `partial_attention`.
     """
     if _reads_none(query, diagonal):
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     heads = key.shape[1]
-    key, value = _for_each_head(query, key, value)
+    key, value = _repeat_heads(query, key, value)
     tensors = gradient, query, key, value, out, lse
     causal = not _reads_all(key, diagonal)
     if _is_fused(query, key, value, diagonal if causal else None):
-        found = _fused_backward(tensors, causal, scale)
+        gradients = _fused_backward(tensors, causal, scale)
     else:
-        found = _blocks_backward(tensors, diagonal if causal else None, scale)
-    of_query, of_key, of_value = found
-    return of_query.contiguous(), _of_groups(of_key, heads), _of_groups(of_value, heads)
+        gradients = _blocks_backward(tensors, diagonal if causal else None, scale)
+    grad_query, grad_key, grad_value = gradients
+    return (
+        grad_query.contiguous(),
+        _sum_over_groups(grad_key, heads),
+        _sum_over_groups(grad_value, heads),
+    )
 
 
 def _fused_backward(
     tensors: Sequence[Tensor], causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradient, query, key, value, out, lse = tensors
-    lse = lse.contiguous()  # The kernels take the strides of a whole tensor for granted.
+    lse = lse.contiguous()  # The kernels ignore its strides.
     if query.is_cpu:
-        found: tuple[Tensor, Tensor, Tensor]
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients: tuple[Tensor, Tensor, Tensor]
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, out, lse, 0.0, causal, scale=scale
         )
-        return found
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # Nothing was drawn.
-    of_query, of_key, of_value = aten._flash_attention_backward(
+        return gradients
+    # The state of the random generator is only read if there is dropout.
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    grad_query, grad_key, grad_value = aten._flash_attention_backward(
         *(each.transpose(1, 2).contiguous() for each in (gradient, query, key, value, out)),
         lse,
         *(None, None, query.shape[-2], key.shape[-2]),
         *(0.0, causal, state, state),
         scale=scale,
     )
-    return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
+    return grad_query.transpose(1, 2), grad_key.transpose(1, 2), grad_value.transpose(1, 2)
 
 
 def _blocks_backward(
     tensors: Sequence[Tensor], diagonal: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward pass of FlashAttention (Dao et al., 2022, algorithm 4), block by block.
+
+    With P = exp(S - lse): dV = P' dO, dS = P * (dO V' - rowsum(dO * O)), dQ = dS K, dK = dS' Q.
+    """
     gradient, query, key, value, out, lse = tensors
     precise = _precise(query.dtype)
     keys, values = key.to(precise), value.to(precise)
-    of_query, of_key, of_value = [], torch.zeros_like(keys), torch.zeros_like(values)
+    grad_query, grad_key, grad_value = [], torch.zeros_like(keys), torch.zeros_like(values)
     for rows, scores in _scores(query, key, diagonal, scale):
-        mine, queries = (each[..., rows, :].to(precise) for each in (gradient, query))
+        grad_out, queries = (tensor[..., rows, :].to(precise) for tensor in (gradient, query))
         weights = (scores - lse[..., rows, None]).exp()
-        of_value += weights.mT @ mine
-        mean = (mine * out[..., rows, :].to(precise)).sum(-1, keepdim=True)
-        of_scores = weights * (mine @ values.mT - mean) * _scale(query, scale)
-        of_query.append((of_scores @ keys).to(query.dtype))
-        of_key += of_scores.mT @ queries
-    return torch.cat(of_query, -2), of_key.to(key.dtype), of_value.to(value.dtype)
+        grad_value += weights.mT @ grad_out
+        row_sums = (grad_out * out[..., rows, :].to(precise)).sum(-1, keepdim=True)
+        grad_scores = weights * (grad_out @ values.mT - row_sums) * _scale(query, scale)
+        grad_query.append((grad_scores @ keys).to(query.dtype))
+        grad_key += grad_scores.mT @ queries
+    return torch.cat(grad_query, -2), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 def _scores(
     query: Tensor, key: Tensor, diagonal: int | None, scale: float | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of queries with their scores, minus infinity where a key is not read."""
+    """Yield blocks of query rows with their scores, which are -inf where a key is not read."""
     precise, (queries, keys) = _precise(query.dtype), (query.shape[-2], key.shape[-2])
     for first in range(0, queries, ROWS):
         rows = slice(first, min(first + ROWS, queries))
@@ -168,7 +178,7 @@ def _reads_all(key: Tensor, diagonal: int | None) -> bool:
 
 
 def _is_fused(query: Tensor, key: Tensor, value: Tensor, diagonal: int | None) -> bool:
-    """Whether a flash kernel takes these: all pairs, or a square whose upper half is not read."""
+    """Whether a flash kernel supports this part: all pairs, or a square causal block."""
     if diagonal is not None and (diagonal or query.shape[-2] != key.shape[-2]):
         return False
     if query.is_cpu:
@@ -176,14 +186,14 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, diagonal: int | None) -
     return has_flash(query, value)
 
 
-def _for_each_head(query: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Keys and values once for each head of queries."""
+def _repeat_heads(query: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Repeat the heads of keys and values to those of the queries."""
     groups = query.shape[1] // tensors[0].shape[1]
     return [each.repeat_interleave(groups, 1) if groups > 1 else each for each in tensors]
 
 
-def _of_groups(gradient: Tensor, heads: int) -> Tensor:
-    """The gradient of keys or values that several heads of queries read."""
+def _sum_over_groups(gradient: Tensor, heads: int) -> Tensor:
+    """The gradient of shared key-value heads from that of the repeated ones."""
     groups = gradient.shape[1] // heads
     if groups == 1:
         return gradient.contiguous()

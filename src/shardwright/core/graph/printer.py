@@ -1,4 +1,4 @@
-"""A captured graph as reproducible text: no timings, no addresses, no source lines."""
+"""A captured graph as reproducible text, without timings, addresses and source lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwright.core.graph.graph import Graph, Op, Value, target_name
 
 
 def graph_text(graph: Graph) -> str:
-    """Inputs, parameters, buffers, every operator with its arguments, and the results."""
+    """Format the inputs, parameters, buffers, operators and results of a graph."""
     lines = [
         *_section("inputs", map(_leaf, graph.inputs)),
         *_section("parameters", map(typed, graph.parameters)),
@@ -24,7 +24,7 @@ def graph_text(graph: Graph) -> str:
 
 
 def typed(value: Value) -> str:
-    """`layer.weight float32 [8, 16]`; parameters without a gradient are marked."""
+    """A value with its type: `layer.weight float32 [8, 16]`; marks frozen parameters."""
     frozen = (
         " without gradient" if value.kind.value == "parameter" and not value.requires_grad else ""
     )

@@ -1,4 +1,4 @@
-"""Which tensors autograd saves for the backward pass of an operator."""
+"""The tensors that autograd saves for the backward pass of an operator."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardwright.core.torch_internals.tensors import FakeTensorMode, storage_id
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What autograd saves for the backward pass of one operator.
+    """The tensors that autograd saves for the backward pass of one operator.
 
     Args:
-        inputs, outputs: indices of the inputs and outputs that it saves.
-        others: shape and dtype of tensors that exist only for the backward pass, such as the
-            statistics of a normalization.
+        inputs, outputs: indices of the saved inputs and outputs.
+        others: shape and dtype of saved tensors that are neither, such as the statistics of a
+            normalization.
     """
 
     inputs: tuple[int, ...] = ()
@@ -35,24 +35,23 @@ class SavedTensors:
 
 
 def saved_tensors(op: Op) -> SavedTensors:
-    """What autograd saves for `op`, found by running it on fake tensors.
+    """Returns the tensors that autograd saves for `op`, found by running it on fake tensors.
 
-    The fake tensors claim to be on the CPU: on the meta device attention is decomposed, whereas CPU
-    and CUDA have a fused kernel that saves far less. Saved parameters are included, although they
-    take no additional memory. Operators with equal arguments are run once.
+    Saved parameters are included, although they take no additional memory. Operators with equal
+    arguments are run once.
     """
-    if op not in _KNOWN:
-        trains = any(value.differentiable for value in op.inputs)
-        _KNOWN[op] = _run_on_fakes(_SavedKey.of(op)) if trains else SavedTensors()
-    return _KNOWN[op]
+    if op not in _CACHED:
+        differentiable = any(value.differentiable for value in op.inputs)
+        _CACHED[op] = _run_on_fakes(_SavedKey.of(op)) if differentiable else SavedTensors()
+    return _CACHED[op]
 
 
-_KNOWN: WeakKeyDictionary[Op, SavedTensors] = WeakKeyDictionary()
+_CACHED: WeakKeyDictionary[Op, SavedTensors] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class _SavedKey:
-    """A cache key: an operator that equals others with the same target and abstract arguments."""
+    """Cache key: the target and abstract arguments of an operator; `op` is any with this key."""
 
     target: OpTarget
     arguments: str
@@ -75,6 +74,8 @@ def _run_on_fakes(key: _SavedKey) -> SavedTensors:
     fake, inputs = FakeTensorMode(), list[Tensor]()
 
     def tensor(value: Value) -> Tensor:
+        # Not on the meta device, on which attention is decomposed: CPU and CUDA have a fused
+        # kernel, which saves far less.
         fake_input = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         inputs.append(fake_input.requires_grad_(value.differentiable))
         return fake_input
@@ -98,19 +99,19 @@ def _run_on_fakes(key: _SavedKey) -> SavedTensors:
 
 def _classify(packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]) -> SavedTensors:
     location_of: dict[int, tuple[str, int]] = {}
-    for kind, tensors in (("input", inputs), ("output", outputs)):
-        for index, known in enumerate(tensors):
-            location_of.setdefault(storage_id(known), (kind, index))
+    for side, tensors in (("input", inputs), ("output", outputs)):
+        for index, tensor in enumerate(tensors):
+            location_of.setdefault(storage_id(tensor), (side, index))
     locations = [location_of.get(storage_id(saved)) for saved in packed]
-    # What two gradients need is kept once.
+    # By storage: a tensor that the gradients of two inputs need is packed twice, but is one.
     others = {
         storage_id(saved): saved
-        for saved, place in zip(packed, locations, strict=True)
-        if place is None
+        for saved, location in zip(packed, locations, strict=True)
+        if location is None
     }
     return SavedTensors(
-        inputs=tuple(sorted({place[1] for place in locations if place and place[0] == "input"})),
-        outputs=tuple(sorted({place[1] for place in locations if place and place[0] == "output"})),
+        inputs=tuple(sorted({loc[1] for loc in locations if loc and loc[0] == "input"})),
+        outputs=tuple(sorted({loc[1] for loc in locations if loc and loc[0] == "output"})),
         others=tuple((tuple(saved.shape), saved.dtype) for saved in others.values()),
     )
 
@@ -120,13 +121,13 @@ def _leaves(results: Any) -> list[Any]:
 
 
 InputUse = tuple[str, int]
-"""An input of an operator: its name and the index of the input."""
+"""An input of an operator: the operator's name and the index of the input."""
 
 aten = torch.ops.aten
 
 
 def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
-    """The inputs that read a parameter or a buffer whose values the backward pass needs.
+    """Returns the operator inputs that read a parameter or buffer which autograd saves.
 
     A linear layer saves its weight; an embedding and an addition do not. If a view of a parameter
     is saved, the input of the first view counts.
@@ -150,7 +151,7 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
 
 
 def saved_before_update(graph: Graph) -> frozenset[Value]:
-    """The buffers that `forward` updates and whose old values the backward pass needs."""
+    """Returns the buffers that `forward` updates and whose old values autograd saves."""
     updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
     if not updated:
         return updated
@@ -159,19 +160,24 @@ def saved_before_update(graph: Graph) -> frozenset[Value]:
 
 
 def returned_before_update(graph: Graph) -> frozenset[Value]:
-    """The buffers that `forward` updates and whose old values it also returns, or puts into another
-    buffer, themselves or as views: both are read after the update."""
+    """Returns the buffers that `forward` updates and whose old values outlive the update.
+
+    These are old values, or views of them, that `forward` returns or assigns to another buffer.
+    """
     updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
-    memory = {buffer: buffer for buffer in updated}
+    buffer_of = {buffer: buffer for buffer in updated}
     for op in graph.ops if updated else ():
-        if _is_view(op) and op.inputs[0] in memory:
-            memory |= dict.fromkeys(op.outputs, memory[op.inputs[0]])
-    read = (*graph.output_values, *(value for before, value in graph.updates if value != before))
-    return frozenset(memory[value] for value in read if value in memory)
+        if _is_view(op) and op.inputs[0] in buffer_of:
+            buffer_of |= dict.fromkeys(op.outputs, buffer_of[op.inputs[0]])
+    results = (*graph.output_values, *(value for before, value in graph.updates if value != before))
+    return frozenset(buffer_of[value] for value in results if value in buffer_of)
 
 
 def _is_view(op: Op) -> bool:
-    """Whether the output shares the storage of the first input; a parameter's reshape does."""
+    """Whether the output shares the storage of the first input.
+
+    `reshape` copies only if strides require it, which those of parameters do not.
+    """
     if op.target is aten.reshape.default:
         return True
     if not isinstance(op.target, OpOverload):

@@ -1,7 +1,7 @@
-"""Products of sorted rows with the matrix of each row's group, as one opaque operator.
+"""Grouped matrix multiplication: rows sorted by group, each times the matrix of its group.
 
-How many rows a group has is known only when it runs. PyTorch's own grouped product takes neither
-float64 nor all strides; where it does not fit, each group is a product of its own.
+An opaque operator, since the sizes of the groups are data. PyTorch's own `grouped_mm` supports
+neither float64 nor all strides; where it cannot be used, each group is a separate product.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 @torch.library.custom_op("shardwright::segment_matmul", mutates_args=())
 def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = False) -> Tensor:
-    """The rows of group g times `matrices[g]`.
+    """Multiply the rows of group g by `matrices[g]`.
 
     Args:
         rows: `[rows, inner]`, sorted by group.
         matrices: `[groups, inner, columns]`.
-        ends: `[groups]`, int32: behind its last row for each group.
-        tail: whether rows may follow the last group, for which nothing is computed but 0.
+        ends: `[groups]`, int32: index after the last row of each group.
+        tail: whether rows may follow the last group; their result is 0.
 
     Returns:
         `[rows, columns]`.
@@ -31,7 +31,7 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
         out = F.grouped_mm(rows, matrices, offs=ends)
     else:
         out = rows.new_empty(rows.shape[0], matrices.shape[2])
-        for group, part in _parts(ends):
+        for group, part in _group_slices(ends):
             torch.mm(rows[part], matrices[group], out=out[part])
     if tail:
         out[int(ends[-1]) :] = 0
@@ -40,17 +40,17 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
 
 @torch.library.custom_op("shardwright::segment_outer", mutates_args=())
 def _segment_outer(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
-    """For each group the sum of the outer products of its rows: `[groups, inner, columns]`."""
+    """Sum the outer products of the rows of each group: `[groups, inner, columns]`."""
     if _has_kernel(rows, gradients):
         return F.grouped_mm(rows.mT, gradients, offs=ends)
     out = rows.new_zeros(ends.shape[0], rows.shape[1], gradients.shape[1])
-    for group, part in _parts(ends):
+    for group, part in _group_slices(ends):
         torch.mm(rows[part].mT, gradients[part], out=out[group])
     return out
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
-    """Whether PyTorch's grouped product takes these: its strides are multiples of 16 bytes."""
+    """Whether `F.grouped_mm` supports these tensors; it needs strides of multiples of 16 bytes."""
     first = tensors[0]
     return (
         first.device.type == "cuda"
@@ -61,8 +61,8 @@ def _has_kernel(*tensors: Tensor) -> bool:
     )
 
 
-def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """The rows of each group that has any."""
+def _group_slices(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """The index and the row slice of each non-empty group."""
     start = 0
     for group, end in enumerate(ends.tolist()):
         if end > start:
@@ -87,11 +87,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     rows, matrices, ends = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
+    needs_grad = ctx.needs_input_grad
     gradient = gradient.contiguous()
-    of_rows = segment_matmul(gradient, matrices.mT, ends, ctx.tail) if wanted[0] else None
-    of_matrices = _segment_outer(rows, gradient, ends) if wanted[1] else None
-    return of_rows, of_matrices, None, None
+    grad_rows = segment_matmul(gradient, matrices.mT, ends, ctx.tail) if needs_grad[0] else None
+    grad_matrices = _segment_outer(rows, gradient, ends) if needs_grad[1] else None
+    return grad_rows, grad_matrices, None, None
 
 
 segment_matmul.register_autograd(_backward, setup_context=_save)

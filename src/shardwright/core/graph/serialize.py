@@ -1,11 +1,11 @@
-"""A graph as JSON that the same version of Shardwright can read back. Reading it runs no code.
+"""Serialization of a graph to JSON, for the same version of Shardwright. Loading runs no code.
 
-Numbers, texts and None stand for themselves; everything else is a list that starts with what it is:
-`["tuple", 1, 2]`, `["dtype", "float32"]`, `["operator", "aten.mean.dim"]`. A value is written where
-it occurs first, and by its number from then on.
+Numbers, strings and None are written as they are; everything else is a list that starts with its
+type: `["tuple", 1, 2]`, `["dtype", "float32"]`, `["operator", "aten.mean.dim"]`. A `Value` is
+written in full at its first occurrence, and by its number from then on.
 
-The JSON follows a line with the format's number and a SHA-256 digest of it, so that bytes that were
-changed since they were written are an error and not another model.
+A header line with the format version and a SHA-256 digest precedes the JSON, so that a damaged file
+is an error and not another model.
 """
 
 from __future__ import annotations
@@ -27,31 +27,30 @@ from shardwright.core.torch_internals.operators import OpOverload
 from shardwright.core.torch_internals.pytree import TreeSpec, treespec_dumps, treespec_loads
 
 FORMAT = 1
-"""Number of the format. A change to what is written or how needs the next number."""
+"""Format version; increment it with every change to the format."""
 
 _PLAIN = (type(None), bool, int, float, str)
 _HEADER = re.compile(rb"shardwright graph, format (\d+), sha256 ([0-9a-f]{64})\n")
 
 
 def dumps(graph: Graph, key: str = "") -> bytes:
-    """The fields of the graph, without its cached properties and the annotations of modules.
+    """Serialize the fields of a graph, without its cached properties and tags of modules.
 
     Args:
-        key: part of the digest; `loads` must be called with the same.
+        key: part of the digest; `loads` must be called with the same key.
 
     Raises:
-        TypeError: if it has something that this format does not know, such as annotations of
-            function calls.
+        TypeError: if the graph contains an unsupported object, such as a tag of a function call.
     """
     return with_header(json.dumps(_Writer().write(replace(graph, module_tags={}))).encode(), key)
 
 
 def loads(content: bytes, key: str = "") -> Graph:
-    """The graph that `dumps` wrote with this `key`.
+    """Load a graph that `dumps` wrote with the same `key`.
 
     Raises:
-        ValueError: if the bytes are not what `dumps` wrote, or of another format, or refer to
-            something that does not exist.
+        ValueError: if the content is damaged, of another format version, or refers to an operator
+            that does not exist.
     """
     header = _HEADER.match(content)
     if header is None:
@@ -71,7 +70,7 @@ def loads(content: bytes, key: str = "") -> Graph:
 
 
 def with_header(body: bytes, key: str = "") -> bytes:
-    """JSON after the line that `loads` verifies it with."""
+    """Prepend the header line that `loads` verifies."""
     return f"shardwright graph, format {FORMAT}, sha256 {_digest(key, body)}\n".encode() + body
 
 
@@ -83,25 +82,25 @@ class _Writer:
     def __init__(self) -> None:
         self._numbers: dict[Value, int] = {}
 
-    def write(self, thing: Any) -> Any:
-        if type(thing) in _PLAIN:
-            return thing
-        if isinstance(thing, Value) and thing in self._numbers:
-            return ["value", self._numbers[thing]]
-        for name, (kind, text, _) in _LEAVES.items():
-            if isinstance(thing, kind):
-                return [name, text(thing)]
-        if isinstance(thing, (Value, Op, Graph)):
-            if isinstance(thing, Value):
-                self._numbers[thing] = len(self._numbers)
-            parts: Iterable[Any] = (getattr(thing, each.name) for each in fields(thing))
-            return [type(thing).__name__, *map(self.write, parts)]
-        if isinstance(thing, dict):
-            return ["dict", *(self.write(part) for item in thing.items() for part in item)]
-        if isinstance(thing, list) or type(thing) in (tuple, torch.Size):
-            name = "list" if isinstance(thing, list) else "tuple"
-            return [name, *map(self.write, thing)]
-        raise TypeError(f"a graph with a {type(thing).__name__} ({thing!r}) cannot be written")
+    def write(self, obj: Any) -> Any:
+        if type(obj) in _PLAIN:
+            return obj
+        if isinstance(obj, Value) and obj in self._numbers:
+            return ["value", self._numbers[obj]]
+        for name, (leaf_type, to_text, _) in _LEAVES.items():
+            if isinstance(obj, leaf_type):
+                return [name, to_text(obj)]
+        if isinstance(obj, (Value, Op, Graph)):
+            if isinstance(obj, Value):
+                self._numbers[obj] = len(self._numbers)
+            parts: Iterable[Any] = (getattr(obj, each.name) for each in fields(obj))
+            return [type(obj).__name__, *map(self.write, parts)]
+        if isinstance(obj, dict):
+            return ["dict", *(self.write(part) for item in obj.items() for part in item)]
+        if isinstance(obj, list) or type(obj) in (tuple, torch.Size):
+            name = "list" if isinstance(obj, list) else "tuple"
+            return [name, *map(self.write, obj)]
+        raise TypeError(f"a graph with a {type(obj).__name__} ({obj!r}) cannot be written")
 
 
 class _Reader:
@@ -110,6 +109,7 @@ class _Reader:
 
     def read(self, content: Any) -> Any:
         if not isinstance(content, list):
+            # Strings end up in the text of a program: a line break could add a statement to it.
             if isinstance(content, str) and not content.isprintable():
                 raise ValueError(f"{content!r} cannot be part of a program")
             return content
@@ -117,8 +117,8 @@ class _Reader:
         if name == "value":
             return self._values[parts[0]]
         if name in _LEAVES:
-            kind, _, thing_of = _LEAVES[name]
-            return _of_type(kind, thing_of(parts[0]))
+            leaf_type, _, from_text = _LEAVES[name]
+            return _checked_type(leaf_type, from_text(parts[0]))
         if name == "Value":
             value = Value(*map(self.read, parts))
             self._values.append(value)
@@ -127,7 +127,7 @@ class _Reader:
 
 
 def _op(*parts: Any) -> Op:
-    """Its keywords become part of a program's text."""
+    """Make an `Op`; its keywords must be identifiers, as they become part of a program's text."""
     op = Op(*parts)
     if not all(keyword.isidentifier() for keyword in op.kwargs):
         raise ValueError(f"{op.name} has arguments that cannot be keywords: {list(op.kwargs)}")
@@ -148,14 +148,14 @@ def _operator(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
 
 
-def _of_torch(name: str) -> Any:
+def _torch_attribute(name: str) -> Any:
     return getattr(torch, name.removeprefix("torch."))
 
 
 def _tensor_text(tensor: torch.Tensor) -> str:
-    written = BytesIO()
-    torch.save(tensor, written)
-    return base64.b64encode(written.getvalue()).decode()
+    buffer = BytesIO()
+    torch.save(tensor, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _tensor(text: str) -> Any:
@@ -176,9 +176,9 @@ def _function_name(function: Callable[..., Any]) -> str:
 
 
 _LEAVES: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]] = {
-    "dtype": (torch.dtype, str, _of_torch),
-    "layout": (torch.layout, str, _of_torch),
-    "memory format": (torch.memory_format, str, _of_torch),
+    "dtype": (torch.dtype, str, _torch_attribute),
+    "layout": (torch.layout, str, _torch_attribute),
+    "memory format": (torch.memory_format, str, _torch_attribute),
     "device": (torch.device, str, torch.device),
     "kind": (Kind, lambda kind: kind.value, Kind),
     "operator": (OpOverload, str, _operator),
@@ -186,10 +186,10 @@ _LEAVES: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]] = {
     "structure": (TreeSpec, treespec_dumps, treespec_loads),
     "tensor": (torch.Tensor, _tensor_text, _tensor),
 }
-"""What is written as a text: its type, its text, and what has that text."""
+"""Objects that are written as a string: their type, and the functions to and from the string."""
 
 
-def _of_type(kind: Any, thing: Any) -> Any:
-    if not isinstance(thing, kind):
-        raise TypeError(f"{thing!r} is not a {kind.__name__}")
-    return thing
+def _checked_type(leaf_type: Any, obj: Any) -> Any:
+    if not isinstance(obj, leaf_type):
+        raise TypeError(f"{obj!r} is not a {leaf_type.__name__}")
+    return obj

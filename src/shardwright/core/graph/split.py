@@ -1,9 +1,9 @@
-"""Splits a graph into model chunks, which run one after the other on different devices.
+"""Splitting a graph into model chunks for pipeline parallelism.
 
-A value that is computed in one chunk and read in a later one crosses the boundary: it is an output
-of the one, an input of the other, and passes through the chunks between them. Values that depend
-only on the model's inputs, constants and unchanged buffers, without gradient or random numbers, do
-not cross: every chunk that reads them recomputes them. Parameters belong to every chunk that reads
+A value that one chunk computes and a later one reads crosses the boundary: it is an output of the
+first, an input of the other, and passes through the chunks in between. Values that depend only on
+the model's inputs, constants and unchanged buffers, without gradient or random numbers, do not
+cross: every chunk that reads them recomputes them. Parameters belong to every chunk that reads
 them.
 """
 
@@ -24,7 +24,7 @@ class GraphChunk:
     """One model chunk.
 
     Args:
-        graph: its operators. The graph's inputs are those model inputs that the chunk reads, then
+        graph: the chunk as a graph. Its inputs are the model inputs that the chunk reads, then
             `arriving`; its outputs are `leaving`, then `returned`, without duplicates.
         arriving: values received from the previous chunk, as inputs of this graph.
         leaving: values sent to the next chunk, in the order of its `arriving`.
@@ -40,10 +40,10 @@ class GraphChunk:
 def split_graph(
     graph: Graph, chunk_of: Mapping[str, int], random: frozenset[str] = frozenset()
 ) -> tuple[GraphChunk, ...]:
-    """The chunks of `graph`, in execution order.
+    """Split `graph` into chunks, in execution order.
 
     Args:
-        chunk_of: by operator name the number of its chunk, from 0 without gaps.
+        chunk_of: the index of the chunk of each operator by name, from 0 without gaps.
         random: names of operators that draw random numbers; they are never recomputed.
 
     Raises:
@@ -51,21 +51,21 @@ def split_graph(
             earlier chunk than the one that computes it, or a buffer is read in one chunk and
             updated in another.
     """
-    known = _KNOWN.setdefault(graph, {})
+    cached = _CACHED_CHUNKS.setdefault(graph, {})
     key = tuple(chunk_of.items()), random
-    if key not in known:
-        known[key] = _split(graph, chunk_of, random)
-    return known[key]
+    if key not in cached:
+        cached[key] = _split(graph, chunk_of, random)
+    return cached[key]
 
 
-_KNOWN: WeakKeyDictionary[Graph, dict[object, tuple[GraphChunk, ...]]] = WeakKeyDictionary()
-"""What graphs were split into: plans that differ in anything else share the chunks."""
+_CACHED_CHUNKS: WeakKeyDictionary[Graph, dict[object, tuple[GraphChunk, ...]]] = WeakKeyDictionary()
+"""The chunks of each graph: plans with the same stages share them, and caches keyed by them."""
 
 
 def _split(
     graph: Graph, chunk_of: Mapping[str, int], random: frozenset[str]
 ) -> tuple[GraphChunk, ...]:
-    count = _count(graph, chunk_of)
+    count = _num_chunks(graph, chunk_of)
     repeatable = _recomputable(graph, random)
     ops_of_chunk = _ops_of_chunks(graph, chunk_of, count, repeatable)
     _check_buffers(graph, chunk_of)
@@ -78,7 +78,7 @@ def _split(
     return tuple(chunks)
 
 
-def _count(graph: Graph, chunk_of: Mapping[str, int]) -> int:
+def _num_chunks(graph: Graph, chunk_of: Mapping[str, int]) -> int:
     missing = [op.name for op in graph.ops if op.name not in chunk_of]
     if missing:
         raise PlanError(
@@ -90,14 +90,14 @@ def _count(graph: Graph, chunk_of: Mapping[str, int]) -> int:
     empty = sorted(set(range(count)) - numbers)
     if empty:
         raise PlanError(
-            f"of the {count} chunks of the model, {', '.join(map(str, empty))} would be empty; use"
-            " fewer stages, or assign a module to each of them"
+            f"of the {count} chunks of the model, {', '.join(map(str, empty))} would be empty\n"
+            "use fewer stages, or assign a module to each of them"
         )
     return count
 
 
 def _recomputable(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
-    """The activations that every chunk can recompute for itself."""
+    """The activations that every chunk can recompute instead of receiving them."""
     updated = {buffer for buffer, _ in graph.updates}
     repeatable = {
         value
@@ -105,8 +105,8 @@ def _recomputable(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
         if not value.requires_grad and value not in updated
     }
     for op in graph.ops:
-        certain = op.name not in random and not any(v.requires_grad for v in op.outputs)
-        if certain and all(value in repeatable for value in op.inputs):
+        can_repeat = op.name not in random and not any(v.requires_grad for v in op.outputs)
+        if can_repeat and all(value in repeatable for value in op.inputs):
             repeatable.update(op.outputs)
     return frozenset(value for op in graph.ops for value in op.outputs if value in repeatable)
 
@@ -116,21 +116,22 @@ def _ops_of_chunks(
 ) -> list[tuple[Op, ...]]:
     """The operators of each chunk, including those that it recomputes."""
     results = {*graph.output_values, *(value for _, value in graph.updates)}
-    own: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
-    shared: list[tuple[int, Op]] = []
-    for place, op in enumerate(graph.ops):
+    ops_of_chunk: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
+    repeatable_ops: list[tuple[int, Op]] = []
+    for index, op in enumerate(graph.ops):
         if op.outputs[0] in repeatable:
-            shared.append((place, op))
+            repeatable_ops.append((index, op))
         else:
-            own[chunk_of[op.name]].append((place, op))
-    for number, ops in enumerate(own):
+            ops_of_chunk[chunk_of[op.name]].append((index, op))
+    for number, ops in enumerate(ops_of_chunk):
         needed = {value for _, op in ops for value in op.inputs}
-        for place, op in reversed(shared):
+        # Backwards, so that the producers of recomputed values are added too.
+        for index, op in reversed(repeatable_ops):
             returned = chunk_of[op.name] == number and any(v in results for v in op.outputs)
             if returned or any(value in needed for value in op.outputs):
-                ops.append((place, op))
+                ops.append((index, op))
                 needed.update(op.inputs)
-    return [tuple(op for _, op in sorted(ops, key=itemgetter(0))) for ops in own]
+    return [tuple(op for _, op in sorted(ops, key=itemgetter(0))) for ops in ops_of_chunk]
 
 
 def _check_buffers(graph: Graph, chunk_of: Mapping[str, int]) -> None:
@@ -143,8 +144,8 @@ def _check_buffers(graph: Graph, chunk_of: Mapping[str, int]) -> None:
                 raise PlanError(
                     f"buffer {buffer.name!r} is read by {op.name!r} in chunk"
                     f" {chunk_of[op.name]} but updated by {producer.name!r} in chunk"
-                    f" {chunk_of[producer.name]}, while other micro-batches are running; assign"
-                    " both to the same stage"
+                    f" {chunk_of[producer.name]}, while other micro-batches are running\n"
+                    "assign both to the same stage"
                 )
 
 
@@ -165,12 +166,12 @@ def _crossing_values(
                 if chunk_of[producer.name] > number:
                     raise PlanError(
                         f"{op.name!r} in chunk {number} reads the output of {producer.name!r} in"
-                        f" chunk {chunk_of[producer.name]}; stage numbers must not decrease along"
-                        " the forward pass"
+                        f" chunk {chunk_of[producer.name]}\n"
+                        "stage numbers must not decrease along the forward pass"
                     )
                 last[value] = number
     if graph.loss is not None and graph.loss in graph.producer:
-        # Gradients start in the last chunk.
+        # The backward pass of a pipeline starts in the last chunk, so the loss must arrive there.
         last[graph.loss] = max(chunk_of.values())
     crossing = {}
     for op in graph.ops:
@@ -237,7 +238,7 @@ def _loss(
 def _chunk_outputs(
     graph: Graph, chunk_of: Mapping[str, int], number: int, loss: Value | None
 ) -> tuple[Value, ...]:
-    """The model outputs that one chunk returns: those it computes, and the last one the loss."""
+    """The model outputs that a chunk returns: those that it computes; the last also the loss."""
     outputs = [
         value
         for value in graph.output_values
@@ -247,7 +248,7 @@ def _chunk_outputs(
 
 
 def _replace_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
-    """`op` with `received` values in place of those that other chunks compute."""
+    """Replace the inputs of `op` that other chunks compute by `received` values."""
     if not any(value in received for value in op.inputs):
         return op
     args, kwargs = op.arguments(lambda value: received.get(value, value))
@@ -255,27 +256,29 @@ def _replace_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
 
 
 def assign_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
-    """The chunk of every operator, given those of some.
+    """Extend the chunks of some operators to all.
 
-    The others join the latest chunk among their producers, or else the earliest among their
-    consumers.
+    An operator that is not `anchored` joins the latest chunk among its producers, or else the
+    earliest among its consumers.
     """
     chunk_of: dict[str, int] = {}
 
-    def producer_parts(op: Op) -> list[int]:
-        makers = (graph.producer.get(value) for value in op.inputs)
-        return [chunk_of[maker.name] for maker in makers if maker and maker.name in chunk_of]
+    def producer_chunks(op: Op) -> list[int]:
+        ops = (graph.producer.get(value) for value in op.inputs)
+        return [
+            chunk_of[producer.name] for producer in ops if producer and producer.name in chunk_of
+        ]
 
-    def readers(values: Iterable[Value]) -> list[int]:
+    def consumer_chunks(values: Iterable[Value]) -> list[int]:
         names = (op.name for value in values for op, _ in graph.consumers[value])
         return [chunk_of[name] for name in names if name in chunk_of]
 
     for op in graph.ops:
         if op.name in anchored:
             chunk_of[op.name] = anchored[op.name]
-        elif producers := producer_parts(op):
-            chunk_of[op.name] = max(producers)
+        elif chunks := producer_chunks(op):
+            chunk_of[op.name] = max(chunks)
     for op in reversed(graph.ops):
         if op.name not in chunk_of:
-            chunk_of[op.name] = min(readers(op.outputs), default=0)
+            chunk_of[op.name] = min(consumer_chunks(op.outputs), default=0)
     return chunk_of
