@@ -415,9 +415,9 @@ def test_a_step_that_would_not_divide_is_avoided():
     ("source", "target", "shape", "text"),
     [
         (state((1,)), mesh_of((4, 2))("a"), (8,), "different device matrices"),
-        (state((1,)), state((), (1,)), (8,), "of 2 dimensions, the shape .* of 1"),
-        (state((1,)), state(()), (6,), "dimension 0 of size 6 cannot be cut in 4 equal parts"),
-        (state((), varying=[0]), state(()), (8,), "varying; only a layout that is read"),
+        (state((1,)), state((), (1,)), (8,), "has 2 dimensions, but the shape .* has 1"),
+        (state((1,)), state(()), (6,), "dimension 0 of size 6 is not divisible into 4 shards"),
+        (state((), varying=[0]), state(()), (8,), "varying: only the target"),
         (state(()), state((), partial=[0]), (8,), "no redistribution creates partial sums"),
     ],
 )

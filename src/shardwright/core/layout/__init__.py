@@ -1,4 +1,4 @@
-"""How a tensor lies on a matrix of devices, and the cheapest way from one layout to another."""
+"""Layouts of tensors on a device matrix, and the cheapest redistribution between two of them."""
 
 from shardwright.core.layout.layout import Layout, TensorLayout
 

@@ -15,11 +15,11 @@ Shape = tuple[int, ...]
 """Sizes of a tensor's dimensions."""
 
 MAX_DEVICES = 2**20
-"""Of a device matrix, whose ranks are listed."""
+"""Maximum size of a device matrix: its ranks are listed in memory."""
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
-    """The prime factors of `number`, ascending: 12 → (2, 2, 3), 1 → ()."""
+    """Returns the prime factors of `number`, ascending: 12 → (2, 2, 3), 1 → ()."""
     factors, factor = [], 2
     while factor * factor <= number:
         while number % factor == 0:
@@ -30,40 +30,43 @@ def prime_factors(number: int) -> tuple[int, ...]:
 
 
 def axis_names() -> Iterator[str]:
-    """a, b, …, z, aa, ab, …"""
+    """Yield the default names of axes: a, b, …, z, aa, ab, …"""
     for length in count(1):
         yield from map("".join, product("abcdefghijklmnopqrstuvwxyz", repeat=length))
 
 
-def common_length(mine: Axes, other: Axes) -> int:
-    """How many axes two lists have in common at their beginning."""
+def common_length(first: Axes, second: Axes) -> int:
+    """Returns the length of the longest common prefix."""
     length = 0
-    while length < len(mine) and length < len(other) and mine[length] == other[length]:
+    while length < len(first) and length < len(second) and first[length] == second[length]:
         length += 1
     return length
 
 
-def block_number(axes: Axes, sizes: tuple[int, ...], place: Mapping[int, int] | Axes) -> int:
-    """Which of the blocks into which `axes` cut a dimension the device at `place` holds, a
-    coordinate for each axis.
+def shard_index(axes: Axes, sizes: tuple[int, ...], coordinates: Mapping[int, int] | Axes) -> int:
+    """Returns the index of a device's shard of a dimension that `axes` shard.
 
-    >>> block_number((2, 0), sizes=(2, 3, 4), place=(1, 0, 3))
+    Args:
+        sizes: number of devices along each axis of the device matrix.
+        coordinates: the device's coordinate on each axis.
+
+    >>> shard_index((2, 0), sizes=(2, 3, 4), coordinates=(1, 0, 3))
     7
     """
-    number = 0
+    index = 0
     for axis in axes:
-        number = number * sizes[axis] + place[axis]
-    return number
+        index = index * sizes[axis] + coordinates[axis]
+    return index
 
 
 def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes in which all these device matrices can be expressed, each a prime factor.
+    """Returns the sizes, prime numbers, of axes of which those of all device matrices are products.
 
     >>> common_axes((8,), (2, 4))
     (2, 2, 2)
 
     Raises:
-        LayoutError: if they are not of equally many devices, or groups of them do not nest.
+        LayoutError: if their numbers of devices differ, or groups of devices do not nest.
     """
     totals = sorted({prod(matrix) for matrix in device_matrices})
     if len(totals) > 1:
@@ -71,38 +74,40 @@ def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
             f"device matrices {', '.join(map(str, device_matrices))} are of different numbers of"
             f" devices: {', '.join(map(str, totals))}"
         )
-    edges = {prod(m[i:]) for m in device_matrices for i in range(len(m) + 1)}
-    inner, *outer = sorted(edges | {1})
+    # The strides at which axes begin: between two consecutive ones there is a common axis.
+    strides = {prod(m[i:]) for m in device_matrices for i in range(len(m) + 1)}
+    inner, *outer = sorted(strides | {1})
     sizes: tuple[int, ...] = ()
-    for edge in outer:
-        if edge % inner:
+    for stride in outer:
+        if stride % inner:
             raise LayoutError(
                 f"device matrices {', '.join(map(str, device_matrices))} have no common axes:"
-                f" groups of {inner} and groups of {edge} neighboring devices do not nest"
+                f" groups of {inner} and groups of {stride} neighboring devices do not nest"
             )
-        sizes = prime_factors(edge // inner) + sizes
-        inner = edge
+        sizes = prime_factors(stride // inner) + sizes
+        inner = stride
     return sizes
 
 
 INTERLEAVED = "interleaved_parallel"
-"""The name of a last axis that cuts a tensor into parts that stay on one device."""
+"""The name of a virtual last axis, whose parts of a tensor all stay on one device."""
 
 
 def axes_with_devices(
     sizes: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The sizes and names of the axes of a device matrix, without an interleaved one.
+    """Validate the axes of a device matrix and leave out a virtual `interleaved_parallel` axis.
 
     Raises:
-        LayoutError: if these are not tuples of positive ints and of distinct names, one for each.
+        LayoutError: if `sizes` is not a tuple of positive ints, or `names` no tuple of as many
+            distinct names.
     """
     _check_sizes(sizes)
     _check_names(names)
     if len(sizes) != len(names):
         raise LayoutError(
             f"device_matrix {sizes} has {len(sizes)} axes but alias_names {names} names"
-            f" {len(names)}; give one name for each axis"
+            f" {len(names)}\ngive one name for each axis"
         )
     if INTERLEAVED in names[:-1]:
         raise LayoutError(f"alias_names {names}: {INTERLEAVED!r} must be the last axis")
@@ -115,7 +120,9 @@ def _check_sizes(sizes: object) -> None:
         raise LayoutError(f"device_matrix must be a tuple of positive ints, not {sizes!r}")
     for size in sizes:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise LayoutError(f"device_matrix {sizes} holds {size!r}; every size is an int >= 1")
+            raise LayoutError(
+                f"device_matrix {sizes} contains {size!r}\nevery size must be an int of at least 1"
+            )
     if prod(sizes) > MAX_DEVICES:
         raise LayoutError(f"device_matrix {sizes} has more than {MAX_DEVICES} devices")
 
@@ -125,11 +132,15 @@ def _check_names(names: object) -> None:
         raise LayoutError(f"alias_names must be a tuple of names, not {names!r}")
     for name in names:
         if not isinstance(name, str) or not name:
-            raise LayoutError(f"alias_names {names} holds {name!r}; every name is a non-empty str")
+            raise LayoutError(
+                f"alias_names {names} contains {name!r}\nevery name must be a non-empty str"
+            )
         if name == "None":
-            raise LayoutError("no axis may be called 'None': that says that a dimension is whole")
+            raise LayoutError(
+                "no axis may be called 'None', which stands for a dimension that is not sharded"
+            )
         if names.count(name) > 1:
-            raise LayoutError(f"alias_names {names} holds {name!r} twice; names must differ")
+            raise LayoutError(f"alias_names {names} contains {name!r} twice\nnames must differ")
 
 
 def check_ranks(ranks: object, devices: int) -> None:
@@ -137,5 +148,5 @@ def check_ranks(ranks: object, devices: int) -> None:
         raise LayoutError(f"rank_list must be a tuple of ints, not {ranks!r}")
     if len(ranks) != devices or len(set(ranks)) != devices or min(ranks) < 0:
         raise LayoutError(
-            f"rank_list {ranks} must hold {devices} different ranks, one for each device"
+            f"rank_list {ranks} must contain {devices} different ranks, one for each device"
         )

@@ -1,11 +1,11 @@
-"""The kinds of redistribution steps, one entry each: what they send, and how often. No torch.
+"""The table of redistribution steps: communication volume, rounds and gradient of each kind.
 
-To add a kind, add its `CollectiveSpec` here, and what carries it out to the table `BINDINGS` of
-`core/runtime/collectives.py`.
+Does not import torch. To add a kind, add its `CollectiveSpec` here, and its implementation to the
+table `BINDINGS` of `core/runtime/collectives.py`.
 
-Bytes are those that one device sends, by the ring algorithms of the literature (Patarasuk and Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): with p devices in the
-group an all-gather sends (p-1)/p of its output, a reduce-scatter (p-1)/p of its input, an
+The communication volume is the bytes that one device sends, by the ring algorithms of Patarasuk and
+Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009: with p devices
+in the group an all-gather sends (p-1)/p of its output, a reduce-scatter (p-1)/p of its input, an
 all-reduce both, an all-to-all (p-1)/p of the local tensor, a permute or an all-to-all of unequal
 parts all of it.
 """
@@ -20,12 +20,12 @@ from itertools import product
 from math import lcm, prod
 from typing import Literal
 
-from shardwright.core.layout.axes import Axes, block_number, common_length
+from shardwright.core.layout.axes import Axes, common_length, shard_index
 from shardwright.core.layout.layout import TensorLayout
 
 Pattern = Literal["ring", "pairwise", "point_to_point"]
-"""How messages travel: round the group, level by level of the links; from each device to each
-other one; from each device to those that its block has parts for."""
+"""Traffic pattern: round the group, level by level of the interconnect; from each device to each
+other one; from each device to those that need parts of its shard."""
 
 AxesBetween = Callable[[TensorLayout, TensorLayout], Axes | None]
 
@@ -36,17 +36,18 @@ class CollectiveSpec:
 
     Args:
         kind: its name.
-        local: whether nothing is sent forward.
-        backward: the kind whose collective the gradient is; None if the gradient sends nothing.
-        backward_if_varying: likewise, where the step leaves the tensor varying.
-        pattern: how its messages travel.
-        passes: how often (p-1)/p of the tensor's larger side is sent; of a point-to-point pattern,
-            how often all of it.
-        rounds: how often everything goes through the group.
-        gloo_rounds: likewise with gloo, where that differs.
-        joins: the kind of which it replaces two steps in a row, at no more bytes.
-        axes_between: of a kind that joins, the axes over which it leads from one layout to another
-            at once; None if it does not.
+        local: whether the forward pass communicates nothing.
+        backward: the collective of the backward pass; None if it communicates nothing.
+        backward_if_varying: the collective of the backward pass if the target is varying over the
+            axes of the step.
+        pattern: the traffic pattern.
+        passes: number of times that (p-1)/p of the larger of input and output is sent; with a
+            point-to-point pattern, that all of it is.
+        rounds: number of times that data travels round the group, for the latency.
+        gloo_rounds: number of rounds with gloo, if it differs.
+        joins: the kind of which this one replaces two consecutive steps, if not with more bytes.
+        axes_between: for a kind that joins: returns the axes over which one step leads from the
+            first layout to the second, or None if none does.
     """
 
     kind: str
@@ -61,11 +62,16 @@ class CollectiveSpec:
     axes_between: AxesBetween | None = None
 
     def backward_of(self, varying: bool) -> str | None:
-        """The collective of the gradient; None if that sends nothing."""
+        """Returns the collective of the backward pass; None if it communicates nothing."""
         return self.backward_if_varying if varying else self.backward
 
     def sent(self, size: int, group: int) -> int:
-        """What one device of a group sends, rounded up, if its tensor's larger side is `size`."""
+        """Returns what one device sends, rounded up, in the unit of `size`.
+
+        Args:
+            size: size of the larger of input and output.
+            group: number of devices in the group.
+        """
         if self.pattern == "point_to_point":
             return self.passes * size
         return -(-self.passes * (group - 1) * size // group)
@@ -73,18 +79,19 @@ class CollectiveSpec:
 
 @dataclass(frozen=True)
 class CellExchange:
-    """Which parts of its block each device of a group sends to which, in an `all_to_all_v`.
+    """The cells of its shard that each device of a group sends to each other, in an `all_to_all_v`.
 
-    The blocks of both layouts are made of equal cells. Positions count the joined axes in mesh
-    order; cells of a block are numbered row by row.
+    A *cell* is the largest block of which the shards of both layouts consist. A *position* is the
+    index of a device in the group, which counts the axes in mesh order. The cells of a shard are
+    numbered in row-major order.
 
     Args:
-        send_cuts, receive_cuts: for each dimension the cells along a block before and after.
-        send_order: for each position the numbers of its cells as they are sent, those for position
-            0 first.
-        send_counts: for each position how many cells it sends to each.
-        receive_order: for each position and cell of its new block the place among the received.
-        receive_counts: for each position how many cells it receives from each.
+        send_cuts, receive_cuts: number of cells of a shard along each dimension, before and after.
+        send_order: for each position, its cells in the order of sending, those for position 0
+            first.
+        send_counts: for each position, the number of cells that it sends to each other.
+        receive_order: for each position and cell of its new shard, the index in the received cells.
+        receive_counts: for each position, the number of cells that it receives from each other.
     """
 
     send_cuts: tuple[int, ...]
@@ -96,7 +103,7 @@ class CellExchange:
 
     @property
     def backward(self) -> CellExchange:
-        """The same exchange the other way: what was sent is received in the order of sending."""
+        """The exchange of the backward pass, in the opposite direction."""
         return CellExchange(
             self.receive_cuts,
             self.send_cuts,
@@ -109,38 +116,39 @@ class CellExchange:
 
 @lru_cache(maxsize=1 << 10)
 def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
-    """How the blocks of `source` become those of `target`, over `exchanged_axes`."""
-    before, after = _changed(source, target)
+    """Returns the exchange over `exchanged_axes` that turns shards of `source` into `target`'s."""
+    before, after = _differing_axes(source, target)
     sizes = source.device_matrix
     axes = sorted(axis for dim in before for axis in dim)
     cuts = [
         lcm(source.layout.size(a), target.layout.size(b))
         for a, b in zip(before, after, strict=True)
     ]
-    places = list(product(*(range(sizes[axis]) for axis in axes)))
-    held = [_cells(before, cuts, dict(zip(axes, place, strict=True)), sizes) for place in places]
-    wanted = [_cells(after, cuts, dict(zip(axes, place, strict=True)), sizes) for place in places]
-    holder = {cell: position for position, cells in enumerate(held) for cell in cells}
-    reader = {cell: position for position, cells in enumerate(wanted) for cell in cells}
-    # What goes from one position to another is in the order of the whole tensor's cells.
-    sent = [sorted(cells, key=lambda cell: (reader[cell], cell)) for cells in held]
-    received = [sorted(cells, key=lambda cell: (holder[cell], cell)) for cells in wanted]
+    group = list(product(*(range(sizes[axis]) for axis in axes)))
+    old = [_cells(before, cuts, dict(zip(axes, coords, strict=True)), sizes) for coords in group]
+    new = [_cells(after, cuts, dict(zip(axes, coords, strict=True)), sizes) for coords in group]
+    sender = {cell: position for position, cells in enumerate(old) for cell in cells}
+    receiver = {cell: position for position, cells in enumerate(new) for cell in cells}
+    # Both sides order the cells between two positions by their index in the full tensor.
+    sent = [sorted(cells, key=lambda cell: (receiver[cell], cell)) for cells in old]
+    received = [sorted(cells, key=lambda cell: (sender[cell], cell)) for cells in new]
     return CellExchange(
         tuple(n // source.layout.size(a) for n, a in zip(cuts, before, strict=True)),
         tuple(n // source.layout.size(a) for n, a in zip(cuts, after, strict=True)),
-        tuple(tuple(map(cells.index, order)) for cells, order in zip(held, sent, strict=True)),
-        tuple(_counts([reader[cell] for cell in cells], len(places)) for cells in held),
-        tuple(
-            tuple(map(order.index, cells)) for cells, order in zip(wanted, received, strict=True)
-        ),
-        tuple(_counts([holder[cell] for cell in cells], len(places)) for cells in wanted),
+        tuple(tuple(map(cells.index, order)) for cells, order in zip(old, sent, strict=True)),
+        tuple(_counts([receiver[cell] for cell in cells], len(group)) for cells in old),
+        tuple(tuple(map(order.index, cells)) for cells, order in zip(new, received, strict=True)),
+        tuple(_counts([sender[cell] for cell in cells], len(group)) for cells in new),
     )
 
 
 def exchanged_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
-    """The axes that cut other dimensions in `target` than in `source`, in mesh order; None if other
-    axes cut the tensor there, or if a block has a cell for every device, as in an all-to-all."""
-    before, after = _changed(source, target)
+    """Returns the axes of the `all_to_all_v` between two layouts, in mesh order.
+
+    None if the layouts use different axes, or if each shard has cells for every device of the
+    group: then an ordinary all-to-all is as good.
+    """
+    before, after = _differing_axes(source, target)
     axes = sorted(axis for dim in before for axis in dim)
     if axes != sorted(axis for dim in after for axis in dim):
         return None
@@ -150,29 +158,29 @@ def exchanged_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
     return tuple(axes) if cells < size(axes) else None
 
 
-def _changed(source: TensorLayout, target: TensorLayout) -> tuple[list[Axes], list[Axes]]:
-    """For each dimension the axes of both layouts without those with which both begin."""
+def _differing_axes(source: TensorLayout, target: TensorLayout) -> tuple[list[Axes], list[Axes]]:
+    """The axes of each dimension in both layouts, without the common prefix."""
     before, after = [], []
-    for mine, other in zip(source.axes, target.axes, strict=True):
-        same = common_length(mine, other)
-        before.append(mine[same:])
-        after.append(other[same:])
+    for source_axes, target_axes in zip(source.axes, target.axes, strict=True):
+        same = common_length(source_axes, target_axes)
+        before.append(source_axes[same:])
+        after.append(target_axes[same:])
     return before, after
 
 
 def _cells(
-    cuts: list[Axes], cells: list[int], place: dict[int, int], sizes: tuple[int, ...]
+    cuts: list[Axes], cells: list[int], coordinates: dict[int, int], sizes: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """The cells of the block at `place`, row by row, as indices into the whole tensor's."""
+    """The cells of the shard at `coordinates`, row by row, as indices in the full tensor."""
     ranges = []
     for axes, count in zip(cuts, cells, strict=True):
-        first, length = block_number(axes, sizes, place), count // prod(sizes[a] for a in axes)
+        first, length = shard_index(axes, sizes, coordinates), count // prod(sizes[a] for a in axes)
         ranges.append(range(first * length, (first + 1) * length))
     return list(product(*ranges))
 
 
 def _counts(positions: list[int], devices: int) -> tuple[int, ...]:
-    """How often each position comes."""
+    """The number of occurrences of each position."""
     counts = Counter(positions)
     return tuple(counts[position] for position in range(devices))
 
@@ -181,7 +189,7 @@ def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(order.index, range(len(order))))
 
 
-# In the order in which steps of equal cost are taken.
+# The order breaks ties between steps of equal cost (`route_search.KINDS`).
 COLLECTIVES = {
     spec.kind: spec
     for spec in (

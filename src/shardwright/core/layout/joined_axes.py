@@ -1,4 +1,4 @@
-"""Several axes of a device matrix as one."""
+"""Joining axes of a device matrix that are always used together."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from shardwright.errors import LayoutError
 def join_axes(
     count: int, lists: Iterable[Axes], may_join: Callable[[int, int], bool] = lambda *_: True
 ) -> tuple[Axes, ...]:
-    """All axes of a device matrix, together those that are alike: where one of them is in a list,
-    the next comes directly behind it.
+    """Group the axes of a device matrix: those that occur in `lists` only next to each other.
+
+    Two axes are joined if wherever the first occurs, the second follows, and vice versa.
 
     Args:
-        count: of the axes of the matrix.
-        may_join: whether the second of two axes, further right, may come directly behind the first.
+        count: number of axes of the matrix.
+        lists: the axes that shard each dimension of each tensor.
+        may_join: further condition for joining two axes, of which the second is further right.
+
+    Returns:
+        The groups, most significant axis first, in the order of their first axes.
     """
-    places: list[set[tuple[int, int]]] = [set() for _ in range(count)]
+    occurrences: list[set[tuple[int, int]]] = [set() for _ in range(count)]
     for number, axes in enumerate(dict.fromkeys(lists)):
-        for place, axis in enumerate(axes):
-            places[axis].add((number, place))
+        for index, axis in enumerate(axes):
+            occurrences[axis].add((number, index))
     joined: list[list[int]] = []
     for axis in range(count):
         for group in joined:
-            behind = {(number, place + 1) for number, place in places[group[-1]]}
-            if behind == places[axis] and may_join(group[-1], axis):
+            following = {(number, index + 1) for number, index in occurrences[group[-1]]}
+            if following == occurrences[axis] and may_join(group[-1], axis):
                 group.append(axis)
                 break
         else:
@@ -36,7 +41,7 @@ def join_axes(
 
 
 def joined_layout(layout: DeviceMatrix, joined: tuple[Axes, ...]) -> DeviceMatrix:
-    """The device matrix whose axes are the `joined` ones of `layout`."""
+    """Returns the device matrix whose axes are groups of axes of `layout`."""
     sizes = tuple(map(layout.size, joined))
     names = tuple(layout.named(axes, "_") for axes in joined)
     ranks = sorted(layout.ranks, key=TensorLayout(layout, joined).block)
@@ -47,13 +52,13 @@ def joined_layout(layout: DeviceMatrix, joined: tuple[Axes, ...]) -> DeviceMatri
 def on_joined_axes(
     where: TensorLayout, joined: tuple[Axes, ...], mesh: DeviceMatrix
 ) -> TensorLayout:
-    """The same placement on joined axes.
+    """Express a layout on joined axes.
 
     Args:
-        mesh: the `joined_layout`.
+        mesh: the result of `joined_layout`.
 
     Raises:
-        LayoutError: if the placement parts axes that are joined.
+        LayoutError: if the layout uses only some of the axes of a group, or in another order.
     """
     number = {axes[0]: new for new, axes in enumerate(joined)}
 

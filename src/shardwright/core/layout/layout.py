@@ -1,7 +1,7 @@
-"""How a tensor lies on a matrix of devices. No torch in here.
+"""Layouts of tensors on a device matrix. Does not import torch.
 
-A `Layout` is the device matrix with a name for each of its axes, the outermost (slowest varying in
-rank order) first. Called with one entry per tensor dimension it makes a `TensorLayout`:
+A `Layout` is a device matrix with named axes, the outermost (slowest varying in rank order) first.
+Called with one entry per tensor dimension it makes a `TensorLayout`:
 
 >>> layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
 >>> a = layout("mp", ("sp", "dp"))
@@ -24,8 +24,8 @@ from shardwright.core.layout.axes import (
     INTERLEAVED,
     Axes,
     axes_with_devices,
-    block_number,
     check_ranks,
+    shard_index,
 )
 from shardwright.core.layout.visualize import Drawing, draw_devices
 from shardwright.errors import LayoutError
@@ -33,17 +33,17 @@ from shardwright.errors import LayoutError
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """A device matrix whose axes have names.
+    """A device matrix with named axes.
 
     Args:
         device_matrix: number of devices along each axis, outermost first.
-        alias_names: one name for each axis; `alias_name` and `name` are the same. A last axis
-            called `interleaved_parallel` cuts a tensor into parts that stay on one device: it has
-            no devices, and cuts nothing here.
-        rank_list: the rank at each place of the matrix in row-major order; by default 0, 1, 2, …
+        alias_names: one name for each axis; also accepted as `alias_name` or `name`. A last axis
+            called `interleaved_parallel` is virtual, as in MindSpore: it has no devices and shards
+            nothing.
+        rank_list: the rank at each position of the matrix in row-major order; by default 0, 1, 2, …
 
     Raises:
-        LayoutError: if these are not tuples of positive ints, of distinct names, of distinct ranks.
+        LayoutError: if these are not tuples of positive ints, distinct names and distinct ranks.
     """
 
     device_matrix: tuple[int, ...]
@@ -60,13 +60,13 @@ class Layout:
         alias_name: tuple[str, ...] | None = None,
         name: tuple[str, ...] | None = None,
     ) -> None:
-        spelled = [names for names in (alias_names, alias_name, name) if names is not None]
-        if len(spelled) != 1:
+        given_names = [names for names in (alias_names, alias_name, name) if names is not None]
+        if len(given_names) != 1:
             raise LayoutError("give alias_names, a tuple with one name for each axis, once")
-        sizes, names = axes_with_devices(device_matrix, spelled[0])
+        sizes, names = axes_with_devices(device_matrix, given_names[0])
         if rank_list is not None:
             check_ranks(rank_list, prod(sizes))
-        values = (sizes, names, rank_list, len(names) < len(spelled[0]))
+        values = (sizes, names, rank_list, len(names) < len(given_names[0]))
         vars(self).update(zip(self.__dataclass_fields__, values, strict=True))
 
     def __hash__(self) -> int:
@@ -74,18 +74,18 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        # Ints only: hashes of str change from process to process, a pickled one would be wrong.
+        # Only ints: hashes of str differ between processes, and a pickled layout keeps its hash.
         return hash((self.device_matrix, self.rank_list or ()))
 
     def __call__(self, *entries: str | tuple[str, ...]) -> TensorLayout:
-        """The layout of a tensor with one entry for each of its dimensions.
+        """Make the layout of a tensor.
 
         Args:
-            entries: the name of the axis that cuts the dimension; a tuple of names, the most
-                significant first, where several do; `"None"` where it is whole.
+            entries: for each dimension the name of the axis that shards it, a tuple of names (the
+                most significant first) if several do, or `"None"` if it is not sharded.
 
         Raises:
-            LayoutError: if a name is unknown or stands twice.
+            LayoutError: if a name is unknown or used twice.
         """
         return TensorLayout(self, tuple(self._axes_of(entry) for entry in entries))
 
@@ -93,7 +93,8 @@ class Layout:
         names = (entry,) if isinstance(entry, str) else entry
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
             raise LayoutError(
-                f"a dimension is laid out by a name, a tuple of names or 'None', not by {entry!r}"
+                f"invalid entry of a dimension: {entry!r}\n"
+                "valid are the name of an axis, a tuple of names, or 'None'"
             )
         virtual = ("None", INTERLEAVED) if self.interleaved else ("None",)
         return tuple(self.axis(name) for name in names if name not in virtual)
@@ -104,57 +105,58 @@ class Layout:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The rank at each place of the matrix in row-major order."""
+        """The rank at each position of the matrix in row-major order."""
         return self.rank_list if self.rank_list is not None else tuple(range(self.num_devices))
 
     def axis(self, name: str) -> int:
-        """The index from the left of the axis called `name`.
+        """Returns the index, from the left, of the axis called `name`.
 
         Raises:
-            LayoutError: if no axis is called so.
+            LayoutError: if the layout has no such axis.
         """
         if name not in self.alias_names:
-            known = ", ".join(map(repr, self.alias_names)) or "no axes at all"
-            raise LayoutError(f"unknown axis {name!r}; this layout has {known}, and 'None'")
+            axes = ", ".join(map(repr, self.alias_names)) or "no axes"
+            raise LayoutError(f"unknown axis {name!r}\nthis layout has {axes}, and 'None'")
         return self.alias_names.index(name)
 
     def named(self, axes: Iterable[int], between: str = "·") -> str:
-        """The names of `axes` as text: `dp·tp`."""
+        """Join the names of `axes`: `dp·tp`."""
         return between.join(self.alias_names[axis] for axis in axes)
 
     @property
     def sizes(self) -> str:
-        """Each axis with its number of devices, as text: `dp 4, tp 2`."""
+        """The axes with their numbers of devices, as text: `dp 4, tp 2`."""
         return ", ".join(map("{} {}".format, self.alias_names, self.device_matrix))
 
     def size(self, axes: Iterable[int]) -> int:
-        """Number of devices along the joined `axes` (indices from the left)."""
+        """Returns the number of devices along `axes` together (indices from the left)."""
         return prod(self.device_matrix[a] for a in axes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` stands on each axis.
+        """Returns the coordinate of `rank` on each axis.
 
         Raises:
-            LayoutError: if the rank is none of this layout's.
+            LayoutError: if the layout does not have this rank.
         """
-        if rank not in self._places:
-            raise LayoutError(f"rank {rank} is none of the ranks of this layout: {self.ranks}")
-        place, coordinates = self._places[rank], []
+        if rank not in self._positions:
+            first, last = min(self.ranks), max(self.ranks)
+            raise LayoutError(f"this layout has no rank {rank}\nits ranks are {first} to {last}")
+        position, coordinates = self._positions[rank], []
         for size in reversed(self.device_matrix):
-            place, coordinate = divmod(place, size)
+            position, coordinate = divmod(position, size)
             coordinates.append(coordinate)
         return tuple(reversed(coordinates))
 
     @cached_property
-    def _places(self) -> dict[int, int]:
-        return {rank: place for place, rank in enumerate(self.ranks)}
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
 
     def replicated(self, ndim: int) -> TensorLayout:
-        """The layout in which every device holds the whole tensor."""
+        """Returns the layout of a replicated tensor with `ndim` dimensions."""
         return TensorLayout(self, ((),) * ndim)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold; `rank_list` only where one was given."""
+        """Returns the layout as JSON data; `rank_list` only if one was given."""
         data: dict[str, Any] = {
             "device_matrix": list(self.device_matrix),
             "alias_names": list(self.alias_names),
@@ -180,17 +182,17 @@ Users know it as `sw.Layout`, the name in MindSpore, since it is what they call 
 
 @dataclass(frozen=True, repr=False)
 class TensorLayout:
-    """How one tensor lies on the devices of a `Layout`.
+    """The layout of one tensor on a device matrix.
 
     Args:
         layout: the device matrix.
         axes: for each tensor dimension the axes (indices into the device matrix, from the left)
-            that cut it, the most significant first; `()` where the dimension is whole.
-        partial: axes on which every device holds one term of a sum.
-        varying: axes on which the value is replicated but its gradient is one term of a sum.
+            that shard it, the most significant first; `()` if it is not sharded.
+        partial: axes over which the tensor is a partial sum: every device has one term.
+        varying: axes over which the tensor is replicated, but its gradient is a partial sum.
 
     Raises:
-        LayoutError: if an axis stands twice or is none of the layout's.
+        LayoutError: if an axis is used twice, or the device matrix does not have it.
     """
 
     layout: DeviceMatrix
@@ -229,9 +231,9 @@ class TensorLayout:
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
-        """For each dimension the axis that cuts it, counted from the right: the last axis is 0.
+        """MindSpore's form: the axis that shards each dimension, counted from the right from 0.
 
-        -1 where the dimension is whole, a tuple where several axes cut it.
+        -1 if the dimension is not sharded, a tuple if several axes shard it.
         """
         last = len(self.device_matrix) - 1
         mapped = (tuple(last - axis for axis in dim) for dim in self.axes)
@@ -239,56 +241,57 @@ class TensorLayout:
 
     @cached_property
     def sharded(self) -> frozenset[int]:
-        """The axes that cut some dimension."""
+        """The axes that shard any dimension."""
         return frozenset(a for dim in self.axes for a in dim)
 
     @cached_property
     def shard_counts(self) -> tuple[int, ...]:
-        """In how many parts each dimension is cut."""
+        """The number of shards of each dimension."""
         return tuple(self.layout.size(dim) for dim in self.axes)
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one device's part of a tensor of `shape`.
+        """Returns the shape of one device's shard of a tensor of `shape`.
 
         Raises:
-            LayoutError: if `shape` has other dimensions, or one that its parts do not divide.
+            LayoutError: if the number of dimensions differs, or a size is not divisible by the
+                number of shards.
         """
         if shape not in self._shard_shapes:
-            self._shard_shapes[shape] = self._divided(shape)
+            self._shard_shapes[shape] = self._compute_shard_shape(shape)
         return self._shard_shapes[shape]
 
     @cached_property
     def _shard_shapes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Of the shapes that were asked for: searches and predictions ask for few, very often."""
+        # A cache: searches and predictions look up few shapes very often.
         return {}
 
-    def _divided(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _compute_shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) != len(self.axes):
             raise LayoutError(
-                f"the layout {self} is of {len(self.axes)} dimensions, the shape {tuple(shape)}"
-                f" of {len(shape)}"
+                f"the layout {self} has {len(self.axes)} dimensions, but the shape {tuple(shape)}"
+                f" has {len(shape)}"
             )
-        for dim, (size, parts) in enumerate(zip(shape, self.shard_counts, strict=True)):
-            if size % parts:
+        for dim, (size, count) in enumerate(zip(shape, self.shard_counts, strict=True)):
+            if size % count:
                 raise LayoutError(
-                    f"dimension {dim} of size {size} cannot be cut in {parts} equal parts"
+                    f"dimension {dim} of size {size} is not divisible into {count} shards"
                     f" (shape {tuple(shape)}, layout {self})"
                 )
-        return tuple(size // parts for size, parts in zip(shape, self.shard_counts, strict=True))
+        return tuple(size // count for size, count in zip(shape, self.shard_counts, strict=True))
 
     def block(self, rank: int) -> tuple[int, ...]:
-        """Which of the parts of each dimension `rank` holds."""
+        """Returns the index of the shard of `rank` in each dimension."""
         return self._block_at(self.layout.coordinates(rank))
 
     def _block_at(self, coordinates: tuple[int, ...]) -> tuple[int, ...]:
         sizes = self.device_matrix
-        return tuple([block_number(dim, sizes, coordinates) for dim in self.axes])
+        return tuple([shard_index(dim, sizes, coordinates) for dim in self.axes])
 
     def slices(self, rank: int, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The part of a tensor of `shape` that `rank` holds.
+        """Returns the slices of a tensor of `shape` that make up the shard of `rank`.
 
         Raises:
-            LayoutError: as `shard_shape`, or if the rank is none of the layout's.
+            LayoutError: if the shape cannot be sharded so, or the layout does not have the rank.
         """
         local = self.shard_shape(shape)
         return tuple(
@@ -297,28 +300,32 @@ class TensorLayout:
         )
 
     def ranks_of(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """All ranks that hold the part with this index, in the order of the device matrix.
+        """Returns all ranks that have the shard with this index, in the order of the device matrix.
 
         Raises:
-            LayoutError: if there is no such part.
+            LayoutError: if there is no such shard.
         """
-        if tuple(block) not in self._holders:
-            raise LayoutError(f"no block {tuple(block)}: dimensions are cut in {self.shard_counts}")
-        return self._holders[tuple(block)]
+        if tuple(block) not in self._ranks_of_block:
+            raise LayoutError(
+                f"no shard has the index {tuple(block)}\n"
+                f"the numbers of shards are {self.shard_counts}, and indices begin at 0"
+            )
+        return self._ranks_of_block[tuple(block)]
 
     @cached_property
-    def _holders(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        holders: dict[tuple[int, ...], list[int]] = {}
-        places = product(*(range(size) for size in self.device_matrix))
-        for rank, coordinates in zip(self.layout.ranks, places, strict=True):
-            holders.setdefault(self._block_at(coordinates), []).append(rank)
-        return {block: tuple(ranks) for block, ranks in holders.items()}
+    def _ranks_of_block(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        ranks_of: dict[tuple[int, ...], list[int]] = {}
+        positions = product(*(range(size) for size in self.device_matrix))
+        for rank, coordinates in zip(self.layout.ranks, positions, strict=True):
+            ranks_of.setdefault(self._block_at(coordinates), []).append(rank)
+        return {block: tuple(ranks) for block, ranks in ranks_of.items()}
 
     def on(self, mesh: DeviceMatrix) -> TensorLayout:
-        """The same placement on a device matrix that is finer, or arranges the ranks otherwise.
+        """Express the layout on a finer device matrix, or one with another order of the ranks.
 
         Raises:
-            LayoutError: if `mesh` has other ranks, or no axes that make up those of this layout.
+            LayoutError: if `mesh` has other ranks, or an axis of this layout is no product of its
+                axes.
         """
         pieces = _refinement(self.layout, mesh)
 
@@ -337,9 +344,9 @@ class TensorLayout:
         """The axes of each dimension by name: `(a, b·c; partial d)`."""
         named = self.layout.named
         dims = ", ".join(named(dim) or "None" for dim in self.axes)
-        marks = f"; partial {named(sorted(self.partial), ' ')}" if self.partial else ""
-        marks += f"; varying {named(sorted(self.varying), ' ')}" if self.varying else ""
-        return f"({dims}{marks})"
+        suffix = f"; partial {named(sorted(self.partial), ' ')}" if self.partial else ""
+        suffix += f"; varying {named(sorted(self.varying), ' ')}" if self.varying else ""
+        return f"({dims}{suffix})"
 
     def __repr__(self) -> str:
         return f"{self.placement} on ({self.layout.sizes})"
@@ -348,19 +355,23 @@ class TensorLayout:
         return f"<code>{self!r}</code>{self.visualize()._repr_html_()}"
 
     def visualize(self, shape: tuple[int, ...] | None = None) -> Drawing:
-        """A grid of the blocks, in each cell the ranks that hold it, in colors in a notebook.
+        """Draw a grid of the shards with the ranks that have each, in color in a notebook.
 
-        Rows are the last dimension but one, columns the last; of more there is one grid for each
-        index of the leading blocks. With `shape` edges show elements, else the index of the block.
+        Rows are the last dimension but one, columns the last; with more dimensions there is one
+        grid per index of the leading ones.
+
+        Args:
+            shape: shape of the tensor, to label the edges with element ranges; without it they are
+                labeled with shard indices.
 
         Raises:
-            LayoutError: as `shard_shape`.
+            LayoutError: if the shape cannot be sharded so.
         """
         sizes = self.shard_shape(shape) if shape is not None else None
         return draw_devices(self.shard_counts, sizes, self.ranks_of)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold; `partial` and `varying` as names, only where there are any."""
+        """Returns the layout as JSON data; `partial` and `varying` as names, if not empty."""
         data = self.layout.to_dict() | {"tensor_map": list(self.tensor_map)}
         for key, axes in (("partial", self.partial), ("varying", self.varying)):
             if axes:
@@ -385,12 +396,17 @@ class TensorLayout:
 
 
 def _refinement(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
-    """For each axis of `coarse` the axes of `fine` that make it up, most significant first."""
+    """The axes of `fine` whose product is each axis of `coarse`, most significant first."""
     if set(coarse.ranks) != set(fine.ranks):
-        raise LayoutError(f"{fine.device_matrix} is not made of the same ranks as {coarse}")
+        raise LayoutError(
+            f"the device matrices {fine.device_matrix} and {coarse.device_matrix} do not have the"
+            " same ranks"
+        )
     strides: list[list[tuple[int, int]]] = [[] for _ in coarse.device_matrix]
     step = fine.num_devices
     start = coarse.coordinates(fine.ranks[0])
+    # Take one step along each axis of `fine`: the coarse coordinate that changes is the axis it is
+    # a piece of, and the larger the change, the more significant the piece.
     for axis, size in enumerate(fine.device_matrix):
         step //= size
         if size == 1:
@@ -404,7 +420,7 @@ def _refinement(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     if not _agrees(coarse, fine, pieces):
         raise LayoutError(
             f"the device matrix {fine.device_matrix} does not refine {coarse.device_matrix}:"
-            " its axes do not make up those of the other one"
+            " an axis of the latter is no product of axes of the former"
         )
     return pieces
 
@@ -426,6 +442,8 @@ def interned_layout(
     partial: frozenset[int] = frozenset(),
     varying: frozenset[int] = frozenset(),
 ) -> TensorLayout:
-    """A `TensorLayout`, equal ones as one object: searches look up what they know of layouts very
-    often, and objects that are the same need no comparison. Raises: as `TensorLayout`."""
+    """Make a `TensorLayout`, or return the same object again for equal arguments.
+
+    Searches use layouts as cache keys very often, and lookups compare identical objects fastest.
+    """
     return TensorLayout(layout, axes, partial, varying)

@@ -1,4 +1,4 @@
-"""The device matrix on which plans are searched."""
+"""The device matrix on which plans are searched: one axis per prime factor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from shardwright.errors import LayoutError
 
 
 def prime_mesh(devices: int) -> DeviceMatrix:
-    """The device matrix on which plans are made: one axis for each prime factor of `devices`.
-
-    Axes are called a, b, …, z, aa, ab, …
+    """Make the device matrix with one axis per prime factor of `devices`: a, b, …, z, aa, ab, …
 
     Raises:
-        LayoutError: if there is not one device at least.
+        LayoutError: if `devices` is less than 1.
     """
     if devices < 1:
-        raise LayoutError(f"a device matrix needs one device at least, not {devices}")
+        raise LayoutError(f"a device matrix needs at least one device, not {devices}")
     sizes = prime_factors(devices)
     return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

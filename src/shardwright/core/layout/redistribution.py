@@ -1,4 +1,6 @@
-"""From one layout of a tensor to another: the collectives, their order and their bytes. No torch.
+"""Redistribution of a tensor from one layout to another: the collectives and their volume.
+
+Does not import torch.
 
 >>> from shardwright.core.layout.layout import DeviceMatrix
 >>> layout = DeviceMatrix((2, 4), ("dp", "mp"))
@@ -6,7 +8,7 @@
 (mp, None) on (dp 2, mp 4) -> (None, mp) on (dp 2, mp 4), shape (8, 8)
   all_to_all mp, dimension 0 to 1: 48 bytes forward, 48 backward (all_to_all)
 
-What each kind of step sends stands in `core/layout/collective_spec.py`.
+The communication volume of each kind of step is defined in `core/layout/collective_spec.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from shardwright.core.layout.axes import (
     Axes,
     Shape,
     axis_names,
-    block_number,
     common_axes,
     common_length,
+    shard_index,
 )
 from shardwright.core.layout.collective_spec import COLLECTIVES, CollectiveSpec
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
@@ -37,12 +39,12 @@ class RedistributionStep:
 
     Args:
         kind: one of `COLLECTIVES`.
-        axes: the joined axes, the most significant first as they lie, or come to lie, in the
-            dimension; in mesh order where they lie in none. Of a permute: all axes whose meaning
+        axes: the axes of the group: in the order in which they shard the dimension, the most
+            significant first; in mesh order if they shard none. For a permute all axes whose use
             changes, in mesh order.
-        dim: the dimension that gets cut (slice, reduce_scatter), becomes whole (all_gather), or
-            is left (all_to_all).
-        to_dim: the dimension that an all_to_all enters.
+        dim: the dimension that is sharded (slice, reduce_scatter) or gathered (all_gather,
+            all_to_all).
+        to_dim: the dimension that an all_to_all shards.
     """
 
     kind: str
@@ -54,72 +56,72 @@ class RedistributionStep:
 
     @property
     def group_size(self) -> int:
-        """How many devices take part in one group."""
+        """The number of devices in a group."""
         return self.source.layout.size(self.axes)
 
     @property
     def spec(self) -> CollectiveSpec:
-        """All that is known of its kind."""
+        """The entry of its kind in the table of collectives."""
         return COLLECTIVES[self.kind]
 
     @property
     def forward(self) -> str | None:
-        """The collective of the forward pass; None if that sends nothing."""
+        """The collective of the forward pass; None if it communicates nothing."""
         return None if self.spec.local else self.kind
 
     @property
     def backward(self) -> str | None:
-        """The collective of the gradient; None if that sends nothing."""
+        """The collective of the backward pass; None if it communicates nothing."""
         return self.spec.backward_of(self.target.varying.issuperset(self.axes))
 
     def forward_bytes(self, shape: Shape, itemsize: int) -> int:
-        """Bytes that one device sends; `shape` is the whole tensor's."""
+        """Returns the bytes that one device sends forward; `shape` is that of the full tensor."""
         return self._bytes(self.forward, shape, itemsize)
 
     def backward_bytes(self, shape: Shape, itemsize: int) -> int:
-        """Bytes that one device sends for the gradient; `shape` is the whole tensor's."""
+        """Returns the bytes that one device sends backward; `shape` is that of the full tensor."""
         return self._bytes(self.backward, shape, itemsize)
 
     def _bytes(self, collective: str | None, shape: Shape, itemsize: int) -> int:
         if collective is None:
             return 0
-        # The larger side: what an all-gather gives, what a reduce-scatter or a slice takes.
+        # The larger side: the output of an all-gather, the input of a reduce-scatter or a slice.
         local = itemsize * max(
             prod(self.source.shard_shape(shape)), prod(self.target.shard_shape(shape))
         )
         return COLLECTIVES[collective].sent(local, self.group_size)
 
     def permutation(self) -> tuple[int, ...]:
-        """Of a permute: for each position in the group the position it sends its block to.
+        """Returns, for a permute, the position to which each position in the group sends its shard.
 
-        Positions count the joined `axes` in mesh order. The i-th of the devices that hold a block
-        sends to the i-th of those that shall hold it.
+        Positions count the `axes` in mesh order. Of the devices that have a shard, the i-th sends
+        to the i-th of those that need it.
 
         Raises:
-            LayoutError: if the step is no permute.
+            LayoutError: if the step is not a permute.
         """
         if self.kind != "permute":
             raise LayoutError(f"a step of kind {self.kind} has no permutation")
-        holders = self._holders(self.target)
+        receivers = self._positions_of_block(self.target)
         destinations = [0] * self.group_size
-        for block, senders in self._holders(self.source).items():
-            for sender, receiver in zip(senders, holders[block], strict=True):
+        for block, senders in self._positions_of_block(self.source).items():
+            for sender, receiver in zip(senders, receivers[block], strict=True):
                 destinations[sender] = receiver
         return tuple(destinations)
 
-    def _holders(self, side: TensorLayout) -> dict[tuple[int, ...], list[int]]:
-        """The positions in the group that hold each block of what the group has in common."""
+    def _positions_of_block(self, side: TensorLayout) -> dict[tuple[int, ...], list[int]]:
+        """The positions in the group that have each block, under `source` or `target`."""
         sizes = self.source.device_matrix
         pairs = zip(self.source.axes, self.target.axes, strict=True)
-        middles = [_apart(mine, other) for mine, other in pairs]
-        which = 0 if side is self.source else 1
-        holders: dict[tuple[int, ...], list[int]] = {}
-        places = product(*(range(sizes[axis]) for axis in self.axes))
-        for position, place in enumerate(places):
-            coordinate = dict(zip(self.axes, place, strict=True))
-            block = tuple(block_number(middle[which], sizes, coordinate) for middle in middles)
-            holders.setdefault(block, []).append(position)
-        return holders
+        differing = [_without_common_ends(before, after) for before, after in pairs]
+        side_index = 0 if side is self.source else 1
+        positions: dict[tuple[int, ...], list[int]] = {}
+        group = product(*(range(sizes[axis]) for axis in self.axes))
+        for position, coordinates in enumerate(group):
+            coordinate = dict(zip(self.axes, coordinates, strict=True))
+            block = tuple(shard_index(axes[side_index], sizes, coordinate) for axes in differing)
+            positions.setdefault(block, []).append(position)
+        return positions
 
     def __str__(self) -> str:
         names = self.source.layout.named(self.axes)
@@ -130,7 +132,7 @@ class RedistributionStep:
 
 @dataclass(frozen=True)
 class Redistribution:
-    """The steps from one layout of a tensor to another, and the bytes that one device sends."""
+    """The steps from one layout of a tensor to another, with their communication volume."""
 
     source: TensorLayout
     target: TensorLayout
@@ -163,11 +165,18 @@ def redistribution(
     itemsize: int = 4,
     differentiable: bool = True,
 ) -> Redistribution:
-    """The cheapest redistribution of a tensor of `shape` with elements of `itemsize` bytes. Layouts
-    over different device matrices are both refined to the axes that these have in common.
+    """Find the cheapest redistribution of a tensor.
+
+    Layouts on different device matrices are refined to the common axes of both.
+
+    Args:
+        shape: shape of the full tensor.
+        itemsize: bytes per element.
+        differentiable: whether the volume of the backward pass counts.
 
     Raises:
-        LayoutError: as `steps`, or the device matrices have no common axes.
+        LayoutError: if the device matrices have no common axes, or no redistribution exists (see
+            `redistribution_steps`).
     """
     mesh = source.layout
     if target.layout != mesh:
@@ -182,18 +191,18 @@ def redistribution(
 def redistribution_steps(
     source: TensorLayout, target: TensorLayout, shape: Shape, differentiable: bool = True
 ) -> tuple[RedistributionStep, ...]:
-    """The cheapest steps that bring a tensor of `shape` from `source` to `target`.
+    """Find the cheapest steps that redistribute a tensor of `shape` from `source` to `target`.
 
-    Fewest bytes (forward and backward; forward only if not `differentiable`), then fewest steps,
-    then slices first and gathers last (those over the outermost axes before others): the cheapest
-    of all ways that change only the dimensions and axes in which the layouts differ where these
-    are three axes at most; else a good one, and never dearer than to reduce, gather and slice.
-    Where nothing differentiable flows, varying axes of the target are taken as replicated.
+    The cost is the bytes sent, forward and backward (forward only if not `differentiable`), then
+    the number of steps; ties prefer slices first and gathers last, outer axes before inner ones.
+    If the layouts differ in at most three axes the result is optimal among all steps over these
+    axes and the dimensions that differ; otherwise it is a good one, never worse than to all-reduce,
+    all-gather and slice. If not `differentiable`, varying axes of the target count as replicated.
 
     Raises:
-        LayoutError: if the layouts are of different device matrices or numbers of dimensions, do
-            not divide `shape`, the source is varying, or the target is partial where the source
-            is not.
+        LayoutError: if the layouts have different device matrices or numbers of dimensions, do not
+            divide `shape`, the source is varying, or the target is partial over axes over which the
+            source is not.
     """
     if not differentiable and target.varying:
         target = replace(target, varying=frozenset())
@@ -202,21 +211,22 @@ def redistribution_steps(
         return ()
     table = _Table.of(source, target)
     problem = table.problem(source, target, shape, differentiable)
-    steps, here = [], source
+    steps, current = [], source
     for move in route_search.route(problem):
-        there = table.after(here, move)
-        steps.append(_step(move, table, here, there))
-        here = there
-    return tuple(_slow_links_on_small_tensors(steps))
+        following = table.after(current, move)
+        steps.append(_step(move, table, current, following))
+        current = following
+    return tuple(_use_slow_links_for_small_tensors(steps))
 
 
 def joined_step(
     first: RedistributionStep, second: RedistributionStep, shape: Shape, itemsize: int
 ) -> RedistributionStep | None:
-    """One step that does what two in a row do; None if no kind does so at no more bytes.
+    """Returns one step that replaces two consecutive ones, or None if that would send more bytes.
 
     Args:
-        shape: of the whole tensor, with elements of `itemsize` bytes.
+        shape: shape of the full tensor.
+        itemsize: bytes per element.
     """
     for spec in COLLECTIVES.values():
         if spec.axes_between is None or not first.kind == second.kind == spec.joins:
@@ -235,103 +245,118 @@ def joined_step(
     return None
 
 
-def _slow_links_on_small_tensors(path: list[RedistributionStep]) -> list[RedistributionStep]:
-    """Gathers in a row over the outermost axes first, reduce-scatters in a row over them last.
+def _use_slow_links_for_small_tensors(path: list[RedistributionStep]) -> list[RedistributionStep]:
+    """Order consecutive all-gathers from outer to inner axes, reduce-scatters the other way.
 
-    The order of such steps changes no bytes in total where their gradients are alike too, but which
-    link carries most of them; outer axes lie over slower links.
+    The order does not change the total bytes if the collectives of the backward pass are equal too,
+    but it decides which links carry most of them, and outer axes have the slower links.
     """
     ordered: list[RedistributionStep] = []
     for (kind, _), group in groupby(path, key=lambda step: (step.kind, step.backward)):
-        row = list(group)
-        if kind not in ("all_gather", "reduce_scatter") or len({s.dim for s in row}) < len(row):
-            ordered += row
+        steps = list(group)
+        if kind not in ("all_gather", "reduce_scatter") or len({s.dim for s in steps}) < len(steps):
+            ordered += steps
             continue
-        here = row[0].source
-        for step in sorted(row, key=lambda s: min(s.axes), reverse=kind == "reduce_scatter"):
-            ordered.append(_from(here, step))
-            here = ordered[-1].target
+        layout = steps[0].source
+        for step in sorted(steps, key=lambda s: min(s.axes), reverse=kind == "reduce_scatter"):
+            ordered.append(_rebase(step, layout))
+            layout = ordered[-1].target
     return ordered
 
 
-def _from(here: TensorLayout, step: RedistributionStep) -> RedistributionStep:
-    """`step`, which changes one dimension, made from `here` on."""
+def _rebase(step: RedistributionStep, source: TensorLayout) -> RedistributionStep:
+    """Apply `step`, which changes one dimension, to another layout."""
     axes = tuple(
-        step.target.axes[dim] if dim == step.dim else mine for dim, mine in enumerate(here.axes)
+        step.target.axes[dim] if dim == step.dim else dim_axes
+        for dim, dim_axes in enumerate(source.axes)
     )
-    partial = here.partial - (step.source.partial - step.target.partial)
-    varying = here.varying | (step.target.varying - step.source.varying)
-    return replace(step, source=here, target=TensorLayout(here.layout, axes, partial, varying))
+    partial = source.partial - (step.source.partial - step.target.partial)
+    varying = source.varying | (step.target.varying - step.source.varying)
+    target = TensorLayout(source.layout, axes, partial, varying)
+    return replace(step, source=source, target=target)
 
 
 def _check(source: TensorLayout, target: TensorLayout, shape: Shape) -> None:
     if source.layout != target.layout:
         raise LayoutError(
-            f"{source} and {target} are on different device matrices;"
-            " express both on one with TensorLayout.on()"
+            f"{source} and {target} are on different device matrices\n"
+            "express both on one with TensorLayout.on()"
         )
     source.shard_shape(shape)
     target.shard_shape(shape)
     if source.varying:
-        raise LayoutError(f"{source} is varying; only a layout that is read can be")
+        raise LayoutError(
+            f"{source} is varying: only the target of a redistribution can be, the layout in which"
+            " an operator reads the tensor"
+        )
     if not target.partial <= source.partial:
         raise LayoutError(
-            f"{target} is partial where {source} is not; no redistribution creates partial sums"
+            f"{target} is partial over axes over which {source} is not: no redistribution creates"
+            " partial sums"
         )
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Which axes move together (as one axis of the problem), and what stays as it is."""
+    """The translation between two layouts and the smaller problem that `route_search` solves.
+
+    Args:
+        layout: the device matrix.
+        joined: for each axis of the problem the axes of the device matrix that it stands for.
+        prefixes: for each dimension the axes with which both layouts begin, which stay in place.
+        dims: the dimensions in which the layouts differ.
+    """
 
     layout: DeviceMatrix
     joined: tuple[Axes, ...]
-    kept: tuple[Axes, ...]
+    prefixes: tuple[Axes, ...]
     dims: tuple[int, ...]
 
     @classmethod
     def of(cls, source: TensorLayout, target: TensorLayout) -> _Table:
         pairs = list(zip(source.axes, target.axes, strict=True))
-        kept = tuple(mine[: common_length(mine, other)] for mine, other in pairs)
-        dims = tuple(dim for dim, (mine, other) in enumerate(pairs) if mine != other)
-        return cls(source.layout, tuple(_join(source, target, kept)), kept, dims)
+        prefixes = tuple(before[: common_length(before, after)] for before, after in pairs)
+        dims = tuple(dim for dim, (before, after) in enumerate(pairs) if before != after)
+        return cls(source.layout, tuple(_join(source, target, prefixes)), prefixes, dims)
 
     def problem(
         self, source: TensorLayout, target: TensorLayout, shape: Shape, differentiable: bool
     ) -> route_search.Problem:
         sizes = tuple(self.layout.size(axes) for axes in self.joined)
         index = {axes[0]: number for number, axes in enumerate(self.joined)}
-        everything = prod(sizes)
+        num_devices = prod(sizes)
 
         def numbers(axes: Iterable[int]) -> Axes:
             return tuple(index[axis] for axis in axes if axis in index)
 
-        # Only what divides counts: equal problems of different shapes are searched once.
-        left = (shape[dim] // self.layout.size(self.kept[dim]) for dim in self.dims)
+        # Sizes are reduced to their divisors of the number of devices, so that problems which
+        # differ only in irrelevant sizes share a cache entry.
+        local_sizes = (shape[dim] // self.layout.size(self.prefixes[dim]) for dim in self.dims)
         return route_search.Problem(
             sizes,
             tuple(numbers(source.axes[dim]) for dim in self.dims),
             tuple(numbers(target.axes[dim]) for dim in self.dims),
             frozenset(numbers(source.partial - target.partial)),
             frozenset(numbers(target.varying)),
-            tuple(gcd(size, everything) if size else everything for size in left),
+            tuple(gcd(size, num_devices) if size else num_devices for size in local_sizes),
             differentiable,
         )
 
     def axes_of(self, numbers: Iterable[int]) -> Axes:
         return tuple(axis for number in numbers for axis in self.joined[number])
 
-    def after(self, here: TensorLayout, move: route_search.Move) -> TensorLayout:
-        axes = list(here.axes)
+    def after(self, current: TensorLayout, move: route_search.Move) -> TensorLayout:
+        """The layout after `move`."""
+        axes = list(current.axes)
         for dim, numbers in zip(self.dims, move.lists, strict=True):
-            axes[dim] = self.kept[dim] + self.axes_of(numbers)
+            axes[dim] = self.prefixes[dim] + self.axes_of(numbers)
         moved = frozenset(self.axes_of(move.axes))
         reduces = move.kind in (route_search.ALL_REDUCE, route_search.REDUCE_SCATTER)
         return TensorLayout(
             self.layout,
             tuple(axes),
-            here.partial - moved if reduces else here.partial,
-            here.varying | moved if move.varying else here.varying,
+            current.partial - moved if reduces else current.partial,
+            current.varying | moved if move.varying else current.varying,
         )
 
 
@@ -341,7 +366,9 @@ def _step(
     axes = table.axes_of(move.axes)
     if move.kind == route_search.PERMUTE:
         pairs = zip(source.axes, target.axes, strict=True)
-        axes = tuple(sorted({a for pair in pairs for middle in _apart(*pair) for a in middle}))
+        axes = tuple(
+            sorted({a for pair in pairs for side in _without_common_ends(*pair) for a in side})
+        )
     elif move.kind in (route_search.VARY, route_search.ALL_REDUCE):
         axes = tuple(sorted(axes))
     dim = table.dims[move.dim] if move.dim >= 0 else None
@@ -349,32 +376,32 @@ def _step(
     return RedistributionStep(route_search.KINDS[move.kind], axes, dim, to_dim, source, target)
 
 
-def _apart(mine: Axes, other: Axes) -> tuple[Axes, Axes]:
-    """Two lists without the axes with which both begin and both end."""
-    front = common_length(mine, other)
-    mine, other = mine[front:], other[front:]
-    back = common_length(mine[::-1], other[::-1])
-    return mine[: len(mine) - back], other[: len(other) - back]
+def _without_common_ends(first: Axes, second: Axes) -> tuple[Axes, Axes]:
+    """Remove the longest common prefix and suffix of two lists."""
+    prefix = common_length(first, second)
+    first, second = first[prefix:], second[prefix:]
+    suffix = common_length(first[::-1], second[::-1])
+    return first[: len(first) - suffix], second[: len(second) - suffix]
 
 
-def _join(source: TensorLayout, target: TensorLayout, kept: tuple[Axes, ...]) -> list[Axes]:
-    """The axes that do not stay as they are; where they are many, those that go together joined."""
-    standing = {axis for axes in kept for axis in axes}
-    before, after = _places(source, standing), _places(target, standing)
+def _join(source: TensorLayout, target: TensorLayout, prefixes: tuple[Axes, ...]) -> list[Axes]:
+    """The axes that move; if they are many, those that move together are joined."""
+    fixed = {axis for axes in prefixes for axis in axes}
+    before, after = _axis_states(source, fixed), _axis_states(target, fixed)
     moving = [a for a in before if before[a] != after[a] or before[a][1] is not None]
 
     if len(moving) <= route_search.ALL_MOVES_AXES:
         return [(axis,) for axis in moving]
 
     def follows(axis: int, other: int) -> bool:
-        """Whether in both layouts `other` comes right after `axis`, or in any order."""
+        """Whether `other` directly follows `axis`, or has the same unordered state, in both."""
         return all(
-            place[axis][0] == place[other][0]
-            and (place[axis][1] is None or place[other][1] == (place[axis][1] or 0) + 1)
-            for place in (before, after)
+            state[axis][0] == state[other][0]
+            and (state[axis][1] is None or state[other][1] == (state[axis][1] or 0) + 1)
+            for state in (before, after)
         )
 
-    # Where an order counts on one side only, it decides how the axes stand on the other.
+    # Partial and varying axes have no order: they take that of the side on which they shard.
     moving.sort(
         key=lambda a: (str(before[a][0]), str(after[a][0]), before[a][1] or 0, after[a][1] or 0)
     )
@@ -387,14 +414,14 @@ def _join(source: TensorLayout, target: TensorLayout, kept: tuple[Axes, ...]) ->
     return joined
 
 
-def _places(side: TensorLayout, standing: set[int]) -> dict[int, tuple[int | str, int | None]]:
-    """Where each axis stands: the dimension and the place in its list, or its other state."""
-    places: dict[int, tuple[int | str, int | None]] = {}
+def _axis_states(side: TensorLayout, fixed: set[int]) -> dict[int, tuple[int | str, int | None]]:
+    """The state of each axis: a dimension and the index in its list, or a name and None."""
+    states: dict[int, tuple[int | str, int | None]] = {}
     for axis in range(len(side.device_matrix)):
         state = "partial" if axis in side.partial else "varying" if axis in side.varying else ""
-        places[axis] = ("stays" if axis in standing else state, None)
+        states[axis] = ("fixed" if axis in fixed else state, None)
     for dim, axes in enumerate(side.axes):
-        for place, axis in enumerate(axes):
-            if axis not in standing:
-                places[axis] = (dim, place)
-    return places
+        for index, axis in enumerate(axes):
+            if axis not in fixed:
+                states[axis] = (dim, index)
+    return states

@@ -1,9 +1,14 @@
-"""The cheapest way from one placement of a tensor to another. No torch in here.
+"""Search for the cheapest route, a sequence of collectives, from one layout to another.
 
-Axes that move together are one axis here, dimensions and parts of a placement that stay as they are
-do not appear. A state is where each of the remaining axes stands; a move is one collective, or the
-local operation whose gradient is one. Its cost is what one device sends (see `CollectiveSpec`), in
-a unit that is the same for all moves of a problem and leaves every cost an integer.
+Does not import torch. The words of this module:
+
+- A *problem* leaves out axes and dimensions that do not change; axes that move together are one.
+- A *state* says which dimension each axis shards, in which order, or that it is partial or varying.
+- A *move* leads from one state to another: a collective, or the local operation whose gradient is
+  one. Its cost is the data that one device sends (see `CollectiveSpec`), in a unit in which all
+  costs of a problem are integers.
+- A *route* (or path) is a sequence of moves from the source to the target.
+- An axis is *settled* if it and all axes before it shard the dimension as in the target.
 """
 
 from __future__ import annotations
@@ -28,15 +33,15 @@ SLICE, REDUCE_SCATTER, PERMUTE, ALL_TO_ALL = map(
 )
 ALL_REDUCE, VARY, ALL_GATHER = map(KINDS.index, ("all_reduce", "vary", "all_gather"))
 
-# Up to this number of axes that move apart the cheapest way is searched for: among all moves up to
-# the first number, among those that bring an axis to its dimension up to the second.
+# The numbers of axes up to which the search is exact: over all moves up to the first number; up to
+# the second only over moves that bring an axis to its dimension, as the states grow factorially.
 ALL_MOVES_AXES, EXACT_AXES = 3, 4
-# States whose moves are tried in the search for a good way, and in that for the cheapest.
+# Limits on the states that the heuristic and the exact search expand.
 GUIDED_STATES, EXACT_STATES = 24, 4000
 
 
 class State(NamedTuple):
-    """The axes that cut each dimension, most significant first; partial and varying ones."""
+    """The axes that shard each dimension, most significant first; partial and varying axes."""
 
     lists: Lists
     partial: frozenset[int]
@@ -44,7 +49,7 @@ class State(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One step; compared as a tuple where costs tie, so that ways are always the same ones."""
+    """One step. Compared as a tuple if costs tie, so that all ranks find the same route."""
 
     kind: int
     dim: int
@@ -68,15 +73,15 @@ Path = tuple[Move, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """Where each axis stands and shall stand.
+    """A redistribution in terms of the axes that move.
 
     Args:
-        sizes: devices along each axis.
-        source, target: for each dimension the axes that cut it.
-        partial: axes that hold terms of a sum in the source.
-        varying: axes that shall be varying in the target.
-        capacities: for each dimension the number that its number of parts must divide.
-        differentiable: whether the cost counts the backward pass.
+        sizes: number of devices along each axis.
+        source, target: the axes that shard each dimension.
+        partial: axes over which the source is a partial sum and the target is not.
+        varying: axes over which the target is varying.
+        capacities: for each dimension the number that its number of shards must divide.
+        differentiable: whether the cost includes the backward pass.
     """
 
     sizes: tuple[int, ...]
@@ -88,35 +93,39 @@ class Problem:
     differentiable: bool
 
     @cached_property
-    def whole(self) -> int:
-        """The size of the tensor in units of cost: any local size divides by any group size."""
+    def full_size(self) -> int:
+        """The size of the tensor in units of cost, such that costs are integers.
+
+        A local size is the full size divided by a product of axes, and its part in a collective
+        that divided by a group size: both divide the square of the number of devices.
+        """
         return prod(self.sizes) ** 2
 
     @cached_property
-    def homes(self) -> tuple[frozenset[int], ...]:
-        """The axes that the target has in each dimension, in any order."""
+    def target_axes(self) -> tuple[frozenset[int], ...]:
+        """The axes that shard each dimension in the target, in any order."""
         return tuple(map(frozenset, self.target))
 
     @cached_property
     def runs(self) -> tuple[Lists, ...]:
-        """What may come to cut each dimension: runs of the target's axes, the longest first.
+        """The axes that one move may add to each dimension: runs of the target's, longest first.
 
-        Other axes too where all moves are tried: a permute may put them right.
+        If all moves are tried also single other axes, which a later permute may replace.
         """
         choices = []
-        for wanted in self.target:
-            ends = range(len(wanted), 0, -1)
-            runs = [wanted[begin:end] for end in ends for begin in range(end)]
+        for target_axes in self.target:
+            ends = range(len(target_axes), 0, -1)
+            runs = [target_axes[begin:end] for end in ends for begin in range(end)]
             if len(self.sizes) <= ALL_MOVES_AXES:
-                runs += [(axis,) for axis in range(len(self.sizes)) if axis not in wanted]
+                runs += [(axis,) for axis in range(len(self.sizes)) if axis not in target_axes]
             choices.append(tuple(sorted(runs, key=len, reverse=True)))
         return tuple(choices)
 
-    def parts(self, axes: Axes) -> int:
+    def num_shards(self, axes: Axes) -> int:
         return prod([self.sizes[axis] for axis in axes])
 
-    def local(self, lists: Lists) -> int:
-        return self.whole // prod([self.parts(axes) for axes in lists])
+    def local_size(self, lists: Lists) -> int:
+        return self.full_size // prod([self.num_shards(axes) for axes in lists])
 
     @property
     def start(self) -> State:
@@ -129,23 +138,24 @@ class Problem:
 
 @lru_cache(maxsize=1 << 16)
 def route(problem: Problem) -> Path:
-    """The cheapest moves from `problem`'s source to its target: fewest bytes, then fewest moves.
+    """Find the cheapest moves from the source to the target: fewest bytes, then fewest moves.
 
-    Two best-first searches. The first takes the states from which the plain way (reduce, gather,
-    slice) ends cheapest; so it is never dearer than that. The second bounds what is left from
-    below and is therefore exact; it is made where at most `EXACT_AXES` axes move apart.
+    Two best-first searches. The first is a heuristic that orders states by the cost of completing
+    them by the plain route (all-reduce, all-gather, slice); its result is never worse than that.
+    The second is A* with a lower bound on the remaining cost, and therefore exact; it runs if at
+    most `EXACT_AXES` axes move, with the result of the first as upper bound.
     """
     path = _plain_route(problem, problem.start)
-    spent = _total(problem, problem.source, path)
+    cost = _total(problem, problem.source, path)
     if len(problem.sizes) > 2:
-        spent, path = _guided(problem, spent, path)
+        cost, path = _heuristic_search(problem, cost, path)
     if len(problem.sizes) <= EXACT_AXES:
-        path = _cheapest(problem, spent) or path
+        path = _exact_search(problem, cost) or path
     return path
 
 
-def _guided(problem: Problem, best: int, path_to_goal: Path) -> tuple[int, Path]:
-    """The best way seen on trying `GUIDED_STATES` promising states, and its cost."""
+def _heuristic_search(problem: Problem, best: int, path_to_goal: Path) -> tuple[int, Path]:
+    """The best route found by expanding `GUIDED_STATES` states, and its cost."""
     done: set[State] = set()
     queue: list[tuple[int, int, Path, int, State]] = [(best, 0, (), 0, problem.start)]
     while queue and len(done) < GUIDED_STATES:
@@ -157,18 +167,18 @@ def _guided(problem: Problem, best: int, path_to_goal: Path) -> tuple[int, Path]
             after = move.apply(state)
             if after in done or spent + cost >= best:
                 continue
-            way, reached = (*path, move), spent + cost
+            path_after, spent_after = (*path, move), spent + cost
             rest = _plain_route(problem, after)
-            total = reached + _total(problem, after.lists, rest)
+            total = spent_after + _total(problem, after.lists, rest)
             if total < best:
-                best, path_to_goal = total, way + rest
-            heappush(queue, (total, len(way), way, reached, after))
+                best, path_to_goal = total, path_after + rest
+            heappush(queue, (total, len(path_after), path_after, spent_after, after))
     return best, path_to_goal
 
 
-def _cheapest(problem: Problem, limit: int) -> Path | None:
-    """The cheapest way; None if none costs `limit` or less, or too many states would be tried."""
-    goal, wanted = problem.goal, problem.local(problem.target)
+def _exact_search(problem: Problem, limit: int) -> Path | None:
+    """The cheapest route; None if all cost more than `limit`, or after `EXACT_STATES` states."""
+    goal, target_size = problem.goal, problem.local_size(problem.target)
     done: set[State] = set()
     queue: list[tuple[int, int, Path, int, State]] = [(0, 0, (), 0, problem.start)]
     while queue and len(done) < EXACT_STATES:
@@ -180,89 +190,94 @@ def _cheapest(problem: Problem, limit: int) -> Path | None:
         done.add(state)
         for cost, move in _moves(problem, state):
             after = move.apply(state)
-            bound = spent + cost + _least(problem, problem.local(after.lists), wanted)
+            local_size = problem.local_size(after.lists)
+            bound = spent + cost + _lower_bound(problem, local_size, target_size)
             if bound <= limit and after not in done:
                 heappush(queue, (bound, len(path) + 1, (*path, move), spent + cost, after))
     return None
 
 
-def _least(problem: Problem, local: int, wanted: int) -> int:
-    """No way costs less: to grow by n elements one must receive, hence send, n; a slice has that
-    cost in its gradient."""
-    return abs(wanted - local) if problem.differentiable else max(0, wanted - local)
+def _lower_bound(problem: Problem, local_size: int, target_size: int) -> int:
+    """A lower bound on the cost from a local size to that of the target.
+
+    To grow by n elements a device must receive n, and on average send n. To shrink costs the same
+    in the backward pass.
+    """
+    if problem.differentiable:
+        return abs(target_size - local_size)
+    return max(0, target_size - local_size)
 
 
-def _cost(problem: Problem, move: Move, local: int) -> int:
-    """What one device sends, forward and, if differentiable, backward; `local` elements before."""
-    parts, spec = problem.parts(move.axes), COLLECTIVES[KINDS[move.kind]]
-    larger = parts * local if move.kind == ALL_GATHER else local
-    cost = 0 if spec.local else spec.sent(larger, parts)
+def _cost(problem: Problem, move: Move, local_size: int) -> int:
+    """The data that one device sends in a move, forward and, if differentiable, backward."""
+    group, spec = problem.num_shards(move.axes), COLLECTIVES[KINDS[move.kind]]
+    larger = group * local_size if move.kind == ALL_GATHER else local_size
+    cost = 0 if spec.local else spec.sent(larger, group)
     if problem.differentiable and (backward := spec.backward_of(move.varying)) is not None:
-        cost += COLLECTIVES[backward].sent(larger, parts)
+        cost += COLLECTIVES[backward].sent(larger, group)
     return cost
 
 
 def _moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
-    """The moves from `state` that may lie on a cheapest way, with their costs.
+    """The moves from `state` that may be part of a cheapest route, with their costs.
 
-    Axes that stand where the target has them stay there. To put one there by a slice is right
-    before anything else, since it makes everything else cheaper; so is, nearly always, a
-    reduce-scatter.
+    Settled axes stay. A slice that settles an axis is the only move, since it makes all others
+    cheaper; so is, if many axes move, a reduce-scatter, which is nearly always right.
     """
-    local = problem.local(state.lists)
+    local_size = problem.local_size(state.lists)
     settled = _settled(state.lists, problem.target)
-    placed = frozenset(axis for axes in state.lists for axis in axes)
-    free = frozenset(range(len(problem.sizes))) - placed - state.partial - state.varying
-    cuts = list(_cutting_moves(problem, state, free))
-    eager = problem.differentiable and len(problem.sizes) > ALL_MOVES_AXES
-    for kind in (SLICE, REDUCE_SCATTER) if eager else (SLICE,):
-        for move in cuts:
+    sharded = frozenset(axis for axes in state.lists for axis in axes)
+    free = frozenset(range(len(problem.sizes))) - sharded - state.partial - state.varying
+    sharding_moves = list(_sharding_moves(problem, state, free))
+    greedy = problem.differentiable and len(problem.sizes) > ALL_MOVES_AXES
+    for kind in (SLICE, REDUCE_SCATTER) if greedy else (SLICE,):
+        for move in sharding_moves:
             if move.kind == kind and _settles(problem, move):
-                return [(_cost(problem, move, local), move)]
-    moves = cuts
-    moves += _moves_of_suffixes(problem, state, settled)
+                return [(_cost(problem, move, local_size), move)]
+    moves = sharding_moves
+    moves += _gathering_moves(problem, state, settled)
     partial = sorted(state.partial)
     for length in range(1, len(partial) + 1):
         for axes in combinations(partial, length):
             moves.append(Move(ALL_REDUCE, -1, -1, axes, state.lists))
     if varying := tuple(sorted(free & problem.varying)):
         moves.append(Move(VARY, -1, -1, varying, state.lists, varying=True))
-    for lists in _relabeled(problem, state.lists, settled, placed | free):
+    for lists in _permuted(problem, state.lists, settled, sharded | free):
         moves.append(Move(PERMUTE, -1, -1, (), lists))
-    return [(_cost(problem, move, local), move) for move in moves]
+    return [(_cost(problem, move, local_size), move) for move in moves]
 
 
 def _settles(problem: Problem, move: Move) -> bool:
-    """Whether all that cuts the dimension after a slice or reduce-scatter is settled."""
+    """Whether all axes of the dimension are settled after a slice or reduce-scatter."""
     axes = move.lists[move.dim]
     return axes == problem.target[move.dim][: len(axes)]
 
 
 def _settled(lists: Lists, target: Lists) -> tuple[int, ...]:
-    """For each dimension how many of its first axes stand where the target has them."""
+    """The number of settled axes of each dimension."""
     return tuple(map(common_length, lists, target))
 
 
-def _fits(problem: Problem, dim: int, axes: Axes) -> bool:
-    return problem.capacities[dim] % problem.parts(axes) == 0
+def _divides(problem: Problem, dim: int, axes: Axes) -> bool:
+    return problem.capacities[dim] % problem.num_shards(axes) == 0
 
 
 def _with(lists: Lists, dim: int, axes: Axes) -> Lists:
     return (*lists[:dim], axes, *lists[dim + 1 :])
 
 
-def _cutting_moves(problem: Problem, state: State, free: frozenset[int]) -> Iterator[Move]:
-    """Slices and reduce-scatters: of what the target has in that dimension, longest first."""
-    for dim, here in enumerate(state.lists):
+def _sharding_moves(problem: Problem, state: State, free: frozenset[int]) -> Iterator[Move]:
+    """Slices and reduce-scatters over `problem.runs`, the longest first."""
+    for dim, axes in enumerate(state.lists):
         for run in problem.runs[dim]:
             sliced = free.issuperset(run)
-            if (sliced or state.partial.issuperset(run)) and _fits(problem, dim, here + run):
-                lists = _with(state.lists, dim, here + run)
+            if (sliced or state.partial.issuperset(run)) and _divides(problem, dim, axes + run):
+                lists = _with(state.lists, dim, axes + run)
                 yield Move(SLICE if sliced else REDUCE_SCATTER, dim, -1, run, lists)
 
 
-def _moves_of_suffixes(problem: Problem, state: State, settled: Axes) -> Iterator[Move]:
-    """Gathers and all-to-alls of what is not settled."""
+def _gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[Move]:
+    """All-gathers and all-to-alls of the last axes of a dimension that are not settled."""
     anywhere = len(problem.sizes) <= ALL_MOVES_AXES
     for dim, axes in enumerate(state.lists):
         for begin in range(settled[dim], len(axes)):
@@ -271,64 +286,67 @@ def _moves_of_suffixes(problem: Problem, state: State, settled: Axes) -> Iterato
             varying = problem.varying.intersection(suffix)
             if not varying or len(varying) == len(suffix):
                 yield Move(ALL_GATHER, dim, -1, suffix, rest, bool(varying))
-            for to_dim, entered in enumerate(state.lists):
-                home = anywhere or not problem.homes[to_dim].isdisjoint(suffix)
-                if to_dim != dim and home and _fits(problem, to_dim, entered + suffix):
-                    lists = _with(rest, to_dim, entered + suffix)
+            for to_dim, to_axes in enumerate(state.lists):
+                useful = anywhere or not problem.target_axes[to_dim].isdisjoint(suffix)
+                if to_dim != dim and useful and _divides(problem, to_dim, to_axes + suffix):
+                    lists = _with(rest, to_dim, to_axes + suffix)
                     yield Move(ALL_TO_ALL, dim, to_dim, suffix, lists)
 
 
-def _relabeled(
+def _permuted(
     problem: Problem, lists: Lists, settled: Axes, axes: frozenset[int]
 ) -> Iterator[Lists]:
-    """Other ways to cut each dimension in as many parts; that settle more, where axes are many."""
+    """Other axes for the same numbers of shards; with many axes only such that settle more."""
     if len(problem.sizes) > EXACT_AXES:
-        counts = [problem.parts(dim) for dim in lists]
-        reached = axes.issuperset(axis for dim in problem.target for axis in dim)
-        if reached and counts == [problem.parts(dim) for dim in problem.target]:
+        counts = [problem.num_shards(dim) for dim in lists]
+        available = axes.issuperset(axis for dim in problem.target for axis in dim)
+        if available and counts == [problem.num_shards(dim) for dim in problem.target]:
             yield problem.target
         return
     fixed = tuple(dim[:length] for dim, length in zip(lists, settled, strict=True))
-    loose = tuple(dim[length:] for dim, length in zip(lists, settled, strict=True))
+    unsettled = tuple(dim[length:] for dim, length in zip(lists, settled, strict=True))
     movable = axes.difference(*fixed)
-    for loose_lists in _relabelings(problem.sizes, loose, movable):
-        relabeled = tuple(map(add, fixed, loose_lists))
-        better = any(map(gt, _settled(relabeled, problem.target), settled))
-        if better or len(problem.sizes) <= ALL_MOVES_AXES:
-            yield relabeled
+    for replacements in _equal_count_lists(problem.sizes, unsettled, movable):
+        permuted = tuple(map(add, fixed, replacements))
+        settles_more = any(map(gt, _settled(permuted, problem.target), settled))
+        if settles_more or len(problem.sizes) <= ALL_MOVES_AXES:
+            yield permuted
 
 
 @lru_cache(maxsize=1 << 14)
-def _relabelings(sizes: Axes, lists: Lists, axes: frozenset[int]) -> tuple[Lists, ...]:
-    def sequences(parts: int, left: frozenset[int]) -> Iterator[Axes]:
-        if parts == 1:
+def _equal_count_lists(sizes: Axes, lists: Lists, axes: frozenset[int]) -> tuple[Lists, ...]:
+    """All other assignments of `axes` to dimensions with the numbers of shards of `lists`."""
+
+    def sequences(count: int, available: frozenset[int]) -> Iterator[Axes]:
+        if count == 1:
             yield ()
             return
-        for axis in sorted(left):
-            if sizes[axis] > 1 and parts % sizes[axis] == 0:
-                for rest in sequences(parts // sizes[axis], left - {axis}):
+        for axis in sorted(available):
+            if sizes[axis] > 1 and count % sizes[axis] == 0:
+                for rest in sequences(count // sizes[axis], available - {axis}):
                     yield (axis, *rest)
 
-    def assignments(counts: tuple[int, ...], left: frozenset[int]) -> Iterator[Lists]:
+    def assignments(counts: tuple[int, ...], available: frozenset[int]) -> Iterator[Lists]:
         if not counts:
             yield ()
             return
-        for chosen in sequences(counts[0], left):
-            for rest in assignments(counts[1:], left.difference(chosen)):
+        for chosen in sequences(counts[0], available):
+            for rest in assignments(counts[1:], available.difference(chosen)):
                 yield (chosen, *rest)
 
     counts = tuple(prod([sizes[axis] for axis in dim]) for dim in lists)
-    return tuple(relabeled for relabeled in assignments(counts, axes) if relabeled != lists)
+    return tuple(assigned for assigned in assignments(counts, axes) if assigned != lists)
 
 
 def _plain_route(problem: Problem, state: State) -> Path:
-    """Reduce, gather what is not settled, slice: always possible, seldom cheap."""
+    """All-reduce, all-gather what is not settled, slice: always possible, seldom cheap."""
     moves, lists = [], state.lists
     settled = _settled(lists, problem.target)
     if state.partial:
         moves.append(Move(ALL_REDUCE, -1, -1, tuple(sorted(state.partial)), lists))
     for dim, keep in enumerate(settled):
         while len(axes := lists[dim]) > keep:
+            # One gather per run of axes that are alike in being varying: its gradient differs.
             begin, varying = len(axes) - 1, axes[-1] in problem.varying
             while begin > keep and (axes[begin - 1] in problem.varying) == varying:
                 begin -= 1
@@ -339,15 +357,15 @@ def _plain_route(problem: Problem, state: State) -> Path:
             lists = _with(lists, dim, axes)
             moves.append(Move(SLICE, dim, -1, axes[settled[dim] :], lists))
     gathered = {axis for axes in state.lists for axis in axes}
-    if left := tuple(sorted(problem.varying - gathered - state.varying)):
-        moves.append(Move(VARY, -1, -1, left, lists, varying=True))
+    if replicated := tuple(sorted(problem.varying - gathered - state.varying)):
+        moves.append(Move(VARY, -1, -1, replicated, lists, varying=True))
     return tuple(moves)
 
 
 def _total(problem: Problem, lists: Lists, moves: Path) -> int:
-    """What `moves` cost together from a state with these `lists`."""
+    """The total cost of `moves` from a state with these `lists`."""
     total = 0
     for move in moves:
-        total += _cost(problem, move, problem.local(lists))
+        total += _cost(problem, move, problem.local_size(lists))
         lists = move.lists
     return total

@@ -1,4 +1,4 @@
-"""Pictures in text of which device holds which block of a tensor."""
+"""Drawings, in text and HTML, of the devices that have each shard of a tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwright.core.layout.axes import Shape
 
 
 class Drawing(str):
-    """Grids in text, which a notebook shows as tables with a color for each block."""
+    """Grids as text, which notebooks show as tables with one color per set of devices."""
 
     __slots__ = ()
 
@@ -19,12 +19,12 @@ class Drawing(str):
 
 
 def draw_devices(counts: Shape, sizes: Shape | None, holders: Callable[[Shape], Shape]) -> Drawing:
-    """A grid of the blocks of a tensor; one for each index of the blocks of leading dimensions.
+    """Draw the shards of a tensor as one grid per index of the leading dimensions.
 
     Args:
-        counts: in how many blocks each dimension is cut.
-        sizes: of a block, to show which elements it has; None to show its index.
-        holders: the ranks that hold the block with an index.
+        counts: number of shards of each dimension.
+        sizes: shape of a shard, to label the edges with element ranges; None for shard indices.
+        holders: maps the index of a shard to the ranks that have it.
     """
 
     def edge(dim: int, index: int) -> str:
@@ -56,14 +56,14 @@ def _grid(table: list[list[str]]) -> str:
 
 
 def _table(grid: str, hues: dict[str, float]) -> str:
-    """HTML of one grid; blocks that the same devices hold have one color."""
+    """HTML of one grid; shards on the same devices have the same color."""
     title, bracket, rest = grid.rpartition("]\n")
     head, _, *body = ([each.strip() for each in line.split("|")[:-1]] for line in rest.split("\n"))
     rows = "".join(f"<th>{name}</th>" for name in head)
     for label, *cells in body:
         rows += f"</tr><tr><th>{label}</th>"
         for cell in cells:
-            # Neighbors differ most by the golden angle.
+            # Multiples of the golden angle give any number of hues that are far apart.
             hue = hues.setdefault(cell, len(hues) * 137.5 % 360)
             rows += f'<td style="background: hsl({hue:g} 60% 80%); color: #000">{cell}</td>'
     return f"<table><caption>{title}{bracket.strip()}</caption><tr>{rows}</tr></table>"

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.core.layout.axes import Axes, block_number
+from shardwright.core.layout.axes import Axes, shard_index
 from shardwright.core.layout.collective_spec import CellExchange, cell_exchange
 from shardwright.core.layout.redistribution import RedistributionStep
 from shardwright.core.rules.rule import MIRROR, PREVIOUS, RING, Function, Reduce
@@ -313,7 +313,7 @@ def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Fu
 
         def entry(column: int) -> Index:
             return devices.per_rank(
-                lambda place: table[block_number(group.axes, sizes, place)][column]
+                lambda place: table[shard_index(group.axes, sizes, place)][column]
             )
 
         return [entry(column) for column in range(len(table[0]))]
@@ -336,7 +336,7 @@ def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Fu
 def _one_where(devices: Devices, group: Group, position: int) -> Index:
     """1 on the rank at `position` of the group, else 0."""
     sizes = devices.layout.device_matrix
-    return devices.per_rank(lambda place: int(block_number(group.axes, sizes, place) == position))
+    return devices.per_rank(lambda place: int(shard_index(group.axes, sizes, place) == position))
 
 
 BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = {

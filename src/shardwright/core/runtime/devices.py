@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.core.agreement.collective import gathered, has_other_ranks, value_of_rank
 from shardwright.core.agreement.content_hash import text_hash
-from shardwright.core.layout.axes import Axes, block_number
+from shardwright.core.layout.axes import Axes, shard_index
 from shardwright.core.layout.joined_axes import joined_layout
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.runtime import worker_threads
@@ -194,13 +194,13 @@ class Devices:
             self._names[key] = self._create(key)
         order, sizes = [0] * self.layout.size(axes), self.layout.device_matrix
         for place in places(self.layout):
-            order[block_number(axes, sizes, place)] = block_number(key, sizes, place)
+            order[shard_index(axes, sizes, place)] = shard_index(key, sizes, place)
         return Group(axes, self._names[key], len(order), tuple(order), self.waits)
 
     def index(self, axes: Axes) -> Index:
         """Which block this rank holds along the joined `axes`."""
         sizes = self.layout.device_matrix
-        return self.per_rank(lambda place: block_number(axes, sizes, place))
+        return self.per_rank(lambda place: shard_index(axes, sizes, place))
 
     def common_seed(self) -> int:
         """The seed of rank 0's process, on every rank: devices that hold the same block must draw
