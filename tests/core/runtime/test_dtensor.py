@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import from_placements, local_shard, placements
-from shardwright.core.torch_internals.dtensor import held_chunks
+from shardwright.core.torch_internals.dtensor import local_chunks
 from shardwright.errors import LayoutError
 
 MATRICES = ((2, 3), (2, 2, 3), (2, 3, 5), (2, 2, 2, 2))
@@ -76,7 +76,7 @@ def test_axes_that_are_not_neighbors_are_one_axis_of_the_mesh(rank_of_eight):
             laid = TensorLayout(layout, dims)
             slices = laid.slices(rank_of_eight, full.shape)
             shard = local_shard(full, laid, devices)
-            (held,) = held_chunks(shard)
+            (held,) = local_chunks(shard)
             assert torch.equal(shard.to_local(), full[slices])
             assert tuple(held.offsets) == tuple(part.start for part in slices)
             for axis, joined in enumerate(devices.mesh_axes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.core.torch_internals.tensors import gradient_at_once
+from shardwright.core.torch_internals.tensors import prioritize_gradient
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -14,7 +14,7 @@ def test_a_gradient_handed_on_at_once_does_not_wait_for_what_was_made_later(at_o
     x, weight = (torch.ones(2, requires_grad=True) for _ in range(2))
     cast = weight.to(torch.bfloat16)
     if at_once:
-        assert gradient_at_once(cast) is cast
+        assert prioritize_gradient(cast) is cast
     weight.register_post_accumulate_grad_hook(lambda _: order.append("weight"))
     before = x.exp()
     before.register_hook(lambda _: order.append("x"))
@@ -26,4 +26,4 @@ def test_a_gradient_handed_on_at_once_does_not_wait_for_what_was_made_later(at_o
 
 def test_leaves_and_tensors_without_a_gradient_are_left_alone() -> None:
     for tensor in (torch.ones(1), torch.ones(1, requires_grad=True)):
-        assert gradient_at_once(tensor) is tensor
+        assert prioritize_gradient(tensor) is tensor

@@ -20,9 +20,9 @@ from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.core.torch_internals.tensors import (
     conjugated,
-    device_below,
     negated,
     storage_id,
+    underlying_device,
     version,
 )
 from shardwright.errors import DeferredError
@@ -289,7 +289,7 @@ def draws_random_numbers(function: OpOverload) -> bool:
 
 def on_meta(tensor: Tensor) -> bool:
     """Whether a tensor really is on the meta device, whatever its `device` property claims."""
-    return device_below(tensor).type == "meta"
+    return underlying_device(tensor).type == "meta"
 
 
 def _covers(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ from shardwright.core.capture.naming import current_line, line_of_function
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.partition.communication import Communication
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.autograd import before_gradients_of, edge_of
+from shardwright.core.torch_internals.autograd import check_before_grad, gradient_edge_of
 from shardwright.core.torch_internals.dispatch import without_torch_function_of_subclasses
 from shardwright.core.torch_internals.hooks import Hooks, hooks_of_result, hooks_of_tensor
 from shardwright.errors import PlanError
@@ -209,12 +209,12 @@ def _message(call: str, output: OutputMark, later: OutputMark) -> str:
 def refuse_gradients_of_outputs() -> None:
     """Lets `torch.autograd.grad`, and `backward` with `inputs`, raise PlanError for outputs whose
     gradients would be incomplete."""
-    before_gradients_of(_check_inputs)
+    check_before_grad(_check_inputs)
 
 
 def _check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     with without_torch_function_of_subclasses():
-        marks = (_mark_of(*edge_of(each)) for each in inputs)
+        marks = (_mark_of(*gradient_edge_of(each)) for each in inputs)
         asked = {mark for mark in marks if mark is not None}
         later = next(_computed_from(asked, outputs), None) if asked else None
     if later is not None:
@@ -225,7 +225,7 @@ def _check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
 
 def _computed_from(asked: set[OutputMark], outputs: Sequence[Any]) -> Iterator[OutputMark]:
     """Of the outputs through which a backward pass would go those that lack one of `asked`."""
-    stack = [edge_of(each) for each in outputs]
+    stack = [gradient_edge_of(each) for each in outputs]
     nodes, edges = set[Any](), set[tuple[Any, int]]()
     while stack:
         node, number = stack.pop()
@@ -241,7 +241,7 @@ def _computed_from(asked: set[OutputMark], outputs: Sequence[Any]) -> Iterator[O
 
 
 def _set_mark(tensor: Tensor, mark: OutputMark) -> None:
-    node, number = edge_of(tensor)
+    node, number = gradient_edge_of(tensor)
     node.metadata.setdefault(_MARK, {})[number] = mark
 
 

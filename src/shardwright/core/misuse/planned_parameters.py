@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.core.torch_internals.modules import own_parameters
 from shardwright.core.torch_internals.tensors import (
+    compare_tensors_by_identity,
     getters_without_overrides,
     requires_grad,
     storage_id,
-    tensors_equal_if_same,
     version,
 )
 from shardwright.errors import PlanError
@@ -64,7 +64,7 @@ class PlannedParameters:
         Raises:
             PlanError: for a parameter that is not what was planned.
         """
-        with tensors_equal_if_same():
+        with compare_tensors_by_identity():
             if self._held != self._planned:
                 self._refuse_replaced()
         for name, parameter, _, storage in next(self._looks):

@@ -31,8 +31,8 @@ from shardwright.core.runtime.dtensor_results import correct_results
 from shardwright.core.runtime.parameter_hooks import take_hooks
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dtensor import (
-    counting_with_shard,
     local_tensor,
+    share_version_counter,
     spec_of,
     with_spec,
 )
@@ -248,7 +248,7 @@ def _register_load_hook(module: nn.Module, devices: Devices) -> None:
 def as_parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
     """A parameter of these values, trained if `like` is."""
     new = nn.Parameter(stored, requires_grad=like.requires_grad)
-    return counting_with_shard(new) if isinstance(new, DTensor) else new
+    return share_version_counter(new) if isinstance(new, DTensor) else new
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwright.core.lower.emit_buckets import cast_name, held_name, used_name
 from shardwright.core.lower.program import Program
 from shardwright.core.runtime.buckets import BoundBucket
-from shardwright.core.torch_internals.tensors import gradient_at_once
+from shardwright.core.torch_internals.tensors import prioritize_gradient
 
 
 class UnshardedParameters:
@@ -74,14 +74,17 @@ class UnshardedParameters:
         if not self._casts:
             # Its node in the graph keeps no tensor, so all backward passes may go through it.
             casts = ((v, self._leaves[v.name].to(v.dtype)) for v in self._to_cast)
-            self._casts = {cast_name(v): gradient_at_once(cast) for v, cast in casts}
+            self._casts = {cast_name(v): prioritize_gradient(cast) for v, cast in casts}
         by_name: dict[str, Any] = {**self._leaves, **self._casts}
         for bound in self._once:
             tensors: Sequence[Tensor] = self._as_used(bound)
             if bound.dtype != bound.stored_dtype:
                 # One by one: a backward pass in two halves must not find them joined.
                 sums = zip(tensors, self._sums_of(bound), strict=True)
-                tensors = [gradient_at_once(_Summed.apply(tensor, total)) for tensor, total in sums]  # type: ignore[no-untyped-call]
+                tensors = [
+                    prioritize_gradient(_Summed.apply(tensor, total))  # type: ignore[no-untyped-call]
+                    for tensor, total in sums
+                ]
             for member, tensor in zip(bound.bucket.members, tensors, strict=True):
                 by_name[used_name(member)] = tensor
         for bound in self._held:

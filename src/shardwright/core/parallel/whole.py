@@ -16,7 +16,7 @@ from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
 from shardwright.core.runtime.dtensor import own_tensor
-from shardwright.core.torch_internals.dtensor import own_part
+from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.core.torch_internals.hooks import add_forward_hooks, swap_forward_hooks
 from shardwright.core.torch_internals.tensors import version
 from shardwright.errors import PlanError
@@ -82,7 +82,7 @@ def whole(
                 "do not have it: leave out `rank0_only`, and write the same on every rank"
             )
         if not rank0_only:
-            mine, written = own_tensor(held), own_part(parameters[name].detach(), held)
+            mine, written = own_tensor(held), local_part_of(parameters[name].detach(), held)
             # Values tell: a write through `.data` is none that a version counts.
             if not torch.equal(written.to(mine.device), mine):
                 mine.copy_(written)

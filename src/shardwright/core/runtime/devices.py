@@ -25,7 +25,7 @@ from shardwright.core.runtime.exposed_communication import Waits
 from shardwright.core.torch_internals.distributed import (
     group_named,
     group_timeout,
-    local_group_name,
+    name_of_local_group,
     splits,
 )
 from shardwright.errors import PlanError
@@ -299,5 +299,5 @@ def _name_groups_alike(device: torch.device) -> bool:
     different numbers; they would wait for each other under different names."""
     if not has_other_ranks():
         return True
-    names = gathered(torch.tensor(text_hash(local_group_name([])), device=device))
+    names = gathered(torch.tensor(text_hash(name_of_local_group([])), device=device))
     return bool((names == names[0]).all())

@@ -20,8 +20,8 @@ from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.parameter_hooks import has_hooks
 from shardwright.core.torch_internals.dtensor import (
     StridedShard,
+    local_part_of,
     local_tensor,
-    own_part,
     spec_of,
     with_spec,
 )
@@ -72,7 +72,7 @@ def shard_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *
         if isinstance(whole, DTensor):
             _check_is_own(prefix + name, whole, parameter)
         elif whole.shape == parameter.shape:
-            mine = own_part(whole.detach(), parameter).to(local_tensor(parameter), copy=True)
+            mine = local_part_of(whole.detach(), parameter).to(local_tensor(parameter), copy=True)
             state[prefix + name] = with_spec(mine.contiguous(), spec_of(parameter))
 
 
@@ -121,7 +121,7 @@ def _cut_whole_states(optimizer: Optimizer) -> None:
                 _check_is_own(key, whole, parameter)
             is_whole = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
             if is_whole and whole.ndim and whole.shape == parameter.shape:
-                mine = own_part(whole, parameter).clone(memory_format=torch.contiguous_format)
+                mine = local_part_of(whole, parameter).clone(memory_format=torch.contiguous_format)
                 state[key] = with_spec(mine, spec_of(parameter))
 
 

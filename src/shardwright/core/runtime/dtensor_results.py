@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.torch_internals.dtensor import handle, local_tensor, own_part
+from shardwright.core.torch_internals.dtensor import handle, local_part_of, local_tensor
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ def _drawn_whole(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     whole = operator(local.new_empty(tensor.shape), *args[1:], **kwargs)
     for dim in range(mesh.ndim):
         torch.distributed.broadcast(whole, group=mesh.get_group(dim), group_src=0)
-    mine = own_part(whole, tensor).contiguous()
+    mine = local_part_of(whole, tensor).contiguous()
     if schema_of(operator).is_mutable:
         local.copy_(mine)
         return tensor

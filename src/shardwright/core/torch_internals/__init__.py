@@ -1,5 +1,5 @@
-"""The one room that uses private names of PyTorch.
+"""The only package that uses private names of PyTorch; each file wraps those of one subject.
 
-Its files give them names of our own, by subject. `tests/core/torch_internals/private_names.py`
-lists each: what it does, what would replace it, and since which supported version it is there.
+`tests/core/torch_internals/private_names.py` lists every name with its purpose, possible public
+replacements, and the first supported version that has it.
 """

@@ -1,4 +1,4 @@
-"""The user's calls of `torch.utils.checkpoint` while a model is traced."""
+"""Interception of `torch.utils.checkpoint` while a model is traced."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch.utils import checkpoint
 
 @contextmanager
 def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Lets `checkpoint(function, …, use_reentrant=False)` call its function in a context of its
-    own, and do nothing else."""
+    """Context in which `checkpoint(function, …, use_reentrant=False)` only calls the function.
+
+    Each call runs in a new `context()`, which tags its operators for recomputation by the plan.
+    """
 
     def around_call(*args: Any, **kwargs: Any) -> Iterator[None]:
         with context():

@@ -1,4 +1,4 @@
-"""Where every custom autograd function is applied, and every backward pass begins."""
+"""Interception of custom autograd functions and of backward passes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from torch.autograd import function as functions
 from torch.autograd.function import _SingleLevelFunction
 
 Apply = Callable[[type[Function], tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
-"""Applies a custom autograd function to positional and keyword arguments. The last argument does
-what PyTorch would do."""
+"""Applies a custom autograd function to positional and keyword arguments; the last argument calls
+PyTorch's own implementation."""
 
 
 @contextmanager
 def functions_applied_by(apply: Apply) -> Iterator[None]:
-    """A context in which `apply` applies all custom autograd functions.
+    """Context in which `apply` handles all calls of custom autograd functions.
 
-    A name that is bound to `STE.apply` holds the Python function `Function.apply`, so a replacement
-    of that attribute does not reach it. What is replaced are the two functions that it calls: one
-    outside and one inside of transforms of `torch.func`.
+    Replacing `Function.apply` would miss names bound to it earlier (`ste = STE.apply`). So the two
+    functions that it calls are replaced: one outside and one inside of `torch.func` transforms.
     """
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,28 +42,29 @@ def functions_applied_by(apply: Apply) -> Iterator[None]:
 
 
 def sets_up_context(function: type[Function]) -> bool:
-    """Whether `forward` of a function takes no context, which `setup_context` fills instead."""
+    """Whether a function defines `setup_context`, so that its `forward` takes no context."""
     return function.setup_context is not _SingleLevelFunction.setup_context
 
 
 def in_differentiating_transform() -> bool:
-    """Whether derivatives are taken by a transform of `torch.func` or in forward mode."""
+    """Whether a differentiating `torch.func` transform or forward-mode AD is active."""
     stack = torch._C._functorch.get_interpreter_stack() or []
-    kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-    return forward_ad._current_level >= 0 or any(each.key() in kinds for each in stack)
+    types = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    return forward_ad._current_level >= 0 or any(each.key() in types for each in stack)
 
 
-def edge_of(tensor: Any) -> tuple[Any, int]:
-    """The autograd node that made a tensor, None for a leaf, and the number of its output; or those
-    of a `GradientEdge`."""
+def gradient_edge_of(tensor: Any) -> tuple[Any, int]:
+    """Returns node (None for a leaf) and output index of a tensor or `GradientEdge`."""
     if isinstance(tensor, graph.GradientEdge):
         return tensor.node, tensor.output_nr
     return tensor.grad_fn, tensor.output_nr
 
 
-def before_gradients_of(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
-    """From now on lets `torch.autograd.grad`, and `backward` with `inputs`, first call `check` with
-    the outputs and inputs: tensors and `GradientEdge`s."""
+def check_before_grad(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
+    """Call `check` before every `torch.autograd.grad`, and every `backward` with `inputs`.
+
+    Permanent for the process. `check` receives the outputs and inputs, tensors or `GradientEdge`s.
+    """
     run: Callable[..., Any] = graph._engine_run_backward
 
     @wraps(run)

@@ -1,4 +1,4 @@
-"""The pickled metadata of torch.distributed.checkpoint, read without running code in it."""
+"""Safe loading of the pickled metadata of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _CLASSES = (
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     **{(each.__module__, each.__qualname__): each for each in _CLASSES},
-    # Of the folder to which it was saved, under the names of each version of Python.
+    # The path of the checkpoint; some versions of Python define the classes in `pathlib._local`.
     **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
     **{(module, "WindowsPath"): PureWindowsPath for module in ("pathlib", "pathlib._local")},
 }
 
 
 def loads_metadata(content: bytes) -> Metadata:
-    """The metadata in the bytes of a `.metadata` file.
+    """Load the content of a `.metadata` file.
 
     Raises:
-        ValueError: if the bytes are malformed, or refer to anything that metadata does not need,
-            which could run code.
+        ValueError: if the bytes are malformed, or refer to an object that metadata does not need
+            and that could run code.
     """
     try:
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()

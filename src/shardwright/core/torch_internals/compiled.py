@@ -1,4 +1,4 @@
-"""What compiled functions do with tensors of subclasses."""
+"""Tensor subclasses in compiled functions."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch._dynamo.config import nontraceable_tensor_subclasses
 
 
 def run_uncompiled_with(kind: type[Tensor]) -> None:
-    """Lets compiled functions run as they are written where they get tensors of this class."""
+    """Let `torch.compile` fall back to eager mode for functions of tensors of this class."""
     nontraceable_tensor_subclasses.add(kind)

@@ -1,4 +1,4 @@
-"""Collectives, process groups, and many ranks in one process."""
+"""Collectives, process groups, and the simulation of many ranks in one process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from torch.distributed._local_tensor import LocalTensorMode as LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
 FAKE = "fake"
-"""The backend of a process group whose other ranks are not there."""
+"""The backend of a process group without other processes."""
 
 functional_collectives = torch.ops._c10d_functional
-"""Collectives that return new tensors, which are ready after `wait_tensor`. `torch.compile` takes
-them into its graphs."""
+"""Collectives that return new tensors, ready after `wait_tensor`; traceable by `torch.compile`."""
 
 
 def is_collective(operator: Any) -> bool:
@@ -34,12 +33,12 @@ def is_collective(operator: Any) -> bool:
 
 
 def is_group_call(operator: Any) -> bool:
-    """Whether an operator is what a function of `torch.distributed`, such as `isend`, calls."""
+    """Whether an operator implements a function of `torch.distributed`, such as `isend`."""
     return bool(operator.namespace == "c10d")
 
 
 class GroupClock:
-    """A context that counts the calls which make process groups, and their seconds of CPU."""
+    """Context that counts the creation of process groups and measures its CPU seconds."""
 
     def __init__(self) -> None:
         self.calls, self.seconds = 0, 0.0
@@ -62,34 +61,34 @@ class GroupClock:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group that functional collectives know by `name`."""
+    """Returns the process group that functional collectives identify by `name`."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
 
 
-def local_group_name(ranks: list[int]) -> str:
-    """What a group that is made by its own ranks only would be called."""
+def name_of_local_group(ranks: list[int]) -> str:
+    """Returns the name that PyTorch gives a group created by its own ranks only."""
     return str(distributed_c10d._hash_ranks_to_str(ranks))
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a collective of `group` waits; None if its backend does not say."""
+    """Returns the timeout of collectives of `group`; None if its backend does not have one."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
 
 def splits(group: dist.ProcessGroup) -> bool:
-    """Whether all subgroups of `group` can be made by one call of `split_group`."""
+    """Whether `split_group` supports `group`, which creates all subgroups in one call."""
     device = group.bound_device_id
     return device is not None and group._get_backend(device).supports_splitting
 
 
 def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:
-    """A number that is another on each simulated rank."""
+    """Make an int that differs between simulated ranks."""
     return torch.SymInt(LocalIntNode(dict(values)))  # type: ignore[no-untyped-call]
 
 
 def by_rank(tensor: Tensor) -> dict[int, Tensor] | None:
-    """The tensor of each simulated rank; None for a tensor that all of them share."""
+    """Returns the tensor of each simulated rank; None for a tensor that all ranks share."""
     return dict(tensor._local_tensors) if isinstance(tensor, LocalTensor) else None
 
 

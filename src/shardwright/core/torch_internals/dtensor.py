@@ -1,4 +1,4 @@
-"""DTensors without the autograd and the checks of their public functions."""
+"""Access to DTensors without the autograd functions and checks of the public API."""
 
 from __future__ import annotations
 
@@ -22,47 +22,52 @@ from shardwright.core.torch_internals.operators import (
 from shardwright.core.torch_internals.tensors import as_subclass
 
 StridedShard = _StridedShard
-"""The placement of a dimension that axes further right cut first: its blocks are `split_factor`
-apart. Without it a `DeviceMesh` could cut a dimension from left to right only."""
+"""The placement of a dimension that an inner mesh axis shards before this one: its blocks are
+`split_factor` apart. Without it mesh axes could shard a dimension only from left to right."""
 
 
 MIXED = "got mixed torch.Tensor and DTensor"
-"""How PyTorch's error begins where a DTensor meets an ordinary tensor."""
+"""The beginning of PyTorch's error if an operator gets both DTensors and ordinary tensors."""
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """This rank's part, which `to_local()` gives through an autograd function."""
+    """Returns the local tensor; `to_local()` would add an autograd node."""
     return tensor._local_tensor
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Mesh, placements, shape, strides and dtype."""
+    """Returns mesh, placements and the global shape, strides and dtype."""
     return tensor._spec
 
 
 def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor without gradient whose part on this rank is `local`; `DTensor.from_local` would
-    take longer than small operators."""
+    """Make a DTensor without gradient from a local tensor.
+
+    `DTensor.from_local` takes longer than a small operator.
+    """
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def held_chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """Offsets and sizes, in the whole tensor, of what this rank holds."""
+def local_chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    """Returns offsets and sizes, in the full tensor, of the local chunks."""
     return tensor.__create_chunk_list__()  # type: ignore[no-any-return,no-untyped-call]
 
 
-def own_part(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Of a whole tensor what this rank holds of `tensor`; communicates nothing."""
+def local_part_of(full: Tensor, tensor: Tensor) -> Tensor:
+    """Slice a full tensor to the shard that this rank has of `tensor`; does not communicate."""
     if not isinstance(tensor, DTensor):
-        return whole
-    (chunk,) = held_chunks(tensor)
-    ends = zip(chunk.offsets, chunk.sizes, strict=True)
-    return whole[tuple(slice(at, at + size) for at, size in ends)]
+        return full
+    (chunk,) = local_chunks(tensor)
+    ranges = zip(chunk.offsets, chunk.sizes, strict=True)
+    return full[tuple(slice(offset, offset + size) for offset, size in ranges)]
 
 
-def counting_with_shard(parameter: DTensor) -> nn.Parameter:
-    """The parameter, as one tensor with its part on this rank to autograd: a change of one in place
-    counts as one of the other, so that a backward pass refuses parts that were saved before."""
+def share_version_counter(parameter: DTensor) -> nn.Parameter:
+    """Make a copy of a DTensor parameter that shares the version counter of its local tensor.
+
+    An in-place change of one then counts as one of the other, so that a backward pass raises if the
+    parameter was changed after its local tensor was saved.
+    """
     local = parameter._local_tensor
     if type(local) is not Tensor:  # of simulated ranks
         return cast(nn.Parameter, parameter)
@@ -74,8 +79,10 @@ def counting_with_shard(parameter: DTensor) -> nn.Parameter:
 
 
 def change_results(operator: OpOverload, change: Callable[[Any, Sequence[Any]], Any]) -> None:
-    """Lets every DTensor of the process return `change(results, args)` from an operator; the first
-    change of an operator stays."""
+    """Let an operator of DTensors return `change(results, args)`.
+
+    Permanent for the process; a second change of the same operator is ignored.
+    """
 
     def handler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return change(operator(*args, **kwargs), args)
@@ -84,8 +91,10 @@ def change_results(operator: OpOverload, change: Callable[[Any, Sequence[Any]], 
 
 
 def handle(operator: OpOverload, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Lets `call` compute an operator of every DTensor of the process; inside, the operator does
-    what it always does. The first handler of an operator stays."""
+    """Let `call` compute an operator of DTensors; inside of `call` the operator is PyTorch's own.
+
+    Permanent for the process; a second handler of the same operator is ignored.
+    """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
     def handler(called: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,8 +108,11 @@ def handle(operator: OpOverload, call: Callable[[tuple[Any, ...], dict[str, Any]
 
 
 def refuse_pickling(check: Callable[[DTensor], None]) -> None:
-    """Lets DTensors of this process call `check`, which raises, before they are pickled or saved
-    as safetensors; `copy.copy` and `copy.deepcopy` work as before. The first check stays."""
+    """Call `check`, which may raise, before a DTensor is pickled or saved as safetensors.
+
+    `copy.copy` and `copy.deepcopy` still work. Permanent for the process; a second check is
+    ignored.
+    """
     reduce: Any = DTensor.__reduce_ex__
     if hasattr(reduce, "checks_pickling"):
         return
@@ -125,7 +137,7 @@ def refuse_pickling(check: Callable[[DTensor], None]) -> None:
 
 
 def _take_whole_gradients(number: Tensor) -> None:
-    """Lets an ordinary tensor that meets a DTensor get an ordinary gradient."""
+    """Convert the gradient of an ordinary tensor to an ordinary tensor if it is a DTensor."""
     if number.requires_grad and not hasattr(number, "takes_whole_gradients"):
         number.takes_whole_gradients = True  # type: ignore[attr-defined]
         number.register_hook(  # type: ignore[no-untyped-call]
@@ -136,13 +148,16 @@ def _take_whole_gradients(number: Tensor) -> None:
 def explain_mixing(
     error: Callable[[OpOverload | str], Exception], *, except_in: Collection[str]
 ) -> None:
-    """Lets DTensors of this process raise `error(operator)` where they meet an ordinary tensor of
-    more than one element, and `error(name)` where they are to become an array or a list. One of one
-    element, such as a loss, is taken as it is, and gets a gradient of its own kind.
+    """Replace PyTorch's error for operators that mix DTensors and ordinary tensors.
+
+    Raises `error(operator)` if the ordinary tensor has more than one element, and `error(name)` if
+    a DTensor is converted to an array or a list. Tensors of one element, such as a loss, can be
+    mixed with DTensors; their gradient is an ordinary tensor. Permanent for the process.
 
     Args:
-        except_in: names of operators that keep their speed, and are explained as methods only;
-            these methods compute on the parts of tensors that are cut alike.
+        except_in: names of frequent operators that are not slowed down by a handler: only the
+            methods of the same name are replaced. These compute on local tensors if the tensors
+            have equal layouts.
     """
 
     def explained(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,7 +188,7 @@ def explain_mixing(
 
 
 def _explain_changed_numbers(error: Callable[[OpOverload], Exception]) -> None:
-    """Lets DTensors raise `error(operator)` where one would change an ordinary number in place."""
+    """Raise `error(operator)` if an in-place operator of an ordinary tensor gets a DTensor."""
     tail = DTensor._op_dispatcher._dispatch_fast_path_python_tail
 
     @wraps(tail)
@@ -187,8 +202,7 @@ def _explain_changed_numbers(error: Callable[[OpOverload], Exception]) -> None:
 
 
 def _method(name: str, error: Callable[[str], Exception]) -> Callable[..., Any]:
-    """What gives what a method of this name gives, or `error(name)` where DTensors and others are
-    mixed."""
+    """Make a replacement of a method that raises `error(name)` if tensors are mixed."""
     method = getattr(Tensor, name)
 
     # A function: `torch.compile` cannot follow other callables.
@@ -196,9 +210,9 @@ def _method(name: str, error: Callable[[str], Exception]) -> Callable[..., Any]:
     def of_tensor(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return method(tensor, *args, **kwargs)
-        parts = _parts_alike(tensor, args, kwargs)
-        if parts is not None:
-            return _of_parts(tensor, method(*parts, **kwargs))
+        local_args = _local_arguments(tensor, args, kwargs)
+        if local_args is not None:
+            return _with_local_result(tensor, method(*local_args, **kwargs))
         try:
             return method(tensor, *args, **kwargs)
         except RuntimeError as mixed:
@@ -209,12 +223,14 @@ def _method(name: str, error: Callable[[str], Exception]) -> Callable[..., Any]:
     return of_tensor
 
 
-def _parts_alike(
+def _local_arguments(
     tensor: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any] | None:
-    """The parts on this rank, if an operator of single elements does with them what it does with
-    the tensors, and sooner: all are cut alike, none is a term of a sum, and autograd
-    does not see them. None if it does not, or if it is not certain."""
+    """The local tensors, if an elementwise operator can be applied to them directly.
+
+    That is faster than DTensor's dispatch, and equal if all have the same layout, none is a partial
+    sum, and autograd does not record. None otherwise.
+    """
     spec, local = tensor._spec, tensor._local_tensor
     if torch.is_grad_enabled() or tensor.is_inference():
         return None
@@ -224,26 +240,28 @@ def _parts_alike(
         return None
     if not local.is_floating_point() or any(isinstance(v, Tensor) for v in kwargs.values()):
         return None
-    parts: list[Any] = [local]
+    local_args: list[Any] = [local]
     for argument in args:
-        if isinstance(argument, DTensor) and _cut_alike(argument._spec, spec):
+        if isinstance(argument, DTensor) and _same_layout(argument._spec, spec):
             argument = argument._local_tensor
             if argument.dtype != local.dtype:
                 return None
         elif isinstance(argument, Tensor):
             return None
-        parts.append(argument)
-    return parts
+        local_args.append(argument)
+    return local_args
 
 
-def _cut_alike(one: DTensorSpec, other: DTensorSpec) -> bool:
-    return one is other or (
-        one.mesh is other.mesh and one.placements == other.placements and one.shape == other.shape
+def _same_layout(first: DTensorSpec, second: DTensorSpec) -> bool:
+    return first is second or (
+        first.mesh is second.mesh
+        and first.placements == second.placements
+        and first.shape == second.shape
     )
 
 
-def _of_parts(tensor: DTensor, result: Tensor) -> Any:
-    """A DTensor like `tensor` of this part, or `tensor` itself where its part was changed."""
+def _with_local_result(tensor: DTensor, result: Tensor) -> Any:
+    """Returns a DTensor like `tensor`, or `tensor` itself after an in-place operator."""
     if result is tensor._local_tensor:
         increment_version(tensor)
         return tensor

@@ -1,4 +1,4 @@
-"""What modules keep their parameters in, how they are called, and what PyTorch logs."""
+"""Internals of modules: their dictionaries of state, their calls; and PyTorch's logging."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch.nn.modules import adaptive, transformer
 from torch.nn.modules import module as registration
 
 AdaptiveSoftmaxOutput = adaptive._ASMoutput
-"""What an adaptive softmax returns: a named tuple of the output and the loss."""
+"""The result of `nn.AdaptiveLogSoftmaxWithLoss`: a named tuple of output and loss."""
 
 detects_causal_mask = transformer._detect_is_causal_mask.__code__
-"""What tests in the transformers of PyTorch whether a mask is causal and need not be read."""
+"""Code of the function with which `nn.Transformer` modules test whether a mask is causal."""
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Its children by their names, as the module itself holds them."""
+    """Returns the module's own dictionary of its children."""
     return module._modules
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Those that it bears itself by their names, as the module holds them."""
+    """Returns the module's own dictionary of its parameters, without those of children."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Those that it bears itself by their names, as the module holds them."""
+    """Returns the module's own dictionary of its buffers, without those of children."""
     return module._buffers
 
 
@@ -96,8 +96,11 @@ def view_of(module: nn.Module) -> nn.Module:
 
 
 def drop_buffer_assignments_of_export() -> None:
-    """Removes the hook by which `torch.export` turns assigned buffers of the root module, and of it
-    only, into copies at the end of the graph. What removes it later ignores that it is gone."""
+    """Remove the hook with which `torch.export` appends copies for buffers assigned by `forward`.
+
+    It does so for the root module only, whereas capture handles the buffers of all modules. The
+    handle with which `torch.export` removes the hook later ignores that it is gone.
+    """
     hooks = registration._global_buffer_registration_hooks
     for number, hook in list(hooks.items()):
         if hook.__module__.startswith("torch._functorch."):
@@ -105,7 +108,7 @@ def drop_buffer_assignments_of_export() -> None:
 
 
 def state_names(module: nn.Module) -> set[str]:
-    """The names in its state dict of parameters and persistent buffers; calls no hooks."""
+    """Returns the names of parameters and persistent buffers in the state dict; calls no hooks."""
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for path, child in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -116,8 +119,10 @@ def state_names(module: nn.Module) -> set[str]:
 
 
 def share_state(wrapper: nn.Module, module: nn.Module) -> None:
-    """Lets `wrapper` bear the parameters, buffers and submodules of `module` under their own names:
-    what is registered or replaced in one is so in the other, hooks of state dicts too."""
+    """Let `wrapper` share the parameters, buffers, submodules and state dict hooks of `module`.
+
+    The dictionaries are the same objects: registrations in one module appear in the other.
+    """
     wrapper._modules = module._modules
     wrapper._parameters = module._parameters
     wrapper._buffers = module._buffers
@@ -129,33 +134,36 @@ def share_state(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:
-    """Drops the weak references to parameters that a recurrent module keeps; a tensor with weak
-    references cannot be swapped with another."""
+    """Drop a recurrent module's weak references to its parameters.
+
+    `torch.utils.swap_tensors` refuses tensors with weak references.
+    """
     module._flat_weight_refs = []
 
 
 def restore_flat_weights(module: nn.RNNBase) -> None:
-    """Makes the list and the weak references of a recurrent module again, of its parameters."""
+    """Rebuild the flat weights and weak references of a recurrent module from its parameters."""
     module._init_flat_weights()
 
 
 def observe_calls(module: nn.Module, called: Callable[[], object]) -> Callable[[], None]:
-    """Lets each call of `module` call `called` first, of the module itself and not of its copies.
-    It is not a hook, which would be one of the model's.
+    """Call `called` before each call of `module`; copies of the module are not observed.
+
+    Not a hook, since the model's hooks are captured and checked.
 
     Returns:
-        What ends that; it is called once.
+        A function that ends the observation, to be called once.
     """
-    itself, before = weakref.ref(module), module._compiled_call_impl
+    module_ref, before = weakref.ref(module), module._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         called()
-        module = itself()
+        module = module_ref()
         assert module is not None
         return (before or module._call_impl)(*args, **kwargs)
 
     def end() -> None:
-        module = itself()
+        module = module_ref()
         if module is not None and module._compiled_call_impl is call:
             module._compiled_call_impl = before
 
@@ -164,5 +172,5 @@ def observe_calls(module: nn.Module, called: Callable[[], object]) -> Callable[[
 
 
 def log_only(level: int) -> None:
-    """Lets all parts of PyTorch log at this level of `logging` or above."""
+    """Set the level of all loggers of PyTorch."""
     torch._logging.set_logs(all=level)  # type: ignore[attr-defined]

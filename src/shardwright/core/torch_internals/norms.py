@@ -1,4 +1,4 @@
-"""Calls of `torch.nn.utils` that compute one norm of many tensors."""
+"""Interception of the functions of `torch.nn.utils` that compute one norm of many tensors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 NormCheck = Callable[[str, Sequence[Tensor], "nn.Module | None"], None]
-"""Receives the name of the called function, its tensors, and the module whose `parameters()` they
-are, if that call was the argument."""
+"""Receives the name of the function, its tensors, and the module if the argument was a call of its
+`parameters()`."""
 
 WRAPPED = "func"
-"""The free variable in which a public function keeps its implementation."""
+"""The free variable of a public function that holds its implementation."""
 
 
 def before_norms(check: NormCheck) -> None:
-    """Calls `check` before `torch.nn.utils` computes one norm of a list of tensors.
+    """Call `check` before `clip_grad_norm_` and `get_total_norm` of a list of tensors.
 
-    The norm of one tensor that is not in a list, and calls inside of `torch.compile`, are not
-    checked. The first check of the process stays.
+    Calls with a single tensor, and those in compiled functions, are not checked. Permanent for the
+    process; a second check is ignored.
     """
     checked = ContextVar("checked", default=False)
     for function in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm):
@@ -35,8 +35,11 @@ def before_norms(check: NormCheck) -> None:
 
 
 def _implementation_cell(function: Callable[..., Any]) -> CellType:
-    """The cell that holds the implementation of a public function. It is shared by everyone who
-    has imported the function, unlike the name in a module."""
+    """The closure cell with the implementation of a public function.
+
+    Replacing its content also affects code that has already imported the function, which replacing
+    the attribute of the module would not.
+    """
     closure = function.__closure__
     assert closure is not None, f"{function} is expected to wrap another function"
     return closure[function.__code__.co_freevars.index(WRAPPED)]
@@ -49,20 +52,20 @@ def _checking(
 
     @wraps(implementation)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else kwargs.get(parameter)
+        argument = args[0] if args else kwargs.get(parameter)
         # `clip_grad_norm_` calls `get_total_norm` with the gradients of checked parameters.
-        if torch.compiler.is_compiling() or checked.get() or given is None:
+        if torch.compiler.is_compiling() or checked.get() or argument is None:
             return implementation(*args, **kwargs)
-        if not isinstance(given, Tensor):
-            module, tensors = module_of_parameters(given), list(given)
+        if not isinstance(argument, Tensor):
+            module, tensors = module_of_parameters(argument), list(argument)
             check(name, tensors, module)
-            # PyTorch warns about empty generators.
-            given = (tensor for tensor in tensors) if isgenerator(given) else tensors
+            # Still a generator if it was one: PyTorch warns about empty generators.
+            argument = (tensor for tensor in tensors) if isgenerator(argument) else tensors
         token = checked.set(True)
         try:
             if args:
-                return implementation(given, *args[1:], **kwargs)
-            return implementation(**{**kwargs, parameter: given})
+                return implementation(argument, *args[1:], **kwargs)
+            return implementation(**{**kwargs, parameter: argument})
         finally:
             checked.reset(token)
 
@@ -71,7 +74,7 @@ def _checking(
 
 
 def module_of_parameters(tensors: object) -> nn.Module | None:
-    """The module if `tensors` is what its `parameters()` returned, with those of its children."""
+    """Returns the module if `tensors` is the generator of its `parameters()`, children included."""
     if not isgenerator(tensors) or tensors.gi_code is not nn.Module.parameters.__code__:
         return None
     arguments = getgeneratorlocals(tensors)

@@ -1,4 +1,4 @@
-"""Operators as PyTorch's dispatcher knows them, and the nodes of graphs that call them."""
+"""Operators of PyTorch's dispatcher, and the graph nodes that call them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from torch._ops import OpOverload as OpOverload
 from torch.library import Library
 
 assert_tensor = torch._assert
-"""`assert` as a function, which modes for functions see."""
+"""`assert` as a function, visible to function modes."""
 
 pack_padded_sequence = torch._pack_padded_sequence
-"""What `torch.nn.utils.rnn.pack_padded_sequence` and `pack_sequence` call."""
+"""The implementation of `torch.nn.utils.rnn.pack_padded_sequence` and `pack_sequence`."""
 
 
 def schema_of(overload: OpOverload) -> FunctionSchema:
-    """Arguments and results of an operator: names, types, defaults, and which of them share memory
-    or are written to."""
+    """Returns the schema of an operator: names, types, defaults, aliasing and mutation."""
     return overload._schema
 
 
@@ -36,11 +35,11 @@ def overload_name(overload: OpOverload) -> str:
 
 
 def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Runs the kernel that calls other operators in place of this one."""
+    """Run the composite kernel of an operator, which calls other operators."""
     name = overload.name()  # type: ignore[no-untyped-call]
     for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd):
         if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-            # Modes for functions, such as that of `make_fx`, would call the operator itself.
+            # Function modes, such as that of `make_fx`, would call the operator itself.
             with torch._C.DisableTorchFunction():
                 return overload._op_dk(key, *args, **kwargs)
     raise NotImplementedError(f"{overload} is not composed of others")
@@ -48,23 +47,23 @@ def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def operators_of_several_tensors() -> tuple[OpOverload, ...]:
-    """Those of ATen that take a list of tensors, or more than one."""
-    found = []
+    """Returns the ATen operators with a list of tensors, or more than one tensor, as arguments."""
+    operators = []
     for name in torch._C._dispatch_get_all_op_names():
-        space, _, place = name.partition("::")
-        packet, _, overload = place.partition(".")
-        if space != "aten":
+        namespace, _, qualified = name.partition("::")
+        packet, _, overload = qualified.partition(".")
+        if namespace != "aten":
             continue
         operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
         types = [str(argument.type) for argument in schema_of(operator).arguments]
         count = sum(2 if "List[" in text else 1 for text in types if "Tensor" in text)
         if count > 1:
-            found.append(operator)
-    return tuple(found)
+            operators.append(operator)
+    return tuple(operators)
 
 
 def unregister(library: Library) -> None:
-    """Takes back all kernels that were registered through `library`."""
+    """Remove all kernels that were registered through `library`."""
     library._destroy()  # type: ignore[no-untyped-call]
 
 

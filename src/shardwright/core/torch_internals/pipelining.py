@@ -1,4 +1,4 @@
-"""What PyTorch's pipeline schedules are made of."""
+"""Stages and backward functions of PyTorch's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 SENDS_ONLY_GRADIENTS = not hasattr(PipelineStage, "get_outputs_meta")
-"""Whether a stage heeds which of the values that cross have a gradient, also where it halves a
-backward pass: one of 2.13 does, one of 2.11 does not."""
+"""Whether `PipelineStage` handles values without gradient at stage boundaries, also in a split
+backward pass: that of 2.13 does, that of 2.11 does not."""
 
 
 def pipeline_stage(
@@ -42,13 +42,13 @@ def pipeline_stage(
     group: dist.ProcessGroup | None,
     dw_builder: Callable[[], Callable[..., None]] | None,
 ) -> PipelineStage:
-    """Chunk `number` of `count`, for a schedule.
+    """Make the stage of chunk `number` of `count`.
 
     Args:
-        arriving, leaving: meta tensors like those that it receives and sends; gradients come back
-            only for those that require one.
-        dw_builder: of what comes after the gradients of inputs, see `PipelineStage`; `None` lets
-            PyTorch halve the backward pass.
+        arriving, leaving: meta tensors of the values received and sent; only those that require a
+            gradient get one back.
+        dw_builder: returns the function that computes the weight gradients, see `PipelineStage`;
+            with None PyTorch splits the backward pass itself.
     """
     stage = (PipelineStage if SENDS_ONLY_GRADIENTS else SelectiveStage)(
         module,
@@ -66,10 +66,10 @@ def pipeline_stage(
 
 
 class SelectiveStage(PipelineStage):
-    """A stage of 2.11 that sends and receives what one of 2.13 does.
+    """A stage for 2.11 that sends and receives the tensors that one of 2.13 does.
 
-    By itself it takes all that arrives for leaves that require gradients, of whole numbers too, and
-    fails where one has none.
+    2.11 treats all received tensors, integers included, as leaves that require gradients, and fails
+    if one has none.
     """
 
     arriving: tuple[Tensor, ...]
@@ -78,15 +78,15 @@ class SelectiveStage(PipelineStage):
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         before = self.stage_index - 1
         self.grad_send_info = [before if like.requires_grad else None for like in self.arriving]
-        # A stage that has a backward pass would have its buffers require gradients.
-        trains, self.has_backward = self.has_backward, False
+        # With a backward pass it would set `requires_grad` on all receive buffers.
+        has_backward, self.has_backward = self.has_backward, False
         try:
             return super()._prepare_forward_infra(*args, **kwargs)
         finally:
-            self.has_backward = trains
+            self.has_backward = has_backward
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # Neighbors may be of one rank, which need not and on CPUs cannot greet itself.
+        # Consecutive stages may be on one rank, and gloo cannot send from a rank to itself.
         messages: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
         return [message for message in messages if message.peer != dist.get_rank()]
 
@@ -98,7 +98,8 @@ class SelectiveStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
-            # The gradients of what has arrived come before those of the module's other arguments.
+            # The gradients of received values come before those of other arguments. A missing one
+            # is zero: the previous stage waits for it.
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros_like(like, device=self.device)
                 if like.requires_grad and gradient is None

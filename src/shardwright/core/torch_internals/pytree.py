@@ -1,6 +1,6 @@
-"""Nested tuples, lists and dictionaries as a list of leaves and a structure.
+"""PyTorch's pytrees: nested containers as a list of leaves and a structure.
 
-PyTorch exports models with these structures, so no other library's would do.
+Not another library's, since `torch.export` describes arguments and results by these structures.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FACTORIES = {(each.__module__, each.__name__) for each in _TYPES}
 
 
 def treespec_loads(text: str) -> TreeSpec:
-    """The structure that `treespec_dumps` wrote.
+    """Load a structure that `treespec_dumps` wrote.
 
     Raises:
-        ValueError: if the text is malformed, or names code: default factories other than types of
-            Python, or enumerations of modules that are not imported.
+        ValueError: if the text is malformed, or could run code: it names default factories other
+            than built-in types, or enumerations of modules that are not imported.
     """
     try:
         _, structure = json.loads(text)
@@ -47,7 +47,7 @@ def treespec_loads(text: str) -> TreeSpec:
 
 
 def _check_names(structure: dict[str, Any]) -> None:
-    """PyTorch imports the modules that it finds in a structure."""
+    """Reject names that could run code: PyTorch imports the modules named in a structure."""
     context = structure["context"]
     if isinstance(context, dict) and "default_factory_name" in context:
         factory = context["default_factory_module"], context["default_factory_name"]
@@ -65,29 +65,31 @@ def _check_enumeration(context: dict[str, Any]) -> None:
 
 
 def register_dataclasses(value: Any) -> None:
-    """Lets structures tell the fields of the dataclasses that are in `value`, as PyTorch itself
-    does once `torch.export.register_dataclass` was called. Those that hold something else when they
-    are made anew of their fields stay leaves."""
+    """Register the dataclasses in `value` as pytree nodes (`torch.export.register_dataclass`).
+
+    Dataclasses that cannot be rebuilt from their fields, because `__init__` or `__post_init__` does
+    more than store them, stay leaves.
+    """
     for leaf in tree_leaves(value):
-        kind = type(leaf)
-        if is_dataclass(kind):
-            parts = {field.name: getattr(leaf, field.name, None) for field in fields(kind)}
-            if _is_made_of(kind, parts) and getattr(leaf, "__dict__", {}).keys() <= parts.keys():
-                torch.export.register_dataclass(kind)
+        cls = type(leaf)
+        if is_dataclass(cls):
+            parts = {field.name: getattr(leaf, field.name, None) for field in fields(cls)}
+            if _can_rebuild(cls, parts) and getattr(leaf, "__dict__", {}).keys() <= parts.keys():
+                torch.export.register_dataclass(cls)
                 register_dataclasses(parts)
 
 
-def _is_made_of(kind: type, parts: dict[str, Any]) -> bool:
-    before = _seen(parts)
+def _can_rebuild(cls: type, parts: dict[str, Any]) -> bool:
+    before = _identities(parts)
     try:
-        made = kind(**parts)
-    except Exception:  # Whatever its own code raises.
+        rebuilt = cls(**parts)
+    except Exception:  # The user's `__init__` can raise anything.
         return False
-    kept = all(getattr(made, name) is part for name, part in parts.items())
-    return kept and _seen(parts) == before
+    has_same_fields = all(getattr(rebuilt, name) is part for name, part in parts.items())
+    return has_same_fields and _identities(parts) == before
 
 
-def _seen(parts: dict[str, Any]) -> list[tuple[int, int]]:
-    """What differs once a tensor or a container is changed in place."""
+def _identities(parts: dict[str, Any]) -> list[tuple[int, int]]:
+    """Identity and version of each leaf, to detect changes in place."""
     leaves = tree_leaves(parts)
     return [(id(leaf), version(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""What a trace with symbols for sizes has taken for granted about them."""
+"""Guards on symbolic sizes: the conditions under which a trace is valid for other shapes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shardwright.core.torch_internals.tensors import FakeTensor, FakeTensorMode
 
 
 class ShapeGuards:
-    """The conditions under which another call would have been traced alike.
+    """The conditions under which another call would have the same trace.
 
     Args:
-        inputs: of the trace, whose sizes may be symbols.
+        inputs: the fake inputs of the trace, whose sizes may be symbolic.
     """
 
     def __init__(self, inputs: Sequence[FakeTensor]) -> None:
@@ -23,5 +23,5 @@ class ShapeGuards:
         self.code = self.symbols.produce_guards_expression(inputs, ignore_static=False)
 
     def hold(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether sizes and strides fulfil them."""
+        """Whether the sizes and strides of `inputs` fulfil the conditions."""
         return self.code is None or bool(self.symbols.evaluate_guards_expression(self.code, inputs))

@@ -1,4 +1,4 @@
-"""Transforms of functions (`torch.func`), replaced where models are traced."""
+"""Interception of `torch.func` transforms while a model is traced."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ _vjp: Callable[..., Any] = eager_transforms._vjp_with_argnums
 _functionalized: str = eager_transforms._wrap_all_tensors_to_functional.__name__
 
 Calling = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Calls a function with arguments."""
+"""Calls a function with positional and keyword arguments."""
 
 
 @contextmanager
 def transforms_called_by(call: Calling) -> Iterator[None]:
-    """A context in which `call` calls what `vmap`, `grad`, `grad_and_value`, `jvp`, `vjp` and those
-    made of them make of a function; transforms in the midst of that are PyTorch's. What
-    `functionalize` makes raises CaptureError."""
+    """Context in which `call` runs every outermost transformed function.
+
+    These are the functions that `vmap`, `grad`, `grad_and_value`, `jvp`, `vjp` and transforms built
+    on them return; nested transforms are PyTorch's own. Calling a function transformed by
+    `functionalize` raises CaptureError.
+    """
     inside = False
 
     def outermost(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +62,7 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
         return outermost(lambda p, t: _jvp(f, p, t, argnums, **options), primals, tangents)
 
     def vjp(f: Any, *primals: Any, **options: Any) -> Any:
-        """What it returns has the function's operators again, of which those in excess are dead."""
+        """The pullback runs the function again; operators that it does not need are dead code."""
         if inside:
             return _vjp(f, *primals, **options)
 
@@ -75,12 +78,12 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
 
     def functionalize(*_: Any) -> NoReturn:
         raise CaptureError(
-            "`torch.func.functionalize` cannot be captured, and has no use here: call the function "
-            "itself, whose changes in place are captured as they are"
+            "`torch.func.functionalize` cannot be captured\n"
+            "call the function itself: its in-place changes are captured as they are"
         )
 
     with ExitStack() as patches:
-        for room, name, function in (
+        for module, name, function in (
             (apis, "vmap_impl", mapped),
             (eager_transforms, "grad_impl", grad),
             (eager_transforms, "grad_and_value_impl", grad_and_value),
@@ -88,5 +91,5 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
             (eager_transforms, "_vjp_with_argnums", vjp),
             (eager_transforms, _functionalized, functionalize),
         ):
-            patches.enter_context(patch.object(room, name, function))
+            patches.enter_context(patch.object(module, name, function))
         yield
