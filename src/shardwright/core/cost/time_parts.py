@@ -119,7 +119,7 @@ def _of_chunk(
 
 
 def utilization(partitioned: Partitioned, predicted: Predicted) -> float:
-    """Model FLOPs utilization (MFU): fraction of the peak of all devices that the matrix products of
+    """Model FLOPs utilization (MFU): fraction of all devices' peak that the matrix products of
     the model, without recomputation, take in a step."""
     devices = partitioned.mesh.num_devices * partitioned.pipeline.stages
     device = predicted.cluster.device.among(devices)

@@ -74,7 +74,7 @@ def _name(cut: set[Meaning | None], stores: bool) -> str | None:
 
 
 def _cuts(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, Axes]]:
-    """All that is cut, with the axes over which it is."""
+    """Meaning and axes of everything that is sharded."""
     trace = trace_meanings(graph)
     for op in graph.ops:
         for factor, over in decisions.cuts.get(op.name, {}).items():
@@ -86,10 +86,10 @@ def _cuts(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, 
 
 
 def trace_meanings(graph: Graph) -> _Trace:
-    """The meanings of all dimensions and factors.
+    """Infers the meanings of all dimensions and factors.
 
-    Of an input only the batch is known at first. A dimension that is multiplied with parameters, to
-    be summed, is of features; what is left are positions.
+    Only the batch dimension of inputs is known at first. A dimension that is contracted with a
+    parameter is a feature dimension; the remaining input dimensions are positions (sequence).
     """
     trace = _Trace.begin(graph)
     trace.to_outputs()
@@ -103,12 +103,12 @@ def trace_meanings(graph: Graph) -> _Trace:
 
 @dataclass
 class _Trace:
-    """What is known of a graph.
+    """Meanings inferred so far.
 
     Args:
-        data: the values that depend on the inputs.
-        values: the meaning of each dimension.
-        factors: of each operator, by name.
+        data: values that depend on the inputs.
+        values: meaning of each dimension of each value.
+        factors: meaning of each factor, by operator name.
     """
 
     graph: Graph
@@ -117,7 +117,7 @@ class _Trace:
     factors: dict[str, dict[str, Meaning]]
 
     def of_factor(self, op: Op, factor: str) -> Meaning | None:
-        """What is cut where `op` cuts this factor."""
+        """Meaning of a factor of `op`."""
         is_expert = op.target is experts and factor == "e"
         return Meaning.EXPERT if is_expert else self.factors[op.name].get(factor)
 
@@ -140,7 +140,7 @@ class _Trace:
         return cls(graph, data, values, {op.name: {} for op in graph.ops})
 
     def to_outputs(self) -> None:
-        """From what operators read to what they compute."""
+        """Propagates meanings from inputs of operators to outputs."""
         for op in self.graph.ops:
             rule = rule_of(op)
             if rule is not None:
@@ -150,8 +150,8 @@ class _Trace:
                     self._learn(value, dims, own)
 
     def to_inputs(self) -> None:
-        """From what operators compute to what they read: a mask that is made of nothing has the
-        batch of the scores that it hides."""
+        """Propagates meanings from outputs of operators to inputs: a mask created inside the model
+        gets the batch dimension from the scores it masks."""
         for op in reversed(self.graph.ops):
             rule = rule_of(op)
             if rule is not None:
@@ -184,7 +184,7 @@ class _Trace:
                 if not any(factor in dims for dims in rule.outputs):
                     meanings.discard(Meaning.POSITION)
                 elif of_data == {None}:
-                    # It follows what it is added to, which is not known yet.
+                    # The parameter is combined with data whose meaning is not known yet and decides.
                     meanings.discard(Meaning.PARAMETER)
             known = [each.value for each in meanings if each is not None]
             if known:

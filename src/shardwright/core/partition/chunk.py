@@ -1,4 +1,4 @@
-"""What one pipeline stage runs of a model; without stages, the whole model."""
+"""A chunk: the part of a model that a pipeline stage runs; without stages, the whole model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardwright.core.partition.transfer import Transfer
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """What one stage runs of a model, for one micro-batch.
+    """Consecutive operators of a model on one pipeline stage, for one micro-batch.
 
     Args:
-        number: in the order in which chunks run.
-        stage: that owns it.
+        number: index in model order.
+        stage: stage that owns it.
         graph: its operators; see `GraphChunk`.
-        mesh: the device matrix of its stage.
-        decisions: of the whole model, with how values arrive from the chunk before and how they are
-            left for the next.
-        arriving, leaving: the values that are received and sent.
-        returned: outputs of the model that are computed here.
-        splits_backward: whether its backward pass comes in two halves, gradients of inputs first.
+        mesh: device matrix of its stage.
+        decisions: decisions for the model, with the layouts of received and sent values.
+        arriving, leaving: values received from the chunk before, and sent to the next.
+        returned: outputs of the model that it computes.
+        splits_backward: whether its backward pass is split into gradients of inputs and of
+            parameters.
     """
 
     number: int
@@ -42,12 +42,12 @@ class Chunk:
 
     @cached_property
     def communication(self) -> Communication:
-        """All that its devices send each other; everybody who asks reads the same."""
+        """Communication within the chunk."""
         return communication(self.graph, self.mesh, self.decisions)
 
     @cached_property
     def overlaps(self) -> dict[Transfer, Overlap]:
-        """What its programs compute beside redistributions."""
+        """Computation that overlaps each redistribution."""
         return overlaps(self.graph, self.communication, delays=not self.splits_backward)
 
     @property

@@ -1,4 +1,4 @@
-"""What is equal for chunks that are alike but for their names."""
+"""Hashable keys of chunks that are equal for chunks that differ only in names."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shardwright.core.partition.chunk import Chunk
 
 
 def chunk_key(chunk: Chunk) -> tuple[object, ...]:
-    """What the bytes of a chunk depend on: everything but the names of its values and operators, in
-    place of which stand numbers in the order of their first appearance."""
+    """Key of everything that memory and time of a chunk depend on. Names of values and operators
+    are replaced by numbers in order of first appearance."""
     return tuple(_NamelessChunk(chunk).lines())
 
 
 class _NamelessChunk:
-    """A chunk without names."""
+    """Describes a chunk with numbers instead of names."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk, self.decisions = chunk, chunk.decisions

@@ -1,11 +1,10 @@
-"""All that a plan communicates: for each value the steps from where it is made to where it is read.
+"""All communication of a plan: the redistribution steps of each value from producer to consumers.
 
-Search and cost read it to know the bytes, lowering reads it to emit the steps; that both read the
-same list is why a prediction is exact.
+Search and cost count its bytes, lowering emits its steps. As both read the same list, predicted
+bytes equal those sent.
 
-Consumers of one value share steps: `q`, `k` and `v` read one replicated → varying step, whose
-gradient is one all-reduce. What parameters need on their way from storage to use is joined into
-buckets.
+Consumers of a value share steps: `q`, `k` and `v` read one replicated → varying step, whose
+gradient is one all-reduce. Steps of parameters from storage to use are joined into buckets.
 """
 
 from __future__ import annotations
@@ -51,21 +50,23 @@ class InnerReduction:
 
 @dataclass
 class Communication:
-    """What a plan communicates.
+    """All communication of a program.
 
     Args:
-        initial_layouts: the layout in which each value is produced, stored (parameters) or arrives
+        initial_layouts: layout in which each value is produced, stored (parameters) or passed in
             (inputs).
-        leading_transfers: the transfers of a value whose output layout is pinned; all its routes
-            begin with them.
-        input_layouts: for each operator the layouts in which it reads its inputs.
-        routes: for each input of an operator, `(operator name, index)`, the transfers on the way.
-        output_routes: for each of the graph's output values the transfers to what is returned.
-        update_routes: for what is updated the transfers of the new value to where the old one lies.
+        leading_transfers: transfers of a value to its pinned output layout; all its routes begin
+            with them.
+        input_layouts: layouts in which each operator reads its inputs.
+        routes: transfers to each input of an operator, by `(operator name, input index)`.
+        output_routes: transfers of each graph output to the returned layout.
+        update_routes: transfers of the new value of each updated parameter or buffer to the layout
+            of the old value.
         reductions: collectives inside kernels, by operator name.
-        segments: operators that are computed again together in the backward pass.
-        buckets: the first steps of parameters, joined.
-        forward_bytes, backward_bytes: that one device sends in one run of the program.
+        segments: operators that are recomputed together in the backward pass.
+        buckets: joined first steps of parameters.
+        transfers: all transfers, including those of buckets.
+        forward_bytes, backward_bytes: bytes that one device sends in one run of the program.
     """
 
     mesh: DeviceMatrix
@@ -88,8 +89,8 @@ class Communication:
         return self.forward_bytes + self.backward_bytes
 
     def step_bytes(self, micro_batches: int) -> tuple[int, int]:
-        """Bytes that one device sends in a training step, forward and backward: activations are
-        converted for each micro-batch, parameters gathered and reduced as the level says."""
+        """Bytes that one device sends in a training step, forward and backward. Activations are
+        redistributed for each micro-batch, parameters as often as the sharding level requires."""
         forward, backward = self.forward_bytes * micro_batches, self.backward_bytes * micro_batches
         for bucket in self.buckets:
             once, step = bucket.step_bytes(1), bucket.step_bytes(micro_batches)
@@ -99,32 +100,32 @@ class Communication:
 
     @cached_property
     def segment_of(self) -> dict[str, Segment]:
-        """For operators that are computed again, with which others."""
+        """Segment of each recomputed operator, by operator name."""
         return {name: segment for segment in self.segments for name in segment.ops}
 
     @cached_property
     def computed_again(self) -> frozenset[str]:
-        """The operators that the backward pass of the `trained` outputs computes again."""
+        """Names of the operators that the backward pass of the `trained` outputs recomputes."""
         return frozenset(name for name, segment in self.segment_of.items() if segment.trained)
 
     def layout(self, value: Value) -> TensorLayout:
-        """The layout in which consumers find `value`: as made, or as its operator leaves it."""
+        """The layout in which `value` is available to consumers: as produced, or as pinned."""
         route = self.leading_transfers.get(value)
         return route[-1].step.target if route else self.initial_layouts[value]
 
     def returned(self, value: Value) -> TensorLayout:
-        """The layout in which an output of the model is handed out."""
+        """The layout in which an output of the model is returned."""
         route = self.output_routes[value]
         return route[-1].step.target if route else self.layout(value)
 
 
 def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Communication:
-    """Every redistribution between the layouts that `decisions` asks for.
+    """Derives all redistributions between the layouts that `decisions` imply.
 
-    The model's inputs arrive whole on every device unless `decisions` let them arrive sharded. Its
-    loss is left replicated, and so are other outputs if there is no loss; else they stay in the
-    layout in which they are computed, unless `decisions` name their departure. A gradient may come
-    back from each of them; the bytes are those of the gradients of `graph.trained`.
+    Inputs are replicated unless in `decisions.arrivals`. The loss is returned replicated, as are
+    other outputs of a model without a loss; with a loss, other outputs keep the layout in which
+    they are computed, unless in `decisions.departures`. Gradients may flow into every output, but
+    bytes count the gradients of `graph.trained` only.
     """
     result = Communication(mesh)
     for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
@@ -169,13 +170,14 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
 
 
 def initial_layout(value: Value, mesh: DeviceMatrix, decisions: Decisions) -> TensorLayout:
-    """How a parameter is stored, and how an input, a buffer or a constant arrives."""
+    """Storage layout of a parameter, or the layout in which another value is passed in."""
     axes = decisions.storage if value.kind is Kind.PARAMETER else decisions.arrivals
     return interned_layout(mesh, tuple(axes.get(value.name, ((),) * len(value.shape))))
 
 
 def storage_as_used(graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> Storage:
-    """Stores each parameter sharded as its first sharding use reads it, else replicated."""
+    """Default storage: each parameter in the layout of its first use that shards it, else
+    replicated."""
     return {value.name: _axes_as_used(graph, mesh, cuts, value) for value in graph.parameters}
 
 
@@ -229,10 +231,12 @@ def _route(
     differentiable: bool,
     trained: bool,
 ) -> tuple[Transfer, ...]:
-    """The transfers of `value` to `target`; those that exist already are taken over.
+    """Returns the transfers of `value` to `target`, reusing those of earlier consumers.
 
-    `differentiable` says of this consumer whether it may send a gradient back, `trained` whether
-    it does where the `trained` outputs of the graph are.
+    Args:
+        shared: transfers made so far, by value and steps.
+        differentiable: whether a gradient may flow back from this consumer.
+        trained: whether one does when the graph's `trained` outputs are differentiated.
     """
     differentiable = differentiable and value.differentiable
     trained = trained and value.requires_grad

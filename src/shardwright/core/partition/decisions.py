@@ -1,4 +1,4 @@
-"""What was decided of a program, bundled: search writes it, cost and lowering read it."""
+"""Decisions of a plan: cuts, storage, recomputation. Made by search, read by cost and lowering."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from shardwright.core.rules.rule import Cuts
 from shardwright.errors import StrategyError
 
 CutAxes = tuple[Axes, ...]
-"""For each dimension of a tensor the axes that cut it."""
+"""Mesh axes that shard each dimension of a tensor."""
 
 Storage = Mapping[str, CutAxes]
-"""For each parameter the axes that cut each of its dimensions as it is stored."""
+"""Storage layout of each parameter, by name."""
 
 Outputs = Mapping[str, tuple[CutAxes | None, ...]]
-"""For operators that are told how to leave their outputs: the axes that cut each dimension of each
-output, or None where the operator is free."""
+"""Pinned layouts of operator outputs, by operator name; None for an output that is not pinned."""
 
 NO_OUTPUTS: Outputs = MappingProxyType({})
 
 BUCKET_BYTES = 25 * 2**20
-"""The size of buckets that PyTorch's own DistributedDataParallel uses."""
+"""Default bucket size, the same as that of DistributedDataParallel."""
 
 LEVELS = ("level1", "level2", "level3")
 
 
 @dataclass(frozen=True)
 class OptimizerParallel:
-    """Parameters stored sharded over axes on which they are used whole (HSDP, ZeRO).
+    """Sharded storage of parameters and optimizer state over their replicas (ZeRO, HSDP).
 
     Args:
-        level: `level1` gathers parameters once a step, adds up whole gradients over the
-            micro-batches and reduces them once; `level2` reduces the gradients of each micro-batch
-            as soon as they are complete; `level3` also frees gathered parameters after their use
-            and gathers them again in the backward pass. With one micro-batch the first two are one.
-        shard_size: over how many devices a parameter is sharded; -1 for all that hold it whole.
-        threshold: parameters of fewer KB (1024 bytes, as stored) stay as they are used.
+        level: `level1` gathers parameters once per step, accumulates unsharded gradients over the
+            micro-batches and reduces them once (ZeRO-1); `level2` reduces the gradients of each
+            micro-batch as soon as they are complete (ZeRO-2); `level3` also frees gathered
+            parameters after use and gathers them again in the backward pass (ZeRO-3, FSDP). With
+            one micro-batch, `level1` and `level2` are the same.
+        shard_size: number of devices over which a parameter is sharded; -1 for all its replicas.
+        threshold: parameters of less than this many KiB, as stored, are not sharded.
 
     Raises:
-        StrategyError: if a value is not valid.
+        StrategyError: if a value is invalid.
     """
 
     level: str = "level1"
@@ -73,11 +73,12 @@ class OptimizerParallel:
 
 @dataclass(frozen=True)
 class Recompute:
-    """That an operator's results are computed again in the backward pass instead of kept.
+    """Recomputation of an operator in the backward pass (activation checkpointing).
 
     Args:
-        segment: operators that follow each other with equal segments are computed again together.
-        communication: whether redistributions inside are made again too, or their results kept.
+        segment: consecutive operators of the same segment are recomputed together.
+        communication: whether redistributions inside are repeated too; else their results are
+            saved.
     """
 
     segment: str
@@ -86,18 +87,18 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Everything that was decided of one program: a model, or what one pipeline stage runs of it.
+    """All decisions for one program, of a model or of a chunk of it.
 
     Args:
-        cuts: for each cut operator its factors with the axes that cut them.
-        storage: how parameters are stored.
-        outputs: how operators are told to leave their outputs.
-        arrivals: by name, how inputs arrive that are not whole on every device.
-        departures: by name, how values are left that the program returns; by default as `outputs`
-            of a model are.
-        sharding: of parameters and optimizer state; None leaves parameters stored as used.
-        bucket_bytes: parameters' collectives are joined up to this size.
-        recompute: the operators that are computed again in the backward pass.
+        cuts: factors of each sharded operator, with the axes that cut them.
+        storage: storage layout of each parameter.
+        outputs: pinned layouts of operator outputs.
+        arrivals: layouts of inputs that are not replicated, by name.
+        departures: layouts in which the program returns values, by name; see `communication` for
+            the default.
+        sharding: ZeRO / HSDP configuration; None stores parameters as they are used.
+        bucket_bytes: size up to which collectives of parameters are bucketed.
+        recompute: operators to recompute in the backward pass.
     """
 
     cuts: Mapping[str, Cuts]
@@ -111,8 +112,8 @@ class Decisions:
 
 
 def adapt_decisions(decisions: Decisions, graph: Graph, mesh: DeviceMatrix) -> Decisions:
-    """The decisions for `graph`, the same model in another mode or for inputs of other shapes, as
-    far as they still divide it."""
+    """Adapts decisions to `graph`, a capture of the same model in another mode or with other input
+    shapes. Cuts that no longer divide evenly are dropped."""
     return replace(
         decisions,
         cuts=_adapted_cuts(decisions.cuts, graph, mesh),
@@ -123,8 +124,7 @@ def adapt_decisions(decisions: Decisions, graph: Graph, mesh: DeviceMatrix) -> D
 def _adapted_cuts(
     cuts: Mapping[str, Cuts], graph: Graph, mesh: DeviceMatrix
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The cuts of the operators that `graph` has, by name; of each factor the most significant axes
-    for which it still divides."""
+    """Cuts of the operators that `graph` has: of each factor, the leading axes that divide it."""
     result = {}
     for op in graph.ops:
         rule = rule_of(op)

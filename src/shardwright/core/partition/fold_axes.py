@@ -1,4 +1,4 @@
-"""Device matrices of as few axes as decisions need, and of as many as there are prime factors."""
+"""Folds a device matrix to the fewest axes that decisions need, or splits it into prime axes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from shardwright.core.partition.partitioned import Partitioned
 
 
 def fold_axes(partitioned: Partitioned, apart: DeviceMatrix | None = None) -> Partitioned:
-    """Joins neighboring axes that all decisions and redistributions treat alike: where there is one
-    of them, the other is directly beside it. What every device holds and sends stays the same. Each
-    is called by its meaning.
+    """Joins neighboring axes that all decisions and redistributions use together, and names axes by
+    their meaning. Shards and communication of each device stay the same.
 
-    A search decides axes of prime sizes; plans are read, and process groups, DTensors and their
-    placements made, by those of what is folded: data and tensor parallel on 1,024 devices are
-    (dp 128, tp 8).
+    A search decides axes of prime sizes. Plans, process groups and DTensor placements have the
+    folded axes: data and tensor parallelism on 1,024 devices are (dp 128, tp 8).
 
     Args:
-        apart: a device matrix of the same ranks whose axes are not joined.
+        apart: device matrix of the same ranks whose axes must not be joined.
     """
     mesh = partitioned.mesh
     borders = () if apart is None else _borders(apart)
@@ -47,9 +45,10 @@ def fold_axes(partitioned: Partitioned, apart: DeviceMatrix | None = None) -> Pa
 
 
 def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
-    """The axes of the mesh of all DTensors: of those that parameters, and outputs left in pieces,
-    treat alike one, wherever they stand. What else communicates does so over the axes themselves.
-    """
+    """Axes of the `DeviceMesh` of all DTensors, each as the axes of the device matrix it joins:
+    those that all parameters and sharded outputs use together, neighbors or not."""
+    # Fewer axes than the device matrix has: the time of DTensor's first step grows exponentially
+    # with the axes of its mesh.
     layouts = [
         chunk.communication.returned(value)
         for chunk in partitioned.chunks
@@ -62,7 +61,7 @@ def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
 
 
 def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, Decisions]:
-    """The same decisions on a device matrix with an axis for each prime factor of each axis."""
+    """Splits each axis of a device matrix into axes of prime sizes, and renumbers decisions."""
     factors = [prime_factors(size) for size in mesh.device_matrix]
     starts = list(accumulate(map(len, factors), initial=0))
     sizes = tuple(size for primes in factors for size in primes)
@@ -73,13 +72,13 @@ def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, 
 
 
 def _borders(mesh: DeviceMatrix) -> list[int]:
-    """How many devices lie inside of each axis but the last."""
+    """Number of devices inside each axis but the last: the stride of the axis in ranks."""
     count = len(mesh.device_matrix)
     return [mesh.size(range(axis + 1, count)) for axis in range(count - 1)]
 
 
 def _axes_of(partitioned: Partitioned) -> Iterator[Axes]:
-    """All lists of axes that a program depends on: those of a set in ascending order."""
+    """All axis lists that a program depends on; axes of a set are in ascending order."""
     decisions = partitioned.decisions
     for factors in decisions.cuts.values():
         yield from factors.values()
@@ -90,7 +89,7 @@ def _axes_of(partitioned: Partitioned) -> Iterator[Axes]:
         for left in outputs:
             yield from left or ()
     for chunk in partitioned.chunks:
-        # Parts of an axis may move apart, where that is cheaper.
+        # A cheaper route may redistribute parts of an axis separately, so steps count too.
         for step in {transfer.step for transfer in chunk.communication.transfers}:
             yield step.axes
             for layout in (step.source, step.target):

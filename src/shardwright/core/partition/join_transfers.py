@@ -1,4 +1,4 @@
-"""Two redistribution steps in a row become one, where one collective does both at no more bytes."""
+"""Joins two consecutive redistribution steps into one collective that sends no more bytes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Routes = MutableMapping[Any, tuple[Transfer, ...]]
 def join_transfers(
     transfers: Iterable[Transfer], routes: Iterable[Routes], fixed: Routes
 ) -> list[Transfer]:
-    """Joins transfers whose intermediate layout nobody else reads; changes the routes in place.
+    """Joins transfers whose intermediate layout has no other reader; changes `routes` in place.
 
     Args:
-        transfers: all of them.
-        routes: the ways on which they lie.
-        fixed: routes with which others begin, which stay as they are.
+        transfers: all transfers of a program.
+        routes: routes that contain them.
+        fixed: leading transfers of pinned outputs, which are not joined.
 
     Returns:
-        The transfers that are left.
+        The remaining transfers.
     """
     transfers, routes = list(transfers), list(routes)
     followers = Counter(id(t.before) for t in transfers)

@@ -1,11 +1,11 @@
-"""Which redistributions of activations are under way while operators compute.
+"""Overlap of activation redistributions with computation.
 
-A redistribution is started where its value is made, and finished where it is first read. Its
-gradient goes the same way back. Where it is read by linear layers, the gradients of their weights
-need not be ready before that of the input, so they are computed while that is under way.
+A redistribution starts where its value is produced and finishes where it is first read; so does its
+gradient, in reverse. If linear layers read the result, their weight gradients are delayed so that
+they overlap the communication of the input gradient, as in Megatron-LM.
 
-The order of operators remains that of the model. Lowering writes what is listed here, and the time
-model counts no more of it as hidden.
+Operators are not reordered. Lowering emits exactly the overlap listed here, and the time model
+counts exactly this as hidden.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Overlap:
-    """What is computed while a redistribution is under way.
+    """Computation that overlaps a redistribution.
 
     Args:
-        beside: operators between where its value is made and where its result is first read,
-            forward and backward; none if it starts where it is read.
-        linears: linear layers that read its result, the gradients of whose weights are computed
-            while its own gradient is under way.
+        beside: operators between the producer of its value and the first consumer of its result,
+            forward and backward; empty if it starts at the consumer.
+        linears: linear layers that read its result and whose weight gradients overlap its backward
+            communication.
     """
 
     beside: tuple[Op, ...]
@@ -39,11 +39,11 @@ class Overlap:
 
 
 def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Transfer, Overlap]:
-    """The redistributions beside which something is computed.
+    """Redistributions that overlap computation.
 
     Args:
-        delays: whether gradients of weights are delayed. Where a schedule computes them apart from
-            those of the inputs, there would be nothing beside which they could be.
+        delays: whether weight gradients are delayed. A schedule that splits the backward pass
+            computes them in another pass, where there is no communication to overlap.
     """
     place = {op.name: number for number, op in enumerate(graph.ops)}
     first_use: dict[Transfer, int] = {}
@@ -77,7 +77,7 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
 
 
 def _divides(transfer: Transfer) -> bool:
-    """Whether it is one of an activation that sends something, and can be started by itself."""
+    """Whether a transfer sends an activation and can be split into start and finish."""
     step, value = transfer.step, transfer.value
     if value.kind is Kind.PARAMETER or value.dtype.is_complex:
         return False
@@ -88,10 +88,13 @@ def _divides(transfer: Transfer) -> bool:
 def _between(
     flow: Communication, transfer: Transfer, ops: Sequence[Op], returned: bool
 ) -> tuple[Op, ...]:
-    """The operators between the maker of a transfer's value, the first of `ops`, and the reader of
-    its result, the last unless it is `returned`; none if nothing is computed there.
+    """Operators between producer and first consumer of a transfer; empty if they compute nothing.
 
-    What is computed again in the backward pass is one function, so all must be inside or outside.
+    A recomputed segment is a function of its own, so start and finish must both be inside the same
+    segment or both outside.
+
+    Args:
+        ops: operators from the producer to the consumer, or to the end if it is `returned`.
     """
     segment = transfer.segment
     ends = ops[:1] if returned else (ops[0], ops[-1])
@@ -103,7 +106,7 @@ def _between(
 
 
 def _inside(flow: Communication, op: Op, segment: str | None) -> bool:
-    """Whether an operator is of a segment that is computed again; of none, if it is None."""
+    """Whether an operator belongs to the recomputed segment; with None, whether to no segment."""
     mine = flow.segment_of.get(op.name)
     return (mine.name if mine is not None else None) == segment
 
@@ -115,7 +118,7 @@ def _computes(op: Op) -> bool:
 
 
 def _delays(op: Op) -> bool:
-    """Whether it is a linear layer of a trained weight, and a gradient of its input is wanted."""
+    """Whether an operator is a linear layer that computes gradients of both weight and input."""
     if op.target is not aten.linear.default or len(op.inputs[0].shape) < 2:
         return False
     x, weight = op.inputs[:2]

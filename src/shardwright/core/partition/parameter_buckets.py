@@ -1,8 +1,8 @@
-"""Parameters that go from storage to use together: their collectives are joined.
+"""Buckets of parameters, which are gathered and whose gradients are reduced together.
 
-The first `vary` and `all_gather` steps of a parameter's route are made for a whole bucket at once:
-one all-gather for the parameters, and for their gradients one reduce-scatter (where they are
-stored sharded), or one all-reduce (where they are not), or both, the all-reduce on the shards.
+The first `vary` and `all_gather` steps of parameters' routes are made for a bucket at once: one
+all-gather of the parameters, and for their gradients one reduce-scatter (if stored sharded), one
+all-reduce (if not), or both, with the all-reduce on shards (HSDP).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.transfer import Transfer
 
 IN_BUCKETS = ("vary", "all_gather")
-"""The kinds of steps that a bucket makes; `vary` comes first, as the cheapest route has it."""
+"""Kinds of steps that buckets make. `vary` comes first, so that the all-reduce is of shards."""
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A parameter on its way from storage to the layout of one of its uses.
+    """A parameter in a bucket, for one of the layouts in which it is used.
 
     Args:
-        name: of the parameter; `name@2` for the second layout in which it is used.
-        stored: its layout in storage.
-        transfers: the steps that the bucket makes of its route.
+        name: name of the parameter; `name@2` for the second layout in which it is used.
+        stored: storage layout.
+        transfers: steps of its route that the bucket makes.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Member:
 
     @property
     def used(self) -> TensorLayout:
-        """The layout that the bucket brings it into."""
+        """Layout after the bucket's steps."""
         return self.transfers[-1].step.target
 
     @property
@@ -50,12 +50,12 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Members whose collectives are joined; all make the same kinds of steps over the same axes.
+    """Parameters whose collectives are joined; all make the same kinds of steps over the same axes.
 
     Args:
-        number: its place in the order of first use.
-        level: of optimizer parallel; empty without.
-        segment: the operators that are computed again together and read all of it (`level3`).
+        number: index in order of first use.
+        level: ZeRO level; empty without ZeRO.
+        segment: recomputed segment that contains all uses of the bucket (`level3` only).
         again: whether it is gathered again in the backward pass.
         trained: whether gradients of the graph's `trained` outputs flow into it.
     """
@@ -69,7 +69,7 @@ class Bucket:
 
     @property
     def steps(self) -> tuple[RedistributionStep, ...]:
-        """The steps of its first member: of all, they differ in dimensions only."""
+        """Steps of the first member; those of other members differ in tensor dimensions only."""
         return self.members[0].steps
 
     @property
@@ -78,7 +78,7 @@ class Bucket:
 
     @property
     def once(self) -> bool:
-        """Whether gradients are reduced once a step, whole, after the last micro-batch."""
+        """Whether unsharded gradients accumulate over micro-batches and are reduced once a step."""
         return not self.gathers or self.level not in ("level2", "level3")
 
     @property
@@ -120,8 +120,8 @@ class Bucket:
 
 
 def bucketed_steps(route: Sequence[Transfer]) -> int:
-    """How many of the first steps of a parameter's route are made in a bucket: at most one `vary`,
-    then gathers."""
+    """Number of leading steps of a parameter's route that a bucket makes: at most one `vary`, then
+    gathers."""
     length = 0
     for transfer in route:
         kind = transfer.step.kind
@@ -139,16 +139,16 @@ def buckets(
     stored: Mapping[Value, TensorLayout],
     returned: Iterable[tuple[Value, tuple[Transfer, ...]]] = (),
 ) -> tuple[Bucket, ...]:
-    """Joins what parameters need on their way to use, in the order of use, up to
-    `decisions.bucket_bytes` of parameters as they are used.
+    """Groups parameters into buckets in order of use, up to `decisions.bucket_bytes` of parameters
+    in the layout in which they are used.
 
     Args:
-        routes: for each input of an operator the steps on its way.
-        stored: how parameters are stored.
-        returned: likewise what the program returns, which may be a parameter itself.
+        routes: transfers to each input of an operator.
+        stored: storage layouts.
+        returned: values that the program returns, with their transfers; they may be parameters.
     """
     level = decisions.sharding.level if decisions.sharding is not None else ""
-    uses: dict[tuple[Value, tuple[int, ...]], _OpenBucket] = {}
+    uses: dict[tuple[Value, tuple[int, ...]], _BucketedUse] = {}
     needed = needed_in_backward(graph) if level == "level3" else frozenset()
     for op in graph.ops:
         for index, value in enumerate(op.inputs):
@@ -161,7 +161,7 @@ def buckets(
             recompute = decisions.recompute.get(op.name)
             segment = recompute.segment if recompute and level == "level3" else None
             key = (value, tuple(id(transfer) for transfer in route))
-            use = uses.setdefault(key, _OpenBucket(value, route, segment))
+            use = uses.setdefault(key, _BucketedUse(value, route, segment))
             if use.segment != segment:
                 use.segment = None
             use.needed |= (op.name, index) in needed
@@ -170,14 +170,14 @@ def buckets(
         route = route[: bucketed_steps(route)]
         if value.kind is Kind.PARAMETER and route:
             key = (value, tuple(id(transfer) for transfer in route))
-            use = uses.setdefault(key, _OpenBucket(value, route, None))
+            use = uses.setdefault(key, _BucketedUse(value, route, None))
             use.segment, use.trained = None, use.trained or route[-1].trained
     return _joined(uses.values(), stored, level, decisions.bucket_bytes)
 
 
 @dataclass
-class _OpenBucket:
-    """A parameter with the steps that a bucket makes for it."""
+class _BucketedUse:
+    """A use of a parameter, before uses are grouped into buckets."""
 
     value: Value
     route: tuple[Transfer, ...]
@@ -187,7 +187,7 @@ class _OpenBucket:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What the members of one bucket have in common."""
+        """Key that is equal for uses that can share a bucket."""
         steps = tuple((t.step.kind, t.step.axes, t.step.backward) for t in self.route)
         value = self.value
         segment = self.segment if any(kind == "all_gather" for kind, _, _ in steps) else None
@@ -196,10 +196,10 @@ class _OpenBucket:
 
 
 def _joined(
-    uses: Iterable[_OpenBucket], stored: Mapping[Value, TensorLayout], level: str, limit: int
+    uses: Iterable[_BucketedUse], stored: Mapping[Value, TensorLayout], level: str, limit: int
 ) -> tuple[Bucket, ...]:
-    groups: list[list[_OpenBucket]] = []
-    open_groups: dict[tuple[object, ...], tuple[list[_OpenBucket], int]] = {}
+    groups: list[list[_BucketedUse]] = []
+    open_groups: dict[tuple[object, ...], tuple[list[_BucketedUse], int]] = {}
     for use in uses:
         size = _used_bytes(use)
         group, filled = open_groups.get(use.key, ([], 0))
@@ -210,7 +210,7 @@ def _joined(
         open_groups[use.key] = (group, filled + size)
     seen: dict[Value, int] = {}
 
-    def member(use: _OpenBucket) -> Member:
+    def member(use: _BucketedUse) -> Member:
         count = seen[use.value] = seen.get(use.value, 0) + 1
         name = use.value.name if count == 1 else f"{use.value.name}@{count}"
         return Member(name, use.value, stored[use.value], use.route)
@@ -226,11 +226,11 @@ def _joined(
     return tuple(result)
 
 
-def _used_bytes(use: _OpenBucket) -> int:
+def _used_bytes(use: _BucketedUse) -> int:
     used = use.route[-1].step.target
     return prod(used.shard_shape(use.value.shape)) * use.value.itemsize
 
 
 def varying_axes(bucket: Bucket) -> Axes:
-    """The axes over which gradients are all-reduced."""
+    """Axes over which a bucket's gradients are all-reduced."""
     return next((step.axes for step in bucket.steps if step.kind == "vary"), ())

@@ -1,7 +1,7 @@
-"""A model with everything that was decided of it, and all that follows: chunks and their bytes.
+"""A partitioned model: graph, mesh, decisions and pipeline, and the chunks that follow from them.
 
-A plan, its costs, the modules that run it and the text of their programs all start from here. It is
-made once and handed on, so each of them reads the same chunks and the same communication.
+Plan, cost, lowering and runtime modules receive the same object, so that all of them use the same
+chunks and the same communication.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardwright.errors import PlanError
 
 @dataclass(frozen=True, eq=False)
 class Partitioned:
-    """A model, divided over stages and over the devices of each.
+    """A model partitioned over pipeline stages and over the devices of each stage.
 
     Args:
-        graph: captured with one micro-batch.
-        mesh: the device matrix of one stage.
-        decisions: of the whole model.
+        graph: graph of one micro-batch.
+        mesh: device matrix of one stage.
+        decisions: decisions for the whole model.
     """
 
     graph: Graph
@@ -38,13 +38,14 @@ class Partitioned:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """In the order in which they run; each knows what its devices communicate.
+        """Chunks in model order.
 
-        A value crosses in the layout in which it is computed; if it is a partial sum, as its first
-        consumer reads it. Sender and receiver stand at the same place of their device matrices.
+        A value crosses between chunks in the layout in which it is computed; a partial sum in the
+        layout in which its first consumer reads it. Each device sends to the device with the same
+        coordinates in the next stage's device matrix.
 
         Raises:
-            PlanError: if the operators cannot be divided so.
+            PlanError: if the operators cannot be divided into these chunks.
         """
         graph, mesh, decisions = self.graph, self.mesh, self.decisions
         self._check_updates()
@@ -62,12 +63,12 @@ class Partitioned:
         return tuple(self._chunk(*numbered, crossing) for numbered in enumerate(pieces))
 
     def chunks_of(self, stage: int) -> tuple[Chunk, ...]:
-        """The chunks that a stage owns."""
+        """Chunks of a stage."""
         return tuple(chunk for chunk in self.chunks if chunk.stage == stage)
 
     @cached_property
     def stages_of_parameters(self) -> dict[str, tuple[int, ...]]:
-        """For each parameter the stages whose chunks read it."""
+        """Stages whose chunks read each parameter, by parameter name."""
         stages: dict[str, set[int]] = {}
         for chunk in self.chunks:
             for value in chunk.graph.parameters:
@@ -76,8 +77,7 @@ class Partitioned:
 
     @cached_property
     def shared_gradients(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """For each trained parameter that several stages read these stages, and the bytes of its
-        gradient on one device of each."""
+        """Stages that share each trained parameter, and bytes of its gradient on one device."""
         trained = {v.name: v for c in self.chunks for v in c.graph.parameters if v.requires_grad}
         found = []
         for name, stages in self.stages_of_parameters.items():
@@ -89,7 +89,7 @@ class Partitioned:
 
     @cached_property
     def first_stages(self) -> dict[str, int]:
-        """For each parameter and buffer that a stage reads or updates the first such stage."""
+        """First stage that reads or updates each parameter and buffer, by name."""
         first: dict[str, int] = {}
         for stage in range(self.pipeline.stages):
             for value in chain(*self.tensors_of(stage)):
@@ -97,7 +97,7 @@ class Partitioned:
         return first
 
     def tensors_of(self, stage: int) -> tuple[list[Value], list[Value]]:
-        """The parameters and the buffers that the chunks of a stage read or update."""
+        """Parameters and buffers that the chunks of a stage read or update."""
         parameters: dict[Value, None] = {}
         buffers: dict[Value, None] = {}
         for chunk in self.chunks_of(stage):
@@ -107,9 +107,9 @@ class Partitioned:
 
     @cached_property
     def step_bytes(self) -> tuple[tuple[int, int], ...]:
-        """For each stage the bytes that one of its devices sends in a training step, forward and
-        backward: redistributions, what crosses to other stages, and gradients of parameters that
-        several stages hold."""
+        """Bytes that one device of each stage sends in a training step, forward and backward:
+        redistributions, values sent to other stages, and gradients of parameters shared by
+        stages."""
         chunks, count = self.chunks, self.pipeline.micro_batches
         sent = [[0, 0] for _ in range(self.pipeline.stages)]
         for chunk in chunks:
@@ -127,11 +127,13 @@ class Partitioned:
         return tuple((forward, backward) for forward, backward in sent)
 
     def _check_updates(self) -> None:
-        """A trained parameter is updated at the end of a call: what reads it later must be another
-        call, which begins with the new value.
+        """Checks trained parameters that `forward` itself updates.
+
+        The new value is written at the end of a call, so nothing may read the parameter after that
+        in the same step.
 
         Raises:
-            PlanError: if it is read in between.
+            PlanError: if several chunks, micro-batches or gathers of `level3` would read it.
         """
         sharding, pipeline = self.decisions.sharding, self.pipeline
         for value, _ in self.graph.updates:
@@ -147,7 +149,8 @@ class Partitioned:
                 )
 
     def _check_inputs(self) -> None:
-        """Schedules keep the gradients of what arrives, but not of what a call gives.
+        """Checks inputs of a model in pipeline stages: PyTorch's schedules return no gradients of
+        them.
 
         Raises:
             PlanError: if an input requires a gradient.
@@ -177,7 +180,7 @@ class Partitioned:
         return Chunk(number, stage, piece.graph, self.mesh, own, *ends, piece.returned, halves)
 
     def _crossing(self, value: Value) -> CutAxes:
-        """How a value leaves the chunk that computes it."""
+        """Layout in which a value leaves the chunk that computes it."""
         producer = self.graph.producer[value]
         index = producer.outputs.index(value)
         requested = self.decisions.outputs.get(producer.name, ())
@@ -191,7 +194,7 @@ class Partitioned:
         return self._as_read(value) if outputs[index].partial else outputs[index].axes
 
     def _as_read(self, value: Value) -> CutAxes:
-        """How its first consumer reads a value; whole if none does."""
+        """Layout in which the first consumer reads a value; replicated without a consumer."""
         for consumer, index in self.graph.consumers[value]:
             rule = rule_of(consumer)
             if rule is not None:
@@ -201,5 +204,5 @@ class Partitioned:
 
 
 def random_operators(graph: Graph) -> frozenset[str]:
-    """The operators that draw random numbers, by name."""
+    """Names of the operators that draw random numbers."""
     return frozenset(op.name for op in graph.ops if is_random(op))

@@ -1,4 +1,4 @@
-"""How a model is divided into pipeline stages, and in which order they work on micro-batches."""
+"""Division of a model into pipeline stages and of its batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
 
 AUTO: Literal["auto"] = "auto"
-"""A number of stages that the planner chooses."""
+"""Value of options that the planner chooses."""
 
 REDUCTIONS = ("mean", "sum")
 
@@ -18,16 +18,16 @@ REDUCTIONS = ("mean", "sum")
 class PipelineSpec:
     """Stages and micro-batches of a plan.
 
-    The operators are divided into *chunks*, numbered in the order in which they run. Each stage
-    owns `chunks` of them, and as many devices as any other.
+    Operators are divided into *chunks*, numbered in model order. Each stage has `chunks` of them,
+    and all stages have the same number of devices.
 
     Args:
-        stages: groups of devices.
-        micro_batches: pieces of the batch that follow each other through the stages.
-        schedule: the name of one of `SCHEDULES`.
-        chunks: how many each stage owns.
-        chunk_of: for each operator the number of its chunk; empty if there is only one.
-        loss_reduction: of the micro-batches' losses to the loss of the batch, `mean` or `sum`.
+        stages: number of stages.
+        micro_batches: number of micro-batches per step.
+        schedule: name of one of `SCHEDULES`.
+        chunks: number of chunks per stage.
+        chunk_of: chunk number of each operator, by name; empty with a single chunk.
+        loss_reduction: reduction of the micro-batches' losses, `mean` or `sum`.
     """
 
     stages: int = 1
@@ -39,12 +39,12 @@ class PipelineSpec:
 
     @property
     def schedule_spec(self) -> ScheduleSpec:
-        """All that is known of the schedule."""
+        """Properties of the schedule."""
         return SCHEDULES[self.schedule]
 
     @property
     def averages_micro_batches(self) -> bool:
-        """Whether the mean of the losses of several micro-batches stands for that of the batch."""
+        """Whether the loss of a step is the mean over several micro-batches."""
         return self.micro_batches > 1 and self.loss_reduction == "mean"
 
     @property
@@ -52,7 +52,7 @@ class PipelineSpec:
         return self.stages * self.chunks
 
     def can_run(self, micro_batches: int) -> bool:
-        """Whether the schedule can run so many."""
+        """Whether the schedule can run this number of micro-batches."""
         return self.schedule_spec.can_run(micro_batches, self.stages)
 
     def stage_of(self, chunk: int) -> int:

@@ -1,9 +1,8 @@
-"""Which operators the backward pass computes again together.
+"""Segments of operators that are recomputed together in the backward pass.
 
-One function computes the operators of a segment, and `torch.utils.checkpoint` runs it: it keeps
-what the function is given, and runs it again, up to the last tensor that autograd needs, when the
-backward pass comes to it. So a segment ends with the last operator that keeps something, and what
-follows it is computed outside, once.
+A segment is one function run by `torch.utils.checkpoint`, which saves its inputs and reruns it in
+the backward pass up to the last tensor that autograd needs. So a segment ends with the last of its
+operators that saves a tensor; operators after that are left outside and run once.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from shardwright.core.partition.transfer import Transfer
 
 @dataclass(frozen=True)
 class Segment:
-    """Operators that one function computes, and again in the backward pass.
+    """Operators that are recomputed together.
 
     Args:
-        name: as it was decided; with `/2`, `/3` where it is divided.
-        ops: names of the operators, in their order.
-        communication: whether redistributions inside are made again too.
+        name: segment name from the decisions; with `/2`, `/3` if it had to be divided.
+        ops: names of the operators, in order.
+        communication: whether redistributions inside are repeated.
         trained: whether gradients of the graph's `trained` outputs flow through it.
     """
 
@@ -39,11 +38,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class OperatorTransfers:
-    """The redistributions of a plan on the way to its operators.
+    """Transfers to the inputs of operators.
 
     Args:
-        routes: for each input of an operator, `(operator name, index)`, the transfers on the way.
-        communicating: operators that communicate inside their kernels.
+        routes: transfers to each input of an operator, by `(operator name, input index)`.
+        communicating: names of operators that communicate inside their kernels.
     """
 
     graph: Graph
@@ -51,13 +50,13 @@ class OperatorTransfers:
     communicating: Collection[str]
 
     def to(self, op: Op) -> Iterator[tuple[Value, Transfer]]:
-        """The transfers on the way to an operator, each with the value that it converts."""
+        """Transfers to the inputs of an operator, each with its value."""
         for index, value in enumerate(op.inputs):
             yield from ((value, transfer) for transfer in self.routes[op.name, index])
 
     @cached_property
     def maker(self) -> dict[Transfer, str]:
-        """For each transfer the first operator that reads its result; it is made for that one."""
+        """First operator that reads the result of each transfer, which is emitted before it."""
         readers: dict[Transfer, str] = {}
         for op in self.graph.ops:
             for _, transfer in self.to(op):
@@ -65,7 +64,7 @@ class OperatorTransfers:
         return readers
 
     def sends(self, op: Op) -> bool:
-        """Whether something is sent in the forward pass for this operator first."""
+        """Whether an operator communicates inside, or a transfer emitted before it sends data."""
         mine = (t for _, t in self.to(op) if self.maker[t] == op.name)
         return op.name in self.communicating or any(t.forward_bytes for t in mine)
 
@@ -73,12 +72,12 @@ class OperatorTransfers:
 def recompute_segments(
     graph: Graph, recompute: Mapping[str, Recompute], transfers: OperatorTransfers
 ) -> tuple[Segment, ...]:
-    """Joins operators of one segment that can be computed by one function.
+    """Groups operators with the same `Recompute` into segments that can each run as one function.
 
-    Operators between them that are of no segment are computed before it, or after it if they read
-    its results. A segment is divided where an operator reads what such a one made of it, or a
-    redistribution of it that is not made again; and around operators that communicate inside, where
-    communication is not repeated.
+    Other operators between them run before the segment, or after it if they depend on its results.
+    A segment is divided where one of its operators would read the result of an operator that runs
+    after it, or of a redistribution that is not repeated; and around operators that communicate
+    inside, if communication is not repeated.
     """
     counts: dict[str, int] = {}
     result = []
@@ -98,9 +97,9 @@ class _OpenSegment:
     """A segment under construction.
 
     Args:
-        inside: what its operators make.
-        after: what is made of that by operators that are not of it.
-        others: the names of operators that are not of it, since its first one.
+        inside: outputs of its operators.
+        after: values that other operators computed from those.
+        others: names of the other operators since its first one.
     """
 
     mark: Recompute
@@ -150,11 +149,11 @@ def _runs(
 
 
 def _trimmed(run: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
-    """The operators up to the last that keeps something; further ones stay if they need nothing
-    else to be kept and send nothing, as the addition of a bias does.
+    """Operators up to the last that saves a tensor for backward, and those after it that send
+    nothing and read nothing else that would have to be saved, such as the addition of a bias.
 
-    What an operator that communicates inside keeps may come before or after it does, so it is not
-    last.
+    An operator that communicates inside cannot be the last one, as the rerun may stop before or
+    after its communication, depending on when it saves its last tensor.
     """
     end = len(run.ops)
     while end and (
@@ -175,10 +174,10 @@ def _trimmed(run: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
 def assign_recomputed_transfers(
     segments: Sequence[Segment], transfers: OperatorTransfers, decisions: Decisions
 ) -> None:
-    """Lets segments make transfers again, by their `segment`.
+    """Marks the transfers that segments repeat, by setting their `segment`.
 
-    A value from outside is kept where it is smallest on its way in: a gather is made again, a sum
-    is not. Parameters are gathered once, unless optimizer parallel frees them (`level3`).
+    A value from outside is saved where it is smallest on its route: gathers are repeated,
+    reductions are not. Parameters are gathered once, unless ZeRO frees them (`level3`).
     """
     frees = decisions.sharding is not None and decisions.sharding.level == "level3"
     for segment in segments:
@@ -200,8 +199,8 @@ def assign_recomputed_transfers(
 
 
 def _smallest(route: Sequence[Transfer], segment: Segment) -> int:
-    """How many transfers on the way of a value from outside are made once: up to the last that
-    sends something and leaves the value no larger than it was."""
+    """Number of leading transfers of an outside value that are not repeated: up to the last that
+    sends data and leaves the value no larger than it was."""
     first = route[0].before if route else None
     if not route or (first is not None and first.segment == segment.name):
         return 0

@@ -1,7 +1,7 @@
-"""The pipeline schedules, one entry each: all that the rest of the package knows of them.
+"""Registry of pipeline schedules.
 
 To add a schedule of `torch.distributed.pipelining`, add its `ScheduleSpec` here. The order of its
-actions, and with it the timeline and the activations alive, are read from PyTorch's class.
+passes, from which timeline and live activations follow, is read from PyTorch's class.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ TorchSchedule = type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """One pipeline schedule.
+    """A pipeline schedule.
 
     Args:
-        name: as users write it.
-        torch_name: of the class in `torch.distributed.pipelining.schedules`.
-        min_chunks, max_chunks: how many chunks of the model a stage owns; None is any number.
-        v_shaped: whether chunks go down the stages and come back up, 0 1 1 0, instead of starting
-            again at the first one, 0 1 0 1.
-        equal_rounds: whether micro-batches come in rounds of equal size, about one micro-batch of
-            a round for each stage.
-        splits_backward: whether a backward pass runs in two parts, the gradients of a chunk's
-            inputs before those of its parameters.
-        reuses_messages: whether one message buffer in each direction serves all micro-batches.
-        fallback: the schedule that runs a batch of fewer micro-batches than stages, where this one
-            cannot.
-        interleaved: the schedule that does the same with several chunks a stage, if there is one.
+        name: name in options.
+        torch_name: name of the class in `torch.distributed.pipelining.schedules`.
+        min_chunks, max_chunks: number of chunks per stage; a `max_chunks` of None is no limit.
+        v_shaped: whether chunks are placed on stages 0 1 1 0 instead of 0 1 0 1.
+        equal_rounds: whether the number of micro-batches must divide into equal rounds of about
+            one micro-batch per stage.
+        splits_backward: whether the backward pass is split into gradients of inputs and of
+            parameters.
+        reuses_messages: whether all micro-batches share one message buffer per direction.
+        fallback: schedule for fewer micro-batches than stages, if this one cannot run them.
+        interleaved: counterpart with several chunks per stage.
     """
 
     name: str
@@ -54,24 +52,24 @@ class ScheduleSpec:
 
     @property
     def valid_chunks(self) -> str:
-        """The numbers of chunks that `allows_chunks`, in words."""
+        """Valid numbers of chunks per stage, for errors."""
         return f"{self.min_chunks}" + (" or more" if self.max_chunks is None else "")
 
     def allows_chunks(self, chunks: int) -> bool:
         return self.min_chunks <= chunks and (self.max_chunks is None or chunks <= self.max_chunks)
 
     def stage_of(self, chunk: int, stages: int) -> int:
-        """The stage that owns chunk number `chunk`, counted through the whole model."""
+        """Stage of chunk `chunk`, numbered in model order."""
         turn, place = divmod(chunk, stages)
         return stages - 1 - place if self.v_shaped and turn % 2 else place
 
     def can_run(self, micro_batches: int, stages: int) -> bool:
-        """Whether micro-batches can be divided into rounds as the schedule needs them."""
+        """Whether the schedule can run this number of micro-batches."""
         rounds = max(1, micro_batches // stages)
         return not self.equal_rounds or micro_batches % rounds == 0
 
     def torch_class(self, micro_batches: int, stages: int) -> TorchSchedule:
-        """PyTorch's class that runs so many micro-batches."""
+        """PyTorch's schedule class for a number of micro-batches."""
         if self.fallback is not None and micro_batches < stages:
             return SCHEDULES[self.fallback].torch_class(micro_batches, stages)
         schedule_class: TorchSchedule = getattr(torch_schedules, self.torch_name)
@@ -115,17 +113,17 @@ SCHEDULES = {
         ),
     )
 }
-"""By name, the default first."""
+"""Schedules by name, the default first."""
 
 
 def schedule_spec(name: str, argument: str = "schedule") -> ScheduleSpec:
-    """The schedule called `name`.
+    """Looks up a schedule.
 
     Args:
-        argument: what the user calls it.
+        argument: name of the option for errors.
 
     Raises:
-        StrategyError: if there is none; lists the names.
+        StrategyError: if the schedule is unknown; lists the valid names.
     """
     if name not in SCHEDULES:
         raise StrategyError(f"{argument}={name!r}: valid are {', '.join(SCHEDULES)}")

@@ -1,4 +1,4 @@
-"""One redistribution step on the way of a value from where it is made to where it is read."""
+"""A transfer: one redistribution step of a value between its producer and its consumers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from shardwright.core.layout.redistribution import RedistributionStep
 
 @dataclass(eq=False)
 class Transfer:
-    """One redistribution step of a value, made once for all its consumers.
+    """One redistribution step of a value, shared by all its consumers.
 
     Args:
-        before: the transfer whose result this one converts; None if it starts at the value itself.
-        trained: whether a gradient of the graph's `trained` outputs comes back through it.
-        segment: with which operators it is made again in the backward pass, if it is.
-        again: whether that backward pass is one of the `trained` outputs.
+        before: the transfer whose result it converts; None if it converts the value itself.
+        trained: whether a gradient flows through it when the graph's `trained` outputs are
+            differentiated.
+        segment: recomputed segment that repeats it in the backward pass; None if it is not
+            repeated.
+        again: whether it is repeated when the `trained` outputs are differentiated.
     """
 
     value: Value
@@ -34,7 +36,7 @@ class Transfer:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes that one device sends for the gradient, and to make it again."""
+        """Bytes that one device sends in the backward pass: for the gradient, and to repeat it."""
         again = self.forward_bytes if self.again else 0
         if not self.trained:
             return again
