@@ -1,8 +1,8 @@
-"""Python source text, line by line: what a program prints is what it runs.
+"""Generates Python source line by line; the text that a program prints is the text that runs.
 
 Names of operators, axes and segments may come from a file. Only their letters, digits and
-underscores become part of a name in the text, and a comment is one line, so that no file can put
-code into a program.
+underscores become part of identifiers, and comments are kept on one line, so that no file can
+inject code into a program.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from shardwright.core.graph.graph import Value
 from shardwright.core.runtime.collective_errors import TEXT
 
 NAMED_RANGE = "named_range"
-"""What puts a line into a range of a trace."""
+"""Name of the context manager that marks a line in profiler traces."""
 
 Again = Callable[..., Any]
-"""Runs a function with its arguments, and lets the backward pass run it again."""
+"""Runs a function so that the backward pass reruns it, such as `torch.utils.checkpoint`."""
 
 
 @dataclass
 class Source:
-    """A function under construction.
+    """Source of a function under construction.
 
     Args:
-        scope: what its text refers to besides its arguments: operators, redistributions, constants.
+        scope: global names of the text: operators, redistributions, constants.
     """
 
     scope: dict[str, Any] = field(default_factory=lambda: {"torch": torch, "aten": torch.ops.aten})
@@ -39,7 +39,7 @@ class Source:
     _taken: set[str] = field(default_factory=set)
 
     def name(self, wanted: str) -> str:
-        """A variable name that is not taken: `layers.0.mlp` → `layers_0_mlp`."""
+        """Reserves an unused variable name: `layers.0.mlp` → `layers_0_mlp`."""
         stem = re.sub(r"\W+", "_", wanted).strip("_") or "value"
         if stem[0].isdigit() or keyword.iskeyword(stem):
             stem = f"_{stem}"
@@ -50,7 +50,7 @@ class Source:
         return found
 
     def refer(self, wanted: str, thing: Any) -> str:
-        """The name under which the text reaches `thing`; one name for one thing."""
+        """Adds an object to the scope and returns its name; the same name for the same object."""
         wanted = re.sub(r"\W+", "_", wanted)
         for number in range(len(self.scope) + 1):
             found = wanted if number == 0 else f"{wanted}_{number}"
@@ -76,18 +76,18 @@ class Source:
         self.lines.append(line)
 
     def nested(self, outputs: Sequence[str], again: Again) -> list[Line]:
-        """The lines of the function, those of segments in functions inside.
+        """Lines of the function, with each recomputed segment as an inner function.
 
         Args:
-            outputs: the variables that it returns.
-            again: runs the functions inside, so that the backward pass can run them again.
+            outputs: variables that the function returns.
+            again: runs the inner functions so that the backward pass reruns them.
         """
         if all(line.segment is None for line in self.lines):
             return self.lines
         return nested(self.lines, outputs, self.name, self.refer(again.__name__, again))
 
     def compile(self, text: str, name: str) -> Callable[..., Any]:
-        """The function `name` that `text` defines."""
+        """Compiles `text` and returns the function `name` that it defines."""
         scope = {**self.scope, TEXT: text}
         exec(compile(text, f"<{name}>", "exec"), scope)
         function: Callable[..., Any] = scope[name]
@@ -95,7 +95,7 @@ class Source:
 
 
 def expression(argument: Any, variable: Callable[[Value], str]) -> str:
-    """An argument of an operator as Python text, values as their variables."""
+    """Writes an argument of an operator as Python text, with `variable` for graph values."""
     if isinstance(argument, Value):
         return variable(argument)
     if isinstance(argument, list):
@@ -115,11 +115,11 @@ class Line:
     """One statement `names = expression`.
 
     Args:
-        reads: the variables in the expression.
-        unpack: whether the expression gives a sequence, one for each name.
-        segment: the name of the segment that it is computed again with, if it is.
-        function, body: of a call of a function inside the program, its name and its lines.
-        label: the name of its range in a trace of a profiler; empty without one.
+        reads: variables in the expression.
+        unpack: whether the expression returns a sequence with an element for each name.
+        segment: recomputed segment that it belongs to; None if it belongs to none.
+        function, body: name and lines of the inner function that the line defines and calls.
+        label: name of its range in profiler traces; empty for none.
     """
 
     names: tuple[str, ...]
@@ -140,8 +140,8 @@ class Line:
 
 
 def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]:
-    """The text of a function's body. Variables that it makes are deleted after their last use,
-    except the `outputs`, so that eager execution holds no activation longer than autograd does."""
+    """Writes the body of a function. Variables other than the `outputs` are deleted after last use,
+    so that eager execution keeps no activation alive longer than autograd does."""
     assigned = {name for line in lines for name in line.names}
     last = {name: i for i, line in enumerate(lines) for name in (*line.reads, *line.names)}
     for number, line in enumerate(lines):
@@ -159,15 +159,14 @@ def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]
 def nested(
     lines: Sequence[Line], outputs: Collection[str], name: Callable[[str], str], call: str
 ) -> list[Line]:
-    """The lines of each segment joined to one that calls a function of them.
+    """Replaces the lines of each segment by one that calls an inner function of them.
 
-    Lines between those of a segment that are not of it go before it, or after it if they read what
-    it makes.
+    Other lines between those of a segment move before it, or after it if they depend on it.
 
     Args:
         outputs: variables that are read after the last line.
-        name: gives a name like the given one that is not taken.
-        call: what runs a function and lets the backward pass run it again.
+        name: reserves an unused name.
+        call: name of the function that runs inner functions so that the backward pass reruns them.
     """
     last = {line.segment: number for number, line in enumerate(lines)}
     readers: dict[str, set[str | None]] = {n: {None} for n in outputs}
@@ -190,7 +189,7 @@ def nested(
 
 
 def _apart(lines: Sequence[Line], segment: str) -> tuple[list[Line], list[Line], list[Line]]:
-    """Those that come before a segment, its own, and those that read what it makes."""
+    """Lines to emit before a segment, those of the segment, and those that depend on it."""
     before: list[Line] = []
     inside: list[Line] = []
     after: list[Line] = []
@@ -211,10 +210,10 @@ def _apart(lines: Sequence[Line], segment: str) -> tuple[list[Line], list[Line],
 def _joined(
     inside: Sequence[Line], readers: Mapping[str, set[str | None]], function: str, call: str
 ) -> Line:
-    """One line that calls a function of all those inside.
+    """Line that defines and calls a function of the lines `inside`.
 
     Args:
-        readers: by variable the segments that read it, None for what is in none.
+        readers: segments that read each variable; None stands for lines outside of all segments.
     """
     own = {inside[0].segment}
     assigned = dict.fromkeys(n for line in inside for n in line.names)

@@ -1,4 +1,4 @@
-"""The lines of a program that bring parameters from storage to use."""
+"""Emits the lines of a program that gather parameters and reduce their gradients in buckets."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ from shardwright.core.runtime.regather import BackwardRegather
 
 @dataclass
 class BucketLines:
-    """Writes them: the gather of each is started just before the one before it is waited for, and
-    each is finished at its first use. Buckets whose gradients are summed over replicas enter at the
-    top, so that they are waited for last; the others just before their gather is started: once
-    their gradients are reduced and scattered, nothing is left to wait for, and they are handed out.
+    """Emits the lines of buckets.
 
-    In a program of unsharded parameters, buckets that are reduced once a step are not there: their
-    members come as they are used. The others (`level2`) come gathered, and only their gradients go
-    through it.
+    The gather of a bucket starts before the previous one is finished, and finishes at its first
+    use. Buckets whose gradients are all-reduced over replicas enter at the top of the program, so
+    that the backward pass, in reverse order, waits for them last. Others enter just before their
+    gather starts: after the reduce-scatter nothing is left to wait for, and their gradients are
+    passed on at once.
+
+    A program of unsharded parameters has no buckets that are reduced once per step: it reads their
+    members in the layout in which they are used. Those of `level2` it reads gathered, and only
+    their gradients go through the bucket.
     """
 
     flow: Communication
@@ -58,7 +61,7 @@ class BucketLines:
             self.again = BackwardRegather()
 
     def enter(self) -> None:
-        """The first lines of a program: gradients of later ones are complete before theirs."""
+        """Emits the first lines of a program, whose backward runs last."""
         for bound in self._here:
             if not bound.bucket.gathers or bound.replicas is not None:
                 self._enter(bound)
@@ -68,7 +71,7 @@ class BucketLines:
 
     @cached_property
     def _here(self) -> tuple[BoundBucket, ...]:
-        """The buckets of this program."""
+        """Buckets that this program gathers or reduces itself."""
         return tuple(each for each in self.bound if self._is_here(each.bucket))
 
     def _is_here(self, bucket: Bucket) -> bool:
@@ -83,8 +86,7 @@ class BucketLines:
         return name
 
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
-        """The variable of a parameter behind the steps of its route that a bucket makes; None if
-        none does."""
+        """Variable of a parameter after the steps that its bucket makes; None without a bucket."""
         length = bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
         if not length:
             return None
@@ -130,7 +132,7 @@ class BucketLines:
         self._members.update(zip(bucket.members, names, strict=True))
 
     def _next(self, bucket: Bucket) -> Bucket | None:
-        """The bucket that is gathered next: its gather is started before this one is waited for."""
+        """The bucket to prefetch: the next one that is gathered ahead of use."""
         if bucket.segment is not None:
             return None
         later = (b.bucket for b in self._here if b.bucket.number > bucket.number)
@@ -138,22 +140,22 @@ class BucketLines:
 
 
 def _is_ahead(bucket: Bucket) -> bool:
-    """Whether it is gathered before it is used, and not where an operator is computed again."""
+    """Whether a bucket can be prefetched; one inside a recomputed segment is gathered there."""
     return bucket.gathers and bucket.segment is None
 
 
 def used_name(member: Member) -> str:
-    """Under which a program of unsharded parameters reads a member as it is used."""
+    """Key of a member in the layout in which it is used, in `UnshardedParameters.tensors`."""
     return f"{member.name} as used"
 
 
 def cast_name(value: Value) -> str:
-    """Under which a program of unsharded parameters reads one that needs no bucket, but a cast."""
+    """Key of a cast parameter without a bucket, in `UnshardedParameters.tensors`."""
     return f"{value.name} as {str(value.dtype).removeprefix('torch.')}"
 
 
 def held_name(bucket: Bucket) -> str:
-    """Under which a program of unsharded parameters reads all members of a gathered bucket."""
+    """Key of all members of a gathered `level2` bucket, in `UnshardedParameters.tensors`."""
     return f"bucket {bucket.number}"
 
 

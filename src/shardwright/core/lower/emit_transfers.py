@@ -1,4 +1,4 @@
-"""The lines of a program that redistribute values."""
+"""Emits the lines of a program that redistribute values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shardwright.core.runtime.overlap import DelayGradient, FinishCollective, St
 
 @dataclass
 class TransferLines:
-    """Writes them: one line for each, or two where something is computed while it is under way.
+    """Emits one line per transfer, or start and finish lines if it overlaps computation.
 
     Args:
-        overlaps: the transfers with two lines.
-        pending: the transfer of the loss that is started only, if one is.
-        weight: gives the variable of a linear layer's weight.
-        delayed: the variables of weights whose gradients are delayed, by their linear layers.
+        overlaps: transfers with separate start and finish.
+        pending: transfer of the loss that is started but not finished, if any.
+        weight: returns the variable of a linear layer's weight.
+        delayed: variables of weights whose gradients are delayed, by linear layer.
     """
 
     flow: Communication
@@ -46,12 +46,12 @@ class TransferLines:
                 self._early.setdefault(transfer.value, []).append(transfer)
 
     def start(self, value: Value, name: str) -> None:
-        """Starts those of a value that has just been made."""
+        """Emits the start of overlapped transfers of a value that was just computed."""
         for transfer in self._early.get(value, ()):
             self._start(transfer, name)
 
     def convert(self, name: str, route: Sequence[Transfer]) -> str:
-        """The variable at the end of a route that begins with the variable `name`."""
+        """Emits the transfers of a route from the variable `name`; returns the last variable."""
         for transfer in route:
             if transfer not in self._converted:
                 self._converted[transfer] = self._convert(transfer, name)
@@ -74,7 +74,7 @@ class TransferLines:
         self._started[transfer] = self._line(transfer, "start", function, before)
 
     def _delay(self, op: Op, transfer: Transfer) -> None:
-        """Has the gradient of a linear layer's weight computed here in the backward pass."""
+        """Emits the point at which the backward pass computes a linear layer's weight gradient."""
         weight = self.weight(op)
         shape = self.flow.initial_layouts[op.output].shard_shape(op.output.shape)
         x_shape = self.flow.input_layouts[op.name][0].shard_shape(op.inputs[0].shape)
@@ -103,7 +103,7 @@ class TransferLines:
         return self._bound.setdefault((half, id(function)), half(function))
 
     def _function(self, transfer: Transfer) -> BoundCollective:
-        """What carries it out; one for all that are alike."""
+        """Function that executes a transfer, shared by transfers with equal steps."""
         step, pending = transfer.step, transfer is self.pending
         key: tuple[Any, ...] = (pending, step.kind, step.axes, step.dim, step.to_dim, step.backward)
         if step.spec.pattern == "point_to_point":

@@ -1,4 +1,4 @@
-"""What computes each operator on local tensors."""
+"""Kernels: the functions that compute operators on local tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 @dataclass
 class Kernels:
-    """The kernels of the operators of a program, each made once."""
+    """Cache of the kernels of a program's operators."""
 
     devices: Devices
     cuts: Mapping[str, Cuts]
@@ -30,7 +30,8 @@ class Kernels:
     _kernels: dict[Op, Callable[..., Any]] = field(default_factory=dict)
 
     def of(self, op: Op) -> Callable[..., Any]:
-        """The kernel that the rule of `op` asks for where it is cut, else its own target."""
+        """Kernel of `op`: that of its rule if the operator is sharded and the rule has one, else
+        its own target."""
         if op not in self._kernels:
             self._kernels[op] = op.target
             rule, cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
@@ -41,7 +42,8 @@ class Kernels:
         return self._kernels[op]
 
     def _user_code(self, op: Op, name: str) -> Callable[..., Any]:
-        """The kernel of a `local_map`, whose results must be equal where it is not cut."""
+        """Kernel of a `local_map`. On axes that do not shard it, ranks must return equal results,
+        which `EqualReplicas` checks."""
         function, matrix = self._kernels[op], self.devices.layout.device_matrix
         cut = {axis for axes in self.cuts.get(op.name, {}).values() for axis in axes}
         axes = tuple(axis for axis in range(len(matrix)) if axis not in cut)
@@ -70,7 +72,7 @@ class Kernels:
 
 
 def returns_many(op: Op) -> bool:
-    """Whether the target returns a sequence of tensors, be it of one."""
+    """Whether the target returns a sequence of tensors, possibly with a single element."""
     if isinstance(op.target, OpOverload):
         returns = schema_of(op.target).returns
         return len(returns) > 1 or str(returns[0].type) == "List[Tensor]"
@@ -78,7 +80,7 @@ def returns_many(op: Op) -> bool:
 
 
 def leaves_out_results(op: Op) -> bool:
-    """Whether it returns None in the place of a tensor, as a backward operator does for an input
+    """Whether the target returns None for some tensors, as a backward operator does for an input
     that needs no gradient."""
     if not isinstance(op.target, OpOverload):
         return False
@@ -87,5 +89,5 @@ def leaves_out_results(op: Op) -> bool:
 
 
 def made_results(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """What it returns besides None."""
+    """Runs a function and drops the Nones from its results."""
     return tuple(result for result in function(*args, **kwargs) if result is not None)

@@ -1,7 +1,7 @@
-"""From graph and plan to the program that one rank runs.
+"""Lowers a chunk to the program of one rank.
 
-The program is plain Python text over local tensors: local operators as they stand in the graph, and
-redistributions wherever a value is read in another layout than it was produced in.
+The program is Python text over local tensors: the operators of the graph in order, and a
+redistribution wherever a value is read in another layout than it was produced in.
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ HEADER = "def program(parameters, buffers, inputs, seed):"
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank runs.
+    """The program of one rank.
 
     Args:
-        source: its text.
-        function: the compiled text.
-        communication: all redistributions in it.
-        parameters: those that the graph reads.
-        buckets: those of `communication`, bound to the devices.
-        unsharded: whether parameters are read as `UnshardedParameters` hand them out.
-        casts: the parameters of an unsharded program that it reads as stored, but for their dtype.
-        again: what the backward pass gathers again; None if nothing.
-        by_region: gives the function with its equal blocks compiled; None if it has none.
+        source: Python text.
+        function: function compiled from it.
+        communication: redistributions in it.
+        parameters: parameters that the graph reads.
+        buckets: buckets of `communication`, bound to this rank's process groups.
+        unsharded: whether it reads parameters from `UnshardedParameters` instead of gathering them.
+        casts: parameters that an unsharded program reads without a bucket, but in another dtype.
+        again: gathers that the backward pass repeats; None if there are none.
+        by_region: returns the function with its repeated blocks compiled once; None without
+            repeated blocks.
     """
 
     source: str
@@ -78,7 +79,7 @@ class Program:
     by_region: Callable[[Compiler], Callable[..., Any] | None] = lambda compiler: None
 
     def compiled(self, compiler: Compiler, regional: bool) -> Program:
-        """The program, or its equal blocks as one function, as `compiler` makes it."""
+        """Compiles the program; with `regional`, its repeated blocks once as one function."""
         function = self.by_region(compiler) if regional else None
         return replace(self, function=function or compiler(self.function))
 
@@ -89,18 +90,18 @@ class Program:
         inputs: Sequence[Any],
         seed: int = 0,
     ) -> tuple[list[Any], list[Tensor]]:
-        """Runs on local tensors.
+        """Runs the program on local tensors.
 
         Args:
-            parameters: this rank's shards, as the plan stores them; if the program is `unsharded`,
-                what `UnshardedParameters.tensors` gives.
-            buffers: whole.
-            inputs: the leaves of the call's arguments, tensors whole.
-            seed: of the random operators; the same on every rank, another one for each step.
+            parameters: this rank's shards in the plan's storage layout; for an `unsharded` program,
+                the result of `UnshardedParameters.tensors`.
+            buffers: unsharded buffers.
+            inputs: leaves of the call's arguments, with unsharded tensors.
+            seed: seed of random operators; the same on all ranks, another one in each step.
 
         Returns:
-            The leaves of the model's outputs, and the new values of the graph's `updates`, as the
-            old ones lie.
+            The leaves of the model's outputs, and the new values of the graph's `updates`, in the
+            layouts of the old ones.
         """
         if self.again is None or not torch.is_grad_enabled():
             return self.function(parameters, buffers, inputs, seed)
@@ -114,13 +115,13 @@ class Program:
 def lower(
     chunk: Chunk, devices: Devices, unsharded: bool = False, pending_loss: bool = False
 ) -> Program:
-    """The program of this rank for `chunk`, split as decided.
+    """Lowers `chunk` to the program of this rank.
 
     Args:
-        unsharded: whether the program reads parameters that `UnshardedParameters` keep through the
-            micro-batches of a step, instead of bringing them from storage to use by itself.
-        pending_loss: whether the sum of the loss over the devices is only started, as its gradient
-            does not need it; it must be waited for before it is read (`collectives.wait`).
+        unsharded: whether the program reads parameters that `UnshardedParameters` keeps over the
+            micro-batches of a step, instead of gathering them itself.
+        pending_loss: whether the all-reduce of the loss is started but not finished, as the
+            backward pass does not need it; call `collectives.wait` before reading the loss.
     """
     return _Lowering(chunk, devices, unsharded, pending_loss).program()
 
@@ -207,8 +208,8 @@ class _Lowering:
         )
 
     def _again(self) -> Callable[..., Any]:
-        """What runs operators that are computed again: on one device, random ones draw from
-        PyTorch's own generator."""
+        """Function that runs recomputed segments. On one device, random operators draw from torch's
+        generator, whose state it has to restore; on several, each draw has its own seed."""
         if self.devices.several:
             return recompute_segment
         again = (self.graph.by_name[name] for name in self.flow.segment_of)
@@ -217,13 +218,13 @@ class _Lowering:
     # Values
 
     def _variable(self, value: Value) -> str:
-        """The variable that holds `value` as it is made, stored or given."""
+        """Variable that holds `value` in its initial layout."""
         if value not in self.variables:
             name = self.variables[value] = self.source.name(value.name)
             is_cast = value.dtype != value.stored_dtype
             cast = f".to({value.dtype})" if is_cast else ""
             if value in self.flow.update_routes and value in self.read_after_update:
-                # The backward pass, or who called, reads it after it has its new value.
+                # The old value is read after the update: by the backward pass, or by the caller.
                 cast = ".clone()"
             if value.kind is Kind.PARAMETER and self.unsharded and is_cast:
                 self.casts.append(value)
@@ -242,7 +243,7 @@ class _Lowering:
         return self.variables[value]
 
     def _converted(self, value: Value, route: Sequence[Transfer]) -> str:
-        """The variable that holds `value` at the end of `route`."""
+        """Variable that holds `value` after the transfers of `route`."""
         name = self.buckets.member(value, route)
         if name is None:
             name = self._variable(value)
@@ -251,7 +252,7 @@ class _Lowering:
         return self.transfers.convert(name, route)
 
     def _pending_loss(self) -> Transfer | None:
-        """The all-reduce of the loss, if it is only started."""
+        """The all-reduce of the loss that is not finished in the program, if there is one."""
         loss = self.graph.loss
         if not self.pending_loss or loss is None or self.graph.consumers[loss]:
             return None
@@ -264,8 +265,8 @@ class _Lowering:
     # Operators
 
     def _start_ahead(self) -> set[Op]:
-        """Starts kernels of two halves as soon as the inputs are there, if the first half needs no
-        more. Returns the operators that this took."""
+        """Emits the first halves of two-phase kernels at the top of the program, where they depend
+        on inputs only, so that no device waits for others there. Returns the operators emitted."""
         early: set[Op] = set()
         for op in self.graph.ops:
             kernel = self.kernels.of(op)
@@ -335,7 +336,7 @@ class _Lowering:
         return segment.name if segment is not None else None
 
     def _arguments(self, op: Op, rule: ShardingRule | None) -> tuple[list[Any], dict[str, Any]]:
-        """The operator's own arguments, sizes of its output made local."""
+        """Arguments of the operator, with output sizes replaced by local sizes."""
         args, kwargs = list(op.args), dict(op.kwargs)
         if rule is not None and rule.sizes is not None:
             args[rule.sizes] = list(
@@ -346,7 +347,7 @@ class _Lowering:
         return args, kwargs
 
     def _function(self, op: Op, rule: ShardingRule | None) -> str:
-        """The name of what computes `op` on local tensors."""
+        """Name of the function that computes `op` on local tensors."""
         function = self.kernels.of(op)
         if op in self.started:
             assert isinstance(function, TwoPhaseKernel)
@@ -383,7 +384,8 @@ class _Lowering:
         ]
         return f"{op.name}: {', '.join(cuts)}" if cuts else op.name
 
-    # A bias that was split from its operator is given back to it where nothing lies between.
+    # Capture splits biases from linear layers, as a bias must be added to a partial sum only once.
+    # Where no redistribution lies between, the two are merged again into one kernel.
 
     def _waits_for_bias(self, op: Op) -> bool:
         if op.target is not aten.linear.default or len(op.inputs) != 2:
@@ -405,7 +407,7 @@ class _Lowering:
         )
 
     def _reads(self, layer: Op) -> list[str]:
-        """The variables that it reads; they come before those of its bias."""
+        """Emits the inputs of a linear layer before those of its bias; returns their variables."""
         return [
             self._converted(value, self.flow.routes[layer.name, index])
             for index, value in enumerate(layer.inputs)

@@ -1,4 +1,5 @@
-"""Equal blocks of a program as calls of one function, which `torch.compile` compiles once."""
+"""Regional compilation: repeated blocks of a program become calls of one function, which
+`torch.compile` compiles once."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ from shardwright.core.lower.emit import Line, Source, write_body
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 REGION = "region"
-"""What the function is called in the program."""
+"""Name of the function of a block in the program."""
 
 _VARIABLE = re.compile(r"(?<![\w.'])[A-Za-z_]\w*(?!=)\b")
 _BRINGS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|hold|finish)_\d+\(")
-"""What brings parameters, buffers and inputs to use."""
+"""Expressions that read or gather parameters, buffers and inputs."""
 
 
 @dataclass(frozen=True)
 class Regions:
-    """A program with equal blocks.
+    """A program whose repeated blocks are calls of one function.
 
     Args:
-        lines: of the program, each block a call of `REGION`.
-        body: of the function.
-        arguments, returns: its variables.
+        lines: lines of the program, with a call of `REGION` for each block.
+        body: lines of the function.
+        arguments, returns: parameters and returned variables of the function.
     """
 
     lines: list[Line]
@@ -37,9 +38,9 @@ class Regions:
 
 
 def regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
-    """The equal blocks that make up most of a program; None if there are none.
+    """Finds the repeated blocks that make up most of a program; None without any.
 
-    What brings parameters to use differs from block to block, and stands before its block.
+    Lines that read or gather parameters differ from block to block, and are moved before the block.
 
     Args:
         outputs: variables that are read after the last line.
@@ -79,11 +80,11 @@ def regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
 def compile_regions(
     source: Source, lines: Sequence[Line], ends: tuple[str, str], compiler: Compiler
 ) -> Callable[..., Any] | None:
-    """Compiles a program with its repeated blocks as one function; None if no blocks repeat.
+    """Compiles the repeated blocks of a program as one function; None if no blocks repeat.
 
     Args:
-        lines: of the program.
-        ends: its header, and what it returns.
+        lines: lines of the program.
+        ends: its header, and the expression that it returns.
     """
     header, returns = ends
     split = regions(lines, set(_VARIABLE.findall(returns)))
@@ -109,8 +110,8 @@ def _arguments(block: Sequence[Line]) -> tuple[str, ...]:
 
 
 def _longest(lines: Sequence[Line]) -> tuple[int, int, int] | None:
-    """Length of a block, its first line and the number of lines of the longest stretch in which
-    each line is like that of the block before; the shortest blocks of those."""
+    """(block length, first line, number of lines) of the longest range in which each line equals
+    the one a block length before, up to variable names; of several, the one of shortest blocks."""
     numbers: dict[str, int] = {}
     kinds = [numbers.setdefault(_kind(line), len(numbers)) for line in lines]
     best: tuple[int, int, int] | None = None
@@ -131,7 +132,7 @@ def _longest(lines: Sequence[Line]) -> tuple[int, int, int] | None:
 def _aligned(
     lines: Sequence[Line], length: int, start: int, covered: int
 ) -> Iterator[tuple[int, int, int]]:
-    """For each line at which blocks can begin how many are equal from there on."""
+    """(block length, first line, number of blocks) for each possible first line of equal blocks."""
     for first in range(start, start + length):
         count, wanted = 0, _canonical(lines[first : first + length])
         while first + (count + 1) * length <= start + covered:
@@ -146,7 +147,7 @@ def _aligned(
 def _returned(
     lines: Sequence[Line], way: tuple[int, int, int], outputs: Collection[str]
 ) -> list[tuple[int, int]]:
-    """Line and position of the variables of a block that any block hands on."""
+    """(line in the block, position in its names) of variables that are read after their block."""
     length, first, count = way
     places: dict[tuple[int, int], None] = {}
     read_by: dict[str, list[int]] = {}
@@ -166,19 +167,19 @@ def _variables(line: Line) -> Iterator[str]:
 
 
 def _kind(line: Line) -> str:
-    """A line without the names of its variables."""
+    """Text of a line with all variables as `_`."""
     return _renamed(line, dict.fromkeys(_variables(line), "_"))
 
 
 def _canonical(block: Sequence[Line]) -> list[str]:
-    """A block with variables numbered as they appear."""
+    """Text of a block with variables numbered in order of first appearance."""
     names = dict.fromkeys(chain(*map(_variables, block)))
     numbered = {name: f"v{number}" for number, name in enumerate(names)}
     return [_renamed(line, numbered) for line in block]
 
 
 def _renamed(line: Line, names: Mapping[str, str]) -> str:
-    """The text of a line, with that of a function inside, under other names."""
+    """Text of a line and of its inner function, with variables renamed."""
     text = line.text.replace(line.function, "inner") if line.function else line.text
     own = _VARIABLE.sub(lambda name: names.get(name[0], name[0]), text)
     return "\n".join((own, *(_renamed(inner, names) for inner in line.body)))

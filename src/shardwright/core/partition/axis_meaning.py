@@ -1,20 +1,20 @@
-"""What the axes of a device matrix are for, and the names that say so.
+"""Names mesh axes by the kind of parallelism that they serve.
 
-Every dimension of every tensor is traced to where it comes from: the batch of the model's inputs,
-another dimension of them (a *position*), a parameter, or a *feature*: a dimension of an activation
-that a parameter brought in. Where an operator cuts a factor over an axis, it cuts dimensions of one
-of these meanings:
+Each tensor dimension is traced to its origin: the batch of the model's inputs, another input
+dimension (a *position*), a parameter, or a *feature*, a dimension of an activation that a parameter
+introduced. The axis over which an operator cuts a factor is named after the origin of its
+dimensions:
 
-| name of the axis | what is cut over it |
+| name of the axis | what is sharded over it |
 |---|---|
 | `dp` | the batch alone |
 | `fsdp` | the batch alone, and parameters are stored in shards over it |
 | `sp` | positions, and perhaps features: attention heads between two all-to-alls |
 | `tp` | parameters, and perhaps features and positions, never the batch |
-| `ep` | experts, whatever else is cut over it |
+| `ep` | experts, and anything else |
 
-Storage alone gives an axis no meaning. An axis over which another mixture is cut, or nothing, is
-called by its letter; several of one meaning are numbered.
+Storage alone does not name an axis. An axis with any other mixture, or that shards nothing, keeps
+its letter; several axes with the same name are numbered.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from shardwright.core.rules.rule import Dims, ShardingRule
 
 
 class Meaning(Enum):
-    """Where a dimension of a tensor comes from; of a factor that several tensors carry, the first
-    of these that one of them says."""
+    """Origin of a tensor dimension. A factor carried by several tensors has the first of these
+    among their origins."""
 
     BATCH = auto()
     POSITION = auto()
@@ -44,7 +44,7 @@ class Meaning(Enum):
 
 
 Meanings = tuple[Meaning | None, ...]
-"""Of each dimension of a tensor; None for one that the model made of nothing, such as a mask's."""
+"""Meaning of each dimension of a tensor; None for one created in the model, such as a mask's."""
 
 
 def name_axes(graph: Graph, axes: int, decisions: Decisions) -> tuple[str, ...]:
@@ -184,7 +184,7 @@ class _Trace:
                 if not any(factor in dims for dims in rule.outputs):
                     meanings.discard(Meaning.POSITION)
                 elif of_data == {None}:
-                    # The parameter is combined with data whose meaning is not known yet and decides.
+                    # It takes the meaning of the data that it is combined with, not known yet.
                     meanings.discard(Meaning.PARAMETER)
             known = [each.value for each in meanings if each is not None]
             if known:
