@@ -1,4 +1,4 @@
-"""Shardwright takes an ordinary PyTorch model, decides how every operator is split over N devices,
+"""Shardwright decides how every operator of an ordinary PyTorch model is sharded over N devices,
 and trains it there.
 
 >>> import shardwright as sw
@@ -14,13 +14,15 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+# The names and their modules are in the stub, which type checkers read. A name is imported at its
+# first use: `import shardwright` must not import torch, which takes seconds.
 _SOURCES = {
     alias.asname or alias.name: (node.module or "", alias.name)
     for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
-"""Module and name there of each public name: what type checkers read is what is loaded."""
+"""For each public name, its module and its name there."""
 
 __all__ = sorted(_SOURCES)
 
@@ -32,7 +34,7 @@ def __getattr__(name: str) -> Any:
     if name in _SOURCES:
         module, source = _SOURCES[name]
         value = getattr(import_module(module), source, None)
-        if value is None:  # A module, such as `rules`.
+        if value is None:  # The name is a module, such as `rules`.
             value = import_module(f"{module}.{source}")
         globals()[name] = value
         return value

@@ -1,7 +1,7 @@
-"""Text, JSON and YAML that people write: plain data of bounded size, or one error that says where.
+"""Reads text, JSON and YAML files as plain data of bounded size; errors name the file and the key.
 
-What is read holds only mappings, lists, texts, booleans, null and numbers of at most 64 bits, so
-that whatever reads it further can compare, copy and print all of it.
+Plain data are mappings, lists, strings, booleans, null and numbers of at most 64 bits, which
+callers can compare, copy and print without further checks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ import yaml
 
 from shardwright.errors import ShardwrightError
 
-ErrorKind = type[ShardwrightError]
+ErrorType = type[ShardwrightError]
 
 MAX_DEPTH = 100
-"""Levels of mappings and lists in each other; recursion over what is read stays far from Python's
-limit."""
+"""Nesting depth of mappings and lists. Recursive readers stay far from Python's recursion limit."""
 
 MAX_VALUES = 100_000
-"""Values of a YAML file, each alias counted as all that it stands for."""
+"""Values of a YAML file with aliases expanded: a few lines of aliases can expand to billions."""
 
 INTEGERS = range(-(2**63), 2**64)
-"""What fits into 64 bits, signed or not."""
+"""Integers of 64 bits, signed or unsigned."""
 
 
 class _Shortened(reprlib.Repr):
@@ -40,139 +39,146 @@ class _Shortened(reprlib.Repr):
 
 
 def short_repr(value: object) -> str:
-    """The `repr` of a value, shortened to what fits into a message."""
+    """Returns the `repr` of a value, shortened for a message."""
     return _Shortened().repr(value)
 
 
-def read_text(path: str | Path, kind: ErrorKind) -> str:
-    """The text of a file, without the byte order mark that some editors write.
+def read_text(path: str | Path, error_type: ErrorType) -> str:
+    """Reads a UTF-8 file, without the byte order mark that some editors write.
 
     Raises:
-        kind: the file is missing, cannot be read, or is not UTF-8 text.
+        error_type: the file is missing, cannot be read, or is not UTF-8 text.
     """
-    with _naming(path, kind):
+    with _file_errors(path, error_type):
         return Path(path).read_text(encoding="utf-8-sig")
 
 
-def check_exists(path: str | Path, kind: ErrorKind) -> None:
-    """Reads nothing, so that what a pipe holds is still there to be read.
+def check_exists(path: str | Path, error_type: ErrorType) -> None:
+    """Raises `error_type` if a file does not exist.
 
-    Raises:
-        kind: there is no such file.
+    Reads nothing: the content of a pipe can be read only once.
     """
-    with _naming(path, kind):
+    with _file_errors(path, error_type):
         Path(path).stat()
 
 
 @contextmanager
-def _naming(path: str | Path, kind: ErrorKind) -> Iterator[None]:
-    """Errors of the operating system and of decoding, as one that names the file."""
+def _file_errors(path: str | Path, error_type: ErrorType) -> Iterator[None]:
+    """Turns errors of reading and decoding into `error_type`, with the name of the file."""
     try:
         yield
     except FileNotFoundError:
-        raise kind(f"{path}: no such file") from None
+        raise error_type(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
-        raise kind(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise error_type(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise kind(f"{path}: {reason}") from None
+        raise error_type(f"{path}: {reason}") from None
 
 
-def parse_json(text: str, where: str, kind: ErrorKind) -> Any:
-    """The plain data of a JSON text.
+def parse_json(text: str, where: str, error_type: ErrorType) -> Any:
+    """Parses a JSON text into plain data.
+
+    Args:
+        where: the beginning of error messages, such as the name of the file.
 
     Raises:
-        kind: no valid JSON, a duplicate key, or a value that is not plain data; starts with
-            `where`.
+        error_type: the text is invalid, has a duplicate key, or has a value that is not plain data.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_unique)
-        _check(data, math.inf)
+        data = json.loads(text, object_pairs_hook=_without_duplicates)
+        _check_plain(data, math.inf)
     except json.JSONDecodeError as error:
-        raise kind(f"{where}: invalid JSON: {error}") from None
+        raise error_type(f"{where}: invalid JSON: {error}") from None
     except RecursionError:
-        raise kind(f"{where}: {_TOO_DEEP}") from None
+        raise error_type(f"{where}: {_TOO_DEEP}") from None
     except ValueError as error:
-        raise kind(f"{where}: {error}") from None
+        raise error_type(f"{where}: {error}") from None
     return data
 
 
-def parse_yaml(text: str, where: str, kind: ErrorKind) -> Any:
-    """The plain data of a YAML text; dates are text, and `1e-3` is a number.
+def parse_yaml(text: str, where: str, error_type: ErrorType) -> Any:
+    """Parses a YAML text into plain data; dates are strings, and `1e-3` is a number.
+
+    Args:
+        where: the beginning of error messages, such as the name of the file.
 
     Raises:
-        kind: no valid YAML, a duplicate key, an alias without its anchor, a tag of another kind of
-            value, or a value that is not plain data; starts with `where`.
+        error_type: the text is invalid, has a duplicate key, an undefined alias or an unknown tag,
+            or has a value that is not plain data.
     """
     try:
         # The loader is a SafeLoader: it makes plain data only.
         data = yaml.load(text, Loader=_Loader)
-        _check(data, MAX_VALUES)
+        _check_plain(data, MAX_VALUES)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise kind(f"{where}: {place}{_yaml_problem(error)}") from None
+        position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise error_type(f"{where}: {position}{_yaml_problem(error)}") from None
     except yaml.YAMLError as error:
-        raise kind(f"{where}: invalid YAML: {' '.join(str(error).split())}") from None
+        raise error_type(f"{where}: invalid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise kind(f"{where}: {_TOO_DEEP}") from None
+        raise error_type(f"{where}: {_TOO_DEEP}") from None
     except ValueError as error:
-        raise kind(f"{where}: {error}") from None
+        raise error_type(f"{where}: {error}") from None
     return data
 
 
-_TOO_DEEP = f"more than {MAX_DEPTH} levels of lists and mappings in each other"
+_TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
 
 
-def _check(data: Any, most: float) -> None:
-    """Raises: ValueError: a value that is not plain, too many of them, or too deeply nested."""
-    pending: list[tuple[_Place, int, Any]] = [(None, 0, data)]
+def _check_plain(data: Any, max_values: float) -> None:
+    """Raises `ValueError` if a value is not plain, is nested too deeply, or is one of too many."""
+    # A loop, not recursion: the data may be nested deeper than Python's recursion limit.
+    pending: list[tuple[_ValuePath, int, Any]] = [(None, 0, data)]
     count = 0
     while pending:
-        place, depth, value = pending.pop()
+        path, depth, value = pending.pop()
         count += 1
-        if count > most:
-            raise ValueError(f"more than {most} values, counting what aliases stand for")
+        if count > max_values:
+            raise ValueError(f"more than {max_values} values, with aliases expanded")
         if depth > MAX_DEPTH:
             raise ValueError(_TOO_DEEP)
         if isinstance(value, dict):
             for key, item in value.items():
                 pending.append(((None, short_repr, key), depth + 1, key))
-                pending.append(((place, _dotted, key), depth + 1, item))
+                pending.append(((path, _format_key, key), depth + 1, item))
         elif isinstance(value, list):
-            pending += (((place, _NUMBER, at), depth + 1, item) for at, item in enumerate(value))
+            pending += (
+                ((path, _format_index, at), depth + 1, item) for at, item in enumerate(value)
+            )
         elif problem := _problem(value):
-            where = _place_text(place)
+            where = _path_text(path)
             raise ValueError(f"{where}: {problem}" if where else problem)
 
 
-_Place = tuple[Any, Callable[[Any], str], Any] | None
-"""Where a value is: the place of what holds it, how its key there is written, and the key. Text is
-made of it only for an error: a plan can have millions of values."""
+_ValuePath = tuple[Any, Callable[[Any], str], Any] | None
+"""Path of a value: that of its container, a function that formats its key, and the key. Formatted
+only for an error: a plan can have millions of values."""
 
-_NUMBER = "[{}]".format
+_format_index = "[{}]".format
 
 
-def _dotted(key: Any) -> str:
+def _format_key(key: Any) -> str:
     return f".{key if isinstance(key, str) else short_repr(key)}"
 
 
-def _place_text(place: _Place) -> str:
-    if place is None:
+def _path_text(path: _ValuePath) -> str:
+    if path is None:
         return ""
-    outer, written, key = place
-    return (_place_text(outer) + written(key)).lstrip(".")
+    outer, format_key, key = path
+    return (_path_text(outer) + format_key(key)).lstrip(".")
 
 
 def _problem(value: Any) -> str:
     if isinstance(value, int) and value not in INTEGERS:
-        return f"an integer of {value.bit_length()} bits; at most 64 are read"
+        return f"an integer of {value.bit_length()} bits; at most 64 bits are supported"
     if isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
-        return "half of a surrogate pair in a text"
+        return "an unpaired surrogate in a string"
     return ""
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique: dict[str, Any] = {}
     for key, value in pairs:
         if key in unique:
@@ -185,14 +191,14 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
     alias = re.fullmatch(r"found undefined alias '(.*)'", error.problem or "")
     if alias is None:
         return str(error.problem)
-    return f"*{alias[1]} has no anchor: write &{alias[1]} before the value that it stands for"
+    return f"*{alias[1]} has no anchor: write &{alias[1]} before the value that it refers to"
 
 
 _TAG = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 1e-3 is a number, a key that is given twice is a mistake."""
+    """A safe loader for which 1e-3 is a number and a duplicate key is an error."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -214,11 +220,11 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"a {key_node.id} as a key", key_node.start_mark
                 )
             if key_node.tag == f"{_TAG}merge":
-                # A few lines can merge billions of keys.
+                # Not supported: a few lines of nested merges can produce billions of keys.
                 raise yaml.constructor.ConstructorError(
                     None,
                     None,
-                    "<< is not read: repeat the keys that it merges",
+                    "<< is not supported: repeat the keys that it merges",
                     key_node.start_mark,
                 )
             key = self.construct_object(key_node, deep=True)
@@ -230,12 +236,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1, which PyYAML reads, takes 1e-3 for text, because it has no point.
+# PyYAML implements YAML 1.1, where 1e-3 is a string because it has no decimal point.
 _Loader.add_implicit_resolver(
     f"{_TAG}float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
-_READ_AS = {kind: kind for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
+# Timestamps stay strings: a date is not plain data. "value" is the YAML 1.1 tag of a lone "=".
+_READ_AS = {tag: tag for tag in ("null", "bool", "int", "float", "str", "seq", "map")}
 _Loader.yaml_constructors = {None: yaml.SafeLoader.yaml_constructors[None]} | {
-    _TAG + kind: yaml.SafeLoader.yaml_constructors[_TAG + other]
-    for kind, other in (_READ_AS | {"timestamp": "str", "value": "str"}).items()
+    _TAG + tag: yaml.SafeLoader.yaml_constructors[_TAG + read_as]
+    for tag, read_as in (_READ_AS | {"timestamp": "str", "value": "str"}).items()
 }

@@ -235,7 +235,7 @@ def test_files_of_an_earlier_release_give_a_page_of_what_they_hold(staged: sw.Pl
     plan = sw.Plan.from_json(json.dumps(data))
     page, shown = plan_page(plan), headlines(plan)
     assert plan.step is not None and shown["Step"][0] == seconds_text(plan.step.seconds)
-    assert shown["Parameters"][1] == f"{binary(plan.parameter_bytes)} are stored on a device"
+    assert shown["Parameters"][1] == f"{binary(plan.parameter_bytes)} stored per device"
     assert shown["Memory per device"][0] == "not predicted"
     assert [bar.kind for bar in page.time.rows][:2] == ["computation", "communication"]
     for note in (page.time.note, page.memory.note, page.pipeline_note):

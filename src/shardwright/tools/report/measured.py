@@ -1,4 +1,4 @@
-"""What was measured of a plan beside what it predicted."""
+"""Charts of the measurements of a plan next to its predictions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardwright.tools.report.page import Chart, Stack, stacked
 BETWEEN = "between operators"
 KINDS = (*COMPUTATION, EXPOSED, WAITING, BETWEEN)
 
-MOST_RANKS = 16
+MAX_RANKS = 16
 
 
 def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
-    """A step by kind of work, as predicted and as measured."""
+    """The time of a step by kind of work, predicted and measured."""
     stage, ranks = _busiest(measured)
     seconds = fmean(rank.seconds for rank in ranks)
     kinds = {kind: fmean(rank.kinds.get(kind, 0.0) for rank in ranks) for kind in KINDS}
@@ -30,12 +30,12 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
     sides = [("predicted", planned)] if planned else []
     rows = tuple(_stack(name, side, whole) for name, side in (*sides, ("measured", kinds)))
     step = None if plan.step is None else plan.step.seconds
-    table = [_compared("step", step, seconds)]
+    table = [_comparison_cells("step", step, seconds)]
     for kind in KINDS:
         if kinds[kind] or planned.get(kind):
             predicted = None if not planned or kind == BETWEEN else planned.get(kind, 0.0)
             unknown = kind == WAITING and not kinds[kind]
-            table.append(_compared(kind, predicted, None if unknown else kinds[kind]))
+            table.append(_comparison_cells(kind, predicted, None if unknown else kinds[kind]))
     shown = tuple(kind for kind in KINDS if kinds[kind] or planned.get(kind))
     return Chart(rows, shown, _note(plan, measured, stage), ("", *HEADER), tuple(table))
 
@@ -44,7 +44,7 @@ HEADER = ("predicted", "measured", "of predicted")
 
 
 def _busiest(measured: Measured) -> tuple[int, list[MeasuredRank]]:
-    """The ranks of the stage that computes longest, of which a prediction is."""
+    """Returns the stage that computes longest, which predictions are of, and its ranks."""
     stages: dict[int, list[MeasuredRank]] = {}
     for rank in measured.ranks:
         stages.setdefault(rank.stage, []).append(rank)
@@ -57,7 +57,7 @@ def _busiest(measured: Measured) -> tuple[int, list[MeasuredRank]]:
 
 
 def _planned(plan: PlanData) -> dict[str, float]:
-    """Seconds by the kinds that are measured; none if they were not predicted."""
+    """Predicted seconds by measured kind; empty without a prediction."""
     result: dict[str, float] = {}
     for part in () if plan.step is None else plan.step.parts:
         kind = EXPOSED if part.kind in COMMUNICATION else part.kind
@@ -70,7 +70,9 @@ def _stack(label: str, kinds: Mapping[str, float], whole: float) -> Stack:
     return Stack(label, seconds_text(sum(kinds.values())), stacked(shown, whole, seconds_text))
 
 
-def _compared(name: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:
+def _comparison_cells(
+    name: str, predicted: float | None, measured: float | None
+) -> tuple[str, ...]:
     times = f"{measured / predicted:.2f}" if predicted and measured is not None else ""
     sides = ("" if side is None else seconds_text(side) for side in (predicted, measured))
     return (name, *sides, times)
@@ -78,43 +80,47 @@ def _compared(name: str, predicted: float | None, measured: float | None) -> tup
 
 def _note(plan: PlanData, measured: Measured, stage: int) -> str:
     whose = f"the ranks of stage {stage}" if plan.pipeline.stages > 1 else "all ranks"
-    note = f"Mean of {whose} over {measured.steps} steps, which the profiler itself makes longer. "
+    note = f"Mean of {whose} over {measured.steps} steps, which the profiler slows down. "
     if measured.device == "cpu":
-        note += "Communication is what a rank sends and waits, between operators is Python."
+        note += (
+            "Communication is the time in which a rank sends or waits; between operators is Python."
+        )
     else:
         note += (
-            "Seconds are those of kernels; communication is what has none beside it, between"
-            " operators what has no kernel at all, bubbles among it."
+            "Seconds are those of kernels. Communication is the part that overlaps no computation;"
+            " between operators no kernel runs, which includes bubbles."
         )
     if plan.step is None:
-        note += " Seconds are predicted for plans that are made for a cluster."
+        note += " No time is predicted: plan for a cluster."
     return note
 
 
 def collectives_chart(plan: PlanData, measured: Measured) -> Chart:
-    """The collectives of each stage by kind and axes, in a step of one rank."""
+    """The collectives of one rank in a step, by stage, kind and axes."""
     several = plan.pipeline.stages > 1
     table = []
     for stage, planned in enumerate(measured.predicted):
         ranks = [rank for rank in measured.ranks if rank.stage == stage]
-        for key, (first, second) in _matched(planned, ranks).items():
+        for key, (first, second) in _paired_totals(planned, ranks).items():
             name = f"{key[0]} over {key[1]}" + (f", stage {stage}" if several else "")
-            table.append((name, *_pair(first, second)))
-    header = ("collective", "how many", "measured", "bytes", "measured", "seconds", "measured")
-    note = "Of one rank in a step, each as predicted and as measured"
-    note += ": predicted seconds are those of all of them, beside computation or not."
+            table.append((name, *_total_cells(first, second)))
+    header = ("collective", "count", "measured", "bytes", "measured", "seconds", "measured")
+    note = (
+        "One rank in a step, predicted and measured. Predicted seconds include communication that"
+    )
+    note += " overlaps computation."
     if not table:
-        return Chart(note="Nothing is sent within a stage.")
+        return Chart(note="There are no collectives within a stage.")
     return Chart(note=note, header=header, table=tuple(table))
 
 
-_Sides = tuple[CollectiveTotal | None, CollectiveTotal | None]
+_Totals = tuple[CollectiveTotal | None, CollectiveTotal | None]
 
 
-def _matched(
+def _paired_totals(
     planned: tuple[CollectiveTotal, ...], ranks: list[MeasuredRank]
-) -> dict[tuple[str, str], _Sides]:
-    """What was planned, and the mean of what the ranks measured, by kind and axes."""
+) -> dict[tuple[str, str], _Totals]:
+    """Pairs predictions with the mean of the ranks' measurements, by kind and axes."""
     totals: dict[tuple[str, str], list[CollectiveTotal]] = {}
     for rank in ranks:
         for total in rank.collectives:
@@ -134,7 +140,7 @@ def _mean(totals: list[CollectiveTotal], ranks: int) -> CollectiveTotal:
     return CollectiveTotal(one.kind, one.over, mean("count"), mean("bytes"), mean("seconds"))
 
 
-def _pair(first: CollectiveTotal | None, second: CollectiveTotal | None) -> Iterator[str]:
+def _total_cells(first: CollectiveTotal | None, second: CollectiveTotal | None) -> Iterator[str]:
     for each in ("count", "bytes", "seconds"):
         for side in (first, second):
             value = None if side is None else getattr(side, each)
@@ -147,9 +153,9 @@ def _pair(first: CollectiveTotal | None, second: CollectiveTotal | None) -> Iter
 
 
 def ranks_chart(plan: PlanData, measured: Measured) -> Chart:
-    """The memory of each rank, and how long its step takes; of many ranks those that need most."""
+    """Memory and step time of each rank; if there are many, of those that need most memory."""
     stages = {} if plan.known_memory is None else {s.stage: s for s in plan.known_memory.stages}
-    ranks = sorted(measured.ranks, key=lambda rank: -rank.peak)[:MOST_RANKS]
+    ranks = sorted(measured.ranks, key=lambda rank: -rank.peak)[:MAX_RANKS]
     table = []
     for rank in sorted(ranks, key=lambda rank: rank.rank):
         planned = stages[rank.stage].peak if rank.stage in stages else None
@@ -159,11 +165,11 @@ def ranks_chart(plan: PlanData, measured: Measured) -> Chart:
         sent = seconds_text(rank.kinds.get(EXPOSED, 0.0))
         table.append((f"rank {rank.rank}", *sizes, seconds_text(rank.seconds), sent))
     header = ("memory peak", *HEADER, "step", EXPOSED)
-    left = len(measured.ranks) - len(ranks)
-    note = f"{left} ranks that need less memory are not shown. " if left else ""
+    omitted = len(measured.ranks) - len(ranks)
+    note = f"{omitted} ranks that need less memory are not shown. " if omitted else ""
     note += (
-        "What operators allocated and freed, and what is kept between steps."
+        "Counted from the allocations of operators and the state between steps."
         if measured.device == "cpu"
-        else "What the allocator of the device gave out at most."
+        else "Peak of the device's allocator."
     )
     return Chart(note=note, header=header, table=tuple(table))

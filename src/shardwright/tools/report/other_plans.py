@@ -1,4 +1,4 @@
-"""Other plans beside the one of a page, to be looked at one after the other."""
+"""The comparison of the plan of a page with other plans."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardwright.core.plan.parallelism import sentence
 from shardwright.core.plan.rows import seconds_text
 from shardwright.tools.report.page import Bar, Chart, OtherPlan, Stack
 
-MOST_CHANGES = 12
-"""Differences between two plans that are listed."""
+MAX_CHANGES = 12
+"""Differences that are listed for each plan."""
 
 FIRST = "this plan"
 
 
 def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterator[OtherPlan]:
-    """The plan and each other one, their bars of one scale; none without another."""
+    """Yields the plan and each other plan, with bars on one scale; nothing without others."""
     if not others:
         return
     named = {FIRST: plan, **others}
@@ -56,14 +56,15 @@ def _row(kind: str, text: str, length: float, limit: float | None = None, state:
 
 
 def _changes(plan: PlanData, other: PlanData) -> Chart:
-    """What it decides otherwise. Another batch makes another graph of the same model."""
-    found = [each for each in differences(plan, other) if each.what != "model"]
+    """The differences of a plan from the plan of the page."""
+    # The fingerprint differs already if the batch does, so it says nothing about the model.
+    changes = [each for each in differences(plan, other) if each.what != "model"]
     table = []
-    for each in found[:MOST_CHANGES]:
+    for each in changes[:MAX_CHANGES]:
         more = len(each.names) - 2
         where = ", ".join(each.names[:2]) + (f" and {more} more" if more > 0 else "")
         table.append((each.what, each.first, each.second, where))
-    left = len(found) - MOST_CHANGES
-    note = f"And {left} more differences: `shardwright diff` lists them." if left > 0 else ""
-    note = note if found else "It makes the same decisions."
+    omitted = len(changes) - MAX_CHANGES
+    note = f"And {omitted} more differences: `shardwright diff` lists them." if omitted > 0 else ""
+    note = note if changes else "It makes the same decisions."
     return Chart(note=note, header=("", FIRST, "this one", "of"), table=tuple(table))

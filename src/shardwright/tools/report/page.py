@@ -1,4 +1,4 @@
-"""What a page shows, as texts and fractions; the template only places it."""
+"""The content of a page, as texts and fractions of lengths. The template only lays it out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Size = TypeVar("Size", int, float)
 
 @dataclass(frozen=True)
 class Headline:
-    """One of the figures that answer first.
+    """A figure at the top of the page.
 
     Args:
         state: `good`, `bad` or empty.
@@ -33,12 +33,12 @@ class Headline:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a waterfall; lengths are fractions of the whole.
+    """A bar of a waterfall; lengths are fractions of the total.
 
     Args:
-        kind: what it is, which gives its color.
-        start, length: where it begins and how long it is.
-        hidden: the length of what goes on beside others, before its start.
+        kind: what the bar measures; decides its color.
+        start, length: position of its left end, and its length.
+        hidden: length of the part that overlaps the bars before it, drawn left of `start`.
     """
 
     label: str
@@ -53,7 +53,7 @@ class Bar:
 def stacked(
     sizes: Mapping[str, Size], whole: float, text: Callable[[Size], str]
 ) -> tuple[Bar, ...]:
-    """Bars one after the other, one for each kind, with its size as `text`."""
+    """Returns one bar for each kind, end to end, labeled with its size."""
     starts = accumulate(sizes.values(), initial=0)
     return tuple(
         Bar(kind, kind, text(size), start / whole, size / whole)
@@ -63,10 +63,10 @@ def stacked(
 
 @dataclass(frozen=True)
 class Stack:
-    """A row of bars one after the other; lengths are fractions of the page's width.
+    """A row of bars, end to end; lengths are fractions of the page's width.
 
     Args:
-        limit: where the limit is; None if there is none.
+        limit: position of the limit; None without a limit.
     """
 
     label: str
@@ -78,7 +78,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of the device matrix, with what it is for."""
+    """An axis of the device matrix with its purpose, such as data parallel."""
 
     name: str
     size: int
@@ -87,11 +87,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class OperatorTensor:
-    """A tensor that an operator reads or makes.
+    """An input or output of an operator.
 
     Args:
-        picture: the number of the picture that shows its layout.
-        stored: how it is stored, where that is another layout.
+        picture: index of the picture of its layout.
+        stored: placement of its storage, if that is another layout.
     """
 
     name: str
@@ -105,15 +105,15 @@ class OperatorTensor:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator, or equal ones of repeated blocks.
+    """An operator, or equal operators of repeated blocks.
 
     Args:
-        path: its module path, with the numbers of all blocks.
-        count: how many they are.
-        cuts: each sharded factor with the numbers of its axes.
-        bytes, seconds: of all of them.
-        redistributions: each with its value, its steps and its bytes in words.
-        why: `pinned`, `decided`, `follows` or `no rule`; `reason` says it in words.
+        path: module path, with the numbers of all blocks.
+        count: the number of operators.
+        cuts: each sharded factor with the indices of its axes.
+        bytes, seconds: totals over the operators.
+        redistributions: value, steps and bytes of each, as text.
+        why: `pinned`, `decided`, `follows` or `no rule`; `reason` is the sentence.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Branch:
-    """A module with what is in it, in the order of the model."""
+    """A module with its children, in the order of the model."""
 
     name: str
     path: str
@@ -142,7 +142,7 @@ class Branch:
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
-        """The numbers of the axes that cut something in it."""
+        """Indices of the axes that shard an operator in the module."""
         inside = (
             each.axes if isinstance(each, Branch) else (a for _, axes in each.cuts for a in axes)
             for each in self.children
@@ -151,7 +151,7 @@ class Branch:
 
     @cached_property
     def count(self) -> int:
-        """Of the operators in it."""
+        """The number of operators in the module."""
         return sum(child.count for child in self.children)
 
     @cached_property
@@ -165,11 +165,11 @@ class Branch:
 
 @dataclass(frozen=True)
 class Lane:
-    """What one stage does over time.
+    """The timeline of one stage.
 
     Args:
-        spans: kind (`F`, `B`, `I`, `W`), micro-batch, text, start and length of each action;
-            fractions of the whole.
+        spans: kind (`F`, `B`, `I`, `W`), micro-batch, text, start and length of each action; start
+            and length are fractions of the step.
     """
 
     label: str
@@ -179,11 +179,12 @@ class Lane:
 
 @dataclass(frozen=True)
 class Curve:
-    """Columns of equal width, one for each moment.
+    """A bar chart over time.
 
     Args:
-        columns: kind, text and height of each; fractions of the whole.
-        limit: its height; None if there is none.
+        columns: kind, text and height of the bar of each moment; heights are fractions of the
+            chart's.
+        limit: height of the limit; None without a limit.
     """
 
     label: str
@@ -194,12 +195,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Rows of bars with what explains them.
+    """Rows of bars, with a note and a table.
 
     Args:
-        rows: a waterfall has one bar each; memory has stacks.
-        note: a sentence below; alone where there is nothing to draw.
-        header, table: the same in numbers.
+        rows: bars of a waterfall, or stacks.
+        kinds: entries of the legend.
+        note: a sentence below; the only content if there is nothing to draw.
+        header, table: the numbers of the chart.
     """
 
     rows: tuple[Bar | Stack, ...] = ()
@@ -211,12 +213,12 @@ class Chart:
 
 @dataclass(frozen=True)
 class OtherPlan:
-    """Another plan, or the one of the page.
+    """A plan in the comparison, which may be the plan of the page.
 
     Args:
-        sentence: what was chosen, or why there is no such plan.
-        rows: its step, its memory and what it sends, against those of the others.
-        changes: what it decides otherwise.
+        sentence: its parallelism, or why the plan does not exist.
+        rows: step time, memory and communication volume, on scales that all plans share.
+        changes: its differences from the plan of the page.
     """
 
     name: str
@@ -227,10 +229,10 @@ class OtherPlan:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a page shows.
+    """The content of a page.
 
     Args:
-        measured: what was measured, beside what was predicted; nothing if it was not.
+        measured: charts of measurements next to predictions; empty without measurements.
     """
 
     title: str
@@ -255,7 +257,7 @@ class Page:
 
 
 def page_html(page: Page) -> str:
-    """The page as one HTML text; what comes from the model is text in it, whatever it holds.
+    """Renders a page as HTML.
 
     Raises:
         PlanError: if jinja2 is not installed.
@@ -264,7 +266,7 @@ def page_html(page: Page) -> str:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     environment = Environment(
         loader=PackageLoader("shardwright.tools.report", "."),
-        autoescape=True,
+        autoescape=True,  # names of a model may contain any characters
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

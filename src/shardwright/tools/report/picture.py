@@ -1,4 +1,4 @@
-"""Small pictures of how tensors are split: the last two dimensions as a grid, the others as sheets.
+"""Pictures of sharded tensors: the last two dimensions as a grid, the others as sheets.
 
 Lengths are fractions of the whole tensor, so tensors of one layout share a picture.
 """
@@ -12,25 +12,25 @@ from math import prod
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 
-MOST_BLOCKS = 16
-"""Blocks along one side that are drawn apart."""
+MAX_BLOCKS = 16
+"""Blocks along one side of the grid; more could not be distinguished."""
 
-MOST_SHEETS = 4
+MAX_SHEETS = 4
 
 Border = tuple[float, int]
-"""Where a border between two blocks is, and the number of the axis that makes it."""
+"""Position of a border between two blocks, and the index of its axis."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A split tensor.
+    """The picture of a sharded tensor.
 
     Args:
-        columns, rows: the borders along the last dimension and the last but one.
-        block: width and height of what one device holds.
-        sheets: the numbers of the axes that cut other dimensions, one for each sheet behind.
-        summed: whether each device holds one term of a sum.
-        lines: the same in words, one dimension after the other.
+        columns, rows: borders along the last and the second to last dimension.
+        block: width and height of the shard of one device.
+        sheets: for each sheet behind the first, the index of the axis that shards its dimension.
+        summed: whether each device holds a partial sum.
+        lines: a line of text for each dimension.
     """
 
     columns: tuple[Border, ...]
@@ -42,29 +42,29 @@ class Picture:
 
 
 def picture(layout: TensorLayout) -> Picture:
-    """The picture of a layout."""
+    """Returns the picture of a layout."""
     mesh = layout.layout
     padded: tuple[Axes, ...] = ((), (), *layout.axes)
     behind = [axis for axes in padded[:-2] for axis in axes]
-    most = MOST_SHEETS + 1
+    most = MAX_SHEETS + 1
     sheets = [axis for axis in behind for _ in range(min(mesh.device_matrix[axis], most) - 1)]
     rows, columns = padded[-2:]
     return Picture(
         columns=tuple(_borders(mesh, columns)),
         rows=tuple(_borders(mesh, rows)),
         block=(1 / min(mesh.size(columns), 64), 1 / min(mesh.size(rows), 64)),
-        sheets=tuple(sheets[:MOST_SHEETS]),
+        sheets=tuple(sheets[:MAX_SHEETS]),
         summed=bool(layout.partial),
         lines=tuple(_lines(layout)),
     )
 
 
 def _borders(mesh: DeviceMatrix, axes: Axes) -> Iterator[Border]:
-    """The borders of the outer axes, as far as they can be told apart."""
+    """Borders of the outer axes, up to `MAX_BLOCKS` blocks."""
     blocks = 1
     for axis in axes:
         outer, blocks = blocks, blocks * mesh.device_matrix[axis]
-        if blocks > MOST_BLOCKS:
+        if blocks > MAX_BLOCKS:
             return
         step = blocks // outer
         yield from ((place / blocks, axis) for place in range(1, blocks) if place % step)

@@ -1,4 +1,4 @@
-"""A plan as a page: the answer first, then where time, memory and bytes go, then the model."""
+"""Builds the page of a plan: key figures, then time, memory and communication, then the model."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ from shardwright.tools.report.page import (
 )
 from shardwright.tools.report.tree import page_tree
 
-MOST_PASSES = 6_000
-"""Passes through chunks, forward and backward, of a timeline that is drawn."""
+MAX_TIMELINE_PASSES = 6_000
+"""Forward and backward passes of chunks in a timeline. Each is an element of the page, and browsers
+slow down beyond some ten thousand."""
 
-MOST_ROWS = 12
-"""Kinds of redistributions that are listed."""
+MAX_ROWS = 12
+"""Kinds of redistributions in the table."""
 
-PLAN_AGAIN = "This file does not hold it: plan again with this version and save the plan."
+PLAN_AGAIN = "This plan file lacks it: plan again with this version, and save the plan."
 
 
 def write_page(
@@ -62,14 +63,15 @@ def plan_page(
     others: Mapping[str, PlanData | str] | None = None,
     measured: Measured | None = None,
 ) -> Page:
-    """What the page of a plan shows; of what its file does not hold it says so.
+    """Returns the content of the page of a plan; a note replaces anything its file lacks.
 
     Args:
-        others: plans to compare it with, by name, or why there is none.
-        measured: steps of it that were profiled.
+        others: plans to compare it with, by name; instead of a plan, why it does not exist.
+        measured: profiled steps of the plan.
 
     Raises:
-        PlanError: if it has stages that its schedule cannot run, or another plan was measured.
+        PlanError: the plan has stages that its schedule cannot run, or `measured` is of another
+            plan.
     """
     tree, pictures = page_tree(plan)
     lanes, note = _lanes(plan)
@@ -104,7 +106,7 @@ def _axes(plan: PlanData) -> Iterator[Axis]:
 
 
 def _headlines(plan: PlanData) -> Iterator[Headline]:
-    """The answer."""
+    """Yields the key figures."""
     stages = [f"pp {plan.pipeline.stages}"] if plan.pipeline.stages > 1 else []
     mesh = [f"{axis.name} {axis.size}" for axis in _axes(plan)]
     yield Headline("Devices", f"{plan.devices:,}", " × ".join(stages + mesh) or "one device")
@@ -120,7 +122,7 @@ def _headlines(plan: PlanData) -> Iterator[Headline]:
             note = "of the peak, without recomputation"
             yield Headline("Utilization", f"{step.utilization:.1%}", note)
     count = sum(prod(shape) for shape, _ in plan.parameters.values())
-    stored = f"{binary(plan.parameter_bytes)} are stored on a device"
+    stored = f"{binary(plan.parameter_bytes)} stored per device"
     yield Headline("Parameters", _count_text(count), stored)
     yield _memory_headline(plan)
     sent = f"{binary(plan.forward_bytes)} forward, {binary(plan.backward_bytes)} backward"
@@ -159,10 +161,10 @@ def _memory_headline(plan: PlanData) -> Headline:
 
 
 def _time(plan: PlanData) -> Chart:
-    """A waterfall of what takes the seconds of a step."""
+    """The waterfall of a step's time."""
     step = plan.step
     if step is None:
-        return Chart(note="Seconds are predicted for plans that are made for a cluster.")
+        return Chart(note="No time is predicted: plan for a cluster.")
     coarse = step.utilization is None
     parts = tuple(_coarse_parts(step)) if coarse else step.parts
     whole = max(step.seconds, sum(part.seconds for part in parts)) or 1.0
@@ -179,10 +181,10 @@ def _time(plan: PlanData) -> Chart:
         )
         for part, start in zip(parts, starts, strict=False)
     )
-    stages = "the stage that works longest" if plan.pipeline.stages > 1 else "each device"
-    note = f"Of {stages}, in the order of kinds, not of time."
+    stages = "the busiest stage" if plan.pipeline.stages > 1 else "each device"
+    note = f"Time of {stages}, ordered by kind, not by time."
     if any(part.hidden for part in parts):
-        note += " Hatched: communication beside computation, which does not lengthen the step."
+        note += " Hatched: communication that overlaps computation and does not lengthen the step."
     if coarse:
         note = f"Computation by kind and communication by axis: {PLAN_AGAIN}"
     return Chart(bars, note=note)
@@ -191,7 +193,8 @@ def _time(plan: PlanData) -> Chart:
 def _measured(plan: PlanData, measured: Measured) -> Iterator[Chart]:
     if measured.fingerprint != plan.fingerprint or len(measured.ranks) != plan.devices:
         raise PlanError(
-            "the profile is of another model than the plan, or of another number of ranks"
+            "the profile is of another model or another number of ranks than the plan\n"
+            "pass the log folder of a run that trained with this plan"
         )
     yield kinds_chart(plan, measured)
     yield collectives_chart(plan, measured)
@@ -203,7 +206,7 @@ def _share(seconds: float, whole: float) -> str:
 
 
 def _coarse_parts(step: StepRow) -> Iterator[TimePart]:
-    """The parts of a step whose file has no finer ones."""
+    """The parts of a step from an older plan file, which has no finer ones."""
     yield TimePart("computation", (), step.computation)
     yield TimePart("communication", (), step.communication)
     rest = step.seconds - step.computation - step.communication
@@ -217,10 +220,12 @@ def _part_label(part: TimePart) -> str:
 
 
 def _memory(plan: PlanData) -> Chart:
-    """The peak of each stage by kind, against the limit."""
+    """Peak memory of each stage by kind, with the limit."""
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
-        return Chart(note=PLAN_AGAIN if plan.training else "Plans for training predict it.")
+        return Chart(
+            note=PLAN_AGAIN if plan.training else "Only plans for training predict memory."
+        )
     width = max(memory.peak, limit or 0) or 1
     used = [name for name in StageMemory.NAMES if any(getattr(s, name) for s in memory.stages)]
     rows, table = [], []
@@ -243,11 +248,11 @@ def _memory(plan: PlanData) -> Chart:
 
 
 def _curves(plan: PlanData) -> Iterator[Curve]:
-    """What a device of each stage needs from action to action; against the limit, where that is
-    near."""
+    """Memory of a device of each stage after each action, with the limit if it is near."""
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
         return
+    # A limit far above the peak would flatten the curves.
     near = limit is not None and limit < 2 * memory.peak
     top = max(memory.peak, limit if limit is not None and near else 0) or 1
     for stage in memory.stages:
@@ -265,24 +270,24 @@ _MOMENTS = {"forward": "F0", "backward": "B0"}
 
 
 def _largest(plan: PlanData) -> Chart:
-    """The tensors at the peak of the stage that needs most, those of repeated blocks together."""
+    """The largest tensors at the peak of the stage that needs most memory, by repeated block."""
     if plan.known_memory is None:
         return Chart()
     stage = plan.known_memory.largest_stage
-    header = ("made by, or for", "kind", "size")
-    note = f"The largest at the peak ({stage.moment}), of those that one micro-batch has made."
+    header = ("produced by, or for", "kind", "size")
+    note = f"The largest tensors of one micro-batch at the peak ({stage.moment})."
     rows = tuple((name, kind, binary(size)) for name, kind, size in stage.largest)
     return Chart(note=note, header=header, table=rows)
 
 
 def _lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
-    """The timeline of each stage, and what it is."""
+    """The timeline of each stage, and a note on it."""
     pipeline, chunks = plan.pipeline, plan.chunk_seconds
     if pipeline.stages == 1:
         return (), ""
     if not chunks:
         return (), PLAN_AGAIN
-    if pipeline.num_chunks * pipeline.micro_batches > MOST_PASSES:
+    if pipeline.num_chunks * pipeline.micro_batches > MAX_TIMELINE_PASSES:
         return (), f"{pipeline.micro_batches:,} micro-batches are too many to draw."
     line = timeline(pipeline, chunks)
     whole = line.seconds or 1.0
@@ -309,13 +314,13 @@ def _lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
         )
         for number, spans in enumerate(line.stages)
     )
-    by = "operations alone" if plan.step is None else "seconds"
-    idle = f"{line.bubble:.1%} of the stages' time are bubbles" if line.seconds else "no time"
+    by = "floating-point operations" if plan.step is None else "predicted seconds"
+    idle = f"{line.bubble:.1%} of the stages' time is bubbles" if line.seconds else "no time"
     return lanes, f"Schedule {pipeline.schedule}, by {by}: {idle}. The optimizer's step follows."
 
 
 def _stages(plan: PlanData) -> Chart:
-    """What each stage computes: its blocks, by the first number of their paths."""
+    """The blocks of each stage, by the first number of their module paths."""
     if plan.pipeline.stages == 1:
         return Chart()
     blocks: dict[int, dict[str, None]] = {}
@@ -327,7 +332,7 @@ def _stages(plan: PlanData) -> Chart:
 
 
 def _traffic(plan: PlanData) -> Chart:
-    """What is sent, by kind and axes, in one micro-batch; and from stage to stage."""
+    """Communication volume of one micro-batch by kind and axes, and from stage to stage."""
     sent: dict[str, list[int]] = {}
     rows = [(fold.count, fold.row.redistributions) for fold in fold_rows(plan.operators)]
     for number, redistributions in (*rows, (1, plan.returned)):
@@ -340,36 +345,36 @@ def _traffic(plan: PlanData) -> Chart:
     ranked = [entry for entry in ranked if sum(entry[1][1:])]
     table = [
         (steps, f"{count:,}", binary(there), binary(back))
-        for steps, (count, there, back) in ranked[:MOST_ROWS]
+        for steps, (count, there, back) in ranked[:MAX_ROWS]
     ]
     for stages, crossing in fold_crossings(plan.crossings):
         there, back = crossing.forward_bytes, crossing.backward_bytes
         table.append((f"send: {stages}", "each", binary(there), binary(back)))
-    left = len(ranked) - MOST_ROWS
+    omitted = len(ranked) - MAX_ROWS
     devices = "one device sends" if plan.pipeline.stages == 1 else "one device of each stage sends"
     note = (
-        f"Bytes that {devices} when each redistribution is made once: those of activations are made"
-        " in every micro-batch, those of parameters and gradients as their sharding says."
+        f"Bytes that {devices} when each redistribution runs once. Activations are redistributed in"
+        " every micro-batch, parameters and gradients as their sharding level requires."
     )
-    if left > 0:
-        note += f" {left} kinds that send less are not shown."
-    header = ("forward / backward", "how many", "forward", "backward")
+    if omitted > 0:
+        note += f" {omitted} smaller kinds are not shown."
+    header = ("forward / backward", "count", "forward", "backward")
     return Chart(note=note, header=header, table=tuple(table))
 
 
 def _others(plan: PlanData, others: Mapping[str, PlanData | str]) -> Chart:
-    """This plan and others, a row each."""
+    """A row for this plan and each other."""
     if not others:
         return Chart()
     header = ("", "devices", "step", "of this", "speed", "memory", "sent", "parallelism")
-    rows = ((name, *_compared(other, plan)) for name, other in others.items())
-    note = "All are predicted; “of this”: 2 is a step twice as long as that of this plan."
-    table = (("this plan", *_compared(plan, plan)), *rows)
+    rows = ((name, *_plan_cells(other, plan)) for name, other in others.items())
+    note = "All are predicted. “of this” is the step time relative to this plan's."
+    table = (("this plan", *_plan_cells(plan, plan)), *rows)
     return Chart(note=note, header=header, table=table)
 
 
-def _compared(plan: PlanData | str, to: PlanData) -> tuple[str, ...]:
-    """The cells of a plan; of one that there is not, why not."""
+def _plan_cells(plan: PlanData | str, to: PlanData) -> tuple[str, ...]:
+    """The cells of a plan, or the reason why it does not exist."""
     if isinstance(plan, str):
         return ("", "", "", "", "", "", plan)
     step, memory, own = plan.step_time, plan.known_memory, to.step_time

@@ -1,4 +1,4 @@
-"""The model as a tree of modules, repeated blocks once, with how each operator is split."""
+"""The model as a tree of modules, with the sharding of each operator, repeated blocks once."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from shardwright.core.plan.rows import OperatorRow, shape_text, shapes_text
 from shardwright.tools.report.page import Branch, Operator, OperatorTensor
 from shardwright.tools.report.picture import Picture, picture
 
-DEEPEST = 24
-"""Levels of modules in modules; deeper ones stand at the last."""
+MAX_DEPTH = 24
+"""Nesting depth of modules; deeper modules are shown at this depth."""
 
-
-_Placed = tuple[list[str], Operator]
-"""An operator with the names of the modules that it is in."""
+_OperatorInModules = tuple[list[str], Operator]
+"""An operator with the names of its enclosing modules, outermost first."""
 
 
 def page_tree(plan: PlanData) -> tuple[tuple[Branch | Operator, ...], tuple[Picture, ...]]:
-    """The modules of a plan, and the pictures of the layouts in it."""
+    """Returns the modules of a plan, and the pictures of the layouts in it."""
     pictures: dict[TensorLayout, int] = {}
-    placed: list[_Placed] = []
+    operators_in_modules: list[_OperatorInModules] = []
     for fold in fold_rows(plan.operators):
-        *modules, name = module_words(fold.row.name, DEEPEST)
-        placed.append((modules, _operator(plan, fold, name, pictures)))
-    return tuple(_nodes(placed)), tuple(map(picture, pictures))
+        *modules, name = module_words(fold.row.name, MAX_DEPTH)
+        operators_in_modules.append((modules, _operator(plan, fold, name, pictures)))
+    return tuple(_nodes(operators_in_modules)), tuple(map(picture, pictures))
 
 
-def _nodes(placed: list[_Placed], path: str = "") -> Iterator[Branch | Operator]:
-    """What is in the module at `path`, in the order of the model; modules that hold nothing but
-    another module are one branch with it."""
-    groups: dict[str | int, list[_Placed]] = {}
-    for modules, operator in placed:
+def _nodes(
+    operators_in_modules: list[_OperatorInModules], path: str = ""
+) -> Iterator[Branch | Operator]:
+    """Yields the children of the module at `path`, in the order of the model.
+
+    A module whose only child is a module is merged with it.
+    """
+    groups: dict[str | int, list[_OperatorInModules]] = {}
+    for modules, operator in operators_in_modules:
         group = groups.setdefault(modules[0] if modules else id(operator), [])
         group.append((modules[1:], operator))
     for name, inside in groups.items():
@@ -84,7 +87,7 @@ def _facts(plan: PlanData, fold: Fold, reason: str) -> Iterable[tuple[str, str]]
     if row.rule is not None:
         yield "rule", row.rule
     if fold.count > 1:
-        yield "repeated", f"{fold.count} times; what follows is of one"
+        yield "repeated", f"{fold.count} times; the figures below are of one"
     if plan.pipeline.stages > 1:
         yield "stages", fold.stages
     if fold.recomputed:
