@@ -1,12 +1,12 @@
-"""What a user declares of a `local_map`: the dimensions of its tensors, and what may be sharded.
+"""The declaration of a `local_map`: the dimensions of its tensors, and which may be sharded.
 
     "b s _h, _h -> b s _h"   a name is a dimension that may be sharded, `_` or `_h` one that may not
 
 - An input without a sharded name is read in full, and its gradient is a partial sum.
 - A result without a sharded name must be declared a partial sum or a partial mean.
 
-Sizes, on one rank as in the graph, follow from the inputs by their names. Example, cut into two
-along `b`: inputs `[8, 4, 16]` and `[16]` become `[4, 4, 16]` and `[16]`, the result `[4, 4, 16]`.
+Local and global sizes follow from those of the inputs by name. Example, sharded into two along
+`b`: inputs `[8, 4, 16]` and `[16]` become `[4, 4, 16]` and `[16]`, the result `[4, 4, 16]`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ShapeEntry = tuple[str, ...]
 """The notation of each dimension of a tensor: a name, `_`, `_name`, or the size of a result."""
 
 Partial = Literal["sum", "mean"] | None
-"""How the results of shards make up the whole, where a result lacks a sharded name."""
+"""Reduction of the local results over a sharded name that a result lacks."""
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a user declares of a `local_map`.
+    """A user's declaration of the tensors of a `local_map`.
 
     Args:
-        inputs: an entry for each tensor that it is called with.
-        outputs: one for each result.
-        partial: of each result, how shards make it up where it lacks a sharded name.
+        inputs: one entry per tensor argument.
+        outputs: one entry per result.
+        partial: for each result, its reduction over the sharded names that it lacks.
         text: the notation as the user wrote it.
     """
 

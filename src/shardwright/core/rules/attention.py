@@ -41,8 +41,8 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
 
     With grouped-query attention the number of shards must divide the number of key-value heads, so
     that queries stay with their keys; a single key-value head is replicated. Keys and features
-    cannot be sharded: fused kernels take values of the size of the keys only, and without one all
-    scores would be held.
+    cannot be sharded: fused kernels require values of the size of the keys, and without a fused
+    kernel the scores of all pairs would be materialized.
     """
     arguments = call_arguments(op)
     query, key, mask = arguments["query"], arguments["key"], arguments["attn_mask"]

@@ -72,7 +72,7 @@ def addmm_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.addbmm.default)
 def addbmm(op: Op) -> ShardingRule:
-    """The batch, over which it sums, cannot be sharded, as every shard would add the input."""
+    """`input + sum over b of a[b] @ c[b]`: b is not sharded, as every shard would add the input."""
     inputs = (aligned(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
     return _as_main(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
 

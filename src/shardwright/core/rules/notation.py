@@ -135,7 +135,7 @@ def names(value: Value, exclude: str = "") -> Dims:
 
 
 def without(dims: Dims, *positions: int) -> Dims:
-    """`dims` with None at `positions` (negative from the end), so that these are not sharded."""
+    """Returns `dims` with None, never sharded, at `positions` (negative ones from the end)."""
     excluded = {position % len(dims) for position in positions} if dims else set()
     return tuple(None if i in excluded else name for i, name in enumerate(dims))
 

@@ -37,12 +37,11 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 @dataclass(frozen=True)
 class TensorSlots:
-    """Where a module holds some of its parameters and buffers.
+    """The attributes of a module's submodules that contain some of its parameters and buffers.
 
     Args:
-        owners: of each tensor the submodules that hold it and its name there; several if it is
-            tied.
-        recurrent: submodules that also hold their parameters in a list.
+        owners: for each tensor the submodules that own it, with its name there; several if tied.
+        recurrent: recurrent submodules, which also keep their parameters in a list.
     """
 
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
@@ -50,7 +49,7 @@ class TensorSlots:
 
     @classmethod
     def of(cls, module: nn.Module, names: Sequence[Sequence[str]]) -> TensorSlots:
-        """The slots of tensors with these names in `module`; of a tied tensor all of its names."""
+        """Find the slots of tensors by their names in `module`, all names for a tied tensor."""
 
         def slot(name: str) -> tuple[nn.Module, str]:
             path, _, leaf = name.rpartition(".")
@@ -61,13 +60,13 @@ class TensorSlots:
         return cls(owners, recurrent)
 
     def tensors(self) -> list[torch.Tensor]:
-        """What they hold now."""
+        """Returns the current tensor of each slot."""
         firsts = (owners[0] for owners in self.owners)
         return [{**owner._parameters, **owner._buffers}[name] for owner, name in firsts]  # type: ignore[misc]
 
     @contextmanager
     def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context in which the slots hold `tensors`, one for each."""
+        """Context in which the slots contain `tensors` instead."""
         held: list[tuple[dict[str, Any], str, Any]] = []
         flat = [module._flat_weights for module in self.recurrent]
         try:

@@ -42,7 +42,7 @@ def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
             # Function modes, such as that of `make_fx`, would call the operator itself.
             with torch._C.DisableTorchFunction():
                 return overload._op_dk(key, *args, **kwargs)
-    raise NotImplementedError(f"{overload} is not composed of others")
+    raise NotImplementedError(f"{overload} has no composite kernel")
 
 
 @cache
