@@ -11,7 +11,7 @@ from shardwright.errors import StrategyError
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"level": "level4"}, "level 'level4'; valid are level1, level2, level3"),
+        ({"level": "level4"}, "level 'level4' is unknown\nvalid are level1, level2, level3"),
         ({"shard_size": 0}, "shard_size 0 must be a whole number of at least 1, or -1"),
         ({"shard_size": -2}, "shard_size -2 must be"),
         ({"shard_size": True}, "shard_size True must be"),

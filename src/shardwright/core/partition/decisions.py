@@ -55,18 +55,18 @@ class OptimizerParallel:
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise StrategyError(
-                f"optimizer parallel: level {self.level!r}; valid are {', '.join(LEVELS)}"
+                f"OptimizerParallel: level {self.level!r} is unknown\nvalid are {', '.join(LEVELS)}"
             )
-        whole = isinstance(self.shard_size, int) and not isinstance(self.shard_size, bool)
-        if not whole or (self.shard_size < 1 and self.shard_size != -1):
+        is_int = isinstance(self.shard_size, int) and not isinstance(self.shard_size, bool)
+        if not is_int or (self.shard_size < 1 and self.shard_size != -1):
             raise StrategyError(
-                f"optimizer parallel: shard_size {self.shard_size!r} must be a whole number of at"
-                " least 1, or -1 for all devices that hold a parameter whole"
+                f"OptimizerParallel: shard_size {self.shard_size!r} must be a whole number of at"
+                " least 1, or -1 for all replicas of a parameter"
             )
-        whole = isinstance(self.threshold, int) and not isinstance(self.threshold, bool)
-        if not whole or self.threshold < 0:
+        is_int = isinstance(self.threshold, int) and not isinstance(self.threshold, bool)
+        if not is_int or self.threshold < 0:
             raise StrategyError(
-                f"optimizer parallel: threshold {self.threshold!r} must be a whole number of KB, at"
+                f"OptimizerParallel: threshold {self.threshold!r} must be a whole number of KB, at"
                 " least 0"
             )
 

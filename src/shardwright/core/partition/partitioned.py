@@ -143,9 +143,9 @@ class Partitioned:
             ):
                 raise PlanError(
                     f"parameter {value.name!r} is trained, and `forward` changes it without"
-                    " autograd: it cannot be planned with several stages or micro-batches, or"
-                    " optimizer parallel of level3; use one of each and level1 or level2, or make"
-                    " the change after the optimizer's step"
+                    " autograd: it cannot be planned with several stages or micro-batches, or with"
+                    " hsdp level3\nuse one stage, one micro-batch and at most level2, or make the"
+                    " change after the optimizer's step"
                 )
 
     def _check_inputs(self) -> None:
@@ -159,7 +159,7 @@ class Partitioned:
             if value.differentiable:
                 raise PlanError(
                     f"input {value.name!r} requires a gradient, which a model in pipeline stages"
-                    " does not give back: pass detach() of it, or plan without stages"
+                    f" does not give back\npass {value.name}.detach(), or plan without stages"
                 )
 
     def _chunk(self, number: int, piece: GraphChunk, crossing: dict[str, CutAxes]) -> Chunk:
