@@ -46,10 +46,10 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.plan import Plan
 from shardwright.errors import MemoryLimitError
 from shardwright.models.expert_sharding import (
-    cut_by_model_parallel,
     expert_stages,
     paths_of_blocks,
     pin_expert,
+    tensor_parallel_dimensions,
 )
 from shardwright.tools.compare.alternatives import NEAR, least_seconds
 
@@ -194,7 +194,7 @@ def _best_of_grid(net: nn.Module, graph: Graph, case: Case) -> tuple[float, Part
         return least_seconds(graph, cluster, (data * context, tensor, stages), case.micro_batches)
 
     best: tuple[float, Parts | None] = inf, None
-    if not list(cut_by_model_parallel(net)):
+    if not list(tensor_parallel_dimensions(net)):
         step, _ = _planned(graph, case, mode="data_parallel")
         return step, (case.devices, 1, 1, 1, 1)
     for least, parts in sorted((bound(parts), parts) for parts in _grid(net, case)):
@@ -218,7 +218,7 @@ def _best_of_grid(net: nn.Module, graph: Graph, case: Case) -> tuple[float, Part
 
 def _grid(net: nn.Module, case: Case) -> Iterator[Parts]:
     """What divides the devices and what is cut; context parallel only where data are too few."""
-    sizes = [size for _, _, size in cut_by_model_parallel(net)]
+    sizes = [size for _, _, size in tensor_parallel_dimensions(net)]
     count = next((e.shape[0] for n, e in net.named_parameters() if n.endswith("gate_up_proj")), 1)
     blocks, rows = len(list(paths_of_blocks(net))), case.batch // case.micro_batches
     for stages in range(1, min(case.micro_batches, blocks) + 1):

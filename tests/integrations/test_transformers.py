@@ -204,7 +204,7 @@ def test_a_plan_for_parts_of_batches_is_refused(tmp_path: Path) -> None:
         train_dataset=uneven_cases.Sentences(8),
         plan=plan,
     )
-    with pytest.raises(sw.PlanError, match="gives every process the whole batch"):
+    with pytest.raises(sw.PlanError, match="gives every process the global batch"):
         trainer.train()
 
 

@@ -35,7 +35,7 @@ def test_prefixes_are_a_cache_of_transformers_without_positions(
     with torch.no_grad():
         net.prefix_tuning.embedding.normal_()
     prefixes = net.prefix_tuning.projection(net.prefix_tuning.embedding).unflatten(
-        -1, net.prefix_tuning.form
+        -1, net.prefix_tuning.shape
     )
     cache = DynamicCache()
     for layer in range(2):
@@ -105,12 +105,16 @@ WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "ma
 @pytest.mark.parametrize(
     ("sizes", "lora", "message"),
     [
-        (LLAMA, LoRA(), "prefix and lora: give one of them"),
-        (MODELS["baichuan2_7b_tiny"], None, "prefix: Baichuan takes none; these families do: lla"),
+        (LLAMA, LoRA(), "prefix and lora exclude each other"),
+        (
+            MODELS["baichuan2_7b_tiny"],
+            None,
+            "prefix: Baichuan does not support prefix",
+        ),
         (
             replace(LLAMA, family="deepseek_v2", num_experts=4),
             None,
-            "prefix: models with latent attention take none",
+            "prefix: models with latent attention do not support",
         ),
     ],
 )

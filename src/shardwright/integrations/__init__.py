@@ -1,1 +1,1 @@
-"""Other libraries' training loops on planned models."""
+"""Training loops of other libraries, on planned models."""

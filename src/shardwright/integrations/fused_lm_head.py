@@ -1,4 +1,4 @@
-"""What trl computes of a language model's logits, by operators that can be captured."""
+"""Replaces trl's fused language model head by operators that can be captured."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from torch import Tensor, nn
 
 from shardwright.errors import PlanError
 
-COMPUTED = {"log_probs", "entropy", "is_top1"}
-"""The fields for each token that are computed here."""
+SUPPORTED_OUTPUTS = {"log_probs", "entropy", "is_top1"}
+"""Outputs per token that the replacement computes."""
 
 
 def without_fused_lm_heads(model: nn.Module) -> None:
-    """Replaces the heads that trl adds to models by what computes the same of whole logits.
+    """Replace the `forward` that trl patches into models by one that computes full logits.
 
-    trl's has an autograd function with a backward pass of its own, and holds the original `forward`
-    of the one model that it was added to.
+    trl's fused head is an autograd function with its own backward pass, which cannot be captured.
 
     Raises:
-        PlanError: for a head that computes more than `SFTTrainer` uses.
+        PlanError: the head computes outputs that `SFTTrainer` does not use.
     """
-    for part in model.modules():
-        forward: Any = vars(part).get("forward")
+    for module in model.modules():
+        forward: Any = vars(module).get("forward")
+        # trl patches the instance; its function has an argument of this name, and its options are
+        # nonlocal variables.
         if "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
             options = getclosurevars(forward.__func__).nonlocals
-            more = sorted(set(options["outputs"]) - COMPUTED)
-            if more or options["cast_lm_head_to_fp32"]:
+            unsupported = sorted(set(options["outputs"]) - SUPPORTED_OUTPUTS)
+            if unsupported or options["cast_lm_head_to_fp32"]:
                 raise PlanError(
-                    f"trl's head of {type(part).__name__} computes "
-                    f"{', '.join(more) or 'in float32'}: planned are only the trainers of trl that "
-                    "compute what SFTTrainer does"
+                    f"trl's head of {type(module).__name__} computes "
+                    f"{', '.join(unsupported) or 'in float32'}, which is not supported\n"
+                    "use a trainer of trl that computes what SFTTrainer does"
                 )
-            part.forward = _of_logits(part, options["temperature"])
+            module.forward = _forward_with_logits(module, options["temperature"])
 
 
-def _of_logits(model: nn.Module, temperature: float) -> MethodType:
+def _forward_with_logits(model: nn.Module, temperature: float) -> MethodType:
     from trl.trainer.utils import FusedCausalLMOutput
 
     original = type(model).forward
@@ -47,25 +48,26 @@ def _of_logits(model: nn.Module, temperature: float) -> MethodType:
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return original(self, *args, **kwargs)
-        labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
         kwargs.pop("num_items_in_batch", None)
         outputs = original(self, *args, **kwargs)
         logits = outputs.logits.float() / temperature
-        if shifted is None:
-            logits, shifted = logits[:, :-1], labels[:, 1:]
-        mask = shifted != -100
+        if shift_labels is None:
+            logits, shift_labels = logits[:, :-1], labels[:, 1:]
+        mask = shift_labels != -100
 
         def masked(values: Tensor) -> Tensor:
             return values.masked_fill(~mask, 0)
 
         all_log_probs = logits.log_softmax(-1)
-        chosen = shifted.clamp(min=0).unsqueeze(-1)
-        log_probs = masked(all_log_probs.gather(-1, chosen).squeeze(-1))
+        # The label -100 is not a valid index; its log probability is masked.
+        label_index = shift_labels.clamp(min=0).unsqueeze(-1)
+        log_probs = masked(all_log_probs.gather(-1, label_index).squeeze(-1))
         return FusedCausalLMOutput(
             loss=-log_probs.sum() / mask.sum().clamp(min=1),
             log_probs=log_probs,
             entropy=masked(-(all_log_probs.exp() * all_log_probs).sum(-1)),
-            is_top1=masked(logits.argmax(-1) == shifted),
+            is_top1=masked(logits.argmax(-1) == shift_labels),
             label_mask=mask,
             aux_loss=getattr(outputs, "aux_loss", None),
         )

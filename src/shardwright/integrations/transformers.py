@@ -1,4 +1,4 @@
-"""`transformers.Trainer` on planned models."""
+"""A `transformers.Trainer` that plans and shards its model."""
 
 from __future__ import annotations
 
@@ -41,45 +41,46 @@ try:
     from transformers import trainer, trainer_pt_utils
 except ImportError as error:
     raise ConfigError(
-        f"ShardwrightTrainer needs transformers and accelerate ({error}): pip install "
+        f"ShardwrightTrainer needs transformers and accelerate ({error})\npip install "
         "'shardwright[transformers]'"
     ) from None
 
 log = logging.getLogger("shardwright")
 
 Trainer: Any = trainer.Trainer
-"""Of any version of transformers, whose types differ."""
+"""Untyped, because the types of `Trainer` differ between versions of transformers."""
 
 batch_size_of: Any = trainer_pt_utils.find_batch_size
 
 if not hasattr(Trainer, "_prepare_for_training"):
     raise ConfigError(
-        "ShardwrightTrainer needs transformers 5 or newer: pip install -U transformers"
+        "ShardwrightTrainer needs transformers 5 or newer\npip install -U transformers"
     )
 
 STATE = "shardwright"
-"""The folder of the optimizer's sharded state in a checkpoint of `Trainer`, and of what is trained
-but not in its files under the model's names: all else is held once."""
+"""Subfolder of a `Trainer` checkpoint with the sharded optimizer state, and with trained parameters
+that the model files of `Trainer` lack."""
 
 SCHEDULER = "scheduler.pt"
-"""The file of the learning rate's schedule, as `Trainer` names it."""
+"""`Trainer`'s file name of the learning rate scheduler."""
 
 
 class ShardwrightTrainer(Trainer):  # type: ignore[misc]
-    """A `Trainer` that trains its model as planned, on all processes of the run.
+    """A `Trainer` that plans and shards its model over all processes of the run.
 
-    The batch of a step has `per_device_train_batch_size` samples for each process, and every
-    process is given all of them. The model is planned for the first batch before it is trained or
-    evaluated. Checkpoints are `Trainer`'s, with the optimizer's state in a folder of their own, and
-    resume on any plan.
+    The global batch has `per_device_train_batch_size` samples per process, and every process loads
+    all of it. The model is planned with the first batch, before training or evaluation. Checkpoints
+    have the format of `Trainer`, with the optimizer state in a subfolder, and resume on any plan.
 
-    Other trainers become planned ones by a class: `class Planned(ShardwrightTrainer, SFTTrainer)`.
+    To plan the model of another trainer, derive from both:
+    `class Planned(ShardwrightTrainer, SFTTrainer): ...`.
 
     Args:
-        plan: a plan, the path of one, or options of `shardwright.plan`, such as `mem_coeff`.
+        plan: a plan, the path of a plan file, or options of `shardwright.plan`, such as
+            `mem_coeff`.
 
     Raises:
-        ConfigError: for training arguments that another way of distribution needs.
+        ConfigError: training arguments request another kind of distribution, such as FSDP.
     """
 
     model: Any
@@ -93,10 +94,10 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         self._batch_rows: int | None = None
         super().__init__(*args, **kwargs)
 
-    # What is planned
+    # Planning
 
-    def _planned(self, dataloader: DataLoader[Any]) -> None:
-        """Splits the model, if it is not, for a batch like the dataloader's first."""
+    def _parallelize_model(self, dataloader: DataLoader[Any]) -> None:
+        """Plan and shard the model with the dataloader's first batch, unless already sharded."""
         if isinstance(self.model, ParallelModule):
             return
         without_fused_lm_heads(self.model)
@@ -104,103 +105,111 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             self.model.forward = _in_bfloat16(self.model, self.args.device.type)
         plan = self._plan
         if not isinstance(plan, Plan):
-            args, kwargs = self._example(dataloader)
+            args, kwargs = self._example_call(dataloader)
             options = {"devices": self.args.world_size, **(plan or {})}
             plan = plan_model(self.model, args, kwargs, **options)
             log.info("planned %s:\n%s", type(self.model).__name__, plan)
         if plan.pipeline.stages > 1:
             raise PlanError(
-                "Trainer calls a model and its backward pass apart, which pipeline stages cannot: "
-                "plan without stages, or train with `train_step` in a loop of your own"
+                "Trainer runs forward and backward separately, which is not possible with pipeline"
+                " stages\nplan without stages, or train with `train_step` in a loop of your own"
             )
         if plan.arrivals:
             raise PlanError(
-                f"{type(self).__name__} gives every process the whole batch, which the plan's "
-                "dataset_strategy would take for a part of it: plan with "
-                "dataset_strategy='full_batch'"
+                f"{type(self).__name__} gives every process the global batch, but the plan's"
+                " dataset_strategy expects each process's own shard\n"
+                "plan with dataset_strategy='full_batch'"
             )
-        planned = parallelize(self.model, plan, self.args.device, release=True)
-        self.model = self.model_wrapped = planned
+        parallel_model = parallelize(self.model, plan, self.args.device, release=True)
+        self.model = self.model_wrapped = parallel_model
         self.callback_handler.model = self.model
 
-    def _example(self, dataloader: DataLoader[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """How `compute_loss` calls the model for a batch like the dataloader's first."""
-        dataset, count = dataloader.dataset, self._global(self.args.per_device_train_batch_size)
-        before = random.getstate(), np.random.get_state()
+    def _example_call(self, dataloader: DataLoader[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with which `compute_loss` calls the model for a first batch."""
+        batch_size = self._global_batch_size(self.args.per_device_train_batch_size)
+        dataset = dataloader.dataset
+        # Datasets and collators may draw random numbers: training must draw the same ones again.
+        random_states = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices=[]):
             if isinstance(dataset, IterableDataset):
-                samples = _first_samples(dataset, count)
+                samples = _first_samples(dataset, batch_size)
             else:
                 length = len(dataset)  # type: ignore[arg-type]
-                samples = [dataset[index % length] for index in range(count)]
+                samples = [dataset[index % length] for index in range(batch_size)]
             batch = dataloader.collate_fn(samples)
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        number = self._get_num_items_in_batch([batch], self.args.device)
+        random.setstate(random_states[0])
+        np.random.set_state(random_states[1])
+        num_items = self._get_num_items_in_batch([batch], self.args.device)
         self.model.train()
+        # Trainers prepare the arguments of their models in different ways: only `compute_loss`
+        # knows them.
         try:
             self.compute_loss(
-                _Recorder(self.model), self._prepare_inputs(batch), num_items_in_batch=number
+                _Recorder(self.model), self._prepare_inputs(batch), num_items_in_batch=num_items
             )
         except _FirstCallError as call:
             return call.call
         raise PlanError(f"{type(self).__name__}.compute_loss does not call the model it is given")
 
-    def _global(self, batch_size: int) -> int:
-        """The size of a batch of all processes, which `split_batches` divides among them."""
+    def _global_batch_size(self, batch_size: int) -> int:
+        """The global batch size; with `split_batches`, `batch_size` is already global."""
         if self.args.accelerator_config.split_batches:
             return batch_size
         return batch_size * int(self.args.world_size)
 
-    # How it is trained
+    # Training
 
     def create_accelerator_and_postprocess(self) -> None:
         for name in ("fp16", "fsdp", "deepspeed", "torch_compile", "auto_find_batch_size"):
             if getattr(self.args, name, None):
                 raise ConfigError(
-                    f"TrainingArguments({name}=...): {type(self).__name__} plans and splits the "
-                    "model itself: remove it (bf16=True is mixed precision, "
-                    "`trainer.model.compile()` compiles the planned model)"
+                    f"TrainingArguments({name}=...) is not supported: {type(self).__name__} shards"
+                    " the model itself\nremove it; use bf16=True for mixed precision, and "
+                    "`trainer.model.compile()` to compile the planned model"
                 )
-        self.args.average_tokens_across_devices = False  # A rank has all tokens of a batch.
+        # Every rank has all tokens of the global batch.
+        self.args.average_tokens_across_devices = False
         super().create_accelerator_and_postprocess()
+        # Accelerate would wrap the model in DDP, and gather what every rank already has.
         self.accelerator.prepare_model = lambda model, *_, **__: model
         self.accelerator.gather = lambda data, *_, **__: data
-        self.accelerator.gather_for_metrics = self._rows_of_batch
-        self.gather_function = self._rows_of_batch
+        self.accelerator.gather_for_metrics = self._without_padding
+        self.gather_function = self._without_padding
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leaves the model where it is until it is split."""
+        """Do nothing: `parallelize` moves only this rank's shards to the device."""
 
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """One that gives every process the batches of a single process, the last one incomplete."""
-        batch_size = self._global(batch_size)
+        """A dataloader that gives every process the global batch; the last may be incomplete."""
+        batch_size = self._global_batch_size(batch_size)
         with self._as_single_process():
             return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
     @contextmanager
     def _as_single_process(self) -> Iterator[None]:
-        """A context in which samplers and dataloaders are those of a single process.
+        """Context in which samplers and dataloaders are created as for a single process.
 
-        For several, accelerate gives each its own part, and repeats samples to fill the last batch.
+        For several processes, accelerate would shard each batch, and repeat samples to fill the
+        last one.
         """
-        ranks, args = self.args, copy(self.args)
+        original_args, args = self.args, copy(self.args)
         args.distributed_state = SimpleNamespace(
             num_processes=1, process_index=0, local_process_index=0
         )
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            setattr(args, name, self._global(getattr(args, name)))
+            setattr(args, name, self._global_batch_size(getattr(args, name)))
         self.args = args
-        self.accelerator.prepare_data_loader = self._prepared_for_single_process
+        self.accelerator.prepare_data_loader = self._prepare_for_single_process
         try:
             yield
         finally:
-            self.args = ranks
+            self.args = original_args
+            # Uncovers the method of the class.
             del self.accelerator.prepare_data_loader
 
-    def _prepared_for_single_process(self, loader: DataLoader[Any], **_: Any) -> Any:
+    def _prepare_for_single_process(self, loader: DataLoader[Any], **_: Any) -> Any:
         accelerator = self.accelerator
         config = accelerator.dataloader_config
         rng_types = {str(RNGType(kind).value) for kind in accelerator.rng_types or ()}
@@ -210,7 +219,8 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             num_processes=1,
             process_index=0,
             put_on_device=accelerator.device_placement,
-            # Samplers without a generator of their own draw from that of torch.
+            # Samplers without their own generator draw from torch's, which must be equal on all
+            # ranks.
             rng_types=sorted({*rng_types, "torch"} if dist.is_initialized() else rng_types),
             dispatch_batches=False,
             even_batches=False,
@@ -223,15 +233,15 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        self._planned(train_dataloader)
+        self._parallelize_model(train_dataloader)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """With whole outputs where a class of trainers computes with them."""
-        computes = super().compute_loss
-        if computes.__func__ is not Trainer.compute_loss and isinstance(model, ParallelModule):
-            model = _WithWholeOutputs(model)
-        return computes(model, inputs, *args, **kwargs)
+        """Compute the loss, with full tensors as outputs of the model if a subclass uses them."""
+        compute_loss = super().compute_loss
+        if compute_loss.__func__ is not Trainer.compute_loss and isinstance(model, ParallelModule):
+            model = _WithFullOutputs(model)
+        return compute_loss(model, inputs, *args, **kwargs)
 
     def _clip_grad_norm(self, model: ParallelModule) -> Tensor:
         return model.clip_grad_norm_(self.args.max_grad_norm)
@@ -239,15 +249,15 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     def _get_grad_norm(self, model: ParallelModule, grad_norm: Tensor | None = None) -> Tensor:
         return model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
-    # How it is evaluated
+    # Evaluation
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        self._planned(dataloader)
-        # `Seq2SeqTrainer` generates with parts of the model.
+        self._parallelize_model(dataloader)
+        # `Seq2SeqTrainer` generates, which calls submodules and needs full parameters.
         generates = getattr(self.args, "predict_with_generate", False)
         per_device = self.args.per_device_eval_batch_size
-        # The loss of a batch is repeated for as many samples.
-        self.args.per_device_eval_batch_size = self._global(per_device)
+        # `Trainer` weights the loss of a batch by this number of samples.
+        self.args.per_device_eval_batch_size = self._global_batch_size(per_device)
         try:
             with whole(self.model) if generates else nullcontext():
                 return super().evaluation_loop(dataloader, *args, **kwargs)
@@ -256,21 +266,23 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self._batch_rows = batch_size_of(inputs)
-        return _whole_tensors(super().prediction_step(model, inputs, *args, **kwargs))
+        return _full_tensors(super().prediction_step(model, inputs, *args, **kwargs))
 
-    def _rows_of_batch(self, data: Any, *_: Any, **__: Any) -> Any:
-        """In place of accelerate's `gather_for_metrics`: every process has the whole batch. As
-        there, what is computed of the last batch has as many rows as it has."""
+    def _without_padding(self, data: Any, *_: Any, **__: Any) -> Any:
+        """Replacement of accelerate's `gather_for_metrics`: cut the last batch to its real size.
+
+        Nothing is gathered, because every process has the global batch.
+        """
         rows = self._batch_rows
         if rows is None or not self.accelerator.gradient_state.end_of_dataloader:
             return data
         return pytree.tree_map(lambda x: x[:rows] if isinstance(x, Tensor) and x.ndim else x, data)
 
-    # What is saved
+    # Checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        saved = whole(self.model, rank0_only=True, device="cpu")
-        with saved as model, unchanged_configurations(model):
+        full_model = whole(self.model, rank0_only=True, device="cpu")
+        with full_model as model, unchanged_configurations(model):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -284,30 +296,30 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        # Trainer has loaded the parameters from its own files.
+        # Not strict: `Trainer` has already loaded most parameters from its own files.
         load_checkpoint(Path(checkpoint, STATE), self.model, self._optimizer, strict=False)
         scheduler = torch.load(Path(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
-        """Without what accelerate wraps it in."""
-        bare: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return bare
+        """The optimizer without the wrapper of accelerate."""
+        unwrapped: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return unwrapped
 
 
 def _first_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
-    """Samples at the beginning of a stream, which training reads once more.
+    """The first samples of an iterable dataset, which training will read again.
 
     Raises:
-        ConfigError: if it can be read once only.
+        ConfigError: the dataset can be iterated only once.
     """
     stream = iter(dataset)
     if stream is iter(dataset):
         raise ConfigError(
             f"{type(dataset).__name__}.__iter__ returns the same iterator each time, so training "
-            "would miss the samples that the model is planned for: return a new iterator, or give "
-            "the trainer a plan (`plan=sw.plan(...)`)"
+            "would miss the samples with which the model is planned\n"
+            "return a new iterator, or pass a plan to the trainer (`plan=sw.plan(...)`)"
         )
     generator = getattr(dataset, "generator", None)
     state = generator.get_state() if isinstance(generator, torch.Generator) else None
@@ -318,7 +330,7 @@ def _first_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
 
 
 def _names_in_files(folder: Path) -> set[str]:
-    """What rank 0 sees in the safetensors files of a folder, on all ranks."""
+    """Tensor names in the safetensors files of `folder` on rank 0, returned on all ranks."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors") if is_rank_0() else ():
         with safe_open(file, "pt") as content:
@@ -327,10 +339,10 @@ def _names_in_files(folder: Path) -> set[str]:
 
 
 def _in_bfloat16(model: nn.Module, device_type: str) -> MethodType:
-    """The `forward` of a model as accelerate calls it in mixed precision: floating-point outputs
-    are of float32."""
-    set_forward = vars(model).get("forward")
-    original = type(model).forward if set_forward is None else set_forward.__func__
+    """The model's `forward` under autocast, with float32 outputs, as accelerate wraps it."""
+    # An instance may have its own `forward`, such as the one of `without_fused_lm_heads`.
+    instance_forward = vars(model).get("forward")
+    original = type(model).forward if instance_forward is None else instance_forward.__func__
 
     @wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -344,7 +356,7 @@ def _in_bfloat16(model: nn.Module, device_type: str) -> MethodType:
 
 
 class _FirstCallError(Exception):
-    """Carries the arguments of a call that is not made."""
+    """Carries the arguments of the first call of a model out of `compute_loss`."""
 
     def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         super().__init__()
@@ -352,7 +364,7 @@ class _FirstCallError(Exception):
 
 
 class _Recorder:
-    """Has the attributes of a model, and raises its first call."""
+    """A stand-in for a model, with its attributes, that raises its first call."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -364,12 +376,12 @@ class _Recorder:
         raise _FirstCallError((args, kwargs))
 
 
-class _WithWholeOutputs(_Recorder):
-    """Has the attributes of a model, and returns what it returns as ordinary tensors."""
+class _WithFullOutputs(_Recorder):
+    """A stand-in for a model, with its attributes, that returns full tensors, not DTensors."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _whole_tensors(self._model(*args, **kwargs))
+        return _full_tensors(self._model(*args, **kwargs))
 
 
-def _whole_tensors(outputs: Any) -> Any:
+def _full_tensors(outputs: Any) -> Any:
     return pytree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, outputs)

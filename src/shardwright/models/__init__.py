@@ -1,4 +1,5 @@
-"""LLaMA 2, Qwen, Baichuan 2, PanguAlpha, and any causal language model of `transformers`.
+"""Language models with their loss: LLaMA 2, Qwen, Baichuan 2, PanguAlpha, and any causal language
+model of `transformers`.
 
 >>> from shardwright.models import MODELS
 >>> MODELS["llama2_7b"].hidden_size

@@ -1,7 +1,7 @@
-"""Causal attention, for our own models and those of `transformers`; rotary and ALiBi positions.
+"""Causal attention for our own models and those of `transformers`; rotary and ALiBi positions.
 
-No mask has batch or head dimensions: every device would have to create it whole, and it would
-prevent cutting the heads.
+Masks have no batch and head dimensions: a mask with heads would have to be created in full on every
+device, and would prevent sharding the heads.
 """
 
 from __future__ import annotations
@@ -18,42 +18,45 @@ from shardwright.errors import ConfigError
 from shardwright.models.prefix import add_prefix
 
 Attention = Literal["fused", "explicit"]
-"""`fused` is one operator with a built-in causal mask; `explicit` computes products and softmax
-separately, and saves all scores."""
+"""`fused`: one operator (flash attention) with a built-in causal mask. `explicit`: separate matrix
+products and softmax, which save all scores for the backward pass."""
 
 
 def causal_attention(
-    kind: Attention,
+    attention: Attention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention in which a position attends to itself, earlier ones, and all of a prefix.
+    """Causal attention, with an optional prefix to which all positions attend.
 
     Args:
+        attention: the implementation.
         query: `[batch, heads, positions, size]`.
-        key, value: of the same shape, or with fewer heads, each shared by a group of adjacent query
-            heads; more positions than those of the queries are a prefix before them.
-        scale: multiplies the scores.
+        key, value: `[batch, kv_heads, prefix + positions, size]`; with fewer heads than `query`
+            (grouped-query attention), each is shared by a group of adjacent query heads.
+        scale: factor of the scores.
         dropout: dropout probability of the attention weights.
 
     Returns:
-        `[batch, heads, positions, size]`, with the size of the values.
+        `[batch, heads, positions, size of value]`.
     """
     grouped, prefix = query.shape[1] != key.shape[1], key.shape[2] - query.shape[2]
-    if kind == "fused" and not prefix:
+    if attention == "fused" and not prefix:
         return F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
         )
     batch, heads, positions, size = query.shape
-    place = torch.arange(key.shape[2], device=query.device) - prefix
-    later = place > place[prefix:].unsqueeze(-1)
-    if kind == "fused":
+    # `is_causal` aligns the mask to the first key, not to the last: a prefix needs its own mask.
+    position = torch.arange(key.shape[2], device=query.device) - prefix
+    later = position > position[prefix:].unsqueeze(-1)
+    if attention == "fused":
         return F.scaled_dot_product_attention(
             query, key, value, ~later, dropout_p=dropout, scale=scale, enable_gqa=grouped
         )
+    # Query heads are split into (kv head, head of its group), so that keys are not repeated.
     queries = query.reshape(batch, key.shape[1], -1, positions, size)
     scores = torch.matmul(queries, key.unsqueeze(2).transpose(-1, -2)) * scale
     scores = scores.masked_fill(later, float("-inf"))
@@ -61,18 +64,18 @@ def causal_attention(
     return torch.matmul(weights, value.unsqueeze(2)).reshape(batch, heads, positions, -1)
 
 
-def register_with_transformers(kind: Attention) -> str:
-    """Registers this attention with `transformers`; returns the `attn_implementation` to use."""
+def register_with_transformers(attention: Attention) -> str:
+    """Register this attention with `transformers`; return the `attn_implementation` to use."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    name = f"shardwright_{kind}"
-    AttentionInterface.register(name, partial(_forward, kind))
+    name = f"shardwright_{attention}"
+    AttentionInterface.register(name, partial(_forward, attention))
     AttentionMaskInterface.register(name, _mask)
     return name
 
 
 def _forward(
-    kind: Attention,
+    attention: Attention,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -82,16 +85,21 @@ def _forward(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the signature of `transformers`, whose own one handles all that is not causal
-    or has a bias. `prefixes` are further keys and values of all layers."""
+    """Attention with the signature of `transformers`.
+
+    Falls back to the SDPA attention of `transformers` unless it is causal without mask and bias.
+
+    Args:
+        options: may contain `prefixes`, the keys and values of `Prefixes` for all layers.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    causal = options.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    biased, prefixes = options.get("position_bias") is not None, options.get("prefixes")
-    if attention_mask is not None or biased or not causal:
+    is_causal = options.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    has_bias, prefixes = options.get("position_bias") is not None, options.get("prefixes")
+    if attention_mask is not None or has_bias or not is_causal:
         if prefixes is not None:
-            raise ConfigError("prefixes need attention to all earlier positions, without a mask")
+            raise ConfigError("prefixes need causal attention without a mask")
         attended, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **options
         )
@@ -99,18 +107,21 @@ def _forward(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = getattr(module, "layer_idx", None)
     key, value = add_prefix(layer, prefixes, key, value)
-    attended = causal_attention(kind, query, key, value, scale, dropout)
+    attended = causal_attention(attention, query, key, value, scale, dropout)
     return attended.transpose(1, 2), None
 
 
 def _mask(**options: Any) -> Tensor | None:
-    """None for the plain causal mask; `transformers` builds masks for sliding windows, padding and
-    the special cases of models."""
+    """The attention mask; None if causal masking suffices.
+
+    Sliding windows, padding and special cases of models need the mask of `transformers`.
+    """
     from transformers.masking_utils import sdpa_mask
 
     window = options.get("local_size")
-    windowed = window is not None and window < options["kv_length"]
-    special = windowed or options.get("use_vmap") or "allow_is_bidirectional_skip" in options
+    # A window longer than the sequence masks nothing.
+    has_window = window is not None and window < options["kv_length"]
+    special = has_window or options.get("use_vmap") or "allow_is_bidirectional_skip" in options
     if options.get("attention_mask") is None and not special:
         return None
     mask: Tensor | None = sdpa_mask(**options)
@@ -118,16 +129,21 @@ def _mask(**options: Any) -> Tensor | None:
 
 
 def rotary(positions: int, size: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles of each position, both `[positions, size]`."""
-    places = torch.arange(positions, device=like.device, dtype=torch.float32)
+    """Cosine and sine of the angles of each position, both `[positions, size]` (RoPE, Su et al.).
+
+    Args:
+        like: a tensor with the dtype and device of the results.
+    """
+    # In float32 also for bfloat16 models, which cannot represent positions above 256 exactly.
+    position = torch.arange(positions, device=like.device, dtype=torch.float32)
     pairs = torch.arange(0, size, 2, device=like.device, dtype=torch.float32)
-    angles = places.unsqueeze(-1) * base ** (-pairs / size)
+    angles = position.unsqueeze(-1) * base ** (-pairs / size)
     angles = torch.cat((angles, angles), -1)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates every pair of features, which are half the size apart, by the angle of its position.
+    """Rotate pairs of features `(i, i + size / 2)` by the angles of their position.
 
     Args:
         x: `[batch, heads, positions, size]`.
@@ -149,32 +165,33 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 _BLOCK = 64
-"""Positions are split into a block and an offset, both of which are exact in half precision."""
+"""Positions are split into block and offset, both of which bfloat16 represents exactly."""
 
 
 def alibi_features(
     query: Tensor, key: Tensor, slopes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys with additional features whose product is the ALiBi bias.
+    """Append features to queries and keys whose product is the ALiBi bias.
 
     Softmax is invariant to adding a constant to a row, so the bias `slope * (j - i)` is equivalent
-    to `slope * j`, which is the product of `(64 * slope, slope)` and `(j // 64, j % 64)`. So no
-    bias tensor `[heads, positions, positions]` is created, and every device only computes that of
-    its own heads. Sizes are padded to a multiple of 8, as fast kernels require.
+    to `slope * j`, which is the product of `(64 * slope, slope)` and `(j // 64, j % 64)`. This
+    avoids a bias tensor `[heads, positions, positions]`; each device computes the features of its
+    own heads. Sizes are padded to a multiple of 8, as fast kernels require.
 
     Args:
         query, key: `[batch, heads, positions, size]`.
         slopes: `[heads]`.
-        scale: multiplies the scores in attention.
+        scale: factor of the scores in attention.
     """
     batch, heads, positions, size = query.shape
-    extra = -(-(size + 2) // 8) * 8 - size
-    steep = torch.stack((slopes * _BLOCK, slopes), -1) / scale
-    place = torch.arange(positions, device=query.device)
-    counted = torch.stack((place // _BLOCK, place % _BLOCK), -1)
+    num_features = -(-(size + 2) // 8) * 8 - size
+    # Attention multiplies all products by `scale`, which the bias must not have.
+    query_features = torch.stack((slopes * _BLOCK, slopes), -1) / scale
+    position = torch.arange(positions, device=query.device)
+    key_features = torch.stack((position // _BLOCK, position % _BLOCK), -1)
 
     def concatenate(x: Tensor, features: Tensor) -> Tensor:
-        filled = torch.nn.functional.pad(features.to(x.dtype), (0, extra - 2))
-        return torch.cat((x, filled.expand(batch, heads, positions, extra)), -1)
+        padded = torch.nn.functional.pad(features.to(x.dtype), (0, num_features - 2))
+        return torch.cat((x, padded.expand(batch, heads, positions, num_features)), -1)
 
-    return concatenate(query, steep.unsqueeze(1)), concatenate(key, counted)
+    return concatenate(query, query_features.unsqueeze(1)), concatenate(key, key_features)

@@ -1,5 +1,5 @@
-"""Baichuan: LLaMA blocks with rotary (7B) or ALiBi (13B) positions; in Baichuan 2 the head is
-normalized."""
+"""Baichuan: LLaMA blocks with rotary (7B) or ALiBi (13B) positions; Baichuan 2 normalizes the rows
+of the language model head."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Angles = tuple[Tensor, Tensor]
 class BaichuanAttention(nn.Module):
     """Multi-head attention with rotary positions, or ALiBi if no angles are given."""
 
-    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+    def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()
-        self.heads, self.head_size, self.kind = sizes.num_heads, sizes.head_size, kind
+        self.heads, self.head_size, self.attention = sizes.num_heads, sizes.head_size, attention
         width = sizes.hidden_size
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, width, bias=False)
@@ -44,11 +44,13 @@ class BaichuanAttention(nn.Module):
         else:
             slopes = torch.tensor(alibi_slopes(self.heads), device=x.device)
             query, key = alibi_features(query, key, slopes, scale)
-        attended = causal_attention(self.kind, query, key, value, scale)
+        attended = causal_attention(self.attention, query, key, value, scale)
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
 class BaichuanFeedForward(nn.Module):
+    """SwiGLU."""
+
     def __init__(self, sizes: Dimensions) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
@@ -60,9 +62,11 @@ class BaichuanFeedForward(nn.Module):
 
 
 class BaichuanBlock(nn.Module):
-    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+    """A pre-norm transformer block."""
+
+    def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()
-        self.self_attn = BaichuanAttention(sizes, kind)
+        self.self_attn = BaichuanAttention(sizes, attention)
         self.mlp = BaichuanFeedForward(sizes)
         self.input_layernorm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
@@ -73,13 +77,15 @@ class BaichuanBlock(nn.Module):
 
 
 class BaichuanBackbone(nn.Module):
-    """From token ids to hidden states."""
+    """Token ids `[batch, positions]` to hidden states `[batch, positions, width]`."""
 
-    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+    def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()
         self.sizes = sizes
         self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
-        self.layers = nn.ModuleList(BaichuanBlock(sizes, kind) for _ in range(sizes.num_layers))
+        self.layers = nn.ModuleList(
+            BaichuanBlock(sizes, attention) for _ in range(sizes.num_layers)
+        )
         self.norm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -106,12 +112,13 @@ class NormHead(nn.Linear):
 class Baichuan(nn.Module):
     """Baichuan with its loss."""
 
-    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+    def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()
-        self.model = BaichuanBackbone(sizes, kind)
-        normalized = sizes.family == "baichuan"
+        self.model = BaichuanBackbone(sizes, attention)
+        # The family of Baichuan 1 is `baichuan1`.
+        is_second = sizes.family == "baichuan"
         width, vocabulary = sizes.hidden_size, sizes.vocab_size
-        self.lm_head = NormHead(sizes) if normalized else nn.Linear(width, vocabulary, bias=False)
+        self.lm_head = NormHead(sizes) if is_second else nn.Linear(width, vocabulary, bias=False)
         draw_weights(self)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

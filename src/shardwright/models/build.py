@@ -38,25 +38,25 @@ def build(
     attention: Attention = "fused",
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """A randomly initialized language model; `net(input_ids, labels)` returns its loss.
+    """Build a randomly initialized language model; `net(input_ids, labels)` returns its loss.
 
     The loss is the mean over all labels other than -100. The model shifts the labels itself, so
-    both arguments, `[batch, positions]`, can be the same tensor. On the meta device (`with
-    torch.device("meta")`) nothing is allocated.
+    both arguments, `[batch, positions]`, can be the same tensor. Inside `with
+    torch.device("meta")`, no memory is allocated.
 
     Args:
         model: a name in `shardwright.models.MODELS`, or dimensions.
-        seq_length: maximum sequence length, if not the published one.
-        num_layers: number of blocks, if not the published one.
-        lora: the adapters to add; all other weights are then frozen.
-        prefix: the keys and values to add instead; all weights are then frozen.
+        seq_length: maximum sequence length; by default the published one.
+        num_layers: number of blocks; by default the published one.
+        lora: LoRA adapters to add; all other weights are frozen.
+        prefix: prefix tuning instead of LoRA; all weights of the model are frozen.
         attention: `fused` (one operator), or `explicit` (separate operators, which save all
             scores).
         dtype: dtype of the parameters.
 
     Raises:
-        ConfigError: if the name or the family is unknown, the dimensions are inconsistent, no
-            module matches `lora`, or a model not built on `transformers` gets a `prefix`.
+        ConfigError: the name or family is unknown, the dimensions are inconsistent, no module
+            matches `lora`, or the family does not support `prefix`.
     """
     sizes = dimensions(model) if isinstance(model, str) else model
     sizes = replace(
@@ -79,15 +79,17 @@ def build_hf(
     attention: Attention = "fused",
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """A randomly initialized causal language model of `transformers`, called like those of `build`.
+    """Build a randomly initialized causal language model of `transformers`.
+
+    `net(input_ids, labels)` returns the loss, as for `build`.
 
     Args:
         source: path of a `config.json` or of its folder, or the arguments of
             `transformers.AutoConfig.for_model`.
-        lora, attention, dtype: as for `build`.
+        lora, attention, dtype: see `build`.
 
     Raises:
-        ConfigError: if the file or the model does not exist, or no module matches `lora`.
+        ConfigError: the file or model does not exist, or no module matches `lora`.
     """
     return _finish(causal_lm(source, _check_attention(attention)), lora, dtype)
 
@@ -113,19 +115,18 @@ def _check_attention(attention: Attention) -> Attention:
 
 def _tune_prefixes(net: nn.Module, prefix: PrefixTuning, lora: LoRA | None) -> None:
     if lora is not None:
-        raise ConfigError("prefix and lora: give one of them")
+        raise ConfigError("prefix and lora exclude each other: set only one of them")
     if not isinstance(net, Decoder):
         raise ConfigError(
-            f"prefix: {type(net).__name__} takes none; these families do: {', '.join(MODEL_TYPES)}"
+            f"prefix: {type(net).__name__} does not support prefix tuning\nuse one of the families"
+            f" {', '.join(MODEL_TYPES)}"
         )
     net.tune_prefixes(prefix)
 
 
 def _finish(net: nn.Module, lora: LoRA | None, dtype: torch.dtype) -> nn.Module:
-    """Adds adapters and casts all parameters to `dtype`.
-
-    Buffers keep their dtype: rotary frequencies need single precision.
-    """
+    """Add adapters, and cast all parameters to `dtype`."""
+    # Not `net.to(dtype)`, which casts buffers too: rotary frequencies need float32.
     if lora is not None:
         net = adapt(net, lora)
     for parameter in net.parameters():

@@ -1,4 +1,4 @@
-"""LLaMA, TeleChat, Qwen, GLM, Mixtral and DeepSeek-V2: the decoders of `transformers`."""
+"""LLaMA, TeleChat, Qwen, GLM, Mixtral and DeepSeek-V2, built from decoders of `transformers`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardwright.models.sizes import Dimensions
 
 
 class Decoder(nn.Module):
-    """A decoder of `transformers` with its head and loss.
+    """A decoder of `transformers` with its language model head and loss.
 
     Parameters have the same names as in `transformers`, so its checkpoints can be loaded.
 
     Args:
-        model: from `input_ids` to hidden states.
-        lm_head: from hidden states to logits.
+        model: maps `input_ids` to hidden states.
+        lm_head: maps hidden states to logits.
     """
 
     def __init__(self, model: nn.Module, lm_head: nn.Module) -> None:
@@ -32,14 +32,15 @@ class Decoder(nn.Module):
         self.prefix_tuning: Prefixes | None = None
 
     def tune_prefixes(self, prefix: PrefixTuning) -> None:
-        """Adds keys and values, beside which nothing is trained.
+        """Add a trained prefix, and freeze all other weights.
 
         Raises:
-            ConfigError: the model has latent attention, whose keys and values differ in size.
+            ConfigError: the model has multi-head latent attention, whose keys and values differ in
+                size.
         """
         config: Any = self.model.config
         if hasattr(config, "kv_lora_rank"):
-            raise ConfigError("prefix: models with latent attention take none")
+            raise ConfigError("prefix: models with latent attention do not support prefix tuning")
         self.requires_grad_(False)
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         self.prefix_tuning = Prefixes(prefix, layers, heads, config.head_dim)
@@ -54,13 +55,13 @@ class Decoder(nn.Module):
 
 
 def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
-    """A decoder of `transformers`, which has the configuration and the code of its family.
+    """Build a decoder with the configuration and code that `transformers` has for its family.
 
-    Qwen 1 is built as Qwen 2 with as many key-value heads as query heads; it stores its queries,
-    keys and values as one tensor.
+    Qwen 1 is built as Qwen 2 without grouped-query attention; published Qwen 1 checkpoints store
+    query, key and value projections as one tensor.
 
     Raises:
-        ConfigError: the configuration has no such argument.
+        ConfigError: `sizes.hf` has an argument that the configuration of the family does not have.
     """
     with needs_extra(
         "transformers", f"the model family {sizes.family} needs transformers", ConfigError
@@ -69,14 +70,15 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model_type, experts = MODEL_TYPES[sizes.family]
-    known = AutoConfig.for_model(model_type).to_dict()
-    if unknown := sorted(set(sizes.hf) - set(known)):
+    # `transformers` accepts unknown arguments without an error.
+    valid_arguments = AutoConfig.for_model(model_type).to_dict()
+    if unknown := sorted(set(sizes.hf) - set(valid_arguments)):
         raise ConfigError(f"hf: the configuration of {model_type} has no {', '.join(unknown)}")
     numbers = (sizes.num_experts, sizes.experts_per_token, sizes.intermediate_size)
     arguments = {**_arguments(sizes, attention), **dict(zip(experts, numbers, strict=False))}
     config = AutoConfig.for_model(model_type, **arguments)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    net = kind(config)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    net = model_class(config)
     _fuse_norms(net)
     if sizes.family == "telechat":
         _add_biases(net)
@@ -92,8 +94,8 @@ MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "qwen_moe": ("qwen2_moe", ("num_experts", "num_experts_per_tok", "moe_intermediate_size")),
     "deepseek_v2": ("deepseek_v2", ("n_routed_experts", "num_experts_per_tok")),
 }
-"""By family its name in `transformers`, and those of the number of experts, of those that a token
-chooses, and of their width."""
+"""By family, the `model_type` of `transformers`, and its arguments for the number of experts,
+experts per token and width of an expert."""
 
 
 def _arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
@@ -117,23 +119,26 @@ def _arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
 
 
 def _add_biases(net: nn.Module) -> None:
-    """TeleChat is LLaMA with biases of the layers that add to the residual stream."""
+    """Add the biases of TeleChat, which is LLaMA with biases in the output projections."""
     for name, module in net.named_modules():
         if isinstance(module, nn.Linear) and name.endswith(("o_proj", "down_proj")):
             module.bias = nn.Parameter(torch.zeros(module.out_features))
 
 
 def _fuse_norms(net: nn.Module) -> None:
-    """Replaces RMSNorm, which `transformers` composes of eight operators, by a fused one, for which
-    autograd saves one tensor instead of five."""
+    """Replace the RMSNorm modules of `transformers` by fused ones.
+
+    `transformers` composes RMSNorm of eight operators, for which autograd saves five tensors; the
+    fused one saves one.
+    """
     norms: list[tuple[str, Any]] = [(n, m) for n, m in net.named_modules() if _is_rms_norm(m)]
-    for name, composed in norms:
-        owner, _, attribute = name.rpartition(".")
-        weight: torch.Tensor = composed.weight
+    for name, composed_norm in norms:
+        parent, _, attribute = name.rpartition(".")
+        weight: torch.Tensor = composed_norm.weight
         with torch.device("meta"):
-            norm = nn.RMSNorm(weight.shape[0], composed.variance_epsilon)
+            norm = nn.RMSNorm(weight.shape[0], composed_norm.variance_epsilon)
         norm.weight = nn.Parameter(weight)
-        setattr(net.get_submodule(owner), attribute, norm)
+        setattr(net.get_submodule(parent), attribute, norm)
 
 
 def _is_rms_norm(module: nn.Module) -> bool:

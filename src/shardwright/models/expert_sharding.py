@@ -1,10 +1,9 @@
-"""The strategy that an expert would write by hand: data × tensor × pipeline parallelism.
+"""The Megatron-LM strategy, written by hand: data × tensor × pipeline parallelism.
 
-Tensor parallelism cuts the first linear layers of attention and MLP along their outputs and the
-last ones along their inputs, so that each half of a block has one all-reduce forward and one
-backward (Shoeybi et al., Megatron-LM, 2019). Sequence parallelism replaces each all-reduce by a
-reduce-scatter and an all-gather, and cuts norms and residuals along the sequence (Korthikanti et
-al., 2022).
+Tensor parallelism shards the first linear layers of attention and MLP by columns (outputs) and the
+last ones by rows (inputs), so that attention and MLP have one all-reduce each in forward and in
+backward (Shoeybi et al., 2019). Sequence parallelism replaces each all-reduce by a reduce-scatter
+and an all-gather, and shards norms and residuals along the sequence (Korthikanti et al., 2022).
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from shardwright.errors import ConfigError
 
 COLUMN = (
     *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj"),
-    *("q_b_proj", "kv_b_proj"),  # Of latent attention.
+    *("q_b_proj", "kv_b_proj"),  # Multi-head latent attention.
 )
-"""Linear layers that are cut along their outputs."""
+"""Names of column-parallel linear layers, sharded along their outputs."""
 
 ROW = ("o_proj", "down_proj")
-"""Linear layers that are cut along their inputs."""
+"""Names of row-parallel linear layers, sharded along their inputs."""
 
 NORM = ("input_layernorm", "post_attention_layernorm", "norm")
 
@@ -39,7 +38,7 @@ def pin_expert(
     seq_parallel: bool = False,
     vocab_emb_dp: bool = False,
 ) -> None:
-    """Pins a language model of `shardwright.models` as an expert would.
+    """Pin the Megatron-LM strategies of a language model of `shardwright.models`.
 
     Plan it with `sharding_propagation`, which derives the strategies of all other operators.
 
@@ -48,38 +47,39 @@ def pin_expert(
         model_parallel: number of shards of heads, MLP and vocabulary.
         context_parallel: number of shards of the sequence in all layers; attention gathers keys and
             values.
-        expert_parallel: number of shards of the experts, over devices that share the batch.
-        seq_parallel: cut norms and residuals along the sequence into `model_parallel` times as many
-            shards.
-        vocab_emb_dp: replicate the embedding table instead of cutting it along the vocabulary.
+        expert_parallel: number of shards of the experts; a divisor of `data_parallel`.
+        seq_parallel: shard norms and residuals along the sequence, over the `model_parallel`
+            devices too.
+        vocab_emb_dp: replicate the embedding table instead of sharding it along the vocabulary.
 
     Raises:
-        ConfigError: if the model has no such layers, or their sizes are not divisible.
+        ConfigError: the model has no layers with these names, or their sizes are not divisible.
     """
     mp = model_parallel
-    for path, dimension, size in cut_by_model_parallel(net, vocab_emb_dp):
-        _check(path, dimension, size, mp)
+    for path, dimension, size in tensor_parallel_dimensions(net, vocab_emb_dp):
+        _check_divisible(path, dimension, size, mp)
     if data_parallel % expert_parallel:
         raise ConfigError(
             f"expert_parallel {expert_parallel} must divide data_parallel {data_parallel}"
         )
     lay = Layout((data_parallel, context_parallel, mp), ("dp", "cp", "mp"))
-    split = (data_parallel // expert_parallel, expert_parallel, context_parallel, mp)
-    experts = Layout(split, ("dp", "ep", "cp", "mp"))
+    # Experts have a device matrix of their own, in which expert parallelism takes part of `dp`.
+    expert_matrix = (data_parallel // expert_parallel, expert_parallel, context_parallel, mp)
+    experts = Layout(expert_matrix, ("dp", "ep", "cp", "mp"))
     sequence = ("cp", "mp") if seq_parallel else "cp"
     output = lay("dp", sequence, "None")
     has_row_layers = False
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
         if name in COLUMN:
-            shard(_linear(module), (_read(net, path, lay), lay("mp", "None")))
+            shard(_linear(module), (_column_input(net, path, lay), lay("mp", "None")))
         elif name in ROW:
             shard(_linear(module), (lay("dp", "cp", "mp"), lay("None", "mp")), (output,))
             has_row_layers = True
-        elif _holds_experts(module):
-            shard(module, _of_experts(module, experts))
+        elif _is_experts(module):
+            shard(module, _expert_layouts(module, experts))
         elif name in NORM and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
-            # Others are composed of several operators, which follow their neighbors.
+            # Norms of other classes are composed of several operators, whose strategies propagate.
             shard(module, (output, *(None for _ in module.parameters())))
         elif isinstance(module, nn.Embedding) and name == "embed_tokens":
             if vocab_emb_dp:
@@ -90,19 +90,21 @@ def pin_expert(
             shard(module, (lay("dp", "cp", "None"), lay("mp", "None")))
     if not has_row_layers:
         raise ConfigError(
-            f"{type(net).__name__} has no layers named {' or '.join(ROW)}, so there is no expert"
-            " strategy for it"
+            f"{type(net).__name__} has no layers named {' or '.join(ROW)}, so its Megatron strategy"
+            " is not known\nname its layers as in shardwright.models, or let a search plan it"
         )
 
 
-def _holds_experts(module: nn.Module) -> bool:
-    """Whether its projections are parameters: with gates, or without."""
+def _is_experts(module: nn.Module) -> bool:
+    """Whether the module has the weights of all experts as parameters, with gates or without."""
     up = getattr(module, "gate_up_proj", getattr(module, "up_proj", None))
     return isinstance(up, nn.Parameter)
 
 
-def _of_experts(module: nn.Module, lay: Layout) -> tuple[TensorLayout | None, ...]:
-    """Of tokens, choices, weights, both projections, and biases where there are any."""
+def _expert_layouts(module: nn.Module, lay: Layout) -> tuple[TensorLayout | None, ...]:
+    """Layouts of tokens, router indices, router weights, both projections, and their biases."""
+    # Gate and up projections share a dimension: (2, width) if concatenated, (width, 2) if
+    # interleaved. Only the width is sharded.
     inner = ("None", "mp") if getattr(module, "is_concatenated", True) else ("mp", "None")
     projections = lay("ep", *inner, "None"), lay("ep", "None", "mp")
     biases = lay("ep", *inner), lay("ep", "None")
@@ -110,25 +112,25 @@ def _of_experts(module: nn.Module, lay: Layout) -> tuple[TensorLayout | None, ..
     return lay("dp", "cp", "None"), None, None, *projections, *(biases if has_biases else ())
 
 
-def _read(net: nn.Module, path: str, lay: Layout) -> TensorLayout:
-    """What a layer that is cut along its outputs reads."""
+def _column_input(net: nn.Module, path: str, lay: Layout) -> TensorLayout:
+    """Layout of the input of a column-parallel layer."""
     if path.endswith("query_layer.self_attn.q_proj"):
         # The queries of PanguAlpha's query layer are shared by all samples: no batch dimension.
         return lay("cp", "None")
     parent, _, name = path.rpartition(".")
     if name == "kv_b_proj" and hasattr(net.get_submodule(parent), "expand_kv"):
-        # Latents are those of a single head, as caches keep them.
+        # The latent is stored with a head dimension of size 1, as in the KV cache.
         return lay("dp", "None", "cp", "None")
     return lay("dp", "cp", "None")
 
 
-def cut_by_model_parallel(
+def tensor_parallel_dimensions(
     net: nn.Module, vocab_emb_dp: bool = False
 ) -> Iterator[tuple[str, str, int]]:
-    """The layers that `pin_expert` cuts by `model_parallel`, which must divide the sizes.
+    """The dimensions that `pin_expert` shards by `model_parallel`, which must divide their sizes.
 
-    Returns:
-        For each layer its path, the name of the dimension that is cut, and its size.
+    Yields:
+        Path of the layer, name of the sharded dimension, and its size.
     """
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
@@ -145,34 +147,40 @@ def cut_by_model_parallel(
 def expert_stages(
     net: nn.Module, stages: int, layers: Sequence[int] | None = None
 ) -> dict[str, int]:
-    """By module name the stage: each takes as many blocks as `layers` says, or all equally many;
-    the embeddings belong to the first stage, and all that follows the blocks to the last.
+    """The pipeline stage of each block, embedding and final layer, by module path.
+
+    Embeddings belong to the first stage, the final norm and the head to the last.
+
+    Args:
+        layers: number of blocks of each stage; by default equal.
 
     Raises:
-        ConfigError: if there are fewer blocks than stages, or not as many as `layers` says.
+        ConfigError: there are fewer blocks than stages, or `layers` does not add up to the number
+            of blocks.
     """
     blocks = list(paths_of_blocks(net))
     if layers is not None and (len(layers) != stages or sum(layers) != len(blocks)):
         raise ConfigError(
-            f"layers {list(layers)} must be {stages} numbers, for the stages, that add up to"
-            f" {len(blocks)}, the layers"
+            f"layers {list(layers)} must be {stages} numbers, one for each stage, that add up to"
+            f" {len(blocks)}, the number of layers"
         )
     if len(blocks) < stages:
         raise ConfigError(
-            f"pipeline_stage: {len(blocks)} layers cannot fill {stages} stages; use at most"
+            f"pipeline_stage: {len(blocks)} layers cannot fill {stages} stages\nuse at most"
             f" {len(blocks)}"
         )
-    of_block = [number * stages // len(blocks) for number in range(len(blocks))]
+    block_stages = [number * stages // len(blocks) for number in range(len(blocks))]
     if layers is not None:
-        of_block = [stage for stage, number in enumerate(layers) for _ in range(number)]
-    stage_of = dict(zip(blocks, of_block, strict=True))
-    ends = {"norm": stages - 1, "lm_head": stages - 1, "embed_queries": stages - 1}
+        block_stages = [stage for stage, number in enumerate(layers) for _ in range(number)]
+    stage_of = dict(zip(blocks, block_stages, strict=True))
+    # PanguAlpha's query layer, the last block, reads `embed_queries`.
+    last_stage = {"norm": stages - 1, "lm_head": stages - 1, "embed_queries": stages - 1}
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
-        inside = any(path.startswith(f"{block}.") for block in blocks)
-        if not inside and name in ends:
-            stage_of[path] = ends[name]
-        elif not inside and name.startswith("embed_") and isinstance(module, nn.Embedding):
+        in_block = any(path.startswith(f"{block}.") for block in blocks)
+        if not in_block and name in last_stage:
+            stage_of[path] = last_stage[name]
+        elif not in_block and name.startswith("embed_") and isinstance(module, nn.Embedding):
             stage_of[path] = 0
     return stage_of
 
@@ -185,16 +193,16 @@ def paths_of_blocks(net: nn.Module) -> Iterator[str]:
 
 
 def _linear(module: nn.Module) -> nn.Linear:
-    """The linear layer itself, without an adapter around it."""
+    """The linear layer itself, without a LoRA wrapper of `peft`."""
     base = getattr(module, "base_layer", module)
     assert isinstance(base, nn.Linear)
     return base
 
 
-def _check(path: str, dimension: str, size: int, model_parallel: int) -> None:
+def _check_divisible(path: str, dimension: str, size: int, model_parallel: int) -> None:
     if size % model_parallel:
         raise ConfigError(
-            f"{path}: its {size} {dimension} are not divisible by model_parallel {model_parallel};"
-            " valid are"
+            f"{path}: its {size} {dimension} are not divisible by model_parallel {model_parallel}\n"
+            "valid are"
             f" {', '.join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 64)}"
         )

@@ -1,5 +1,5 @@
-"""GPT-2 (Radford et al., 2019) and PanguAlpha (Zeng et al., 2021): learned positions, LayerNorm, a
-head tied to the embedding. PanguAlpha ends with a query layer."""
+"""GPT-2 (Radford et al., 2019) and PanguAlpha (Zeng et al., 2021): learned positions, LayerNorm and
+tied embeddings. PanguAlpha ends with a query layer."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 class GPTAttention(nn.Module):
     """Multi-head attention whose queries come from `x`, or from `queries` if given."""
 
-    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+    def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()
-        self.heads, self.scale, self.kind = sizes.num_heads, sizes.head_size**-0.5, kind
+        self.heads, self.scale, self.attention = sizes.num_heads, sizes.head_size**-0.5, attention
         self.dropout = sizes.dropout
         width = sizes.hidden_size
         self.q_proj = nn.Linear(width, width)
@@ -44,8 +44,13 @@ class GPTAttention(nn.Module):
         self.o_proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """`x` is `[batch, positions, width]`; `queries` has the same shape or, if shared by the
-        batch, `[positions, width]`."""
+        """Attend to `x`.
+
+        Args:
+            x: `[batch, positions, width]`.
+            queries: inputs of the query projection, by default `x`; `[positions, width]` if shared
+                by all samples.
+        """
         query = self.q_proj(x if queries is None else queries)
         query, key, value = (
             projected.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
@@ -53,11 +58,13 @@ class GPTAttention(nn.Module):
         )
         dropout = self.dropout if self.training else 0.0
         query = query.expand(key.shape)
-        attended = causal_attention(self.kind, query, key, value, self.scale, dropout)
+        attended = causal_attention(self.attention, query, key, value, self.scale, dropout)
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
 class GPTFeedForward(nn.Module):
+    """Two linear layers with an activation in between."""
+
     def __init__(self, sizes: Dimensions, activation: Activation) -> None:
         super().__init__()
         self.activation = activation
@@ -69,11 +76,11 @@ class GPTFeedForward(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """A pre-norm transformer block; with `queries` it is the query layer."""
+    """A pre-norm transformer block; called with `queries`, the query layer of PanguAlpha."""
 
-    def __init__(self, sizes: Dimensions, kind: Attention, activation: Activation) -> None:
+    def __init__(self, sizes: Dimensions, attention: Attention, activation: Activation) -> None:
         super().__init__()
-        self.self_attn = GPTAttention(sizes, kind)
+        self.self_attn = GPTAttention(sizes, attention)
         self.mlp = GPTFeedForward(sizes, activation)
         self.input_layernorm = nn.LayerNorm(sizes.hidden_size, sizes.norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(sizes.hidden_size, sizes.norm_eps)
@@ -85,28 +92,31 @@ class GPTBlock(nn.Module):
 
 
 class GPTBackbone(nn.Module):
-    """From token ids to hidden states."""
+    """Token ids `[batch, positions]` to hidden states `[batch, positions, width]`."""
 
     def __init__(
-        self, sizes: Dimensions, kind: Attention, num_blocks: int, activation: Activation
+        self, sizes: Dimensions, attention: Attention, num_blocks: int, activation: Activation
     ) -> None:
         super().__init__()
         width = sizes.hidden_size
         self.embed_tokens = nn.Embedding(sizes.vocab_size, width)
         self.embed_positions = nn.Embedding(sizes.seq_length, width)
         self.dropout = nn.Dropout(sizes.dropout)
-        self.layers = nn.ModuleList(GPTBlock(sizes, kind, activation) for _ in range(num_blocks))
+        self.layers = nn.ModuleList(
+            GPTBlock(sizes, attention, activation) for _ in range(num_blocks)
+        )
         self.norm = nn.LayerNorm(width, sizes.norm_eps)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """
+        """Compute hidden states.
+
         Raises:
-            ConfigError: the sequence has more positions than the model.
+            ConfigError: the sequence is longer than `seq_length` of the model.
         """
         positions, limit = input_ids.shape[1], self.embed_positions.num_embeddings
         if positions > limit:
             raise ConfigError(
-                f"the sequence has {positions} positions, but the model only has {limit}: shorten"
+                f"the sequence has {positions} positions, but the model only has {limit}\nshorten"
                 " the sequence, or build the model with a larger seq_length"
             )
         x = self.embed_tokens(input_ids) + self.embed_positions.weight[:positions]
@@ -117,12 +127,12 @@ class GPTBackbone(nn.Module):
 
 
 class PanguBackbone(GPTBackbone):
-    """From token ids to the hidden states of the query layer, the last of the model's blocks."""
+    """Token ids to hidden states; the last of the model's blocks is the query layer."""
 
-    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
-        super().__init__(sizes, kind, sizes.num_layers - 1, fast_gelu)
+    def __init__(self, sizes: Dimensions, attention: Attention) -> None:
+        super().__init__(sizes, attention, sizes.num_layers - 1, fast_gelu)
         self.embed_queries = nn.Embedding(sizes.seq_length, sizes.hidden_size)
-        self.query_layer = GPTBlock(sizes, kind, fast_gelu)
+        self.query_layer = GPTBlock(sizes, attention, fast_gelu)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = super().forward(input_ids)
@@ -132,14 +142,14 @@ class PanguBackbone(GPTBackbone):
 class GPT(nn.Module):
     """GPT with its loss."""
 
-    def __init__(self, sizes: Dimensions, kind: Attention) -> None:
+    def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()
-        self.model = self.backbone(sizes, kind)
+        self.model = self.backbone(sizes, attention)
         draw_weights(self)
 
     @staticmethod
-    def backbone(sizes: Dimensions, kind: Attention) -> GPTBackbone:
-        return GPTBackbone(sizes, kind, sizes.num_layers, ACTIVATIONS[sizes.activation])
+    def backbone(sizes: Dimensions, attention: Attention) -> GPTBackbone:
+        return GPTBackbone(sizes, attention, sizes.num_layers, ACTIVATIONS[sizes.activation])
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """The mean next-token loss; both arguments are `[batch, positions]`."""

@@ -14,7 +14,7 @@ from shardwright.models.sizes import MAX_LAYERS
 
 
 class CausalLM(nn.Module):
-    """Wraps a causal language model of `transformers` so that its call returns the loss."""
+    """A causal language model of `transformers` whose call returns the loss."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -27,14 +27,15 @@ class CausalLM(nn.Module):
 
 
 def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> nn.Module:
-    """A randomly initialized model.
+    """Build a randomly initialized model.
 
     Args:
         source: path of a `config.json` (or of its folder), or the arguments of
-            `AutoConfig.for_model`: `{"model_type": "gpt2", "n_layer": 2}`.
+            `AutoConfig.for_model`, for example `{"model_type": "gpt2", "n_layer": 2}`.
+        attention: the attention implementation, if the model supports it.
 
     Raises:
-        ConfigError: if the file does not exist, or `transformers` does not know the model or cannot
+        ConfigError: the file does not exist, or `transformers` does not have the model, or cannot
             build it with these arguments.
     """
     with needs_extra("transformers", "hf: a model of transformers needs transformers", ConfigError):
@@ -44,26 +45,35 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"hf: transformers has no causal language model {config.model_type!r}")
     if getattr(config, "num_hidden_layers", 0) > MAX_LAYERS:
-        raise ConfigError(f"hf: {config.num_hidden_layers} layers: at most {MAX_LAYERS} are built")
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    config._attn_implementation = _implementation(kind, config, attention)
+        raise ConfigError(
+            f"hf: the model has {config.num_hidden_layers} layers; supported are at most"
+            f" {MAX_LAYERS}"
+        )
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config._attn_implementation = _implementation(model_class, config, attention)
     try:
-        return CausalLM(kind(config))
+        return CausalLM(model_class(config))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"hf: {config.model_type}: {_first_line(error)}") from error
 
 
-def _implementation(kind: Any, config: Any, attention: Attention) -> str | None:
-    """Our attention if the model supports it; the model's own for soft-capped scores or sinks."""
+def _implementation(model_class: Any, config: Any, attention: Attention) -> str | None:
+    """Our attention if the model supports it, else the model's own."""
+    # Soft-capping (Gemma 2) changes scores before the softmax; models with attention sinks are not
+    # compatible with attention backends.
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "eager"
-    if not kind._supports_sdpa or not kind.is_backend_compatible():
+    if not model_class._supports_sdpa or not model_class.is_backend_compatible():
         return None
     return register_with_transformers(attention)
 
 
 def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
-    """The configuration that `causal_lm` builds a model of. Raises: ConfigError: as `causal_lm`."""
+    """Load a configuration of `transformers`, without network access and without running its code.
+
+    Raises:
+        ConfigError: see `causal_lm`.
+    """
     with needs_extra("transformers", "hf: a model of transformers needs transformers", ConfigError):
         from transformers import AutoConfig
 
@@ -83,15 +93,18 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
 
 
 def hf_compute_dtype(source: str | Path | Mapping[str, Any]) -> str | None:
-    """The dtype that a configuration names (`dtype`, earlier `torch_dtype`), bfloat16 in place of
-    float16, which needs a scaled loss; None for none or float32.
+    """The 16-bit compute dtype of a configuration; None if it names none or float32.
+
+    Reads `dtype` (`torch_dtype` in older files). bfloat16 replaces float16, which would need loss
+    scaling.
 
     Raises:
-        ConfigError: as `causal_lm`.
+        ConfigError: see `causal_lm`.
     """
     config = hf_config(source)
-    named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    name = str(named).removeprefix("torch.")
+    # Multimodal configurations have the dtype in the one of their text model.
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    name = str(dtype).removeprefix("torch.")
     return "bfloat16" if name in ("bfloat16", "float16") else None
 
 

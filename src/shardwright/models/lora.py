@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA) with `peft`: small trainable matrices beside frozen weights."""
+"""LoRA (Hu et al., 2021) with `peft`: small trainable matrices beside frozen weights."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class LoRA:
         target_modules: a regular expression for full module paths, or module names (the last
             component of their paths).
         rank: rank of the adapters.
-        alpha: the output of an adapter is multiplied by `alpha / rank`.
+        alpha: outputs of adapters are scaled by `alpha / rank`.
         dropout: dropout probability of the adapters' inputs.
-        trained: patterns of the names of parameters that are trained too, `*lm_head*`.
+        trained: patterns of names of other parameters that are trained, for example `*lm_head*`.
 
     Raises:
-        ConfigError: if rank or alpha is not positive, dropout is not in [0, 1), or `target_modules`
-            is not a valid regular expression.
+        ConfigError: rank or alpha is not positive, dropout is not in [0, 1), or `target_modules` is
+            not a valid regular expression.
     """
 
     target_modules: str | Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -50,11 +50,10 @@ class LoRA:
 
 
 def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
-    """Adds adapters to the matching linear layers of `net`, in place; only these and the `trained`
-    parameters are trainable.
+    """Add adapters to the matching linear layers of `net`, in place, and freeze other parameters.
 
     Raises:
-        ConfigError: if no module, or no parameter, matches.
+        ConfigError: `target_modules` matches no module, or a pattern of `trained` no parameter.
     """
     with needs_extra("transformers", "LoRA needs peft", ConfigError):
         from peft import LoraConfig, inject_adapter_in_model
@@ -78,6 +77,6 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
         if not fnmatch.filter(parameters, pattern):
             raise ConfigError(f"LoRA: trained={pattern!r} matches no parameter")
     for name, parameter in parameters.items():
-        chosen = any(fnmatch.fnmatch(name, pattern) for pattern in lora.trained)
-        parameter.requires_grad_("lora_" in name or chosen)
+        is_trained = any(fnmatch.fnmatch(name, pattern) for pattern in lora.trained)
+        parameter.requires_grad_("lora_" in name or is_trained)
     return adapted

@@ -10,26 +10,25 @@ IGNORED = -100
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of the logits of each position against the label of the next.
-
-    The logits of the last position, which has no next one, are computed but ignored, so that the
-    sequence length stays divisible.
+    """Mean cross entropy of each position's logits and the next position's label.
 
     Args:
-        logits: `[batch, positions, vocabulary]`; the loss is computed in at least single precision.
+        logits: `[batch, positions, vocabulary]`; the loss is computed in at least float32.
         labels: `[batch, positions]`, `IGNORED` for positions that do not contribute.
     """
+    # Padding the labels, instead of dropping the logits of the last position, keeps the sequence
+    # length divisible by the number of shards.
     following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     scores = logits.float() if logits.dtype.itemsize < 4 else logits
     return F.cross_entropy(scores.flatten(0, 1), following.flatten(), ignore_index=IGNORED)
 
 
 _DEVIATION = 0.02
-"""Standard deviation of new weights, as in the published models."""
+"""Standard deviation of initial weights, as in the published models."""
 
 
 def draw_weights(net: nn.Module) -> None:
-    """Initializes linear layers and embeddings with normal random weights and zero biases."""
+    """Initialize linear layers and embeddings: weights from a normal distribution, zero biases."""
     for module in net.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=_DEVIATION)

@@ -1,5 +1,5 @@
-"""Prefix tuning (Li and Liang, 2021) and P-tuning v2 (Liu et al., 2022): every layer of a frozen
-model reads trained keys and values before its own."""
+"""Prefix tuning (Li and Liang, 2021) and P-tuning v2 (Liu et al., 2022): trained keys and values,
+prepended in every layer of a frozen model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shardwright.errors import ConfigError
 
 @dataclass(frozen=True)
 class PrefixTuning:
-    """The trained keys and values.
+    """A prefix tuning configuration.
 
     Args:
-        tokens: how many each layer reads before its own.
-        projection: width of the MLP that computes those of all layers from an embedding, as in
-            prefix tuning; None if they are trained themselves, as in P-tuning v2.
+        tokens: length of the prefix.
+        projection: hidden width of the MLP that computes keys and values from an embedding, as in
+            prefix tuning; None to train keys and values directly, as in P-tuning v2.
         dropout: dropout probability of keys and values.
 
     Raises:
-        ConfigError: a number is not positive, or dropout not in [0, 1).
+        ConfigError: a number is not positive, or dropout is not in [0, 1).
     """
 
     tokens: int = 16
@@ -41,11 +41,18 @@ class PrefixTuning:
 
 
 class Prefixes(nn.Module):
-    """The keys and values of all layers, which have no positions: they are not rotated."""
+    """The prefix keys and values of all layers. They have no positions: RoPE does not rotate them.
+
+    Args:
+        prefix: the configuration.
+        layers: number of layers.
+        heads: number of key-value heads.
+        head_size: size of a head.
+    """
 
     def __init__(self, prefix: PrefixTuning, layers: int, heads: int, head_size: int) -> None:
         super().__init__()
-        self.form = (2 * layers, heads, head_size)
+        self.shape = (2 * layers, heads, head_size)
         width = 2 * layers * heads * head_size
         self.embedding = nn.Parameter(torch.empty(prefix.tokens, width))
         nn.init.normal_(self.embedding, std=0.01)
@@ -56,9 +63,13 @@ class Prefixes(nn.Module):
         self.dropout = nn.Dropout(prefix.dropout)
 
     def forward(self, batch: int) -> tuple[Tensor, ...]:
-        """Keys and values of the first layer, then of the next: `[batch, heads, tokens, size]`."""
-        prefixes = self.projection(self.embedding).unflatten(-1, self.form)
-        # Each sample drops others.
+        """Compute keys and values.
+
+        Returns:
+            Key and value of the first layer, then of the next, each `[batch, heads, tokens, size]`.
+        """
+        prefixes = self.projection(self.embedding).unflatten(-1, self.shape)
+        # Expanded before dropout, so that each sample draws its own mask.
         prefixes = self.dropout(prefixes.expand(batch, *prefixes.shape))
         return prefixes.permute(2, 0, 3, 1, 4).unbind()
 
@@ -66,9 +77,9 @@ class Prefixes(nn.Module):
 def add_prefix(
     layer: int | None, prefixes: tuple[Tensor, ...] | None, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values that a layer reads: its own, after its prefixes if there are any."""
+    """Prepend the prefix of `layer` to its keys and values, if there are prefixes."""
     if prefixes is None or layer is None:
         return key, value
-    before = prefixes[2 * layer : 2 * layer + 2]
-    key, value = (torch.cat(pair, 2) for pair in zip(before, (key, value), strict=True))
+    prefix = prefixes[2 * layer : 2 * layer + 2]
+    key, value = (torch.cat(pair, 2) for pair in zip(prefix, (key, value), strict=True))
     return key, value

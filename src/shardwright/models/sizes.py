@@ -1,4 +1,4 @@
-"""The dimensions of the language models that Shardwright builds, as published."""
+"""Published dimensions of the language models that Shardwright builds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from shardwright.errors import ConfigError
 
 MAX_LAYERS = 512
-"""Blocks of a language model; capturing so many takes minutes. Published ones have up to 126."""
+"""Maximum number of blocks, which take minutes to capture. Published models have up to 126."""
 
 Gelu = Literal["gelu", "gelu_tanh", "fast_gelu"]
 Positions = Literal["rotary", "alibi", "learned"]
@@ -20,24 +20,28 @@ class Dimensions:
     """The dimensions of a language model.
 
     Args:
-        family: a key of `FAMILIES` in `models/build.py`. `llama`, `telechat` (with biases of the
-            last layers of attention and MLP), `qwen` (with biases of queries, keys and values),
-            `glm`, `mixtral`, `qwen_moe` and `deepseek_v2` are built on `transformers`; `baichuan1`,
+        family: a key of `FAMILIES` in `models/build.py`. `llama`, `telechat` (biases in the output
+            projections of attention and MLP), `qwen` (biases in the QKV projections), `glm`,
+            `mixtral`, `qwen_moe` and `deepseek_v2` are built on `transformers`; `baichuan1`,
             `baichuan` (Baichuan 2), `pangualpha` and `gpt` (GPT-2) are modules of this package.
+        hidden_size: width of the residual stream.
         num_layers: number of blocks; in PanguAlpha the last one is the query layer.
+        num_heads: number of query heads.
         num_kv_heads: key-value heads, each shared by `num_heads / num_kv_heads` query heads.
         intermediate_size: width of the feed-forward layers, or of each expert.
+        vocab_size: number of tokens of the vocabulary.
         seq_length: maximum sequence length; only learned positions depend on it.
         norm_eps: epsilon of RMSNorm and LayerNorm.
+        positions: the position encoding.
         rope_base: base of the rotary frequencies.
         dropout: dropout probability of PanguAlpha and GPT.
-        activation: of GPT: exact, by a hyperbolic tangent, or by a sigmoid.
-        num_experts, experts_per_token: of Mixtral, DeepSeek-V2 and Qwen's mixtures.
-        hf: further arguments of the configuration of `transformers`, where it is built on that:
-            `{"tie_word_embeddings": True}`.
+        activation: GELU of GPT: exact, tanh approximation, or sigmoid approximation.
+        num_experts, experts_per_token: experts of MoE models, and how many a token is routed to.
+        hf: further arguments of the `transformers` configuration, for families built on it, for
+            example `{"tie_word_embeddings": True}`.
 
     Raises:
-        ConfigError: if a size is not a positive int, or the sizes and heads are not divisible.
+        ConfigError: a size is not a positive integer, or sizes and heads are not divisible.
     """
 
     family: str
@@ -58,7 +62,7 @@ class Dimensions:
     hf: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._check_kinds()
+        self._check_values()
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}"
@@ -80,9 +84,9 @@ class Dimensions:
         if self.family == "pangualpha" and self.num_layers < 2:
             raise ConfigError("PanguAlpha needs at least 2 layers: the last is its query layer")
 
-    def _check_kinds(self) -> None:
-        kinds = (("positions", Positions), ("activation", Gelu))
-        for name, valid in ((name, get_args(kind)) for name, kind in kinds):
+    def _check_values(self) -> None:
+        literals = (("positions", Positions), ("activation", Gelu))
+        for name, valid in ((name, get_args(literal)) for name, literal in literals):
             if getattr(self, name) not in valid:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r}: must be one of {', '.join(valid)}"
@@ -92,7 +96,7 @@ class Dimensions:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be a positive integer")
         if self.num_layers > MAX_LAYERS:
-            raise ConfigError(f"num_layers={self.num_layers}: at most {MAX_LAYERS} are built")
+            raise ConfigError(f"num_layers={self.num_layers}: must be at most {MAX_LAYERS}")
         for name in ("norm_eps", "rope_base"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
@@ -102,13 +106,14 @@ class Dimensions:
 
     @property
     def head_size(self) -> int:
+        """Size of an attention head."""
         return self.hidden_size // self.num_heads
 
     def tiny(self) -> Dimensions:
-        """The same architecture, small enough for tests, with all sizes divisible by 8.
+        """This architecture with sizes small enough for tests, all divisible by 8.
 
-        The vocabulary has room for all bytes and some special tokens. Models with grouped-query
-        attention keep it.
+        Grouped-query attention is kept. The vocabulary has room for all bytes and some special
+        tokens.
         """
         grouped = self.num_kv_heads < self.num_heads
         return replace(
@@ -129,17 +134,20 @@ def feed_forward_size(
 ) -> int:
     """The default width of LLaMA's feed-forward layers.
 
-    The 0.01 is part of the published rule; without it LLaMA 2 70B would get 28416, not 28672.
+    Args:
+        multiple_of: the width is rounded up to a multiple of this number.
+        ffn_dim_multiplier: factor of the width, as in LLaMA 2 70B.
     """
     size = 4 * hidden_size
     if ffn_dim_multiplier is not None:
+        # The 0.01 gives the published width of LLaMA 2 70B, 28672; without it, it would be 28416.
         size = int((ffn_dim_multiplier + 0.01) * size)
     size = int(2 * size / 3)
     return -(-size // multiple_of) * multiple_of
 
 
 def _published(
-    family: str, width: int, layers: int, heads: int, ffn: int, vocabulary: int, **others: Any
+    family: str, width: int, layers: int, heads: int, ffn: int, vocabulary: int, **changes: Any
 ) -> Dimensions:
     return Dimensions(
         family=family,
@@ -148,7 +156,7 @@ def _published(
         num_heads=heads,
         intermediate_size=ffn,
         vocab_size=vocabulary,
-        **{"num_kv_heads": heads, "seq_length": 4096, "norm_eps": 1e-6, **others},
+        **{"num_kv_heads": heads, "seq_length": 4096, "norm_eps": 1e-6, **changes},
     )
 
 
@@ -177,20 +185,20 @@ MODELS: Mapping[str, Dimensions] = {
     **_PUBLISHED,
     **{f"{name}_tiny": dimensions.tiny() for name, dimensions in _PUBLISHED.items()},
 }
-"""All models that can be built by name; `llama2_7b_tiny` is a small `llama2_7b` for tests."""
+"""Models by name; `llama2_7b_tiny` is a small `llama2_7b` for tests."""
 
 COMPUTE_DTYPES: Mapping[str, str] = dict.fromkeys(_PUBLISHED, "bfloat16")
-"""The dtype in which each model was trained, with parameters of the optimizer in float32; a tiny
-model has none. LLaMA 2: the page of `transformers` on it ("trained using bfloat16"). Qwen (Bai et
-al., 2023, section 2.4) and Baichuan 2 (Yang et al., 2023): BFloat16 mixed precision. PanguAlpha
-(Zeng et al., 2021) was trained in float16, in place of which bfloat16 needs no scaled loss."""
+"""Compute dtypes of the published trainings, with float32 parameters in the optimizer; tiny models
+have none. LLaMA 2: its page in the documentation of `transformers` ("trained using bfloat16"). Qwen
+(Bai et al., 2023, section 2.4) and Baichuan 2 (Yang et al., 2023): bfloat16 mixed precision.
+PanguAlpha (Zeng et al., 2021): float16, for which bfloat16 needs no loss scaling."""
 
 
 def dimensions(name: str) -> Dimensions:
-    """The dimensions of the model with this name.
+    """The dimensions of the model called `name`.
 
     Raises:
-        ConfigError: if there is no such model; the message lists all models.
+        ConfigError: the name is unknown; the message lists all models.
     """
     if name not in MODELS:
         raise ConfigError(

@@ -18,10 +18,10 @@ from shardwright.core.plan import Plan
 from shardwright.core.planner.options import NO_LIMIT
 from shardwright.errors import ConfigError, MemoryLimitError
 from shardwright.models.expert_sharding import (
-    cut_by_model_parallel,
     expert_stages,
     paths_of_blocks,
     pin_expert,
+    tensor_parallel_dimensions,
 )
 from shardwright.progress import OnProgress, ignore_progress, nested_progress
 from shardwright.run.config.objects import mark_recomputed
@@ -187,7 +187,7 @@ class GridComparison:
             stages <= min(parallel.num_micro_batches, len(list(paths_of_blocks(self.net))))
             and pipeline.can_run(parallel.num_micro_batches)
         )
-        sizes = (size for _, _, size in cut_by_model_parallel(self.net))
+        sizes = (size for _, _, size in tensor_parallel_dimensions(self.net))
         return runs and all(
             size % by == 0
             for size, by in ((rows, data), (length, model), *((size, model) for size in sizes))
