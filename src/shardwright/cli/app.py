@@ -80,7 +80,7 @@ def main() -> None:
     except RankFailedError as error:
         # A rank may find an invalid input that this process could not detect. Its message has both
         # lines, as if the error had been raised here.
-        if issubclass(getattr(errors, error.kind, Exception), ShardwrightError):
+        if issubclass(getattr(errors, error.exception_type, Exception), ShardwrightError):
             _fail(error.text, 2)
         _fail(str(error), 1)
     except OSError as error:

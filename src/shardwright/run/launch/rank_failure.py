@@ -20,16 +20,20 @@ class RankFailedError(Exception):
 
     Args:
         message: the message.
-        kind, text: type name and message of the exception that ended the rank; empty if it raised
-            none.
+        exception_type, text: type name and message of the exception that ended the rank; empty
+            without one.
         lost: the ranks that were killed.
     """
 
     def __init__(
-        self, message: str, kind: str = "", text: str = "", lost: frozenset[int] = frozenset()
+        self,
+        message: str,
+        exception_type: str = "",
+        text: str = "",
+        lost: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.exception_type = exception_type
         self.text = text
         self.lost = lost
 
@@ -48,7 +52,7 @@ class StoppedError(Exception):
 class RankError:
     """The exception that ended a rank: type name, message and traceback."""
 
-    kind: str
+    exception_type: str
     text: str
     traceback: str
 
@@ -59,13 +63,13 @@ class RankError:
             message = json.loads(file.read_text())["message"]
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        kind, _, text = message["message"].partition(": ")
-        return RankError(kind, text, message["extraInfo"]["py_callstack"].rstrip())
+        exception_type, _, text = message["message"].partition(": ")
+        return RankError(exception_type, text, message["extraInfo"]["py_callstack"].rstrip())
 
     @property
     def is_consequence(self) -> bool:
         """Whether the exception follows from the failure of another rank."""
-        return self.kind == CommunicationError.__name__
+        return self.exception_type == CommunicationError.__name__
 
 
 @dataclass(frozen=True)
@@ -153,4 +157,6 @@ def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
         timed_out = [end for end in ends if end.error is not None and end.error.is_consequence]
         message += "".join(f"\n{end}" for end in timed_out[:1])
     lost = frozenset(end.rank for end in ends if end.is_lost)
-    return RankFailedError(message, error.kind if error else "", error.text if error else "", lost)
+    return RankFailedError(
+        message, error.exception_type if error else "", error.text if error else "", lost
+    )

@@ -66,7 +66,7 @@ def train(
         waits.taken()
         started = perf_counter()
         inputs = [tensor.to(device) for tensor in batch]
-        steps.remember()
+        steps.save_state()
         finite, loss, norm = is_finite(*_with_gradients(net, inputs, clip_norm))
         if finite:
             if rate is not None:
@@ -75,7 +75,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         else:
-            steps.take_back(inputs, loss, norm, _describe(batches, position))
+            steps.undo(inputs, loss, norm, _describe(batches, position))
         speed, exposed = batches.batch_size / (perf_counter() - started), waits.taken()
         next_position = batches.after(position)
         evaluation_loss = (

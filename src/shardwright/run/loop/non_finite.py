@@ -48,7 +48,7 @@ class NonFiniteSteps:
     _before: Mapping[str, Tensor] = field(default_factory=dict)
     _generators: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def remember(self) -> None:
+    def save_state(self) -> None:
         """Save the state that forward and backward change; to be called before each step."""
         self._before = {n: t.detach().clone() for n, t in _changed_by_forward(self.net).items()}
         if not isinstance(self.net, ParallelModule) or not self.net.execution.devices.several:
@@ -56,7 +56,7 @@ class NonFiniteSteps:
             # PyTorch's global generators.
             self._generators = generator_states(device_of(self.net))
 
-    def take_back(self, batch: Sequence[Tensor], loss: float, norm: float, where: str) -> None:
+    def undo(self, batch: Sequence[Tensor], loss: float, norm: float, where: str) -> None:
         """Undo a step with a non-finite loss or gradient norm, before the optimizer has run.
 
         Args:
