@@ -27,7 +27,7 @@ def test_what_is_no_number_is_an_error_with_its_path(given: Any) -> None:
 
 @pytest.mark.parametrize(("given", "number"), [(8, 8), ("8", 8), (8.0, 8)])
 def test_a_whole_number_may_be_text_or_end_in_zero(given: Any, number: int) -> None:
-    assert keys(heads=given).whole("heads") == number
+    assert keys(heads=given).integer("heads") == number
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_whole_number_may_be_text_or_end_in_zero(given: Any, number: int) -> N
 )
 def test_a_part_or_too_little_is_an_error(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        keys(heads=given).whole("heads")
+        keys(heads=given).integer("heads")
 
 
 @pytest.mark.parametrize(("given", "flag"), [(True, True), ("False", False), ("true", True)])

@@ -76,17 +76,17 @@ def read_adaptation(config: Keys, architecture: str, notes: list[str]) -> Adapta
 
 def _prefix_tuning(section: Keys) -> PrefixTuning:
     return PrefixTuning(
-        tokens=section.whole("prefix_token_num"),
-        projection=section.whole("mid_dim"),
+        tokens=section.integer("prefix_token_num"),
+        projection=section.integer("mid_dim"),
         dropout=section.number("dropout_rate", least=0, below=1),
     )
 
 
 def _ptuning(section: Keys) -> PrefixTuning:
     # The defaults are MindFormers'.
-    width = section.whole("projection_dim", 128)
+    width = section.integer("projection_dim", 128)
     return PrefixTuning(
-        tokens=section.whole("pre_seq_len", 128),
+        tokens=section.integer("pre_seq_len", 128),
         projection=width if section.flag("prefix_projection", False) else None,
         dropout=section.number("dropout_prob", 0.01, least=0, below=1),
     )
@@ -107,7 +107,7 @@ def _lora(section: Keys, notes: list[str]) -> LoRA:
             raise section.error(name, "is not supported: must be None")
     return LoRA(
         target_modules=renamed,
-        rank=section.whole("lora_rank", 16),
+        rank=section.integer("lora_rank", 16),
         alpha=section.number("lora_alpha", 16, above=0),
         dropout=section.number("lora_dropout", 0.0, least=0, below=1),
         trained=_trained(section),

@@ -35,7 +35,7 @@ def read_experts(
     Raises:
         ConfigError: no supported model has experts with these options.
     """
-    number, biased = section.whole("expert_num", 1), config.flag("qkv_has_bias", False)
+    number, biased = section.integer("expert_num", 1), config.flag("qkv_has_bias", False)
     if biased and family not in ("llama", "qwen"):
         raise config.error("qkv_has_bias", f"True is not supported: {family} has no such biases")
     if number == 1 and family != "deepseek_v2":
@@ -48,16 +48,16 @@ def read_experts(
             notes.append(f"moe_config.{name} has no effect: {reason}")
     return family, {
         "num_experts": number,
-        "experts_per_token": section.whole("num_experts_chosen", 1),
+        "experts_per_token": section.integer("num_experts_chosen", 1),
         **sizes,
     }
 
 
 def _mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
     biased = config.flag("qkv_has_bias", False)
-    shared = section.whole("shared_expert_num", 0, least=0)
+    shared = section.integer("shared_expert_num", 0, least=0)
     normalized = section.flag("norm_topk_prob", True)
-    if section.whole("first_k_dense_replace", 0, least=0):
+    if section.integer("first_k_dense_replace", 0, least=0):
         raise section.error("first_k_dense_replace", "must be 0: all layers have experts")
     if section.text("topk_method", "greedy") != "greedy":
         raise section.error("topk_method", "must be greedy: the router has no expert groups")
@@ -69,7 +69,7 @@ def _mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
         raise section.error(name, "differs from Mixtral's, and Qwen's models have a shared expert")
     if not shared:
         return "mixtral", {}
-    width = shared * config.whole("intermediate_size")
+    width = shared * config.integer("intermediate_size")
     hf = {"shared_expert_intermediate_size": width, "norm_topk_prob": normalized}
     return "qwen_moe", {"hf": hf}
 
@@ -85,15 +85,15 @@ def _deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
     method = section.text("topk_method", "greedy", valid=("greedy", "group_limited_greedy"))
     hf: dict[str, Any] = {
         "topk_method": method,
-        "n_shared_experts": section.whole("shared_expert_num"),
-        "moe_intermediate_size": section.whole("moe_intermediate_size"),
-        "first_k_dense_replace": section.whole("first_k_dense_replace", 0, least=0),
+        "n_shared_experts": section.integer("shared_expert_num"),
+        "moe_intermediate_size": section.integer("moe_intermediate_size"),
+        "first_k_dense_replace": section.integer("first_k_dense_replace", 0, least=0),
         "routed_scaling_factor": section.number("routed_scaling_factor", 1.0, above=0),
-        **{name: config.whole(name) for name in _LATENT},
+        **{name: config.integer(name) for name in _LATENT},
     }
-    hf["q_lora_rank"] = config.whole("q_lora_rank") if config.has("q_lora_rank") else None
+    hf["q_lora_rank"] = config.integer("q_lora_rank") if config.has("q_lora_rank") else None
     if method == "group_limited_greedy":
-        hf |= {name: section.whole(name) for name in ("n_group", "topk_group")}
+        hf |= {name: section.integer(name) for name in ("n_group", "topk_group")}
     return "deepseek_v2", {"hf": hf}
 
 

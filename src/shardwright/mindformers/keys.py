@@ -79,7 +79,7 @@ class Keys:
             raise self.error(name, f"{number:g} must be {' and '.join(limits)}")
         return number
 
-    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         """The integer at `name`, at least `least`.
 
         Raises:

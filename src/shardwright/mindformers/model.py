@@ -91,7 +91,7 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
         raise config.error(
             "type", f"{arch.text('type')} needs {config_type}, not {config.text('type')}"
         )
-    if config.whole("ignore_token_id", IGNORED, least=-(2**31)) != IGNORED:
+    if config.integer("ignore_token_id", IGNORED, least=-(2**31)) != IGNORED:
         raise config.error("ignore_token_id", f"must be {IGNORED}: no other label is ignored")
     for name, value in _REQUIRED.items():
         read = config.flag if isinstance(value, bool) else config.number
@@ -125,28 +125,28 @@ def _sizes(
         use_family_key = config.has(family_key) or not config.has(llama_key)
         return family_key if use_family_key else llama_key
 
-    hidden, heads = config.whole("hidden_size"), config.whole(name("num_heads"))
+    hidden, heads = config.integer("hidden_size"), config.integer(name("num_heads"))
     if config.has(name("intermediate_size")):
-        feed_forward = config.whole(name("intermediate_size"))
+        feed_forward = config.integer(name("intermediate_size"))
     elif positions == "learned":
-        feed_forward = config.whole("expand_ratio", 4) * hidden
+        feed_forward = config.integer("expand_ratio", 4) * hidden
     else:
         multiplier = config.number("ffn_dim_multiplier", 0.0, least=0)
         feed_forward = feed_forward_size(
-            hidden, config.whole("multiple_of", 256), multiplier or None
+            hidden, config.integer("multiple_of", 256), multiplier or None
         )
     # Published files with LlamaConfig contain Qwen's keys with arbitrary values, which LlamaConfig
     # ignores.
     has_channels = config_type in ("QwenConfig", "ChatGLM2Config") and config.has("kv_channels")
-    if has_channels and config.whole("kv_channels") * heads != hidden:
-        product = f"{config.whole('kv_channels')} · {name('num_heads')} {heads}"
+    if has_channels and config.integer("kv_channels") * heads != hidden:
+        product = f"{config.integer('kv_channels')} · {name('num_heads')} {heads}"
         raise config.error("kv_channels", f"{product} is not hidden_size {hidden}")
     grouped_query = family != "glm" or config.flag("multi_query_attention", True)
     sizes: dict[str, Any] = {
-        "num_layers": config.whole("num_layers"),
-        "num_kv_heads": config.whole(name("n_kv_heads"), heads) if grouped_query else heads,
-        "vocab_size": config.whole(name("vocab_size")),
-        "seq_length": config.whole("seq_length"),
+        "num_layers": config.integer("num_layers"),
+        "num_kv_heads": config.integer(name("n_kv_heads"), heads) if grouped_query else heads,
+        "vocab_size": config.integer(name("vocab_size")),
+        "seq_length": config.integer("seq_length"),
         "norm_eps": config.number(name("rms_norm_eps"), 1e-5, above=0),
         "rope_base": _rope_base(config, config_type, notes),
         "dropout": _dropout(config) if positions == "learned" else 0.0,
@@ -188,7 +188,7 @@ def _hf_arguments(config: Keys, family: str, positions: Positions) -> dict[str, 
 
 
 def _rope_scaling(config: Keys) -> dict[str, Any]:
-    """`rope_parameters` of transformers, for contexts longer than those of the first training."""
+    """`rope_parameters` of transformers, for contexts beyond the pretraining length."""
     method = config.text("extend_method", "None", valid=("None", "NTK", *_ROPE_SCALING))
     # NTK changes only the base; see `_rope_base`.
     if method in ("None", "NTK"):

@@ -107,12 +107,12 @@ def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
     parallelism = Parallelism(
         mode=_mode(keys, parallel),
         mem_coeff=_mem_coeff(config),
-        data_parallel=config.whole("data_parallel", 1),
-        model_parallel=config.whole("model_parallel", 1),
-        context_parallel=config.whole("context_parallel", 1),
-        expert_parallel=config.whole("expert_parallel", 1),
-        stages=config.whole("pipeline_stage", 1),
-        micro_batch_num=config.whole("micro_batch_num", 1),
+        data_parallel=config.integer("data_parallel", 1),
+        model_parallel=config.integer("model_parallel", 1),
+        context_parallel=config.integer("context_parallel", 1),
+        expert_parallel=config.integer("expert_parallel", 1),
+        stages=config.integer("pipeline_stage", 1),
+        micro_batch_num=config.integer("micro_batch_num", 1),
         schedule=_schedule(parallel.section("pipeline_config")),
         auto_pipeline=_auto_pipeline(parallel),
         full_batch=parallel.flag("full_batch", False),
@@ -197,14 +197,14 @@ def _strategies(keys: Keys, parallel: Keys) -> str:
 def _sharding(parallel: Keys) -> OptimizerParallel | None:
     """ZeRO options: `parallel_optimizer_config`."""
     config = parallel.section("parallel_optimizer_config")
-    size = config.whole("optimizer_weight_shard_size", -1, least=-1)
+    size = config.integer("optimizer_weight_shard_size", -1, least=-1)
     if size == 0:
         raise config.error(
             "optimizer_weight_shard_size", "0 must be at least 1, or -1 for all devices"
         )
     # Sharded gradient accumulation is ZeRO stage 2.
     level = "level2" if config.flag("gradient_accumulation_shard", False) else "level1"
-    threshold = config.whole("parallel_optimizer_threshold", 64, least=0)
+    threshold = config.integer("parallel_optimizer_threshold", 64, least=0)
     if not parallel.flag("enable_parallel_optimizer", False):
         return None
     return OptimizerParallel(level, size, threshold)

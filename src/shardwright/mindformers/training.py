@@ -86,7 +86,10 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
             another.
     """
     keys.text("run_mode", "train", valid=("train", "finetune"))
-    seed, epochs = keys.whole("seed", 0, least=0), keys.section("runner_config").whole("epochs", 1)
+    seed, epochs = (
+        keys.integer("seed", 0, least=0),
+        keys.section("runner_config").integer("epochs", 1),
+    )
     optimizer = _optimizer(keys, notes)
     recompute = _recompute(keys.section("recompute_config"), stages, notes)
     load, resume = keys.text("load_checkpoint"), keys.flag("resume_training", False)
@@ -113,8 +116,8 @@ def _checkpoint(keys: Keys) -> dict[str, Any]:
             monitor = Keys(content, f"callbacks[{index}]", keys.file)
             return {
                 "folder": folder,
-                "every": monitor.whole("save_checkpoint_steps", 1),
-                "keep": monitor.whole("keep_checkpoint_max", 5),
+                "every": monitor.integer("save_checkpoint_steps", 1),
+                "keep": monitor.integer("keep_checkpoint_max", 5),
                 "async": monitor.flag("async_save", False),
             }
     return {}
@@ -179,12 +182,12 @@ def _schedule(keys: Keys) -> dict[str, Any]:
         if section.number(name, value) != value:
             raise section.error(name, f"{section.any(name)} is not supported: must be {value:g}")
     kind = _SCHEDULES[section.text("type", "ConstantWarmUpLR", valid=list(_SCHEDULES))]
-    steps, ratio = section.whole("warmup_steps", 0, least=0), None
+    steps, ratio = section.integer("warmup_steps", 0, least=0), None
     if section.has("warmup_ratio"):
         ratio = section.number("warmup_ratio", least=0, below=1)
         if steps:
             raise section.error("warmup_ratio", f"{ratio:g}, but warmup_steps says {steps} steps")
-    total = section.whole("total_steps", -1, least=-1)
+    total = section.integer("total_steps", -1, least=-1)
     return {
         "kind": kind,
         "end": section.number("lr_end", 0.0, least=0),
@@ -295,21 +298,21 @@ def read_batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
             "True is not supported: positions and attention are not reset between documents",
         )
     if runner.has("batch_size"):
-        size = runner.whole("batch_size")
-        if dataset.has("batch_size") and dataset.whole("batch_size") != size:
+        size = runner.integer("batch_size")
+        if dataset.has("batch_size") and dataset.integer("batch_size") != size:
             notes.append(
                 f"runner_config.batch_size {size} overrides train_dataset.batch_size"
-                f" {dataset.whole('batch_size')}"
+                f" {dataset.integer('batch_size')}"
             )
     else:
-        size = dataset.whole("batch_size", 1)
-    steps = runner.whole("gradient_accumulation_steps", 1)
+        size = dataset.integer("batch_size", 1)
+    steps = runner.integer("gradient_accumulation_steps", 1)
     if steps > 1 and parallelism.pipelined:
         notes.append(
             "runner_config.gradient_accumulation_steps has no effect with pipeline_stage"
             f" {parallelism.stages}: parallel_config.micro_batch_num counts the micro-batches"
         )
-    interleave = keys.whole("micro_batch_interleave_num", 1)
+    interleave = keys.integer("micro_batch_interleave_num", 1)
     if interleave > 1 and parallelism.mode in WITHOUT_OPERATOR_PARALLEL:
         notes.append(f"micro_batch_interleave_num is 1: the mode is {parallelism.mode}")
         interleave = 1

@@ -50,14 +50,14 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
             f" {MAX_LAYERS}"
         )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    config._attn_implementation = _implementation(model_class, config, attention)
+    config._attn_implementation = _attention_implementation(model_class, config, attention)
     try:
         return CausalLM(model_class(config))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"hf: {config.model_type}: {_first_line(error)}") from error
 
 
-def _implementation(model_class: Any, config: Any, attention: Attention) -> str | None:
+def _attention_implementation(model_class: Any, config: Any, attention: Attention) -> str | None:
     """Our attention if the model supports it, else the model's own."""
     # Soft-capping (Gemma 2) changes scores before the softmax; models with attention sinks are not
     # compatible with attention backends.
