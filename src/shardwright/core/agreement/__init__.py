@@ -1,11 +1,11 @@
-"""Checks that ranks agree, and shares values between them, before a program runs.
+"""Check that ranks agree, and share values between them, before a program runs.
 
-Callers choose the facts; these files compare and share them:
+Callers choose the facts; these modules compare and share them:
 
-- `content_hash`: a hash of a tensor's or a text's contents, so that 8 bytes are sent for each.
-- `collective`: over the process group. Compare descriptions, take rank 0's tensors, share values.
-- `store`: over the key-value store through which ranks find each other. Compare facts before there
-  is a process group, and share what rank 0 works out for longer than a collective would wait.
+- `content_hash`: hashes of tensors and texts, so that ranks compare 8 bytes each.
+- `collective`: collectives of the process group that compare descriptions and share values.
+- `store`: the key-value store of the rendezvous. Compares facts before the process group exists,
+  and shares results of rank 0 that take longer than a collective's timeout.
 
-A difference, or an error of rank 0, is the same error on every rank.
+A difference between ranks, or an error of rank 0, raises the same error on every rank.
 """

@@ -1,4 +1,4 @@
-"""Collectives over Python values, and checks that all ranks hold the same model and tensors."""
+"""Collectives of Python values, and checks that all ranks have the same model and tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardwright.errors import PlanError
 Sent = TypeVar("Sent")
 
 PIECE = 64 * 2**20
-"""Bytes that are sent at once where they first go to another device."""
+"""Bytes per broadcast: bounds the temporary copy of a tensor that is on another device."""
 
 
 def has_other_ranks() -> bool:
-    """Whether a process group is initialized whose other ranks are real, not fake."""
+    """Whether a process group is initialized and its other ranks are real, not fake."""
     return dist.is_initialized() and dist.get_backend() != FAKE
 
 
@@ -31,7 +31,7 @@ def is_rank_0() -> bool:
 
 
 def value_of_rank(value: Sent, rank: int = 0) -> Sent:
-    """Broadcasts the value of `rank`. Collective."""
+    """Broadcast the value of `rank`. Collective."""
     box = [value]
     if has_other_ranks():
         dist.broadcast_object_list(box, src=rank)
@@ -39,7 +39,7 @@ def value_of_rank(value: Sent, rank: int = 0) -> Sent:
 
 
 def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list[Sent]:
-    """All-gathers the values of all ranks, in their order. Collective."""
+    """All-gather the values of all ranks, in the order of ranks. Collective."""
     if not has_other_ranks():
         return [value]
     values = [value] * dist.get_world_size(group)
@@ -47,17 +47,17 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
     return values
 
 
-def gathered(mine: Tensor) -> Tensor:
-    """All-gathers tensors of one shape, stacked along a new dimension 0. Collective."""
-    every = mine.new_empty(dist.get_world_size(), *mine.shape)
-    dist.all_gather(list(every), mine)
-    return every
+def gathered(tensor: Tensor) -> Tensor:
+    """All-gather tensors of one shape, stacked along a new dimension 0. Collective."""
+    stacked = tensor.new_empty(dist.get_world_size(), *tensor.shape)
+    dist.all_gather(list(stacked), tensor)
+    return stacked
 
 
 def check_description(lines: Sequence[str], device: torch.device) -> None:
-    """Compares the descriptions of all ranks' models and plans. Collective.
+    """Check that all ranks have the same description of their model and plan. Collective.
 
-    Sends 8 bytes, and two descriptions only if they differ.
+    Sends a hash of 8 bytes; the full descriptions of two ranks only if hashes differ.
 
     Raises:
         PlanError: on every rank, with the first line that differs.
@@ -72,18 +72,18 @@ def check_description(lines: Sequence[str], device: torch.device) -> None:
         pair for pair in zip_longest(*texts, fillvalue="nothing") if len({*pair}) > 1
     )
     raise PlanError(
-        f"the ranks do not agree: rank 0 has {first!r}, rank {other} has {second!r}; every rank"
-        " must build the same model and make, or load, the same plan"
+        f"the ranks do not agree: rank 0 has {first!r}, rank {other} has {second!r}\n"
+        "build the same model, and make or load the same plan, on every rank"
     )
 
 
 def take_values_of_rank_0(tensors: Mapping[str, Tensor], device: torch.device) -> list[str]:
-    """Copies the values of rank 0 into the tensors of all ranks. Collective.
+    """Copy the values of rank 0 into the tensors of all ranks. Collective.
 
-    Sends only tensors whose hashes differ on some rank.
+    Broadcasts only the tensors whose hashes differ between ranks.
 
     Returns:
-        The names of those.
+        The names of the tensors that differed.
     """
     if not tensors:
         return []
@@ -98,13 +98,13 @@ def take_values_of_rank_0(tensors: Mapping[str, Tensor], device: torch.device) -
 @torch.no_grad()
 def _broadcast(tensor: Tensor, device: torch.device) -> None:
     for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:  # expanded: all of its elements are the first
+        if stride == 0:  # expanded: its elements share one location, which `copy_` would refuse
             tensor = tensor.narrow(dim, 0, 1)
-    whole = tensor.contiguous()
-    for piece in torch.split(memory_of(whole), PIECE):
+    contiguous = tensor.contiguous()
+    for piece in torch.split(memory_of(contiguous), PIECE):
         sent = piece.to(device)
         dist.broadcast(sent, 0)
         if sent is not piece:
             piece.copy_(sent)
-    if whole is not tensor:
-        tensor.copy_(whole)
+    if contiguous is not tensor:
+        tensor.copy_(contiguous)

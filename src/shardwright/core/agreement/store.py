@@ -1,4 +1,4 @@
-"""Compares facts and shares rank 0's results through the key-value store.
+"""Compare facts and share rank 0's results through the key-value store of the rendezvous.
 
 The store exists before the process group, and waiting on it is not limited by the timeout of
 collectives. While rank 0 computes a result it writes a heartbeat.
@@ -37,31 +37,32 @@ FAREWELL = 10.0
 """Seconds that the process serving the store waits for its readers before it ends."""
 
 PIECE = 4 * 2**20
-"""Bytes of one entry of the store, which takes no more than 8 MiB."""
+"""Bytes of one entry; TCPStore accepts at most 8 MiB."""
 
 
 def check_same_facts(
     store: Store, rank: int, size: int, facts: Mapping[str, Any], own: str | None = None
 ) -> None:
-    """Checks that all ranks have the same `facts`. Every rank must call it.
+    """Check that all ranks have the same facts. Every rank must call it.
 
     Args:
-        store: not used for a check before; rank 0's process may serve it.
+        store: a store without entries of an earlier check; rank 0's process may serve it.
+        rank, size: the rank, and the number of ranks.
         facts: JSON values by name.
-        own: a value, such as a device, that no other rank of the host may have.
+        own: a value that must be unique on the host, such as a device.
 
     Raises:
         ConfigError: on all ranks, with the first difference.
-        RuntimeError: a rank did not call it within the store's timeout.
+        RuntimeError: if a rank did not call it within the store's timeout.
     """
     store.set(f"rank {rank}", json.dumps([socket.gethostname(), facts, own]))
     if rank == 0:
         texts = store.multi_get([f"rank {each}" for each in range(size)])
         ranks = [json.loads(text) for text in texts]
-        difference = _tell(store, lambda: _difference(ranks) or _used_twice(ranks), str)
+        difference = _publish(store, lambda: _difference(ranks) or _shared_device(ranks), str)
     else:
-        difference = _told(store)
-    # The process of rank 0 may serve the store.
+        difference = _receive(store)
+    # Rank 0's process may serve the store: it must outlive the reads of the other ranks.
     count_until(store, "read", 1, lambda readers: rank != 0 or readers >= size)
     if difference:
         raise ConfigError(difference)
@@ -74,18 +75,20 @@ def on_rank_0(
     write: Callable[[Answer], str],
     read: Callable[[str], Answer],
 ) -> Answer:
-    """What `make` returns on rank 0, on every rank of the process group that asks for the same.
+    """Compute a result on rank 0 and return it on every rank that makes the same request.
 
-    The n-th call of each rank meets the n-th of rank 0. A rank that asks for something else, or
-    that rank 0 does not join within `PATIENCE`, makes its own, as if it were alone.
+    The n-th call of each rank is matched with the n-th call of rank 0. A rank whose request
+    differs, or whose call rank 0 does not join within `PATIENCE`, computes its own result.
 
     Args:
-        what: a name of what is made; calls with other names do not count.
-        request: all that the result depends on.
-        write, read: to and from a text.
+        what: name of the result; calls are counted per name.
+        request: a text that determines the result.
+        make: computes the result.
+        write, read: convert the result to text and back.
 
-    Raises: on every rank as `make` on rank 0, and
-        PlanError: in place of an error that is not of Shardwright's.
+    Raises:
+        ShardwrightError: on every rank, if `make` raises one on rank 0.
+        PlanError: on other ranks, if `make` raises another error on rank 0.
         CommunicationError: if rank 0 is gone.
     """
     rank, name = dist.get_rank(), sha256(request.encode()).hexdigest()
@@ -94,9 +97,10 @@ def on_rank_0(
     store = PrefixStore(str(number), calls)
     if rank == 0:
         store.set("request", name)
-        with _signs_of_life(store):
-            return _tell(store, make, write)
-    if not _comes(store, "request"):
+        with _heartbeat(store):
+            return _publish(store, make, write)
+    if not _wait_for(store, "request"):
+        # Take the call back, so that the next one is matched with this call of rank 0.
         calls.add(f"calls of rank {rank}", -1)
         log.info("rank 0 makes no %s: this rank makes its own", what)
         return make()
@@ -104,16 +108,16 @@ def on_rank_0(
         log.info("rank 0 makes another %s: this rank makes its own", what)
         return make()
     try:
-        if not _comes(store, "pieces"):
+        if not _wait_for(store, "pieces"):
             raise CommunicationError(f"rank 0, which makes the {what}, is gone or stuck")
-        result = _told(store)
+        result = _receive(store)
     except dist.DistNetworkError as error:
         raise CommunicationError(f"rank 0, which makes the {what}, is gone") from error
     return read(result)
 
 
 def count_until(store: Store, key: str, step: int, enough: Callable[[int], bool]) -> None:
-    """Adds `step` to a counter in the store and waits until it is enough, at most `FAREWELL`."""
+    """Add `step` to a counter in the store, and wait until `enough(count)`, at most `FAREWELL`."""
     count, deadline = store.add(key, step), time.monotonic() + FAREWELL
     while not enough(count) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -121,11 +125,12 @@ def count_until(store: Store, key: str, step: int, enough: Callable[[int], bool]
 
 
 @contextmanager
-def _signs_of_life(store: Store) -> Iterator[None]:
+def _heartbeat(store: Store) -> Iterator[None]:
+    """Count beats in the store while the context is active."""
     ended = threading.Event()
 
     def beat() -> None:
-        with suppress(RuntimeError):  # The store is gone, as the main thread will see.
+        with suppress(RuntimeError):  # The store is gone; the main thread reports it.
             while not ended.wait(BEAT):
                 store.add("beats", 1)
 
@@ -138,21 +143,21 @@ def _signs_of_life(store: Store) -> Iterator[None]:
         thread.join()
 
 
-def _comes(store: Store, key: str) -> bool:
-    """Waits for a key as long as rank 0 lives; whether it came."""
+def _wait_for(store: Store, key: str) -> bool:
+    """Wait for a key as long as rank 0's heartbeat goes on; returns whether the key exists."""
     beats, deadline = 0, time.monotonic() + PATIENCE
     while not store.check([key]):
         if time.monotonic() > deadline:
             return False
         time.sleep(BEAT / 5)
-        now = store.add("beats", 0)
-        if now > beats:
-            beats, deadline = now, time.monotonic() + PATIENCE
+        latest = store.add("beats", 0)
+        if latest > beats:
+            beats, deadline = latest, time.monotonic() + PATIENCE
     return True
 
 
-def _tell(store: Store, make: Callable[[], Answer], write: Callable[[Answer], str]) -> Answer:
-    """Runs `make` on rank 0 and sends its result, or the error it raises, to the other ranks."""
+def _publish(store: Store, make: Callable[[], Answer], write: Callable[[Answer], str]) -> Answer:
+    """Run `make` on rank 0, and send its result or its error to the other ranks."""
     try:
         result = make()
         _send(store, {"result": write(result)})
@@ -163,8 +168,8 @@ def _tell(store: Store, make: Callable[[], Answer], write: Callable[[Answer], st
     return result
 
 
-def _told(store: Store) -> str:
-    """Receives rank 0's result as text, or raises rank 0's error."""
+def _receive(store: Store) -> str:
+    """Receive rank 0's result as text, or raise rank 0's error."""
     pieces = (store.get(f"piece {number}") for number in range(int(store.get("pieces"))))
     answer: dict[str, Any] = json.loads(zlib.decompress(b"".join(pieces)))
     if "result" in answer:
@@ -172,6 +177,7 @@ def _told(store: Store) -> str:
     kind, message = getattr(errors, str(answer["kind"]), None), answer["message"]
     if kind is None:
         raise PlanError(f"rank 0 raised {answer['kind']}: {message}")
+    # Without `__init__`, whose arguments differ between exception classes.
     error: Exception = kind.__new__(kind, message)
     vars(error).update(answer["fields"])
     raise error
@@ -182,14 +188,15 @@ def _send(store: Store, answer: Mapping[str, Any]) -> None:
     pieces = [content[start : start + PIECE] for start in range(0, len(content), PIECE)]
     for number, piece in enumerate(pieces):
         store.set(f"piece {number}", piece)  # type: ignore[arg-type]
+    # Last: readers wait for this key.
     store.set("pieces", str(len(pieces)))
 
 
 def _difference(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
-    """In words, the first fact in which a rank differs from rank 0; nothing if there is none.
+    """The first fact in which a rank differs from rank 0, as an error message; empty if all agree.
 
     Args:
-        ranks: the host, the facts, and what is its own, of each.
+        ranks: the host, the facts and the unique value of each rank.
     """
     first, expected, _ = ranks[0]
     for rank, (host, facts, _) in enumerate(ranks):
@@ -203,8 +210,8 @@ def _difference(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> s
     return ""
 
 
-def _used_twice(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
-    """In words, the first accelerator that two ranks have; nothing if there is none."""
+def _shared_device(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
+    """The first accelerator that two ranks use, as an error message; empty if there is none."""
     users: dict[tuple[str, str], int] = {}
     for rank, (host, _, own) in enumerate(ranks):
         first = rank if own is None else users.setdefault((host, own), rank)

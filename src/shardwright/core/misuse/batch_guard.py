@@ -1,8 +1,9 @@
-"""Finds ranks that are called otherwise than the others, or with another batch.
+"""Detect ranks that call the model differently than others, or with another batch.
 
-Each call starts to collect a few numbers of each rank: what is called with which shapes, and for
-the first calls and some later ones a hash of the inputs. It is read when a later call begins, so
-nothing waits for it, but for the first call of each kind: that is found before anything runs.
+Each call starts an all-reduce of a few numbers per rank: a hash of the call's signature and, in the
+first calls and some later ones, a hash of the inputs. The result is read when a later call begins,
+so nothing waits for it. Only the first call of each signature waits, before anything runs, because
+different programs on different ranks would deadlock.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
 FIRST_CALLS = 10
-"""As many calls at the beginning compare contents."""
+"""Number of first calls that compare the contents of the batch."""
 
 EVERY = 100
-"""And one of so many later."""
+"""Later, one of this many calls compares contents."""
 
 MOST_KINDS = 256
-"""So many kinds of calls are known; one that was forgotten is compared like a new one."""
+"""Number of cached call signatures; an evicted one is compared like a new one."""
 
 UNREAD = 2
-"""Comparisons that may be under way before a call waits for the oldest."""
+"""Number of pending comparisons from which on a call waits for the oldest."""
 
 WHOLE_BATCH = (
     "every rank must be given the whole batch, the same on all: let each draw it in one order from"
@@ -53,27 +54,29 @@ OWN_PART = (
 
 @dataclass(frozen=True)
 class SharedInputs:
-    """Inputs that are cut alike.
+    """Inputs with the same sharding.
 
     Args:
-        places: where they stand among the leaves of a call.
-        names: of the inputs.
-        holders: the ranks that are given the same part, for each part that several are given.
+        leaf_indices: their positions among the leaves of a call's arguments.
+        names: names of the inputs.
+        replica_groups: for each shard that several ranks must pass, these ranks.
     """
 
-    places: tuple[int, ...]
+    leaf_indices: tuple[int, ...]
     names: tuple[str, ...]
-    holders: tuple[tuple[int, ...], ...]
+    replica_groups: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class CallComparison:
-    """A comparison that is under way.
+    """A pending comparison of one call.
 
     Args:
-        call: the number of the call, from 1 on.
-        rows: one for each rank, on the host once it is there.
-        hashes: of this rank's inputs, which are being read until then.
+        call: the number of the call, from 1.
+        rows: one row per rank, on the host; valid once the comparison has arrived.
+        hashes: hashes of this rank's inputs, kept alive until they have been read.
+        work: the asynchronous all-reduce.
+        arrival: the event of the copy to the host; None on the CPU.
     """
 
     call: int
@@ -82,7 +85,7 @@ class CallComparison:
     work: Any
     arrival: Arrival | None
 
-    def is_there(self) -> bool:
+    def has_arrived(self) -> bool:
         return bool(self.work.is_completed() if self.arrival is None else self.arrival.query())
 
     def wait(self) -> None:
@@ -93,11 +96,12 @@ class CallComparison:
 
 
 class BatchGuard:
-    """Compares the calls of a module on all ranks; every rank must have one.
+    """Compare the calls of a module between ranks; every rank must have a guard.
 
     Args:
-        graph: whose inputs the calls have.
-        arrivals: the axes that cut inputs of which each rank is given its part.
+        devices: the devices of the program.
+        graph: the graph, whose inputs are the arguments of the calls.
+        arrivals: for inputs of which each rank passes its shard, the axes of each dimension.
     """
 
     def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
@@ -111,12 +115,12 @@ class BatchGuard:
         self._beside = SideStream.of(self._device) if self._active else None
 
     def begin(self, kind: Hashable, leaves: Sequence[Any], numbers: Sequence[int | None]) -> None:
-        """Starts to compare a call.
+        """Start to compare a call.
 
         Args:
-            kind: what is called, with which shapes; its `repr` must be that of other ranks.
-            leaves: of the arguments, on the device.
-            numbers: of the inputs of the graph, in the place of each leaf; None where it has none.
+            kind: the call's signature with shapes; its `repr` must be equal on all ranks.
+            leaves: the leaves of the arguments, on the device.
+            numbers: for each leaf, the index of the graph's input; None if the graph has none.
 
         Raises:
             DataError: on every rank, if this call or an earlier one differs between ranks.
@@ -129,7 +133,7 @@ class BatchGuard:
         new = table is None
         if table is None:
             table = self._table(kind, leaves)
-        self._kinds[kind] = table  # The last one used is the last one forgotten.
+        self._kinds[kind] = table  # least recently used signatures are evicted first
         if len(self._kinds) > MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         contents: list[Tensor] = []
@@ -141,7 +145,8 @@ class BatchGuard:
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """Within it, an error on a rank that worked with another batch than others says so."""
+        """Prefer the error of the comparison to an error inside the context, which it may explain:
+        ranks with different batches fail in many ways."""
         try:
             yield
         except (RuntimeError, IndexError) as error:
@@ -150,32 +155,32 @@ class BatchGuard:
             if isinstance(error, IndexError) or "out of bounds" in str(error):
                 raise DataError(
                     f"the batch has an index that no table or class is for ({error}), such as a "
-                    "token beyond the vocabulary of the model: use the tokenizer of the model, or "
-                    "a larger vocabulary"
+                    "token beyond the vocabulary of the model\n"
+                    "use the tokenizer of the model, or a larger vocabulary"
                 ) from error
             raise
 
     def _contents(self, leaves: Mapping[int | None, Any]) -> list[Tensor]:
         hashes = []
         for inputs in self._inputs:
-            tensors = [leaves.get(place) for place in inputs.places]
+            tensors = [leaves.get(index) for index in inputs.leaf_indices]
             parts = [content_hash(t) for t in tensors if isinstance(t, Tensor) and not t.is_sparse]
-            total = torch.zeros((), dtype=torch.int64, device=self._device)
+            combined = torch.zeros((), dtype=torch.int64, device=self._device)
             for part in parts:
-                total = total * 31 + part
-            hashes.append(total)
+                combined = combined * 31 + part  # depends on the order of the inputs
+            hashes.append(combined)
         return hashes
 
     def _table(self, kind: Hashable, leaves: Sequence[Any]) -> Tensor:
-        """A row for each rank, zero but for this one's: a hash of what is called, the size of its
-        batch, and places for the hashes of inputs."""
+        """One row per rank, zero except this rank's: the hash of the signature, the size of the
+        batch, and columns for the hashes of inputs."""
         table = torch.zeros(dist.get_world_size(), 2 + len(self._inputs), dtype=torch.int64)
         table[dist.get_rank(), 0] = text_hash(re.sub(r" at 0x[0-9a-f]+", "", repr(kind)))
         table[dist.get_rank(), 1] = _rows(leaves)
         return table
 
     def _collect(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
-        """Starts to add the tables of all ranks, which costs less than to gather rows."""
+        """Start to all-reduce the tables of all ranks, which is cheaper than to gather rows."""
         rank = dist.get_rank()
         if self._beside is None:
             if contents:
@@ -195,12 +200,12 @@ class BatchGuard:
             return CallComparison(self._calls, rows, contents, work, self._beside.event())
 
     def _read(self, waits: int) -> None:
-        """Compares what has arrived.
+        """Check the comparisons that have arrived.
 
         Args:
-            waits: for how many of the oldest comparisons to wait.
+            waits: number of the oldest comparisons to wait for.
         """
-        while self._unread and (waits > 0 or self._unread[0].is_there()):
+        while self._unread and (waits > 0 or self._unread[0].has_arrived()):
             comparison = self._unread.popleft()
             with self._waits.counted():
                 comparison.wait()
@@ -209,8 +214,10 @@ class BatchGuard:
                 self._compare(comparison.call, comparison.rows.tolist())
 
     def _compare(self, call: int, rows: list[list[int]]) -> None:
-        """Raises:
-        DataError: if the ranks differ.
+        """Check the rows of one call.
+
+        Raises:
+            DataError: if the ranks differ.
         """
         if rows.count(rows[0]) == len(rows):
             return
@@ -218,21 +225,21 @@ class BatchGuard:
             if size != rows[0][1]:
                 raise DataError(
                     f"call {call}: rank {rank} was given a batch of {size} rows, rank 0 one of"
-                    f" {rows[0][1]}: {self._remedy}"
+                    f" {rows[0][1]}\n{self._remedy}"
                 )
             if kind != rows[0][0]:
                 raise DataError(
-                    f"call {call}: rank {rank} and rank 0 make different calls of the model: train"
+                    f"call {call}: rank {rank} and rank 0 make different calls of the model\ntrain"
                     " and evaluate on all ranks at the same time, with inputs of the same shapes;"
                     f" {self._remedy}"
                 )
         for column, inputs in enumerate(self._inputs, 2):
-            for first, *others in inputs.holders:
+            for first, *others in inputs.replica_groups:
                 for rank in others:
                     if rows[rank][column] != rows[first][column]:
                         raise DataError(
                             f"call {call}: rank {rank} was given another batch than rank {first}"
-                            f" (input {', '.join(inputs.names)}): {self._remedy}"
+                            f" (input {', '.join(inputs.names)})\n{self._remedy}"
                         )
 
 
@@ -240,21 +247,21 @@ def _shared_inputs(
     devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]
 ) -> tuple[SharedInputs, ...]:
     layout, world = devices.layout, dist.get_world_size()
-    cut_alike: dict[CutAxes, list[int]] = {}
+    indices_of_axes: dict[CutAxes, list[int]] = {}
     for index, leaf in enumerate(graph.inputs):
         if isinstance(leaf, Value):
             axes = arrivals.get(leaf.name, ())
-            cut_alike.setdefault(axes if any(axes) else (), []).append(index)
+            indices_of_axes.setdefault(axes if any(axes) else (), []).append(index)
     result = []
-    for axes, indices in cut_alike.items():
-        holders: dict[tuple[int, ...], list[int]] = {}
+    for axes, indices in indices_of_axes.items():
+        ranks_of_shard: dict[tuple[int, ...], list[int]] = {}
         for rank in range(world):
-            part = TensorLayout(layout, axes).block(rank % layout.num_devices)
-            holders.setdefault(part, []).append(rank)
+            shard = TensorLayout(layout, axes).block(rank % layout.num_devices)
+            ranks_of_shard.setdefault(shard, []).append(rank)
         names = tuple(graph.inputs[index].name for index in indices)
-        several = tuple(tuple(ranks) for ranks in holders.values() if len(ranks) > 1)
-        if several:
-            result.append(SharedInputs(tuple(indices), names, several))
+        replica_groups = tuple(tuple(ranks) for ranks in ranks_of_shard.values() if len(ranks) > 1)
+        if replica_groups:
+            result.append(SharedInputs(tuple(indices), names, replica_groups))
     return tuple(result)
 
 

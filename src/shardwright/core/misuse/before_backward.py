@@ -1,4 +1,4 @@
-"""Which backward passes the program of several devices has, and what happens where one enters."""
+"""Check that a program of several devices is differentiated by an ordinary backward pass only."""
 
 from __future__ import annotations
 
@@ -14,50 +14,58 @@ from shardwright.errors import PlanError
 
 
 def refuse_transforms() -> None:
-    """Raises:
-    PlanError: if a program would be called where other derivatives are taken than by a backward
-        pass.
+    """Reject a call under `torch.func` transforms, forward-mode AD or `torch.jit.trace`.
+
+    Raises:
+        PlanError: if one of them is active.
     """
     if in_transform():
         raise PlanError(
             "a planned model was called by `vmap`, `grad` or another transform of `torch.func`, in"
             " forward mode or by `torch.jit.trace`: its collectives have one derivative, in a"
-            " backward pass; call it inside `with shardwright.whole(net):`, or plan for one device"
+            " backward pass\n"
+            "call it inside `with shardwright.whole(net):`, or plan for one device"
         )
 
 
 def refuse_other_draws() -> None:
-    """Raises:
-    PlanError: if a backward pass calls, to compute again what has drawn random numbers.
+    """Reject a call during a backward pass, by `torch.utils.checkpoint` around the model.
+
+    Raises:
+        PlanError: if the model would draw other random numbers than in the forward pass.
     """
     if in_backward_pass():
         raise PlanError(
-            "a backward pass computes a planned model again, which would draw other random numbers"
-            " than before: leave out `torch.utils.checkpoint` around it, and mark what is to be"
-            " recomputed by `shardwright.recompute` before `plan`"
+            "a backward pass recomputes a planned model, which would draw other random numbers"
+            " than the forward pass\n"
+            "leave out `torch.utils.checkpoint` around it, and mark the modules to recompute with"
+            " `shardwright.recompute` before `plan`"
         )
 
 
 def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]) -> None:
-    """Calls `checks` where a backward pass enters the program, and lets one with
-    `create_graph=True`, or that looks for anomalies, raise there, before anything is communicated.
+    """Register hooks that run where a backward pass enters the program, before communication.
 
-    The collectives of a program are differentiable once: what came of a second pass would be wrong.
-    A gradient that is a DTensor, as one from a penalty on parameters, becomes the tensor that the
-    program returned.
+    They reject `create_graph=True` and anomaly mode and call `checks`. The program's collectives
+    are differentiable only once: a second derivative would be wrong. A gradient that is a DTensor,
+    such as that of a penalty on parameters, is converted to a full tensor.
+
+    Args:
+        outputs: the outputs of the program.
+        checks: functions that raise an error if the backward pass must not run.
     """
 
     def enter(gradient: Tensor) -> Tensor | None:
         if torch.is_grad_enabled():
             raise PlanError(
                 "a backward pass with create_graph=True: gradients of gradients (a penalty on"
-                " gradients) are not supported on several devices; leave them out, or plan for one"
-                " device"
+                " gradients) are not supported on several devices\n"
+                "leave them out, or plan for one device"
             )
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             raise PlanError(
-                "`torch.autograd.set_detect_anomaly` cannot look into gradients of several devices:"
-                " leave it out, pass `check_nan=False`, or plan for one device; `train.non_finite`"
+                "`torch.autograd.set_detect_anomaly` is not supported on several devices\n"
+                "leave it out, pass `check_nan=False`, or plan for one device; `train.non_finite`"
                 " finds the operator of a number that is not finite"
             )
         for check in checks:

@@ -1,10 +1,10 @@
-"""Gradients between outputs of a planned model: refused where they would be missing.
+"""Reject gradients of outputs that would miss the contribution of other outputs.
 
-A program may hand out an output at the end of a path of its own, gathered or as a DTensor, while it
-computes other outputs from the value before. A gradient of `loss` then reaches the parameters, but
-not the tensor that was returned as `hidden`: hooks of that tensor, `hidden.grad` and
-`torch.autograd.grad(loss, hidden)` lack it. An output that is returned as it is computed is on the
-path of those that are computed from it, and has all of its gradient.
+A program may return an output gathered or as a DTensor, while it computes other outputs from the
+value before. The returned tensor is then a leaf of its own branch of the autograd graph: a gradient
+of `loss` reaches the parameters, but not the tensor returned as `hidden`, so hooks of that tensor,
+`hidden.grad` and `torch.autograd.grad(loss, hidden)` would be wrong. An output that is returned as
+it is computed is on the path to the outputs computed from it, and gets its full gradient.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from shardwright.core.torch_internals.hooks import Hooks, hooks_of_result, hooks
 from shardwright.errors import PlanError
 
 _MARK = "shardwright.output"
-"""Where the metadata of an autograd node names the outputs that it made, by their numbers."""
+"""Key in the metadata of autograd nodes: the `OutputMark` of each of the node's outputs."""
 
 
 @dataclass(frozen=True, eq=False)
 class OutputMark:
-    """An output that was handed out.
+    """An output that the model returned.
 
     Args:
-        name: where it is in what the model returns.
-        source: the user's line that computes it, `""` if unknown.
-        computed_from: other outputs, whose tensors its gradient does not reach.
+        name: its path in the returned structure.
+        source: the user's line that computes it; empty if unknown.
+        computed_from: other outputs whose tensors its gradient does not reach.
     """
 
     name: str
@@ -47,12 +47,13 @@ class OutputMark:
 
 @dataclass
 class WatchedOutput:
-    """An output that would lack a gradient, and the hooks that were registered for it.
+    """An output that would miss a gradient, and the hooks registered on it.
 
     Args:
-        tensor: a weak reference; its hooks outlive it.
-        hooks: of each kind of hook the call that registers it, and the registered ones.
-        own: the keys of those that are not the user's.
+        mark: the output.
+        tensor: weak reference to its tensor, which its hooks outlive.
+        hooks: the registered hooks, by the name of the method that registers them.
+        own: keys of hooks that are not the user's.
     """
 
     mark: OutputMark
@@ -62,19 +63,22 @@ class WatchedOutput:
 
     @classmethod
     def of(cls, mark: OutputMark, tensor: Tensor, outputs: Sequence[Any]) -> WatchedOutput:
-        """Of a tensor among all `outputs`. A hook of an autograd node that made others, too, may be
-        meant for those."""
+        """Watch `tensor`, one of the `outputs`.
+
+        Hooks of its autograd node are watched only if the node made no other output, because they
+        may be meant for that one.
+        """
         made = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is tensor.grad_fn]
         alone = all(x is tensor for x in made)
         hooks = hooks_of_result(tensor) if alone else hooks_of_tensor(tensor)
         return cls(mark, ref(tensor), hooks)
 
     def keys(self) -> Iterator[tuple[str, int]]:
-        """The call and the key of each hook."""
+        """The registering method and the key of each hook."""
         return ((call, key) for call, hooks in self.hooks.items() for key in hooks)
 
     def call(self) -> str:
-        """The user's call that asks for its gradient, "" if there is none."""
+        """The user's call that needs the gradient, such as `retain_grad`; empty without one."""
         tensor = self.tensor()
         if tensor is not None and tensor.retains_grad:
             return "`retain_grad`"
@@ -88,18 +92,20 @@ class WatchedOutput:
 
 
 class OutputsOffPath:
-    """The outputs of a program whose gradients lack those that come from other outputs.
+    """The outputs of a program whose gradients miss the contribution of other outputs.
 
     Args:
-        all_off_path: whether no output is on the path of another: in a compiled program one
-            autograd node makes all outputs.
+        graph: the graph of the program.
+        flow: its communication.
+        all_off_path: whether no output is on the path to another, as in a compiled program, where
+            one autograd node makes all outputs.
     """
 
     def __init__(self, graph: Graph, flow: Communication, all_off_path: bool) -> None:
         self._graph = graph
         self._names: list[str] = []
         self._computed_from: dict[int, list[int]] = {}
-        """For each output, by its number, those off the path that it is computed from."""
+        """For each output, by its index, the outputs off its path that it is computed from."""
         for number, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or not value.differentiable:
                 continue
@@ -110,10 +116,11 @@ class OutputsOffPath:
                     self._computed_from.setdefault(other, []).append(number)
 
     def watch(self, outputs: Sequence[Any], result: Any) -> None:
-        """Lets a backward pass raise PlanError where a gradient that was asked for is incomplete.
+        """Make a backward pass raise PlanError if a requested gradient would be incomplete.
 
         Args:
-            outputs: the leaves of `result`, which the model returns.
+            outputs: the leaves of `result`.
+            result: the structure that the model returns.
         """
         if not self._computed_from:
             return
@@ -148,8 +155,11 @@ class OutputsOffPath:
 
 
 def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
-    """Whether what an uncompiled program returns for a value is what it computes others from: a
-    tensor and not a DTensor, at which every way to another operator begins."""
+    """Whether an uncompiled program computes other values from the tensor that it returns.
+
+    This holds if the tensor is not a DTensor, and the routes to all consumers begin with the
+    redistribution of the output.
+    """
     layout, route = flow.returned(value), flow.output_routes[value]
     if layout.sharded or layout.partial:
         return False
@@ -161,7 +171,7 @@ def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
 
 
 def _outputs_after(graph: Graph, value: Value) -> list[int]:
-    """The numbers of the outputs from which a gradient flows to a value, also of its own."""
+    """Indices of the outputs from which a gradient flows to a value, including the value itself."""
     after = {value}
     for op in graph.ops:
         if not after.isdisjoint(op.inputs):
@@ -172,7 +182,7 @@ def _outputs_after(graph: Graph, value: Value) -> list[int]:
 def _names(result: Any, count: int) -> list[str]:
     try:
         leaves, _ = pytree.tree_flatten_with_path(result)
-    except ValueError:  # A class that does not say how its parts are named.
+    except ValueError:  # a registered class without `flatten_with_keys_fn`
         return [f"output {number}" for number in range(count)]
     return [f"output{pytree.keystr(path)}" for path, _ in leaves]
 
@@ -180,16 +190,16 @@ def _names(result: Any, count: int) -> list[str]:
 def _refusing(
     mark: OutputMark, missing: Sequence[WatchedOutput]
 ) -> Callable[[Tensor | None], None]:
-    """A hook of an output that raises if the gradient of another would lack what comes from it."""
+    """Make a hook of an output that raises if a requested gradient would miss its contribution."""
 
     def refuse(gradient: Tensor | None) -> None:
-        if gradient is None:  # The node that made this output made another that has one.
+        if gradient is None:  # the node runs because of another of its outputs
             return
         with without_torch_function_of_subclasses():
             calls = ((each.mark, each.call()) for each in missing)
-            found = next(((other, call) for other, call in calls if call), None)
-        if found is not None:
-            raise PlanError(_message(found[1], found[0], mark))
+            requested = next(((other, call) for other, call in calls if call), None)
+        if requested is not None:
+            raise PlanError(_message(requested[1], requested[0], mark))
 
     return refuse
 
@@ -207,7 +217,7 @@ def _message(call: str, output: OutputMark, later: OutputMark) -> str:
 
 @cache
 def refuse_gradients_of_outputs() -> None:
-    """Lets `torch.autograd.grad`, and `backward` with `inputs`, raise PlanError for outputs whose
+    """Make `torch.autograd.grad`, and `backward` with `inputs`, raise PlanError for outputs whose
     gradients would be incomplete."""
     check_before_grad(_check_inputs)
 
@@ -215,16 +225,16 @@ def refuse_gradients_of_outputs() -> None:
 def _check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     with without_torch_function_of_subclasses():
         marks = (_mark_of(*gradient_edge_of(each)) for each in inputs)
-        asked = {mark for mark in marks if mark is not None}
-        later = next(_computed_from(asked, outputs), None) if asked else None
+        requested = {mark for mark in marks if mark is not None}
+        later = next(_computed_from(requested, outputs), None) if requested else None
     if later is not None:
-        output = next(mark for mark in later.computed_from if mark in asked)
+        output = next(mark for mark in later.computed_from if mark in requested)
         call = "`torch.autograd.grad` (or `backward(inputs=...)`)"
         raise PlanError(_message(call, output, later))
 
 
-def _computed_from(asked: set[OutputMark], outputs: Sequence[Any]) -> Iterator[OutputMark]:
-    """Of the outputs through which a backward pass would go those that lack one of `asked`."""
+def _computed_from(requested: set[OutputMark], outputs: Sequence[Any]) -> Iterator[OutputMark]:
+    """Outputs on the way of a backward pass from `outputs` that do not reach a requested one."""
     stack = [gradient_edge_of(each) for each in outputs]
     nodes, edges = set[Any](), set[tuple[Any, int]]()
     while stack:
@@ -233,7 +243,7 @@ def _computed_from(asked: set[OutputMark], outputs: Sequence[Any]) -> Iterator[O
             continue
         edges.add((node, number))
         mark = _mark_of(node, number)
-        if mark is not None and not asked.isdisjoint(mark.computed_from):
+        if mark is not None and not requested.isdisjoint(mark.computed_from):
             yield mark
         if node not in nodes:
             nodes.add(node)

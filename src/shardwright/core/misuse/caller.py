@@ -1,4 +1,4 @@
-"""The line of the user's program that called a library."""
+"""Find the line of the user's program that called a library."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LIBRARIES = frozenset(
         *("typing_extensions", *sys.stdlib_module_names),
     }
 )
-"""Packages whose lines are not the user's."""
+"""Packages whose lines errors do not name as the user's."""
 
 
 def user_line() -> str:
-    """The innermost line outside of libraries, as ` (file:line)`; empty if there is none."""
+    """The innermost frame outside of libraries, as ` (file:line)`; empty if there is none."""
     for frame in _frames():
         if _module(frame).partition(".")[0] not in LIBRARIES:
             return f" ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -1,7 +1,7 @@
-"""Parts of DTensors that are copies: they can be read, and refuse to be written to.
+"""Reject writes to views of DTensors that are really copies.
 
-`p[0]` and `p.view(-1)` share the memory of a tensor. Where they need what other ranks hold, PyTorch
-gathers it, so what a DTensor returns there is a copy, and a write to it would be lost in silence.
+`p[0]` and `p.view(-1)` of an ordinary tensor share its memory. On a DTensor, a view along a sharded
+dimension gathers it first, so the result is a copy, and a write to it would be lost silently.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ VIEWS = (
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
     *(aten.view.default, aten._unsafe_view.default),
 )
-"""Views for which DTensor gathers dimensions that are cut."""
+"""Views for which DTensor gathers sharded dimensions."""
 
 
 def refuse_lost_writes() -> None:
-    """Lets every DTensor of this process refuse writes to parts that are copies."""
+    """Make views of every DTensor of this process reject writes if they are copies."""
     for view in VIEWS:
         change_results(view, _with_copies)
 
@@ -56,14 +56,14 @@ def _with_copies(results: Any, args: Sequence[Any]) -> Any:
 
 
 class GatheredCopy(Tensor):
-    """A tensor that is a copy of what it seems to be a part of."""
+    """A read-only tensor: a gathered copy that looks like a view of a DTensor."""
 
     copied: Tensor
     __torch_function__ = plain_torch_function  # type: ignore[assignment]
 
     @classmethod
     def of(cls, tensor: Tensor) -> GatheredCopy:
-        """The numbers of `tensor`, which can be read only."""
+        """Wrap `tensor`, sharing its memory."""
         result = as_subclass(cls, tensor)
         result.copied = tensor
         return result
@@ -98,13 +98,14 @@ class GatheredCopy(Tensor):
 
 
 def _check_writable(function: Any, value: Any) -> None:
-    """Raises:
-    PlanError: for a copy, or a list with one.
+    """Check the argument that an operator writes to.
+
+    Raises:
+        PlanError: if it is a gathered copy, or a list with one.
     """
     if any(isinstance(leaf, GatheredCopy) for leaf in pytree.tree_leaves(value)):
         raise PlanError(
-            f"{function} writes to a part of a DTensor along a dimension that is cut over devices;"
-            " PyTorch has gathered this part, so the write would change a copy only: write to the"
-            " whole tensor (`mul_`, `masked_fill_`, `copy_`), or before `plan`; to change a copy,"
-            " `clone` it"
+            f"{function} writes to a part of a DTensor along a sharded dimension; PyTorch has"
+            " gathered this part, so the write would change only a copy\nwrite to the full tensor"
+            " (`mul_`, `masked_fill_`, `copy_`), or before `plan`; to change a copy, `clone` it"
         )

@@ -1,8 +1,8 @@
-"""Finds losses outside of a model that are not those of the whole batch on every rank.
+"""Detect losses outside of the model that differ between ranks.
 
-Where each rank gives its own part of a batch and an output is of all of it, the gradient of the
-output must be the same on all ranks. Sums of it are compared where a backward pass enters the
-model, in the first passes and some later ones.
+If each rank passes a shard of the batch, outputs still are those of the global batch, so the
+gradient of an output must be equal on all ranks. Checksums of it are compared where a backward pass
+enters the model, in the first passes and some later ones.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
 TOLERANCE = 1e-3
-"""Of the sum of absolute values: kernels may add in another order each time."""
+"""Largest difference relative to the sum of absolute values; kernels add in varying order."""
 
 
 class GradientGuard:
-    """Compares the gradients of outputs on all ranks."""
+    """Compare the gradients of outputs between ranks."""
 
     def __init__(self, devices: Devices) -> None:
         self._active = devices.several and has_other_ranks()
         self._passes = 0
 
     def watch(self, output: Tensor, name: str) -> None:
-        """Compares the gradients that this output gets.
-
-        A backward pass raises a `DataError` on every rank if they differ.
-        """
+        """Compare the gradients of an output; a backward pass raises DataError if they differ."""
         if self._active and output.requires_grad:
             output.register_hook(partial(self._compare, name))  # type: ignore[no-untyped-call]
 
@@ -54,14 +51,15 @@ class GradientGuard:
                 raise DataError(
                     f"rank {rank} and rank 0 train {name} by other losses: by dataset_strategy each"
                     " rank gives its own part of the batch, but outputs are of all of it, and what"
-                    " is computed from them outside of the model must be the same on all ranks: put"
+                    " is computed from them outside of the model must be the same on all ranks\nput"
                     " the loss into the model (`sw.WithLoss`, or return it from `forward`), or"
                     " gather the labels of all ranks (`torch.distributed.all_gather`)"
                 )
 
 
 def _sums(gradient: Tensor) -> Tensor:
-    """Its sum, that of absolute values, and one in which each place counts differently."""
+    """The sum, the sum of absolute values, and a sum weighted by position, which detects
+    permutations."""
     numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     numbers = numbers.to_dense() if numbers.is_sparse else numbers
     flat = numbers.reshape(-1).float()

@@ -1,8 +1,8 @@
-"""The model that was given to `parallelize`: it stays as it is, and neither its changes nor its
-calls have an effect on what `parallelize` returned.
+"""Warn if the model that was passed to `parallelize(copy=True)` is changed or trained.
 
-Who changes or trains it meant the other, as after `DistributedDataParallel(net)`, where both are
-one. It may also be a reference or a teacher, so this is a warning.
+Changes and calls of the original have no effect on the planned copy. A user who changes or trains
+the original usually means the copy, as with `DistributedDataParallel(net)`, where both share
+parameters. But the original may also be a reference or a teacher, so this is a warning.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from shardwright.core.torch_internals.tensors import version
 log = logging.getLogger("shardwright")
 
 FIRST_CALLS, PERIOD = 8, 256
-"""All of it is looked at in so many first calls, and then once in so many; its mode in each."""
+"""The full model is compared in the first 8 calls, then in one of 256; its mode in every call."""
 
 CALLS = 2
-"""So often it is called for training before what `parallelize` returned is, and that is said: once
-may be a comparison."""
+"""Number of training calls, before the first call of the planned model, that cause the warning; a
+single call may be a comparison."""
 
 SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of parameters"
 TRAINED = "requires_grad of parameters"
 
 WatchedPlace = tuple[str, str]
-"""The path of a submodule, and the name of an attribute or one of the kinds above."""
+"""The path of a submodule, and the name of an attribute or one of the constants above."""
 
 
 class OriginalModel:
-    """What is seen of the model as long as it lives, without keeping it alive.
+    """The last observed state of the original model, which it does not keep alive.
 
     Args:
-        net: as it was when `parallelize` returned.
-        attributes: that its `forward` reads or sets, as a graph has them.
+        net: the model, when `parallelize` returns.
+        attributes: path, name and content of the attributes that `forward` reads or sets, as in
+            the graph.
     """
 
     def __init__(self, net: nn.Module, attributes: tuple[tuple[str, str, str], ...]) -> None:
@@ -60,8 +61,10 @@ class OriginalModel:
         self._forget_calls = observe_calls(net, self._called)
 
     def look(self, planned: nn.Module) -> None:
-        """Warns, once for each place, if the model has changed where `planned` has not, which is
-        called."""
+        """Warn, once per attribute, if the original has changed and the planned model has not.
+
+        Runs at each call of the planned model.
+        """
         self._forget_calls()
         net = None if self._net is None else self._net()
         if net is None:
@@ -73,7 +76,7 @@ class OriginalModel:
             self._compare(net, planned)
 
     def _called(self) -> None:
-        """Warns, once, if the model is trained and what `parallelize` returned is not called."""
+        """Warn, once, if the original is trained and the planned model is not called."""
         net = None if self._net is None else self._net()
         trains = net is not None and net.training and torch.is_grad_enabled()
         if net is None or not trains or not any(p.requires_grad for p in net.parameters()):
@@ -90,13 +93,13 @@ class OriginalModel:
             )
 
     def _compare(self, net: nn.Module, planned: nn.Module) -> None:
-        now = dict(self._state(net))
-        changed = [place for place, value in now.items() if self._seen.get(place) != value]
-        self._seen = now
+        current = dict(self._state(net))
+        changed = [place for place, value in current.items() if self._seen.get(place) != value]
+        self._seen = current
         if not changed:
             return
-        mine, theirs = dict(net.named_modules()), dict(planned.named_modules())
-        lost = [p for p in changed if p not in self._said and not _is_alike(p, mine, theirs)]
+        original, copy = dict(net.named_modules()), dict(planned.named_modules())
+        lost = [p for p in changed if p not in self._said and not _is_equal(p, original, copy)]
         self._said.update(lost)
         if lost:
             more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
@@ -120,34 +123,38 @@ class OriginalModel:
             yield (path, PARAMETERS), tuple((n, id(p)) for n, p in parameters.items())
             yield (path, TRAINED), tuple((n, p.requires_grad) for n, p in parameters.items())
             if self._calls <= 1 and not any(map(is_trained_apart, parameters.values())):
-                # Later they may be those of a teacher that follows.
+                # Later, in-place changes are normal: a teacher may follow the planned model.
                 yield (path, VALUES), tuple(map(version, parameters.values()))
 
 
-def _is_alike(
-    place: WatchedPlace, mine: Mapping[str, nn.Module], theirs: Mapping[str, nn.Module]
+def _is_equal(
+    place: WatchedPlace, original: Mapping[str, nn.Module], planned: Mapping[str, nn.Module]
 ) -> bool:
-    """Whether both models have the same in a place that changed in one."""
+    """Whether an attribute that changed in the original has the same value in the planned model."""
     path, name = place
-    if name in (SUBMODULES, PARAMETERS, VALUES) or path not in theirs:
+    if name in (SUBMODULES, PARAMETERS, VALUES) or path not in planned:
         return False
     if name == TRAINED:
-        own, others = (own_parameters(modules[path]) for modules in (mine, theirs))
-        pairs = ((p, others.get(leaf)) for leaf, p in own.items())
-        # Other pipeline stages hold what is None here.
+        ours, theirs = (own_parameters(modules[path]) for modules in (original, planned))
+        pairs = ((p, theirs.get(leaf)) for leaf, p in ours.items())
+        # Parameters of other pipeline stages are None in the planned model.
         return all(p is None or q is None or p.requires_grad == q.requires_grad for p, q in pairs)
-    one, other = (variable(modules, path, name) for modules in (mine, theirs))
-    return _are_equal(one, other)
+    value, other = (variable(modules, path, name) for modules in (original, planned))
+    return _are_equal(value, other)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
-    if hasattr(one, "__dict__") and type(one) is type(other) and not isinstance(one, nn.Module):
-        return {n: content(v) for n, v in vars(one).items()} == {
+def _are_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.shape == other.shape and torch.equal(value.cpu(), other.cpu())
+    if (
+        hasattr(value, "__dict__")
+        and type(value) is type(other)
+        and not isinstance(value, nn.Module)
+    ):
+        return {n: content(v) for n, v in vars(value).items()} == {
             n: content(v) for n, v in vars(other).items()
         }
-    return content(one) == content(other)
+    return content(value) == content(other)
 
 
 def _named(place: WatchedPlace) -> str:

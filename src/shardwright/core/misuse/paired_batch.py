@@ -1,7 +1,7 @@
-"""Whether a function pairs the rows of a batch with those of another tensor.
+"""Find out whether a function pairs the rows of a batch with those of another tensor.
 
-It is called with tensors of other sizes and without data. Where the other tensor must be as long as
-the batch is, and may not have a length of its own, its rows are paired with those of the batch.
+The function is called on the meta device with changed sizes. If it runs when the other tensor is as
+long as the batch, and fails when their lengths differ, it pairs their rows.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from shardwright.core.torch_internals.dispatch import (
 )
 
 MOST_SUBSETS_OF = 4
-"""Of more tensors that may be parts, only single ones and all together are tried."""
+"""Up to this number of candidate tensors all subsets are tried; of more, only all and each one."""
 
 BY_VALUES = {
     *("__getitem__", "__setitem__", "index_put", "index_put_", "masked_select"),
     *("allclose", "equal"),
 }
-"""Functions that cannot be called without data, and check shapes before they read any."""
+"""Functions that need data, so they run on the CPU; they check shapes before they read data."""
 
 UNCHECKED = {
     *("lstm", "gru", "rnn_tanh", "rnn_relu"),
     *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 }
-"""Functions whose kernels read beyond tensors of other sizes than they expect."""
+"""Functions that must not be called with changed sizes: their kernels read out of bounds."""
 
 BatchDims = frozenset[int]
 PartDim = tuple[Tensor, int]
-"""A tensor, and the dimension that may be a part of the batch."""
+"""A tensor, and the dimension that may be a shard of the batch."""
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Of the batch of a call.
+    """Numbers of rows of the batch of a call.
 
     Args:
-        local: the rows that this rank gave.
-        whole: the rows of all ranks.
+        local: rows that this rank passed.
+        whole: rows of all ranks.
     """
 
     local: int
@@ -56,12 +56,14 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class BatchCall:
-    """A call of a function of PyTorch with tensors that have rows of a batch.
+    """A call of a PyTorch function with tensors of the global batch.
 
     Args:
-        batch_dims: by the identity of each tensor of the whole batch, its dimensions of that size,
-            or of a multiple (a batch that is flattened with other dimensions).
-        others: the tensors that do not come from the batch.
+        function, args, kwargs: the call.
+        sizes: the sizes of the batch.
+        batch_dims: for each tensor of the global batch, by its id, the dimensions with its rows or,
+            if it is flattened with other dimensions, with a multiple of them.
+        others: the tensors that do not depend on the batch.
     """
 
     function: Callable[..., Any]
@@ -72,8 +74,8 @@ class BatchCall:
     others: Sequence[Tensor]
 
     def paired_parts(self) -> tuple[Tensor, ...]:
-        """The tensors of the size of this rank's part whose rows would be paired with those of the
-        whole batch."""
+        """Tensors with the size of this rank's shard whose rows the function would pair with those
+        of the global batch."""
         parts = [part for other in self.others for part in self._parts_of(other)]
         if not parts:
             return ()
@@ -87,7 +89,7 @@ class BatchCall:
         return ()
 
     def dims_of_results(self, results: Sequence[Any]) -> list[BatchDims]:
-        """The dimensions of each result that are those of the batch."""
+        """The batch dimensions of each result."""
         rows, _ = self._unusual_sizes()
         for with_whole in (True, False):
             others = self._resized_whole(rows) if with_whole else {}
@@ -97,12 +99,12 @@ class BatchCall:
         return [self._likely_dims(result) for result in results]
 
     def _parts_of(self, other: Tensor) -> list[PartDim]:
-        """The dimensions of a tensor that may be this rank's part of the batch."""
+        """The dimensions of a tensor that may be this rank's shard of the batch."""
         sizes = enumerate(other.shape)
         return [(other, dim) for dim, size in sizes if self._is_of_batch(self.sizes.local, size)]
 
     def _runs(self, chosen: Sequence[PartDim], rows: int, part_rows: int, with_whole: bool) -> bool:
-        """Whether the function runs for a batch of so many rows, and parts of so many."""
+        """Whether the function runs for a batch of `rows` rows and shards of `part_rows` rows."""
         shapes = {id(tensor): tuple(tensor.shape) for tensor, _ in chosen}
         for tensor, dim in chosen:
             shape = shapes[id(tensor)]
@@ -111,7 +113,7 @@ class BatchCall:
         return _leaves_for(self, whole | self._resized_batch(rows) | shapes) is not None
 
     def _resized_batch(self, rows: int) -> dict[int, tuple[int, ...]]:
-        """The shapes of the tensors of the whole batch, for a batch of so many rows."""
+        """Shapes of the tensors of the global batch, resized to `rows` rows, by id."""
         return {
             id(tensor): _scaled(tensor.shape, self.batch_dims[id(tensor)], self.sizes.whole, rows)
             for tensor in self.tensors
@@ -119,7 +121,8 @@ class BatchCall:
         }
 
     def _resized_whole(self, rows: int) -> dict[int, tuple[int, ...]]:
-        """The shapes of others that are as long as the batch, as gathered labels are."""
+        """Shapes of other tensors as long as the batch, such as gathered labels, resized to `rows`
+        rows, by id."""
         return {
             id(other): _scaled(other.shape, (0,), self.sizes.whole, rows)
             for other in self.others
@@ -127,7 +130,7 @@ class BatchCall:
         }
 
     def _is_of_batch(self, rows: int, size: int) -> bool:
-        """Whether a dimension of this size is to `rows` as one of the batch is to all rows."""
+        """Whether `size` relates to `rows` like a batch dimension to all rows of the batch."""
         return any(
             size * self.sizes.whole == tensor.shape[dim] * rows
             for tensor in self.tensors
@@ -140,7 +143,8 @@ class BatchCall:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def _unusual_sizes(self) -> tuple[int, int]:
-        """Two sizes above that of the batch, the second larger, that divide no size of a tensor."""
+        """Two ascending primes larger than the batch that divide no size of a tensor, so that
+        resized dimensions are recognized in results."""
         shapes = {size for tensor in self.tensors for size in tensor.shape}
         fitting = (
             size
@@ -150,7 +154,7 @@ class BatchCall:
         return next(fitting), next(fitting)
 
     def _likely_dims(self, result: Any) -> BatchDims:
-        """Where a function cannot be called without data."""
+        """Guess the batch dimensions of a result of a function that cannot run without data."""
         if not isinstance(result, Tensor):
             return frozenset()
         for tensor in self.tensors:
@@ -162,18 +166,19 @@ class BatchCall:
 def dims_of_new(
     kind: type[Tensor], results: Sequence[Any], given: Sequence[Tensor], call: BatchCall | None
 ) -> dict[int, BatchDims]:
-    """For each result that is a new tensor of this class, by its number, its dimensions that are
-    the batch.
+    """The batch dimensions of each result, by its index, that is a new tensor of class `kind`.
 
     Args:
+        kind: the class.
+        results: the leaves of the function's result.
         given: the tensors that the function was called with.
-        call: None if none of them has rows of a batch.
+        call: the call; None if none of the tensors has rows of a batch.
     """
-    known = {id(one) for one in given}
+    argument_ids = {id(tensor) for tensor in given}
     new = [
         number
         for number, result in enumerate(results)
-        if type(result) is kind and id(result) not in known
+        if type(result) is kind and id(result) not in argument_ids
     ]
     if call is None or not any(results[number].ndim for number in new):
         return dict.fromkeys(new, frozenset())
@@ -183,17 +188,18 @@ def dims_of_new(
 
 
 def dims_of_size(shape: Sequence[int], rows: int) -> BatchDims:
-    """The first dimension of this size, or of a multiple."""
+    """The first dimension of size `rows`, otherwise the first with a multiple of it."""
     equal = [dim for dim, size in enumerate(shape) if size == rows]
     multiple = [dim for dim, size in enumerate(shape) if size and size % rows == 0]
     return frozenset((equal or multiple)[:1])
 
 
 def _leaves_for(call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) -> list[Any] | None:
-    """What the function returns for tensors of other shapes, as leaves; None if it raises.
+    """Call the function with other shapes; returns the leaves of its result, None if it raises.
 
     Args:
-        shapes: by the identity of tensors; others have their own.
+        call: the call.
+        shapes: the changed shapes, by the id of the tensor.
     """
     name = getattr(call.function, "__name__", "")
     if name in UNCHECKED:
@@ -209,7 +215,7 @@ def _leaves_for(call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) -> list[
 
 def _called(call: BatchCall, shapes: Mapping[int, tuple[int, ...]], device: str) -> list[Any]:
     def like(tensor: Tensor) -> Tensor:
-        # Autocast would have made them alike.
+        # Autocast, which is not active here, may have cast all to one dtype.
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         shape = shapes.get(id(tensor), tuple(tensor.shape))
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -229,7 +235,7 @@ def _called(call: BatchCall, shapes: Mapping[int, tuple[int, ...]], device: str)
 
 
 def _scaled(shape: Sequence[int], dims: Iterable[int], old: int, new: int) -> tuple[int, ...]:
-    """A shape for `new` rows of a batch in place of `old`."""
+    """The shape with `new` instead of `old` rows of the batch in `dims`."""
     result = list(shape)
     for dim in dims:
         if result[dim] % old == 0:
@@ -243,7 +249,7 @@ def _multiples(leaf: Any, rows: int) -> BatchDims:
 
 
 def _subsets(parts: Sequence[PartDim]) -> Iterator[tuple[PartDim, ...]]:
-    """All together first."""
+    """Subsets of the candidates, the largest first."""
     every = range(len(parts), 0, -1) if len(parts) <= MOST_SUBSETS_OF else (len(parts), 1)
     return chain.from_iterable(combinations(parts, size) for size in every)
 

@@ -1,9 +1,8 @@
-"""Saving what one rank has of a model or an optimizer: refused, as the file would lack the rest.
+"""Reject saving only one rank's shards or pipeline stage of a model or optimizer.
 
-Shards are DTensors, and refuse to be pickled. The tensors of a pipeline stage of one device are
-ordinary: those of a state dict that lacks other stages are a `StageTensor`, the state of an
-optimizer is a `StageState`. `torch.distributed.checkpoint` saves from all ranks, so it may pickle
-any of them.
+Sharded parameters are DTensors, which reject pickling. A stage on one device has ordinary tensors:
+the state dict of an incomplete model returns `StageTensor`s, that of its optimizer a `StageState`.
+`torch.distributed.checkpoint` saves from all ranks, so it may pickle any of them.
 """
 
 from __future__ import annotations
@@ -25,20 +24,18 @@ from shardwright.errors import PlanError
 
 SAVES_FROM_ALL_RANKS = "torch.distributed.checkpoint"
 SENDS_TO_RANKS = "torch.distributed.distributed_c10d"
-"""Collectives of objects: by them a rank can collect all stages."""
+"""Collectives of objects, by which a rank can collect all stages."""
 
 SHARD, STAGE = "shard of each tensor", "pipeline stage"
 
 
 def refuse_to_save_shards() -> None:
-    """Lets DTensors of planned models refuse to be pickled unless every rank has all values."""
+    """Make DTensors of planned models reject pickling unless every rank has all values."""
     refuse_pickling(_check_complete)
 
 
 def _check_complete(tensor: DTensor) -> None:
-    """Raises:
-    PlanError: for a tensor of a planned model of which other ranks have a part.
-    """
+    """Raise PlanError for a tensor of a planned model if other ranks have parts of the state."""
     stages = stages_of_plan(tensor.device_mesh)
     if stages is None:
         return
@@ -49,9 +46,7 @@ def _check_complete(tensor: DTensor) -> None:
 
 
 def _refuse(part: str) -> None:
-    """Raises:
-    PlanError: unless the caller puts the parts of all ranks together.
-    """
+    """Raise PlanError unless the caller combines the parts of all ranks."""
     if is_called_by(SAVES_FROM_ALL_RANKS) or (part == STAGE and is_called_by(SENDS_TO_RANKS)):
         return
     raise PlanError(
@@ -64,11 +59,11 @@ def _refuse(part: str) -> None:
 
 
 def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
-    """Lets the state dicts of a model in pipeline stages, and of its submodules, refuse to be
-    saved where they lack what other stages have.
+    """Make the incomplete state dicts of a pipeline stage and its submodules reject pickling.
 
     Args:
-        names: of the parameters and persistent buffers of the whole model.
+        module: the model of this stage.
+        names: names of the parameters and persistent buffers of all stages.
     """
     for path, child in module.named_modules():
         prefix = f"{path}." if path else ""
@@ -82,7 +77,7 @@ def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
 def _mark_stage(
     missing: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
-    if prefix + missing in state:  # Inside of `whole`.
+    if prefix + missing in state:  # complete: inside of `whole`
         return
     for name, value in state.items():
         if name.startswith(prefix) and type(value) is Tensor:
@@ -90,8 +85,7 @@ def _mark_stage(
 
 
 class StageTensor(Tensor):
-    """A tensor from a state dict that lacks other pipeline stages; so is what is computed from
-    it."""
+    """A tensor from an incomplete state dict, or computed from one; rejects pickling."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refuse(STAGE)
@@ -114,13 +108,16 @@ class StageTensor(Tensor):
         return super().storage()  # type: ignore[no-untyped-call]
 
     def _check_safetensors(self) -> None:
-        """safetensors reads the memory; it asks for `storage` if `untyped_storage` raises."""
+        """Reject safetensors, which reads the memory instead of pickling.
+
+        It falls back to `storage` if `untyped_storage` raises, so both check.
+        """
         if is_called_by("safetensors"):
             _refuse(STAGE)
 
 
 class StageState(dict[str, Any]):
-    """The state of an optimizer that has parameters of one pipeline stage."""
+    """The state dict of an optimizer of one pipeline stage; rejects pickling."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refuse(STAGE)
@@ -131,5 +128,5 @@ class StageState(dict[str, Any]):
 
 
 def mark_stage_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of an optimizer of one stage, which refuses to be saved."""
+    """Convert the state dict of an optimizer of one stage to one that rejects pickling."""
     return StageState(state) if state["state"] else state

@@ -1,4 +1,4 @@
-"""The parameters of a planned model, and what users may do to them between calls."""
+"""Check that users do not replace the parameters of a planned model between calls."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ from shardwright.core.torch_internals.tensors import (
 from shardwright.errors import PlanError
 
 FIRST_CALLS, PARTS = 10, 8
-"""In so many first calls the memory of all parameters is looked at, later of one part of them in
-each: who replaces `.data` does it in every step, and to look takes long."""
+"""The first 10 calls check the memory of all parameters, later calls one eighth each.
+
+The check is slow, and code that replaces `.data` usually does so in every step."""
 
 
 class PlannedParameter(NamedTuple):
-    """A parameter as it was planned.
+    """A parameter as planned.
 
     Args:
-        storage: the identity of its own memory; a DTensor's is not that of its shard.
+        name: its name in the model.
+        parameter: the parameter.
+        trained: whether it requires a gradient in the plan.
+        storage: id of its own storage; a DTensor's is not that of its local shard.
     """
 
     name: str
@@ -38,10 +42,11 @@ class PlannedParameter(NamedTuple):
 
 
 class PlannedParameters:
-    """All parameters of a module.
+    """The parameters of a planned module.
 
     Args:
-        frozen: names of those that require no gradient in the plan.
+        module: the module.
+        frozen: names of the parameters that require no gradient in the plan.
     """
 
     def __init__(self, module: nn.Module, frozen: Collection[str]) -> None:
@@ -52,26 +57,26 @@ class PlannedParameters:
         self._tensors = tuple(p.parameter for p in self.all)
         self._trained = tuple(p.trained for p in self.all)
         self._paths = [path for path, _ in module.named_modules()]
-        self._held = [own_parameters(child) for child in module.modules()]
-        self._planned = list(map(dict, self._held))
+        self._registered = [own_parameters(child) for child in module.modules()]
+        self._planned = list(map(dict, self._registered))
         sharded = [p for p in self.all if isinstance(p.parameter, DTensor)]
         parts = [sharded[first::PARTS] for first in range(PARTS)]
         self._looks = chain([sharded] * FIRST_CALLS, cycle(parts))
 
     def frozen_or_unfrozen(self) -> tuple[str, ...]:
-        """Names of those whose `requires_grad` was set since the plan.
+        """Names of the parameters whose `requires_grad` differs from the plan.
 
         Raises:
-            PlanError: for a parameter that is not what was planned.
+            PlanError: if a parameter or its `.data` was replaced.
         """
         with compare_tensors_by_identity():
-            if self._held != self._planned:
+            if self._registered != self._planned:
                 self._refuse_replaced()
         for name, parameter, _, storage in next(self._looks):
             if storage_id(parameter) != storage:
                 raise PlanError(
                     f"`.data` of parameter {name!r} was replaced, which has no effect on a "
-                    "DTensor: copy into it under `torch.no_grad()` (`parameter.copy_(value)`); "
+                    "DTensor\ncopy into it under `torch.no_grad()` (`parameter.copy_(value)`); "
                     "convert a model (`to`, `half`, `double`) before `plan`"
                 )
         with getters_without_overrides():
@@ -80,22 +85,26 @@ class PlannedParameters:
         return tuple(p.name for p in self.all if p.parameter.requires_grad is not p.trained)
 
     def _refuse_replaced(self) -> None:
-        for path, held, planned in zip(self._paths, self._held, self._planned, strict=True):
-            for leaf in (*planned, *held):
-                if (parameter := planned.get(leaf)) is not held.get(leaf):
-                    what = "registered" if parameter is None else "replaced"
+        for path, registered, planned in zip(
+            self._paths, self._registered, self._planned, strict=True
+        ):
+            for leaf in (*planned, *registered):
+                if (parameter := planned.get(leaf)) is not registered.get(leaf):
+                    action = "registered" if parameter is None else "replaced"
                     name = f"{path}.{leaf}" if path else leaf
                     raise PlanError(
-                        f"parameter {name!r} was {what} after planning, which "
-                        "would have no effect: copy into those that there are under "
+                        f"parameter {name!r} was {action} after planning, which "
+                        "would have no effect\ncopy into the existing parameters under "
                         "`torch.no_grad()`, or change the model before `plan`"
                     )
 
     def checks_before_backward(self, recomputes: bool) -> list[Callable[[], None]]:
-        """What to call before a backward pass; it raises RuntimeError as autograd does.
+        """Functions to call before a backward pass, which raise RuntimeError if a parameter was
+        modified in place, like autograd's version check.
 
         Args:
-            recomputes: whether that reads parameters again, which autograd does not see.
+            recomputes: whether the backward pass recomputes operators: it then reads parameters
+                that autograd has not saved, so autograd does not check their versions.
         """
         if not recomputes:
             return []

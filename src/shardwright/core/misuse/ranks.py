@@ -1,4 +1,4 @@
-"""Comparisons of all ranks: in which calls, and how all of them raise what one finds."""
+"""Schedule the checks that compare ranks, and let every rank see a difference."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from contextlib import contextmanager
 from shardwright.errors import DataError
 
 GRACE_SECONDS = 0.5
-"""How long a rank that differs stays, so that all find it."""
+"""Seconds that a rank waits before it raises an error that other ranks must find too."""
 
 
 def is_due(number: int, first: int, every: int) -> bool:
-    """Whether a check looks at this call, counted from 1 on: one of the first, or of each so many
-    later."""
+    """Whether a periodic check runs in this call: the `first` calls, and later one of `every`.
+
+    Args:
+        number: the number of the call, from 1.
+        first: number of first calls that are checked.
+        every: period of the later checks.
+    """
     return number <= first or number % every == 0
 
 
 @contextmanager
 def found_by_all() -> Iterator[None]:
-    """Holds a DataError back until other ranks have read what they compare, which would be lost if
-    this process ended at once."""
+    """Delay a DataError until other ranks have completed their comparison, which would fail if this
+    process ended at once."""
     try:
         yield
     except DataError:

@@ -1,7 +1,7 @@
-"""What is wrong if it is computed or saved from the parameters of one pipeline stage: refused.
+"""Reject norms and optimizers that would combine the parameters of one pipeline stage only.
 
-A rank has the parameters of its own stage only, so the norm of all that it has is not that of the
-model. Clipping by it would scale the gradients of each stage by a factor of its own.
+A rank has the parameters of its own stage, so their norm is not the model's. Clipping by it would
+scale the gradients of each stage by a different factor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from shardwright.errors import PlanError
 
 
 class StageParameters(NamedTuple):
-    """The parameters of a planned model that a rank has.
+    """The parameters of one stage of a planned model.
 
     Args:
-        elsewhere: names in the model, all of them if tied, of the parameters that other stages
-            have, too or alone.
+        parameters: the parameters of this rank.
+        elsewhere: names of parameters that other stages have, alone or tied; with all names of a
+            tied parameter.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -39,21 +40,21 @@ class StageParameters(NamedTuple):
 
 @cache
 def _stages() -> WeakKeyDictionary[nn.Module, StageParameters]:
-    """The models of this process that are planned in pipeline stages."""
+    """The pipelined models of this process."""
     return WeakKeyDictionary()
 
 
 def watch_stage(
     module: nn.Module, whole: nn.Module, stages: Mapping[str, tuple[int, ...]], stage: int
 ) -> None:
-    """Refuses norms over the parameters of a pipeline stage.
+    """Reject norms over the parameters of a pipeline stage.
 
     Args:
-        module: what this rank has of the model.
-        whole: the model, without values.
-        stages: for each parameter, by its first name, the stages that have it; the first if it is
-            left out.
-        stage: that of this rank.
+        module: this rank's stage of the model.
+        whole: the original model, without values.
+        stages: the stages that have each parameter, by its first name; parameters that are missing
+            are on the first stage.
+        stage: the stage of this rank.
     """
     first = {id(parameter): name for name, parameter in whole.named_parameters()}
     elsewhere = frozenset(
@@ -67,13 +68,15 @@ def watch_stage(
 
 
 def _check_norm(function: str, tensors: Sequence[Tensor], source: nn.Module | None) -> None:
-    """Checks a norm of tensors, which may share memory with a stage's parameters or gradients.
+    """Check a norm of tensors that may be parameters or gradients of a stage.
 
     Args:
-        source: the module whose parameters they are, if that is known.
+        function: name of the function of `torch.nn.utils`.
+        tensors: its arguments.
+        source: the module whose parameters the tensors are, if known.
 
     Raises:
-        PlanError: unless this stage has all parameters of `source`, and no other has any.
+        PlanError: unless this stage has all parameters of `source`, and no other stage has any.
     """
     given = {_memory(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
     for module, (parameters, elsewhere) in _stages().items():
@@ -91,13 +94,13 @@ def _check_norm(function: str, tensors: Sequence[Tensor], source: nn.Module | No
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same number for tensors that share memory."""
+    """An id that tensors with shared memory have in common."""
     own = own_tensor(tensor)
     return storage_id(own) if own.layout is torch.strided else id(tensor)
 
 
 def _is_complete(source: nn.Module | None, planned: nn.Module, elsewhere: frozenset[str]) -> bool:
-    """Whether all parameters of a submodule are in this stage, and in no other."""
+    """Whether all parameters of a submodule are in this stage only."""
     for path, child in planned.named_modules():
         if child is source:
             return not any(name.startswith(f"{path}." if path else "") for name in elsewhere)
@@ -106,8 +109,7 @@ def _is_complete(source: nn.Module | None, planned: nn.Module, elsewhere: frozen
 
 @cache
 def _watch_optimizers() -> None:
-    """Lets optimizers of this process refuse to step by products over all parameters of a stage,
-    and to save the state of one stage."""
+    """Make optimizers of this process reject LBFGS on a stage, and saving the state of a stage."""
     seen = WeakSet[Optimizer]()
 
     def before_step(optimizer: Optimizer, *_: object) -> None:
@@ -119,8 +121,8 @@ def _watch_optimizers() -> None:
         if of_stage and isinstance(optimizer, LBFGS):
             raise PlanError(
                 f"`LBFGS`{user_line()} on a model in pipeline stages: it computes with the"
-                " gradients of all parameters at once, and a rank has those of its own stage only;"
-                " plan without stages, or use another optimizer"
+                " gradients of all parameters at once, and a rank has those of its own stage only\n"
+                "plan without stages, or use another optimizer"
             )
         seen.add(optimizer)
         if of_stage:

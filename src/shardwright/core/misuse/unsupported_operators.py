@@ -1,5 +1,5 @@
-"""What PyTorch's DTensors cannot do: operators of optimizers that they lack, and arithmetic with
-ordinary tensors. An error says what to do instead."""
+"""Explain errors of DTensors: operators of optimizers that they do not support, and arithmetic with
+ordinary tensors."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ REMEDIES: dict[OpOverload, str] = {
 }
 
 OF_EACH_STEP = frozenset({"add_", "addcdiv_", "addcmul_", "lerp_", "mul_"})
-"""What optimizers do with each parameter in each step: to explain these operators would take a
-fourth of the time of a step, so that only methods of DTensors are explained. Where an ordinary
-tensor is changed, PyTorch's own error names the two kinds of tensors too."""
+"""Operators that optimizers apply to each parameter in each step.
+
+Explaining them would take a fourth of an optimizer step, so they are explained only if called as
+methods of DTensors. If an ordinary tensor is modified, PyTorch's own error is clear enough."""
 
 
 COLLECTIVES = tuple(
@@ -45,11 +46,11 @@ COLLECTIVES = tuple(
         "send",
     )
 )
-"""What `torch.distributed` and `DistributedDataParallel` call."""
+"""Operators of the collectives of `torch.distributed`, which `DistributedDataParallel` calls."""
 
 
 def explain_unsupported_operators() -> None:
-    """Lets DTensors of this process refuse what they cannot do with what to do instead."""
+    """Make errors of DTensors in this process name the remedy."""
     for operator, remedy in REMEDIES.items():
         handle(operator, partial(_explained, operator, remedy))
     for operator in COLLECTIVES:
@@ -64,7 +65,7 @@ def _explained(
         return operator(*args, **kwargs)
     except RuntimeError as error:
         raise PlanError(
-            f"{operator} cannot change parameters that are DTensors ({error}): {remedy}"
+            f"{operator} cannot change parameters that are DTensors ({error})\n{remedy}"
         ) from error
 
 

@@ -1,9 +1,9 @@
-"""Outputs of the whole batch, of a model that each rank calls with its own part.
+"""Reject pairing an output of the global batch with a rank's own shard of the batch.
 
-The labels that a rank has are those of its part. Combined with an output of the whole batch they
-broadcast, if the part is one sample, or meet the rows of other ranks (`gather`). So such outputs,
-and what is computed from them, know which of their dimensions are the batch, and refuse to be
-paired with a part.
+With `dataset_strategy`, each rank passes a shard of the batch but gets outputs of the global batch.
+Its labels are those of its shard: combined with an output they would broadcast (a shard of one
+sample) or be paired with rows of other ranks (`gather`). So outputs, and tensors computed from
+them, know which of their dimensions are the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwright.core.torch_internals.tensors import base_getter, grad_getter
 from shardwright.errors import DataError
 
 EXISTING = (base_getter, grad_getter)
-"""Getters of tensors that exist already."""
+"""Getters of tensor attributes, whose results are no new tensors."""
 
 REMEDY = (
     "put the loss into the model (`sw.WithLoss`, or return it from `forward`), which is given the"
@@ -43,11 +43,12 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class OutputBatch:
-    """The batch that an output is of.
+    """The batch of an output.
 
     Args:
-        output: its name, as errors say it.
-        watch: sees to it that all ranks train the output by the same loss.
+        output: name of the output for errors.
+        sizes: the sizes of the batch.
+        watch: registers the check that all ranks train the output with the same loss.
     """
 
     output: str
@@ -55,13 +56,14 @@ class OutputBatch:
     watch: Callable[[Tensor, str], None]
 
     def marked(self, output: Tensor, dims: BatchDims | None = None) -> Tensor:
-        """An output that refuses to be combined with a part of the batch.
+        """Mark an output, so that it rejects to be combined with a shard of the batch.
 
         Args:
-            dims: its dimensions that are the batch; by default, the first of its size.
+            output: the output.
+            dims: its batch dimensions; by default the first of the batch's size.
         """
         if type(output) is not Tensor:
-            output = output.clone()  # A copy of a part that could not be written to.
+            output = output.clone()  # a `GatheredCopy`, which is read-only
         run_uncompiled_with(WholeBatchTensor)
         self.watch(output, self.output)
         if dims is None:
@@ -69,7 +71,7 @@ class OutputBatch:
         return WholeBatchTensor.of(output, self, dims) if output.ndim else output
 
     def dims_in(self, shape: Sequence[int]) -> BatchDims:
-        """The dimensions of an output that are taken for the batch."""
+        """The dimensions of an output that are assumed to be the batch."""
         return dims_of_size(shape, self.sizes.whole)
 
 
@@ -79,7 +81,14 @@ def output_batches(
     sizes: BatchSizes | None,
     watch: Callable[[Tensor, str], None],
 ) -> list[OutputBatch | None]:
-    """For each output of a call the batch that it is of; None where all ranks gave all of it."""
+    """The batch of each output of a call; None for all if ranks pass the global batch.
+
+    Args:
+        model: name of the model for errors.
+        structure: the structure of the outputs.
+        sizes: the sizes of the batch; None if ranks pass the global batch.
+        watch: registers the check of an output's gradients.
+    """
     count = structure.num_leaves
     if sizes is None:
         return [None] * count
@@ -92,10 +101,11 @@ def output_batches(
 
 
 def sizes_of_batch(leaves: Sequence[Any], whole_leaves: Sequence[Any]) -> BatchSizes | None:
-    """Of a call; None if this rank gives all rows.
+    """The sizes of the batch of a call; None if this rank passes all rows.
 
     Args:
-        whole_leaves: the tensors of all ranks in place of parts.
+        leaves: the arguments of this rank.
+        whole_leaves: the same arguments for the global batch.
     """
     for leaf, whole in zip(leaves, whole_leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] != whole.shape[0]:
@@ -106,14 +116,15 @@ def sizes_of_batch(leaves: Sequence[Any], whole_leaves: Sequence[Any]) -> BatchS
 def without_whole_batches(
     planned: Sequence[Any], arrivals: Collection[str], leaves: Sequence[Any]
 ) -> list[Any]:
-    """The leaves of a call as ordinary tensors.
+    """Convert the leaves of a call to ordinary tensors.
 
     Args:
-        planned: what was planned in the place of each.
-        arrivals: the names of inputs of which each rank gives its part.
+        planned: the planned value of each leaf.
+        arrivals: names of the inputs of which each rank passes its shard.
+        leaves: the arguments.
 
     Raises:
-        DataError: if the whole batch that a model has returned would be taken for a part.
+        DataError: if an output of the global batch is passed as such a shard.
     """
     for value, leaf in zip(planned, leaves, strict=True):
         name = getattr(value, "name", None)
@@ -121,21 +132,21 @@ def without_whole_batches(
             assert leaf.batch is not None
             raise DataError(
                 f"input {name!r}{user_line()} is {leaf.batch.output}, which is of the whole batch,"
-                " but by dataset_strategy each rank gives its own part of it: make one model of"
+                " but by dataset_strategy each rank gives its own part of it\nmake one model of"
                 " both, or plan with dataset_strategy='full_batch'"
             )
     return [ordinary(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 class WholeBatchTensor(Tensor):
-    """An output of the whole batch, or what was computed from one."""
+    """An output of the global batch, or a tensor computed from one."""
 
     batch: OutputBatch | None = None
     batch_dims: BatchDims = frozenset()
 
     @classmethod
     def of(cls, tensor: Tensor, batch: OutputBatch, dims: BatchDims) -> WholeBatchTensor:
-        """The same numbers, with the same autograd graph."""
+        """Wrap a tensor, sharing its memory and its autograd graph."""
         with without_torch_function_of_subclasses():
             result: WholeBatchTensor = tensor.as_subclass(cls)
         result.batch, result.batch_dims = batch, dims
@@ -147,7 +158,7 @@ class WholeBatchTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # An output in parts, which becomes one of these.
+            return NotImplemented  # a sharded output (a DTensor) handles the call
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         call = _batch_call(func, args, kwargs, given)
         if call is not None:
@@ -167,7 +178,7 @@ class WholeBatchTensor(Tensor):
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """The same tensor, which no longer knows of what batch it is."""
+    """The tensor as a plain `Tensor`, without its batch."""
     if not isinstance(tensor, WholeBatchTensor):
         return tensor
     with without_torch_function_of_subclasses():
@@ -177,26 +188,26 @@ def ordinary(tensor: Tensor) -> Tensor:
 def _batch_call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]
 ) -> BatchCall | None:
-    """None if no tensor has rows of a batch."""
-    derived = [one for one in given if isinstance(one, WholeBatchTensor)]
-    of_batch = [one for one in derived if one.batch_dims]
+    """The call with its batch dimensions; None if no tensor has rows of the global batch."""
+    derived = [tensor for tensor in given if isinstance(tensor, WholeBatchTensor)]
+    of_batch = [tensor for tensor in derived if tensor.batch_dims]
     if not of_batch or of_batch[0].batch is None:
         return None
-    others = {id(one): one for one in given if not isinstance(one, WholeBatchTensor | DTensor)}
+    others = {
+        id(tensor): tensor for tensor in given if not isinstance(tensor, WholeBatchTensor | DTensor)
+    }
     return BatchCall(
         func,
         args,
         kwargs,
         of_batch[0].batch.sizes,
-        {id(one): one.batch_dims for one in of_batch},
+        {id(tensor): tensor.batch_dims for tensor in of_batch},
         tuple(others.values()),
     )
 
 
 def _refuse_parts(call: BatchCall, given: Sequence[Tensor]) -> None:
-    """Raises:
-    DataError: if the function would pair rows of the whole batch with those of a part.
-    """
+    """Raise DataError if the function would pair rows of the global batch with those of a shard."""
     with without_torch_function_of_subclasses():
         parts = call.paired_parts() or _parts_as_indices(call)
     if parts:
@@ -206,8 +217,10 @@ def _refuse_parts(call: BatchCall, given: Sequence[Tensor]) -> None:
 
 
 def _parts_as_indices(call: BatchCall) -> tuple[Tensor, ...]:
-    """Of `output[torch.arange(len(labels)), labels]`, if both have the rows of a part: its numbers
-    are those of the first rank's rows."""
+    """The indices of `output[torch.arange(len(labels)), labels]` if both have the rows of a shard.
+
+    This runs with any sizes, but every rank would read the rows of the first rank.
+    """
     if call.function is not Tensor.__getitem__ or not isinstance(call.args[1], tuple):
         return ()
     output, indices = call.args
@@ -228,14 +241,14 @@ def _refuse(
     raise DataError(
         f"{resolve_name(call.function) or call.function}{user_line()} combines {batch.output},"
         f" here {list(output.shape)}, with a tensor of shape {shapes}: by dataset_strategy this"
-        f" rank gave {sizes.local} of {sizes.whole} rows, but outputs are of all of them: {REMEDY}"
+        f" rank gave {sizes.local} of {sizes.whole} rows, but outputs are of all of them\n{REMEDY}"
     )
 
 
 def _of_batch(
     results: Any, batch: OutputBatch, call: BatchCall | None, given: Sequence[Tensor]
 ) -> Any:
-    """The results of a function, which know what they were computed from; numbers are ordinary."""
+    """Mark the results of a function as computed from `batch`; scalars stay ordinary tensors."""
     leaves, spec = pytree.tree_flatten(results)
     dims = dims_of_new(Tensor, leaves, given, call)
     if not dims:
