@@ -1,7 +1,7 @@
-"""The accelerator of this process and all that is its own: backend, streams, random numbers.
+"""The accelerator of this process: its backend, streams, events, memory and random generators.
 
-Everything asks `torch.accelerator`, so that a kind of device that PyTorch learns of is not named
-here. No other file names a kind of accelerator, a backend, a stream or an event.
+All functions use `torch.accelerator`, so new device types work unchanged. No other module names a
+device type, a backend, a stream or an event.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shardwright.errors import ConfigError
 CPU = torch.device("cpu")
 
 HOST_BACKEND = "gloo"
-"""Communicates over tensors on the CPU."""
+"""The backend for tensors on the CPU."""
 
 BACKENDS = ("GLOO", "NCCL", "HCCL")
-"""As their names begin the variables from which they read where to listen."""
+"""Prefixes of the variables `*_SOCKET_IFNAME`, which select the interface of each backend."""
 
 Arrival = torch.Event
-"""That an accelerator has come to some point of a stream."""
+"""An event that an accelerator reaches in a stream."""
 
 COLLECTIVE_KERNEL = re.compile("[nrhox]ccl", re.IGNORECASE)
-"""What the names of kernels that communicate hold, of whichever library."""
+"""Matches the names of communication kernels of NCCL, RCCL, HCCL, oneCCL and XCCL."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -42,33 +42,35 @@ VISIBLE = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     *("ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
-"""The variables with which a launcher says which devices a process sees."""
+"""Variables with which launchers restrict the devices that a process sees."""
 
 
 def loopback_interfaces() -> dict[str, str]:
-    """The environment in which backends listen on the loopback interface only, which no other host
-    can reach."""
+    """Environment variables with which backends listen on the loopback interface only."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     return {f"{backend}_SOCKET_IFNAME": name for backend in BACKENDS for name in loopback}
 
 
 def accelerator_kind() -> torch.device | None:
-    """The kind of accelerator of this machine, if there is one."""
+    """The type of accelerator of this machine; None if there is none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def num_accelerators() -> int:
-    """How many this process sees."""
+    """Number of accelerators that this process sees."""
     return torch.accelerator.device_count() if accelerator_kind() is not None else 0
 
 
 def device_of_rank(local_rank: int, local_size: int) -> torch.device:
-    """The accelerator of one of `local_size` processes of this machine: that of its number, or the
-    only one that its launcher lets it see. The CPU where there is none, or none over which
-    processes communicate.
+    """The accelerator of a process: number `local_rank`, or the only one that its launcher made
+    visible. The CPU if there is no accelerator, or it has no communication backend.
+
+    Args:
+        local_rank: number of the process on this machine.
+        local_size: number of processes on this machine.
 
     Raises:
-        ConfigError: there are fewer accelerators than processes.
+        ConfigError: if there are fewer accelerators than processes.
     """
     kind, count = accelerator_kind(), num_accelerators()
     if kind is None or (local_size > 1 and not _communicates(kind)):
@@ -79,20 +81,25 @@ def device_of_rank(local_rank: int, local_size: int) -> torch.device:
         return torch.device(kind.type, 0)
     raise ConfigError(
         f"{local_size} ranks on this machine, but it has {count} {kind.type}"
-        f" device{'s' * (count != 1)}: start at most {count} here, or compute on the CPU"
+        f" device{'s' * (count != 1)}\nstart at most {count} here, or compute on the CPU"
         " (train.device: cpu)"
     )
 
 
 def hardware_of(device: torch.device) -> str | None:
-    """A name that processes of one machine share if they compute on the same accelerator; None for
-    the CPU, which they may share."""
+    """A name of the physical accelerator, equal for processes of one machine that share it.
+
+    None for the CPU, which processes may share.
+    """
     return None if device.type == "cpu" else f"{device} of {_visible() or 'all'}"
 
 
 def device_of_group() -> torch.device:
-    """The accelerator of this process if the process group (if any) works on it through a backend
-    of its own, else the CPU. Where the program has chosen none, it is that of the local rank."""
+    """The device for the collectives of the process group, or of the only process.
+
+    The accelerator if the group has a backend for it, otherwise the CPU. If the program has not
+    selected an accelerator, that of `LOCAL_RANK`.
+    """
     kind = accelerator_kind()
     if kind is None:
         return CPU
@@ -107,18 +114,18 @@ def device_of_group() -> torch.device:
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend of processes that compute on `device`."""
+    """The default backend for tensors on `device`."""
     return str(dist.get_default_backend_for_device(device))
 
 
 def use_device(device: torch.device) -> None:
-    """Lets this process compute on `device` where it names none."""
+    """Make `device` the current device of this process."""
     if device.type not in ("cpu", "meta") and device.index is not None:
         torch.accelerator.set_device_index(device)
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of PyTorch's generators of the CPU and of `device`, by its type."""
+    """States of PyTorch's default generators of the CPU and of `device`, by device type."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -126,7 +133,7 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_generator_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets the generators to states from `generator_states`."""
+    """Set the default generators to states from `generator_states`."""
     for kind, state in states.items():
         if kind == "cpu":
             torch.set_rng_state(state)
@@ -135,12 +142,12 @@ def set_generator_states(states: Mapping[str, Tensor], device: torch.device) -> 
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """A copy in memory of the host from which, and to which, an accelerator copies on its own."""
+    """A copy in pinned host memory, from and to which copies are asynchronous."""
     return tensor.pin_memory()
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """What `device` takes for all that `work` calls, by its own clock."""
+    """Seconds that `device` needs for the work that `work` launches, by the device's clock."""
     if device.type == "cpu":
         began = time.perf_counter()
         work()
@@ -156,7 +163,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 class Intervals:
-    """Intervals of what `device` does, by its own clock; nothing waits for it."""
+    """Sum of time intervals on `device`, by the device's clock and without synchronizing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -164,7 +171,7 @@ class Intervals:
         self._pending: deque[tuple[Arrival, Arrival, int]] = deque()
 
     def mark(self) -> float | Arrival:
-        """Where the device is: for an accelerator once it has come to this point of its stream."""
+        """The current time of the CPU, or an event of the accelerator's current stream."""
         if self._device.type in ("cpu", "meta"):
             return time.perf_counter()
         event = Arrival(self._device, enable_timing=True)
@@ -172,14 +179,14 @@ class Intervals:
         return event
 
     def add(self, first: float | Arrival, last: float | Arrival, sign: int = 1) -> None:
-        """Counts what lies between two marks, `sign` times."""
+        """Add `sign` times the interval between two marks."""
         if isinstance(first, float) and isinstance(last, float):
             self._seconds += sign * (last - first)
         elif isinstance(first, Arrival) and isinstance(last, Arrival):
             self._pending.append((first, last, sign))
 
     def taken(self) -> float:
-        """The seconds of the intervals since it was last asked, as far as they are over."""
+        """Seconds of the intervals that have ended since the last call."""
         while self._pending and self._pending[0][1].query():
             first, last, sign = self._pending.popleft()
             self._seconds += sign * first.elapsed_time(last) / 1e3
@@ -188,37 +195,36 @@ class Intervals:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of memory, for the CPU those of the machine."""
+    """Bytes of the device's memory; for the CPU those of the machine."""
     if device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
 def restart_peak(device: torch.device) -> None:
-    """Lets `peak_bytes` count from now on."""
+    """Reset the statistics that `peak_bytes` returns."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most that PyTorch's allocator of an accelerator has given out since `restart_peak`; None
-    for devices whose memory PyTorch does not count."""
+    """Peak bytes of PyTorch's allocator since `restart_peak`; None for the CPU, which has no
+    statistics."""
     counted = device.type not in ("cpu", "meta")
     return torch.accelerator.max_memory_allocated(device) if counted else None
 
 
 class AllocatedPeak:
-    """The most that PyTorch's allocator of an accelerator has given out since `restart`, beyond
-    what it had when this was made."""
+    """Peak bytes of PyTorch's allocator since `restart`, beyond those at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        gc.collect()  # What is freed later would count against what is measured.
+        gc.collect()  # otherwise memory that is freed later would reduce the measured peak
         self._before = torch.accelerator.memory_allocated(device)
 
     @classmethod
     def of(cls, device: torch.device) -> AllocatedPeak | None:
-        """None for devices whose memory PyTorch does not count."""
+        """Start to measure; None for the CPU, which has no statistics."""
         return None if device.type in ("cpu", "meta") else cls(device)
 
     def restart(self) -> None:
@@ -230,30 +236,30 @@ class AllocatedPeak:
 
 @dataclass(frozen=True)
 class SideStream:
-    """A stream of `device` beside the one on which the program runs."""
+    """A second stream of `device`, beside that of the program."""
 
     device: torch.device
     stream: torch.Stream
 
     @classmethod
     def of(cls, device: torch.device) -> SideStream | None:
-        """None for the CPU, which has no streams."""
+        """Make a stream; None for the CPU, which has no streams."""
         return None if device.type == "cpu" else cls(device, torch.Stream(device))
 
     @contextmanager
     def after_program(self) -> Iterator[None]:
-        """What is called within it runs on this stream, after all that the program has called."""
+        """Launch work on this stream, after all work that the program has launched."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             yield
 
     def event(self) -> Arrival:
-        """That all has run which was called on this stream."""
+        """Record an event after all work launched on this stream."""
         return self.stream.record_event()
 
 
 def _communicates(kind: torch.device) -> bool:
-    """Whether a kind of accelerator has a backend of its own."""
+    """Whether a type of accelerator has a communication backend."""
     try:
         return backend_of(kind) != HOST_BACKEND
     except ValueError:

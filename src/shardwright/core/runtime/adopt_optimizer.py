@@ -21,26 +21,27 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 @dataclass(eq=False)
 class Origin:
-    """One parameter of a user's model. The parameters that it becomes bear it too, so that it tells
-    that they are the same; it keeps no tensor alive.
+    """The identity of a parameter of a user's model, which planned parameters inherit.
+
+    It is an attribute of all parameters that stand for the same one, and keeps no tensor alive.
 
     Args:
-        name: of the parameter in the model.
-        models: the model and what `parallelize` made of it.
-        trained_apart: whether an optimizer trains it in the model itself.
+        name: name of the parameter in the model.
+        models: the model and the planned models made of it.
+        trained_apart: whether an optimizer trains the parameter in the original model.
     """
 
     name: str
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
     trained_apart: bool = False
 
-    def bearers(self) -> Iterator[nn.Parameter]:
-        """The parameters that bear it."""
+    def parameters_of_models(self) -> Iterator[nn.Parameter]:
+        """The parameters with this origin."""
         for model in self.models:
             path, _, leaf = self.name.rpartition(".")
-            held = getattr(model.get_submodule(path), leaf, None)
-            if isinstance(held, nn.Parameter) and _origin(held) is self:
-                yield held
+            parameter = getattr(model.get_submodule(path), leaf, None)
+            if isinstance(parameter, nn.Parameter) and _origin(parameter) is self:
+                yield parameter
 
 
 def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
@@ -155,7 +156,9 @@ def _check_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
             origin.trained_apart = origin.trained_apart or parameter.grad is not None
         return
     for _, origin in ours:
-        others = (other for other in origin.bearers() if _is_planned(other) != is_planned)
+        others = (
+            other for other in origin.parameters_of_models() if _is_planned(other) != is_planned
+        )
         if any(other.grad is not None for other in others):
             raise PlanError(_ours_and_theirs(optimizer, origin.name, is_planned))
 

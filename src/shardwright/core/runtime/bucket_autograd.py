@@ -1,15 +1,16 @@
-"""A bucket's way through a program, as autograd functions.
+"""Autograd functions that gather a bucket of parameters and reduce its gradients.
 
 | line | forward | backward |
 |---|---|---|
-| `enter` | nothing | waits, hands out the gradients of the stored shards |
+| `enter` | nothing | waits, returns the gradients of the stored shards |
 | `start` | starts the gather | waits for the reduce-scatter, starts the sum over the replicas |
 | `finish` | waits for the gather | starts to reduce as soon as all its gradients are complete |
 
-Autograd runs late what was made early. So `start`, which stands one bucket ahead of its use, waits
-one bucket after it: communication goes on while others compute, forward and backward. Where it
-starts a sum over replicas, `enter` is one of the first lines of a program, and waits last; else it
-stands beside `start`, so that gradients are added up before the next ones come.
+Autograd runs nodes in reverse order of their creation. So `start`, which is placed one bucket ahead
+of its use, waits one bucket later in the backward pass: communication overlaps computation in both
+directions. If it starts a sum over replicas, `enter` is one of the first lines of the program and
+waits last. Otherwise it is placed beside `start`, so that gradients are accumulated before the next
+ones arrive.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ from shardwright.core.runtime.regather import BackwardRegather
 
 
 class EnteredBucket(NamedTuple):
-    """A bucket in a program: what its gradient flows through, the stored shards, and the members to
-    which the backward pass that is under way gives no gradient."""
+    """A bucket in a program.
+
+    Args:
+        token: the tensor through which its gradient flows.
+        shards: the stored shards.
+        without_gradient: indices of members that get no gradient in the running backward pass.
+    """
 
     token: Tensor
     shards: tuple[Tensor, ...]
@@ -35,7 +41,7 @@ class EnteredBucket(NamedTuple):
 
 
 class StartedGather(NamedTuple):
-    """A bucket whose gather is under way."""
+    """A bucket whose all-gather has been started; `pending` is its result."""
 
     token: Tensor
     shards: tuple[Tensor, ...]
@@ -45,7 +51,7 @@ class StartedGather(NamedTuple):
 
 @dataclass(frozen=True)
 class EnterBucket:
-    """Stored shards of a bucket come in."""
+    """Pass the stored shards of a bucket into the program."""
 
     bound: BoundBucket
 
@@ -57,7 +63,7 @@ class EnterBucket:
 
 @dataclass(frozen=True)
 class StartGather:
-    """Starts a bucket's gather."""
+    """Start the all-gather of a bucket."""
 
     bound: BoundBucket
 
@@ -69,7 +75,7 @@ class StartGather:
 
 @dataclass(frozen=True)
 class ReuseGathered:
-    """Stands for `StartGather` where a bucket was gathered before: nothing is sent."""
+    """Replace `StartGather` if the gathered bucket is cached: communicates nothing."""
 
     bound: BoundBucket
 
@@ -80,10 +86,11 @@ class ReuseGathered:
 
 @dataclass(frozen=True)
 class FinishGather:
-    """A bucket's members as they are used.
+    """Wait for the all-gather, and return a bucket's members in the layout in which they are used.
 
     Args:
-        again: where members are gathered again in the backward pass.
+        bound: the bucket.
+        again: gathers the members again in the backward pass (reshard after forward), if set.
     """
 
     bound: BoundBucket
@@ -98,7 +105,7 @@ class FinishGather:
 
 @dataclass(frozen=True)
 class UseAsStored:
-    """Members of a bucket that need not be gathered, or are held, as they are used."""
+    """Return the members of a bucket that needs no gather, or whose gathered members are cached."""
 
     bound: BoundBucket
     held: bool = False
@@ -115,8 +122,8 @@ def _finish(
 
 
 class _Enter(torch.autograd.Function):
-    """From stored shards to the bucket's token: a tensor without numbers, of the size of all shards
-    together, through which their gradient flows."""
+    """Make the token of a bucket: an expanded tensor with the size of all shards, through which
+    their gradient flows as one flat tensor."""
 
     @staticmethod
     def forward(
@@ -132,7 +139,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """What happens to a bucket's gradient between its reduce-scatter and its end."""
+    """In the backward pass, wait for the reduce-scatter and start the sum over replicas."""
 
     @staticmethod
     def forward(ctx: Any, bound: BoundBucket, token: Tensor) -> Tensor:
@@ -145,10 +152,10 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """From members' gradients to the bucket's.
+    """In the backward pass, start to reduce the gradients of the members as one flat gradient.
 
-    A backward pass may start from some outputs and reach some members only. The others have no
-    gradient then, rather than zeros, on which an optimizer would act.
+    A backward pass from some outputs may not reach all members. These get no gradient instead of
+    zeros, which an optimizer with momentum or weight decay would act on.
     """
 
     @staticmethod
@@ -166,7 +173,7 @@ class _Finish(torch.autograd.Function):
             ctx.without_gradient.clear()
             ctx.without_gradient.update(n for n, g in enumerate(gradients) if g is None)
         if all(gradient is None for gradient in gradients):
-            # An operator may leave out the gradients of all; its devices still communicate.
+            # Even without gradients this rank must take part in the collective.
             shape, dtype, device = ctx.first
             gradients = (torch.zeros(shape, dtype=dtype, device=device), *gradients[1:])
         return None, None, ctx.bound.reduce(gradients), *(None for _ in gradients)

@@ -1,8 +1,8 @@
-"""Buckets of parameters bound to devices: gathered at once, their gradients reduced at once.
+"""Collectives of parameter buckets: one all-gather and one gradient reduction for all members.
 
-Every collective is started in one place and waited for in another, so that computation can go on
-between them. Members lie one after the other in one flat buffer; a member alone that is cut along
-its first dimension lies there as it is used, and is not copied.
+Each collective is started in one place and waited for in another, so that it overlaps computation.
+Members are concatenated in one flat buffer. A single member that is sharded along its first
+dimension has the same memory in the buffer and in use, and is not copied.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class BoundBucket:
     """A bucket's collectives on this rank.
 
     Args:
-        gathers: in the order in which they are made.
-        replicas: the group over which gradients are summed; None if over none.
+        bucket: the bucket.
+        gathers: the all-gathers in their order.
+        replicas: the group over which gradients are all-reduced; None without replicas.
     """
 
     bucket: Bucket
@@ -44,12 +45,12 @@ class BoundBucket:
     replicas: Group | None
 
     def __post_init__(self) -> None:
-        # Before a program is compiled: torch.compile does not enter the lock of a cached property.
+        # Computed here because torch.compile cannot trace the lock of a cached property.
         _ = self.sizes, self.dtype, self.stored_dtype, self._parts, self._alone
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the stored shards."""
+        """Shapes of the stored shards."""
         return tuple(m.stored.shard_shape(m.value.shape) for m in self.bucket.members)
 
     @cached_property
@@ -63,7 +64,7 @@ class BoundBucket:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """In which members are used, and everything is sent."""
+        """The dtype in which members are used and communicated."""
         return self.bucket.members[0].value.dtype
 
     @cached_property
@@ -73,7 +74,7 @@ class BoundBucket:
     # Forward
 
     def gather(self, shards: Sequence[Tensor]) -> Tensor:
-        """Starts the first gather, in the dtype of use; its result must be given to `gathered`."""
+        """Start the first all-gather, in the dtype of use; pass the result to `gathered`."""
         pieces = [shard.to(self.dtype).reshape(-1) for shard in shards]
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         group = self.gathers[0].group
@@ -81,7 +82,7 @@ class BoundBucket:
         return out
 
     def gathered(self, pending: Tensor) -> list[Tensor]:
-        """Waits for `gather`, makes further gathers, and gives each member as it is used."""
+        """Wait for `gather`, perform the other all-gathers, and return the unsharded members."""
         out = self._complete(pending)
         for number, gather in enumerate(self.gathers):
             if number:
@@ -97,13 +98,13 @@ class BoundBucket:
         return [self._joined(number, piece) for number, piece in enumerate(split)]
 
     def unsharded(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The members of a bucket without gathers as they are used."""
+        """The members of a bucket without all-gathers, in the dtype of use."""
         return [shard.to(self.dtype) for shard in shards]
 
     # Backward
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Starts to reduce the members' gradients; the result must be given to `sum_replicas`."""
+        """Start to reduce the members' gradients; pass the result to `sum_replicas`."""
         flat = self._flat_gradient(gradients)
         started = False
         for gather in reversed(self.gathers):
@@ -126,15 +127,15 @@ class BoundBucket:
         return flat
 
     def sum_replicas(self, flat: Tensor) -> Tensor:
-        """Goes on after a reduce-scatter: starts the sum over the replicas of the shards, if there
-        are any. The result must be given to `shard_gradients`."""
+        """After a reduce-scatter, start the all-reduce over replicas of the shards, if any; pass
+        the result to `shard_gradients`."""
         if self.replicas is None or not self._scatters:
             return self._complete(flat) if self._scatters else flat
         flat = self._complete(flat)
         return self._started(_start_all_reduce(flat, self.replicas, owned=True))
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
-        """Waits, and gives the gradients of the stored shards."""
+        """Wait for the reduction, and return the gradients of the stored shards."""
         if self.replicas is not None:
             flat = self._complete(flat)
         flat = flat.to(self.stored_dtype)
@@ -144,13 +145,14 @@ class BoundBucket:
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def _complete(self, pending: Tensor) -> Tensor:
-        """What one of its collectives gave, in the dtype of use, once it has ended."""
+        """Wait for a collective and return its result in the dtype of use."""
         group = self.gathers[0].group if self.gathers else self.replicas
         assert group is not None
         return complete(pending, self.dtype, group)
 
     def _started(self, flat: Tensor) -> Tensor:
-        """What may pass through autograd, which compares shapes: complex numbers once they are."""
+        """The pending result as autograd may pass it on. Complex numbers are sent as pairs of real
+        ones, whose shape autograd would reject, so they are waited for."""
         return self._complete(flat) if self.dtype.is_complex else flat
 
     # Layout of the flat buffers
@@ -161,13 +163,13 @@ class BoundBucket:
 
     @cached_property
     def _parts(self) -> tuple[int, ...]:
-        """Numbers of blocks, the last gather's first."""
+        """Numbers of blocks of each all-gather, the last one first."""
         return tuple(gather.group.size for gather in reversed(self.gathers))
 
     @cached_property
     def _orders(self) -> list[tuple[int, ...]]:
-        """For each member how its blocks, counted as in `_parts`, and the dimensions of a shard
-        come to lie next to each other: a later gather's blocks lie further apart."""
+        """For each member, the permutation that puts the blocks, in the order of `_parts`, next to
+        the dimensions of the shard that they divide."""
         orders = []
         count = len(self.gathers)
         for member, shape in zip(self.bucket.members, self.shapes, strict=True):
@@ -181,7 +183,7 @@ class BoundBucket:
 
     @cached_property
     def _alone(self) -> bool:
-        """Whether the flat buffer is a member as it is used: the only one, without a copy."""
+        """Whether the flat buffer is the only member in the layout of its use, without a copy."""
         order = self._orders[0]
         return len(self.sizes) == 1 and order == tuple(range(len(order)))
 
@@ -190,7 +192,7 @@ class BoundBucket:
         return member.used.shard_shape(member.value.shape)
 
     def _joined(self, number: int, piece: Tensor) -> Tensor:
-        """A member from its blocks, as a tensor of its own."""
+        """Join the blocks of a member to a contiguous tensor."""
         blocks = _unflat(piece, self.shapes[number])
         return blocks.permute(self._orders[number]).reshape(self._used_shape(number)).contiguous()
 
@@ -217,7 +219,7 @@ class BoundBucket:
 
 
 def bind_bucket(bucket: Bucket, devices: Devices) -> BoundBucket:
-    """The bucket's collectives on `devices`."""
+    """Bind the collectives of a bucket to the process groups of `devices`."""
     axes = varying_axes(bucket)
     gathers = [step for step in bucket.steps if step.kind == "all_gather"]
     return BoundBucket(
@@ -231,12 +233,12 @@ def bind_bucket(bucket: Bucket, devices: Devices) -> BoundBucket:
 
 
 def _unflat(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A view of `piece` whose last dimension is taken apart into `shape`."""
+    """A view of `piece` with the last dimension unflattened to `shape`."""
     return piece.view(*piece.shape[:-1], *shape)
 
 
 def _start_all_reduce(flat: Tensor, group: Group, owned: bool) -> Tensor:
-    """Starts to sum `flat`, in place if nothing else reads it."""
+    """Start an all-reduce, in place if nothing else reads `flat`."""
     if owned and not torch.compiler.is_compiling():
         out: Tensor = c10d.all_reduce_(sendable(flat), "sum", group.name)
     else:

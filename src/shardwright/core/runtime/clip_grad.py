@@ -1,4 +1,4 @@
-"""The norm of all gradients, over all devices and stages."""
+"""Clip gradients by their norm over all devices and pipeline stages."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ def clip_grad_norm_(
     counted_elsewhere: Collection[str] = (),
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Scales gradients so that their 2-norm over all devices and stages is at most `max_norm`.
+    """Scale gradients so that their 2-norm over all devices and stages is at most `max_norm`.
 
-    Every device adds the squares of what it holds, each divided by the number of devices that hold
-    the same: one all-reduce gives the norm, whatever the placements.
+    Every device sums the squares of its local shards, each divided by the number of devices that
+    have the same shard, so one all-reduce gives the norm for any placements.
 
     Args:
-        named: the parameters of this rank's stage.
-        max_norm: infinite to leave gradients as they are.
-        counted_elsewhere: names of those that an earlier stage holds too and counts.
-        dtype: of the norm; by default that of the gradients, of which a stage may have none.
+        named: names and parameters of this rank's stage.
+        max_norm: the largest norm; infinite to leave gradients unchanged.
+        devices: the devices of the model.
+        counted_elsewhere: names of tied parameters that an earlier stage counts.
+        dtype: dtype of the norm; by default that of the gradients, but a stage may have none.
 
     Returns:
-        The norm before, the same on every rank.
+        The norm before clipping, equal on every rank.
     """
     gradients = {name: p.grad for name, p in named if p.grad is not None}
     shards = stored_shards(gradients)
@@ -57,7 +58,7 @@ def clip_grad_norm_(
 
 
 def _holders(gradient: Tensor) -> int:
-    """How many devices of the stage hold the same shard of a gradient."""
+    """Number of devices of the stage that have the same shard of a gradient."""
     if not isinstance(gradient, DTensor):
         return 1
     mesh = gradient.device_mesh

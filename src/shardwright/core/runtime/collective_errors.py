@@ -1,7 +1,7 @@
-"""Says in which redistribution communication failed, or waited in vain for another rank.
+"""Name the redistribution in which communication failed or timed out.
 
-A program's text names each redistribution and the operator that reads it. The stack of an error
-holds the line of the text; in the backward pass, what autograd keeps of the redistribution does.
+The text of a program names each redistribution and the operator that reads it. The traceback of an
+error has the line of the text; in the backward pass, the autograd context has it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ PROGRAM = "<program>"
 """The file name that programs are compiled under."""
 
 TEXT = "__program__"
-"""The name under which a program's scope holds its text."""
+"""The global variable of a program that holds its text."""
 
 SHOWN = 4
-"""Parameters of a bucket that are named, at most."""
+"""Largest number of parameters of a bucket that an error names."""
 
 LENGTH = 120
-"""Characters of a line that are shown, at most."""
+"""Largest number of characters of a line that an error shows."""
 
 NEAR = 6
-"""Frames between a program and what it calls, at most."""
+"""Largest number of frames between a program and the function that it calls."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class ProgramLine:
     """A line of a program.
 
     Args:
-        text: of the whole program.
-        line: its number, from 1 on.
+        text: the text of the program.
+        line: the number of the line, from 1.
     """
 
     text: str
@@ -55,13 +55,15 @@ class ProgramLine:
 
     @property
     def computes(self) -> bool:
-        """Whether it is an operator's, not a conversion's: a comment names it right above."""
+        """Whether the line computes an operator, which a comment directly above names."""
         above = self.text.splitlines()[self.line - 2].strip()
         return above.startswith("# ") and not above.startswith("# bucket ")
 
     def _operator(self, lines: list[str]) -> str:
-        """The operator of the line; of a redistribution, that which reads it and comes next, behind
-        the line where it is finished. A comment above its line names it."""
+        """The operator of the line, or the next operator, which reads the redistribution.
+
+        Of a redistribution in two halves, the search begins at the line that finishes it.
+        """
         first = self.line - 2
         started = _STARTED.match(lines[self.line - 1])
         if started is not None:
@@ -74,8 +76,7 @@ class ProgramLine:
 
 
 def program_line() -> ProgramLine | None:
-    """The line that the program which calls this is at; None within `torch.compile`, or where no
-    program does."""
+    """The current line of the calling program; None without one, or within `torch.compile`."""
     if torch.compiler.is_compiling():
         return None
     frame: FrameType | None = sys._getframe(1)
@@ -90,7 +91,7 @@ def program_line() -> ProgramLine | None:
 
 @contextmanager
 def naming_redistributions() -> Iterator[None]:
-    """Within it, an error of a collective names the redistribution.
+    """Convert errors of collectives in this context to ones that name the redistribution.
 
     Raises:
         CommunicationError: instead of the collective's own error.
@@ -98,14 +99,14 @@ def naming_redistributions() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # The schedules of pipelines raise errors of their own from that of the collective.
+        # Pipeline schedules wrap the error of the collective.
         first: BaseException = error
         while first.__cause__ is not None:
             first = first.__cause__
         where = _where(first)
         if where is None:
             raise
-        # Gloo begins with the place in its own source.
+        # Gloo's messages begin with a position in its own source.
         reason = re.sub(r"^\[[^\]]*\] ", "", str(first)).partition("\n")[0]
         raise CommunicationError(
             f"communication failed in {where}: {reason} (another rank is gone or stuck)"
@@ -113,7 +114,7 @@ def naming_redistributions() -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str | None:
-    """In words where the collective was that failed; None if the error came from elsewhere."""
+    """Description of the collective that failed; None if the error is not from a collective."""
     frames = list(walk_tb(error.__traceback__))
     rooms = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     if rooms[-1] == _GUARD:

@@ -1,4 +1,4 @@
-"""The redistribution steps as functions on local tensors, with their gradients.
+"""Redistribution steps as functions on local tensors, with their gradients.
 
 Each kind of step is a pair of plain functions, forward and backward, over PyTorch's functional
 collectives; one autograd function joins any pair. The gradient of each step is another step:
@@ -36,13 +36,13 @@ from shardwright.core.torch_internals.distributed import functional_collectives 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective in two halves, between which others may compute; called, it runs at once.
+    """A collective in two halves, between which others compute; a call runs both.
 
     Args:
-        start: begins it, and gives what is on its way.
-        finish: waits for that, and gives the result in the dtype of what was sent.
-        joined: the dimension along which a result of so many blocks is joined, which arrive one
-            after the other; None if it arrives as it is.
+        start: starts the collective and returns the pending result.
+        finish: waits for the pending result and returns the result, in the given dtype.
+        joined: (dimension, number of blocks) if the result arrives as blocks along dimension 0 and
+            is joined along another; None if it arrives in its final shape.
     """
 
     start: Function
@@ -53,7 +53,7 @@ class Collective:
         return self.finish(self.start(x), x.dtype)
 
     def pending_shape(self, shape: Sequence[int]) -> list[int]:
-        """Of what is on its way to a result of this shape."""
+        """The shape of the pending result, for a result of this shape."""
         pending = list(shape)
         if self.joined is not None:
             dim, blocks = self.joined
@@ -63,17 +63,17 @@ class Collective:
 
 
 def at_once(function: Function) -> Collective:
-    """What is not taken apart: it sends nothing, or is waited for as soon as it is started."""
+    """A function without halves: it does not communicate, or waits for its own result."""
     return Collective(function, lambda out, dtype: out)
 
 
 def all_reduce(group: Group, kind: str = "sum") -> Collective:
-    """Sum (or maximum) over the group."""
+    """All-reduce over the group: sum or maximum."""
     return Collective(lambda x: c10d.all_reduce(sendable(x), kind, group.name), _ending(group))
 
 
 def all_gather(dim: int, group: Group) -> Collective:
-    """The blocks of the group joined along `dim`."""
+    """All-gather over the group, concatenated along `dim`."""
 
     def start(x: Tensor) -> Tensor:
         out: Tensor = c10d.all_gather_into_tensor(sendable(x), group.size, group.name)
@@ -83,7 +83,7 @@ def all_gather(dim: int, group: Group) -> Collective:
 
 
 def reduce_scatter(dim: int, group: Group) -> Collective:
-    """Sum over the group, cut along `dim`: this rank's block."""
+    """Reduce-scatter over the group along `dim`."""
 
     def start(x: Tensor) -> Tensor:
         if dim != 0 or not group.in_order:
@@ -95,7 +95,7 @@ def reduce_scatter(dim: int, group: Group) -> Collective:
 
 
 def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
-    """A tensor cut along `dim` becomes whole there and cut along `to_dim`."""
+    """All-to-all over the group: from sharded along `dim` to sharded along `to_dim`."""
 
     def start(x: Tensor) -> Tensor:
         parts = torch.cat(_by_position(x.chunk(group.size, to_dim), group), 0)
@@ -107,12 +107,12 @@ def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
 
 
 def _ending(group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """Waits for what arrives as it is."""
+    """The finish of a collective whose result arrives in its final shape."""
     return lambda pending, dtype: complete(pending, dtype, group)
 
 
 def _joining(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """Joins blocks that arrive one after the other."""
+    """The finish of a collective whose blocks arrive along dimension 0; joins them along `dim`."""
 
     def finish(pending: Tensor, dtype: torch.dtype) -> Tensor:
         out = complete(pending, dtype, group)
@@ -131,22 +131,28 @@ def slice_block(x: Tensor, dim: int, index: Index, parts: int) -> Tensor:
 
 
 def exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -> Tensor:
-    """Sends this rank's whole block to one rank and takes another's; `send[i]` is 1 for that rank,
-    `receive[i]` for the one it comes from, else 0."""
+    """Send this rank's full block to one rank and receive that of another.
+
+    Args:
+        x: the block.
+        send: 1 for the rank of the group to send to, 0 for others.
+        receive: 1 for the rank to receive from, 0 for others.
+        group: the group.
+    """
     out = start_exchange(x, send, receive, group)
     return complete(out, x.dtype, group).view(x.shape)
 
 
 def start_exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -> Tensor:
-    """Likewise, not waited for; what comes is in one row."""
+    """Start `exchange` and return the pending result, of shape (1, number of elements)."""
     flat = sendable(x.contiguous().view(1, -1))
     out: Tensor = c10d.all_to_all_single(flat, receive, send, group.name)
     return out
 
 
 def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
-    """The equal cells of a tensor, row by row along a new first dimension; `cuts[d]` of them lie
-    along dimension d."""
+    """Divide a tensor into a grid of equal cells, `cuts[d]` along dimension d, and stack them in
+    row-major order along a new first dimension."""
     sizes = [size // count for size, count in zip(x.shape, cuts, strict=True)]
     pairs = [n for pair in zip(cuts, sizes, strict=True) for n in pair]
     cells = x.reshape(pairs).permute(*range(0, 2 * x.ndim, 2), *range(1, 2 * x.ndim, 2))
@@ -154,7 +160,7 @@ def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
 
 
 def join_cells(cells: Tensor, cuts: Sequence[int]) -> Tensor:
-    """The tensor of which `split_cells` made these."""
+    """Undo `split_cells`."""
     sizes, dims = cells.shape[1:], len(cuts)
     order = [d + offset for d in range(dims) for offset in (0, dims)]
     x = cells.reshape(*cuts, *sizes).permute(order)
@@ -169,7 +175,7 @@ def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
 
 
 def wait(x: Tensor, waits: Waits) -> Tensor:
-    """What a collective gave, once it has ended."""
+    """Wait for a collective and return its result; counts the time in `waits`."""
     if torch.compiler.is_compiling():
         return c10d.wait_tensor(x)  # type: ignore[no-any-return]
     with waits.counted():
@@ -177,14 +183,14 @@ def wait(x: Tensor, waits: Waits) -> Tensor:
 
 
 def sendable(x: Tensor) -> Tensor:
-    """A tensor as collectives take it: in one piece, what is in memory is what it says, complex
-    numbers as pairs of real ones, as not every backend knows them."""
+    """Convert a tensor for collectives: contiguous, with conjugate and negative bits resolved, and
+    complex numbers as pairs of real ones, because not every backend supports them."""
     x = x.contiguous().resolve_conj().resolve_neg()
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def complete(x: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
-    """What a collective gave of a tensor that was `sendable`, in its dtype, once it has ended."""
+    """Wait for a collective of a `sendable` tensor, and return the result in `dtype`."""
     out = wait(x, group.waits)
     return torch.view_as_complex(out) if dtype.is_complex and not out.is_complex() else out
 
@@ -194,7 +200,7 @@ def identity(x: Tensor) -> Tensor:
 
 
 class _Redistribute(torch.autograd.Function):
-    """Applies one function forward and another to the gradient."""
+    """Apply one function forward and another to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Function, backward: Function) -> Tensor:
@@ -209,7 +215,7 @@ class _Redistribute(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class BoundCollective:
-    """One step, bound to the devices; called on the local tensor."""
+    """A redistribution step bound to process groups; called on the local tensor."""
 
     forward: Collective
     backward: Collective
@@ -221,7 +227,7 @@ class BoundCollective:
 
 
 def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    """The function that carries out `step` on `devices`."""
+    """Bind a redistribution step to the process groups of `devices`."""
     return BINDINGS[step.kind](step, devices)
 
 
@@ -257,7 +263,7 @@ def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _cut(step: RedistributionStep, devices: Devices) -> Collective:
-    """Keeps this rank's block along the step's dimension."""
+    """Slice this rank's block along the step's dimension."""
     dim, parts, index = _dim(step), devices.layout.size(step.axes), devices.index(step.axes)
     return at_once(lambda x: slice_block(x, dim, index, parts))
 
@@ -268,7 +274,7 @@ def _dim(step: RedistributionStep) -> int:
 
 
 def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    """As `bind`, for an all-reduce whose result is waited for by who reads it."""
+    """Bind an all-reduce whose pending result is returned; the consumer waits for it."""
     start = all_reduce(devices.group(step.axes)).start
     return BoundCollective(at_once(start), at_once(identity))
 
@@ -278,7 +284,7 @@ def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective
 
 
 def _permute(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
-    """From each position of the group, in the order of the mesh, a whole block to another."""
+    """Send the full block of each position of the group, in the order of the mesh, to another."""
     group, send, receive = _ways(to, axes, devices)
     return BoundCollective(
         at_once(lambda x: exchange(x, send, receive, group)),
@@ -289,7 +295,7 @@ def _permute(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective
 def _ways(
     to: Sequence[int], axes: Axes, devices: Devices
 ) -> tuple[Group, list[Index], list[Index]]:
-    """The group, and for each of its ranks whether this one sends to it, and receives from it."""
+    """The group, and per rank of it 1 if this rank sends to it, and 1 if it receives from it."""
     group = devices.group(tuple(sorted(axes)))
     came_from = [to.index(position) for position in range(group.size)]
     send = [_one_where(devices, group, source) for source in came_from]
@@ -309,7 +315,7 @@ def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Fu
     sizes = devices.layout.device_matrix
 
     def row(table: tuple[tuple[int, ...], ...]) -> list[Index]:
-        """This rank's row of a table with one row for each position of the group."""
+        """This rank's row of a table with one row per position of the group."""
 
         def entry(column: int) -> Index:
             return devices.per_rank(
@@ -349,11 +355,11 @@ BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = 
     "permute": _bind_permute,
     "all_to_all_v": _bind_all_to_all_v,
 }
-"""What carries out each kind of step."""
+"""The function that binds each kind of step."""
 
 
 def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> Reduce:
-    """A collective inside a kernel; its gradient is sent likewise if it is `varying`."""
+    """Bind a collective of a kernel; if `varying`, its gradient is communicated the same way."""
     group = devices.group(axes)
     if kind in (MIRROR, PREVIOUS, RING):
         blocks = range(group.size)

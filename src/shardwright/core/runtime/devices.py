@@ -1,6 +1,6 @@
-"""The devices that a program runs on: where this rank stands and whom it communicates with.
+"""The devices of a program: this rank's position on the device matrix, and its process groups.
 
-Nothing here depends on the kind of device: the process group brings its own backend (gloo, NCCL).
+Nothing here depends on the device type: the process group brings its backend (gloo, NCCL).
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ from shardwright.core.torch_internals.distributed import (
 from shardwright.errors import PlanError
 
 Subgroups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
-"""The group of this rank for each division of the ranks into groups."""
+"""This rank's process group for each division of the ranks into groups."""
 
 Index = int | torch.SymInt
-"""A number that depends on the rank: a `SymInt` where many ranks are simulated in one process."""
+"""A number that depends on the rank; a `SymInt` if one process simulates many ranks."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that differ from this one only in their places on the joined `axes`.
+    """The ranks whose coordinates differ from this rank's only along `axes`.
 
-    Its ranks stand in the order of the mesh; `order[i]` is the position of the rank that holds
-    block `i` when the blocks are counted along `axes`, the first the most significant. What waits
-    for them counts as one of `waits`.
+    Args:
+        axes: the joined axes, the first one most significant for the numbers of blocks.
+        name: name of the process group.
+        size: number of ranks.
+        order: for each block along `axes`, the position in the group of the rank that has it; the
+            ranks of the group are in the order of the mesh.
+        waits: counts the time spent waiting for collectives.
     """
 
     axes: Axes
@@ -61,19 +65,21 @@ class Group:
 class Devices:
     """A device matrix bound to process groups.
 
-    With pipeline stages it is the matrix of this rank's stage; each stage has one like it.
+    With pipeline stages it is the matrix of this rank's stage; all stages have equal matrices.
 
     Args:
         layout: the device matrix of the plan.
-        per_rank: the value, on this rank, of a function of the coordinates on the device matrix.
+        device: the device of this rank.
+        per_rank: evaluates a function of the coordinates on the device matrix for this rank.
         rank: the number of this rank in its stage.
-        stage, stages: the number of its stage, and how many there are.
-        connected: whether groups are made in the running process group; else they are names.
-        mesh: the `DeviceMesh` of DTensors; None where there are none.
-        mesh_axes: the axes of the layout that make up each axis of `mesh`.
-        mesh_layout: the same as `mesh`.
-        named_ranges: whether programs name what they do in traces of `torch.profiler`.
-        waits: of all that runs on them.
+        stage, stages: the number of its stage, and the number of stages.
+        connected: whether groups are created in the running process group; otherwise they are only
+            names.
+        mesh: the `DeviceMesh` of DTensors; None without DTensors.
+        mesh_axes: the axes of `layout` that are joined to each axis of `mesh`.
+        mesh_layout: `mesh` as a device matrix.
+        named_ranges: whether programs name their steps in traces of `torch.profiler`.
+        waits: counts the time spent waiting for collectives.
     """
 
     layout: DeviceMatrix
@@ -103,12 +109,16 @@ class Devices:
         subgroups: Subgroups | None = None,
         named_ranges: bool = False,
     ) -> Devices:
-        """The devices of the running process group, divided into `stages`.
+        """Bind a device matrix to the running process group.
 
         Args:
-            mesh_axes: the axes of `layout` that make up each axis of the mesh of DTensors; by
-                default each is one.
-            subgroups: those that are there already.
+            layout: the device matrix of one stage.
+            device: the device of this rank.
+            stages: number of pipeline stages.
+            mesh_axes: the axes of `layout` that are joined to each axis of the `DeviceMesh`; by
+                default every axis is one.
+            subgroups: process groups that exist already and are reused.
+            named_ranges: whether programs name their steps in traces of `torch.profiler`.
 
         Raises:
             PlanError: if there is no process group, or one of another size than the plan's.
@@ -118,13 +128,13 @@ class Devices:
             return cls(layout, device, lambda function: function(()), named_ranges=named_ranges)
         if not dist.is_initialized():
             raise PlanError(
-                f"the plan is for {total} devices, but no process group is running: "
+                f"the plan is for {total} devices, but no process group is running\n"
                 "start the script with torchrun and call torch.distributed.init_process_group()"
             )
         if dist.get_world_size() != total:
             raise PlanError(
                 f"the plan is for {total} devices, but {dist.get_world_size()} "
-                "processes are running: make a plan for that number, or start as many processes "
+                "processes are running\nmake a plan for that number, or start as many processes "
                 "as the plan has devices"
             )
         worker_threads.make_safe()
@@ -141,13 +151,13 @@ class Devices:
 
     @classmethod
     def of_rank(cls, layout: DeviceMatrix, rank: int) -> Devices:
-        """The devices as `rank` sees them, without a process group: to read its program only."""
+        """The devices of `rank` without a process group, to print its program."""
         place = layout.coordinates(rank)
         return cls(layout, torch.device("cpu"), lambda function: function(place), rank)
 
     def along(self, layout: DeviceMatrix, mesh_axes: tuple[Axes, ...]) -> Devices:
-        """The same devices along the axes of another matrix, or with another mesh; made at the
-        first request, so every rank must ask for them in the same order."""
+        """The same devices with another device matrix or mesh. Collective at the first request, so
+        every rank must make the same requests in the same order."""
         key = layout, mesh_axes
         if key == (self.layout, self.mesh_axes) or not self.connected:
             return self
@@ -170,7 +180,7 @@ class Devices:
         return self._along[key]
 
     def _with_mesh(self, mesh_axes: tuple[Axes, ...]) -> Devices:
-        """These devices and their groups, with a mesh of these axes."""
+        """Copy with a `DeviceMesh` of these axes, sharing the process groups."""
         if self.layout.num_devices == 1:
             return self
         # A mesh looks its devices up; the meta device has none.
@@ -187,8 +197,8 @@ class Devices:
         return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_layout=coarse)
 
     def group(self, axes: Axes) -> Group:
-        """The group over the joined `axes`; made at the first request, so every rank must ask for
-        its groups in the same order."""
+        """The group over the joined `axes`. Collective at the first request, so every rank must
+        request its groups in the same order."""
         key = tuple(sorted(axes))
         if key not in self._names:
             self._names[key] = self._create(key)
@@ -198,29 +208,31 @@ class Devices:
         return Group(axes, self._names[key], len(order), tuple(order), self.waits)
 
     def index(self, axes: Axes) -> Index:
-        """Which block this rank holds along the joined `axes`."""
+        """The number of this rank's block along the joined `axes`."""
         sizes = self.layout.device_matrix
         return self.per_rank(lambda place: shard_index(axes, sizes, place))
 
     def common_seed(self) -> int:
-        """The seed of rank 0's process, on every rank: devices that hold the same block must draw
-        the same numbers, however their processes were seeded."""
+        """Broadcast the seed of rank 0's process. Collective.
+
+        Replicas of a block must draw the same numbers, however their processes were seeded.
+        """
         seed = torch.initial_seed() % 2**31
         return value_of_rank(seed) if self.connected else seed
 
     @property
     def several(self) -> bool:
-        """Whether a model that runs on them is divided at all, in a stage or into stages."""
+        """Whether there is more than one device, over all stages."""
         return self.layout.num_devices * self.stages > 1
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The joined axes whose groups have been asked for, in a fixed order."""
+        """The joined axes of all groups requested so far, in the same order on all ranks."""
         return tuple(sorted(self._names, key=lambda axes: (len(axes), axes)))
 
     def among(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """This rank's peers in some of the stages; None on ranks of other stages. Made at the first
-        request, so every rank must ask for the same stages in the same order."""
+        """The group of this rank's peers in some stages; None on ranks of other stages. Collective
+        at the first request, so every rank must request the same stages in the same order."""
         if stages not in self._among:
             size = self.layout.num_devices
             peers = [[stage * size + place for stage in stages] for place in range(size)]
@@ -229,7 +241,8 @@ class Devices:
 
     @property
     def across(self) -> dist.ProcessGroup | None:
-        """This rank's peers in all stages, those at its place; None if there is one stage."""
+        """The group of this rank's peers in all stages, which have the same coordinates; None with
+        one stage."""
         return self.among(tuple(range(self.stages))) if self.stages > 1 else None
 
     def _create(self, axes: Axes) -> str:
@@ -246,8 +259,8 @@ class Devices:
         return str(mine.group_name)
 
     def _subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
-        """The group of this rank, of those with these ranks; None if it is in none. Every rank of
-        the process group must ask for it."""
+        """Create or reuse process groups of these ranks, and return this rank's; None if it is in
+        none of them. Collective over the whole process group."""
         key = tuple(sorted(map(tuple, ranks)))
         if key not in self._subgroups:
             self._subgroups[key] = _new_subgroup(ranks, self.device)
@@ -256,13 +269,16 @@ class Devices:
 
 @cache
 def _planned_meshes() -> dict[int, int]:
-    """For the hash of each mesh of a plan in this process its number of pipeline stages."""
+    """The number of pipeline stages of each planned `DeviceMesh` of this process, by its hash."""
     return {}
 
 
 def stages_of_plan(mesh: DeviceMesh) -> int | None:
-    """The number of pipeline stages of the plan whose mesh is equal to `mesh`; None if there is
-    none. Equal, because DTensors share what they know about results, the mesh included."""
+    """The number of pipeline stages of the plan with this mesh; None if no plan has it.
+
+    Compares by hash instead of identity: DTensor's cache of sharding results may return the equal
+    mesh of another DTensor.
+    """
     return _planned_meshes().get(hash(mesh))
 
 
@@ -272,8 +288,7 @@ def places(layout: DeviceMatrix) -> Iterator[tuple[int, ...]]:
 
 
 def world_timeout() -> timedelta | None:
-    """How long a collective of all processes waits; PyTorch lets new groups wait by a default of
-    their own."""
+    """The timeout of the default process group, which PyTorch does not pass on to new groups."""
     world = dist.group.WORLD
     assert world is not None
     return group_timeout(world)
@@ -294,9 +309,11 @@ def _new_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessG
 
 
 def _name_groups_alike(device: torch.device) -> bool:
-    """Whether each rank may make its own group only, and no other. PyTorch then names it by how
-    many groups the rank has, of which a program that makes some for a part of the ranks gives them
-    different numbers; they would wait for each other under different names."""
+    """Whether each rank can create its own group only, with local synchronization.
+
+    PyTorch names such a group by the number of groups of the rank. If a program has created groups
+    for some of the ranks, these numbers differ, and the ranks would wait under different names.
+    """
     if not has_other_ranks():
         return True
     names = gathered(torch.tensor(text_hash(name_of_local_group([])), device=device))
