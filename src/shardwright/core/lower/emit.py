@@ -43,23 +43,23 @@ class Source:
         stem = re.sub(r"\W+", "_", wanted).strip("_") or "value"
         if stem[0].isdigit() or keyword.iskeyword(stem):
             stem = f"_{stem}"
-        found, number = stem, 1
-        while found in self._taken or found in self.scope:
-            found, number = f"{stem}_{number}", number + 1
-        self._taken.add(found)
-        return found
+        candidate, number = stem, 1
+        while candidate in self._taken or candidate in self.scope:
+            candidate, number = f"{stem}_{number}", number + 1
+        self._taken.add(candidate)
+        return candidate
 
-    def refer(self, wanted: str, thing: Any) -> str:
+    def refer(self, wanted: str, target: Any) -> str:
         """Adds an object to the scope and returns its name; the same name for the same object."""
         wanted = re.sub(r"\W+", "_", wanted)
         for number in range(len(self.scope) + 1):
-            found = wanted if number == 0 else f"{wanted}_{number}"
-            if found in self.scope:
-                if self.scope[found] is thing:
-                    return found
-            elif found not in self._taken:
-                self.scope[found] = thing
-                return found
+            candidate = wanted if number == 0 else f"{wanted}_{number}"
+            if candidate in self.scope:
+                if self.scope[candidate] is target:
+                    return candidate
+            elif candidate not in self._taken:
+                self.scope[candidate] = target
+                return candidate
         raise AssertionError("there are more names than things")
 
     def add(

@@ -287,7 +287,7 @@ class _Lowering:
         return early
 
     def _operator(self, op: Op) -> None:
-        mine: dict[int, str] = {}
+        input_variables: dict[int, str] = {}
         variables = []
         for index, value in enumerate(op.inputs):
             if value in self.fused:
@@ -295,24 +295,24 @@ class _Lowering:
                 continue
             route = self.flow.routes[op.name, index]
             variables.append(self._converted(value, route))
-            mine[index] = variables[-1]
+            input_variables[index] = variables[-1]
         if op.inputs and op.inputs[0] in self.fused:
-            self._with_bias(self.fused.pop(op.inputs[0]), op, mine[1])
+            self._with_bias(self.fused.pop(op.inputs[0]), op, input_variables[1])
             return
         rule = rule_of(op)
         args, kwargs = self._arguments(op, rule)
         counter = iter(range(len(op.inputs)))
 
         def variable(_: Value) -> str:
-            return mine[next(counter)]
+            return input_variables[next(counter)]
 
         function = self._function(op, rule)
         if op in self.transfers.delayed:
-            function, mine[1] = (
+            function, input_variables[1] = (
                 self.source.refer("linear", delayed_linear),
                 self.transfers.delayed[op],
             )
-            variables[1] = mine[1]
+            variables[1] = input_variables[1]
         texts = [expression(a, variable) for a in args]
         texts += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
         if self.devices.several and is_random(op):
@@ -367,8 +367,8 @@ class _Lowering:
             if function.namespace == "shardwright":
                 return f"torch.ops.{function}"
             layouts = ((v, self.flow.initial_layouts[v]) for v in op.outputs)
-            said = tuple((layout.shard_shape(v.shape), v.dtype) for v, layout in layouts)
-            return self.source.refer(f"own_{op.short_name}", AsFaked(function, said))
+            output_specs = tuple((layout.shard_shape(v.shape), v.dtype) for v, layout in layouts)
+            return self.source.refer(f"own_{op.short_name}", AsFaked(function, output_specs))
         return self.source.refer(
             f"local_{op.short_name}" if function is not op.target else op.short_name, function
         )

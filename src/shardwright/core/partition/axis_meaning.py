@@ -48,7 +48,7 @@ Meanings = tuple[Meaning | None, ...]
 
 
 def name_axes(graph: Graph, axes: int, decisions: Decisions) -> tuple[str, ...]:
-    """A name for each of so many axes."""
+    """Names for the axes `0` to `axes - 1` of a device matrix."""
     cut: list[set[Meaning | None]] = [set() for _ in range(axes)]
     for meaning, over in _cuts(graph, decisions):
         for axis in over:

@@ -140,7 +140,7 @@ def _adapted_cuts(
 
 
 def _adapted_outputs(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Outputs:
-    """Likewise for the layouts in which operators are told to leave their outputs."""
+    """Pinned output layouts of the operators that `graph` has, where they still divide evenly."""
     return {
         op.name: tuple(
             axes if axes is not None and _divides(mesh, axes, value.shape) else None

@@ -45,23 +45,23 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
         delays: whether weight gradients are delayed. A schedule that splits the backward pass
             computes them in another pass, where there is no communication to overlap.
     """
-    place = {op.name: number for number, op in enumerate(graph.ops)}
+    op_index = {op.name: number for number, op in enumerate(graph.ops)}
     first_use: dict[Transfer, int] = {}
     readers: dict[Transfer, list[Op]] = {}
     for op in graph.ops:
         for index in range(len(op.inputs)):
             route = flow.routes[op.name, index]
             for transfer in route:
-                first_use.setdefault(transfer, place[op.name])
+                first_use.setdefault(transfer, op_index[op.name])
             if route and index == 0:
                 readers.setdefault(route[-1], []).append(op)
     result = {}
     for transfer in filter(_divides, flow.transfers):
         beside: tuple[Op, ...] = ()
-        maker = graph.producer.get(transfer.value)
-        if maker is not None and transfer.before is None:
+        producer = graph.producer.get(transfer.value)
+        if producer is not None and transfer.before is None:
             end = first_use.get(transfer, len(graph.ops))
-            ops = graph.ops[place[maker.name] : end + 1]
+            ops = graph.ops[op_index[producer.name] : end + 1]
             beside = _between(flow, transfer, ops, returned=end == len(graph.ops))
         delayed = tuple(
             op
@@ -107,8 +107,8 @@ def _between(
 
 def _inside(flow: Communication, op: Op, segment: str | None) -> bool:
     """Whether an operator belongs to the recomputed segment; with None, whether to no segment."""
-    mine = flow.segment_of.get(op.name)
-    return (mine.name if mine is not None else None) == segment
+    op_segment = flow.segment_of.get(op.name)
+    return (op_segment.name if op_segment is not None else None) == segment
 
 
 def _computes(op: Op) -> bool:

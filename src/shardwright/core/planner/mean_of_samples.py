@@ -69,7 +69,7 @@ class Mixed:
 
 
 SampleState = int | Literal["average", "sum", "rows"] | Mixed
-"""How a value depends on samples: the sample dimension, `AVERAGE` or `SUM` over samples, `ROWS`
+"""Dependence of a value on samples: the sample dimension, `AVERAGE` or `SUM` over samples, `ROWS`
 (positions of all samples in the batch, as `arange(len(x))`), or `Mixed`. Values that depend on no
 sample have no state."""
 
