@@ -51,7 +51,7 @@ from shardwright.models.expert_sharding import (
     pin_expert,
     tensor_parallel_dimensions,
 )
-from shardwright.tools.compare.alternatives import NEAR, least_seconds
+from shardwright.tools.compare.alternatives import TOLERANCE, least_seconds
 
 CLUSTER = "h100"
 Parts = tuple[int, int, int, int, int]
@@ -143,7 +143,7 @@ class Found:
         )
         if self.step == inf:
             table.missed.append(f"{case.name}, {batch}: no plan fits")
-        elif self.step > (1 + NEAR) * self.by_hand:
+        elif self.step > (1 + TOLERANCE) * self.by_hand:
             table.missed.append(f"{case.name}, {batch}: {self.step / self.by_hand:.2f} of its grid")
 
 

@@ -19,7 +19,6 @@ PENDING = (
     *("core/cost", "core/search", "core/runtime", "core/torch_internals", "core/partition"),
     *("core/misuse", "core/graph", "core/layout", "core/lower", "core/checkpoint", "core/plan"),
     *("core/agreement", "integrations", "models", "mindformers", "run/config", "run/loop"),
-    *("tools/compare", "tools/report", "text_files"),
 )
 
 ANYWHERE = {

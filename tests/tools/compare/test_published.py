@@ -93,9 +93,9 @@ def test_a_figure_that_is_missing_is_named(tmp_path: Path) -> None:
     rows = [{key: value for key, value in ROW.items() if key != "micro_batch"}]
     with pytest.raises(ConfigError, match=r"rows\[0\] \(tiny\): micro_batch is missing"):
         read({"rows": rows}, tmp_path)
-    with pytest.raises(ConfigError, match="a list `rows` or `mindformers` that is not empty"):
+    with pytest.raises(ConfigError, match="a non-empty list `rows` or `mindformers`"):
         read({"rows": []}, tmp_path)
-    with pytest.raises(ConfigError, match=r"rows\[1\]: id 'tiny' is that of another row"):
+    with pytest.raises(ConfigError, match=r"rows\[1\]: another row has the id 'tiny'"):
         read([ROW, ROW], tmp_path)
 
 

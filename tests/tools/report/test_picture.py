@@ -3,7 +3,7 @@
 import pytest
 
 from shardwright.core.layout.layout import Layout, TensorLayout
-from shardwright.tools.report.picture import MOST_SHEETS, picture
+from shardwright.tools.report.picture import MAX_SHEETS, picture
 
 MESH = Layout((2, 2, 4), ("dp", "sp", "tp"))
 
@@ -22,7 +22,7 @@ def test_borders_are_those_of_the_axes_that_make_them() -> None:
 def test_dimensions_before_the_last_two_are_sheets_behind() -> None:
     assert picture(MESH("dp", "None", "sp")).sheets == (0,)
     assert picture(MESH("tp", "dp", "None", "None")).sheets == (2, 2, 2, 0)
-    assert len(picture(MESH("tp", "dp", "sp", "None", "None")).sheets) == MOST_SHEETS
+    assert len(picture(MESH("tp", "dp", "sp", "None", "None")).sheets) == MAX_SHEETS
 
 
 def test_vectors_and_numbers_have_pictures_too() -> None:

@@ -13,7 +13,7 @@ from shardwright.core.cost.memory import binary
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.plan.rows import shape_text
 from shardwright.tools.report.page import Branch, Operator
-from shardwright.tools.report.tree import DEEPEST, page_tree
+from shardwright.tools.report.tree import MAX_DEPTH, page_tree
 
 
 def operators(nodes: tuple[Branch | Operator, ...]) -> Iterator[Operator]:
@@ -111,6 +111,6 @@ def test_modules_that_are_nested_without_end_end_somewhere(plan: sw.Plan) -> Non
     path = ".".join(f"m{level}" for level in range(5000))
     (row, *_) = plan.operators
     (top,) = page_tree(replace(plan, operators=(replace(row, name=path),)))[0]
-    assert isinstance(top, Branch) and top.name.count(".") < DEEPEST
+    assert isinstance(top, Branch) and top.name.count(".") < MAX_DEPTH
     (shown,) = top.children
     assert isinstance(shown, Operator) and shown.path == path

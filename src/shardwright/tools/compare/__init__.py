@@ -1,4 +1,4 @@
-"""The automatic plan against what experts configure by hand: predicted, and really run."""
+"""Compares automatic plans with expert configurations, by prediction and by measurement."""
 
 from shardwright.tools.compare.alternatives import (
     AUTO,

@@ -1,4 +1,4 @@
-"""Alternatives of dividing one model over the same devices, and how they compare."""
+"""Alternative shardings of one model over the same devices, and their comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.models.expert_sharding import ROW
 
 GridPoint = tuple[int, int, int]
-"""Data, model and pipeline parallel."""
+"""Sizes of data, model and pipeline parallelism."""
 
 AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, OF_GRID = (
     "auto",
@@ -25,30 +25,31 @@ AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, OF_GRID = (
     "best of grid",
     "of grid",
 )
-"""Kinds of alternatives. `of grid`: faster than the best of the grid, but too large."""
+"""Kinds of alternatives. `of grid` is faster than `best of grid`, but exceeds the memory limit."""
 
-NEAR = 1e-3
-"""Times that differ by less, relatively, count as equal."""
+TOLERANCE = 1e-3
+"""Relative difference below which two step times count as equal."""
 
 
 def alternative_name(kind: str, parts: GridPoint | None) -> str:
-    """An alternative in words: `expert 2·4·1`."""
+    """Returns the name of an alternative, such as `expert 2·4·1`."""
     return kind if parts is None else f"{kind} {'·'.join(map(str, parts))}"
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way of dividing a model, priced.
+    """One sharding of a model with its predicted costs.
 
     Args:
         kind: `auto`, `expert`, `data parallel`, `tensor parallel`, `best of grid` or `of grid`.
-        parts: None where each operator has its own.
-        seconds: predicted, of a step.
-        tokens_per_second: predicted, of all devices together.
-        memory: bytes that a device needs at most.
-        bytes: that a device sends in a step.
-        fits: whether that is within the memory limit.
-        gap: of `auto`, by what share it costs more at most than the best with as many stages.
+        parts: sizes of the parallelisms; None if operators are sharded individually.
+        seconds: predicted step time.
+        tokens_per_second: predicted throughput of all devices together.
+        memory: predicted peak bytes per device.
+        bytes: bytes that a device sends in a step.
+        fits: whether `memory` is within the limit.
+        gap: for `auto`, an upper bound of its cost relative to the optimum with as many stages,
+            minus 1.
     """
 
     kind: str
@@ -66,8 +67,8 @@ class Comparison:
     """The alternatives of one model on the same devices, with the same batch.
 
     Args:
-        limit: bytes of a device; None: any number.
-        alternatives: those that could be planned; `auto` and `expert` among them.
+        limit: memory limit in bytes per device; None without a limit.
+        alternatives: all that could be planned, with `auto` and `expert`.
     """
 
     model: str
@@ -83,36 +84,38 @@ class Comparison:
 
     @property
     def speed_up(self) -> float:
-        """Tokens per second of `auto` over those of `expert`."""
+        """Throughput of `auto` relative to `expert`."""
         auto, expert = self.of_kind(AUTO), self.of_kind(EXPERT)
         assert auto is not None and expert is not None
         return auto.tokens_per_second / expert.tokens_per_second
 
     @property
     def too_large(self) -> tuple[Alternative, ...]:
-        """The alternatives that need more than the limit, each once, the fastest first. `holds`
-        does not count them."""
+        """The alternatives over the memory limit without duplicates, fastest first."""
         excluded = [each for each in reversed(self.alternatives) if not each.fits]
         distinct = {(each.parts, each.memory): each for each in excluded}
         return tuple(sorted(distinct.values(), key=lambda each: each.seconds))
 
     @property
     def holds(self) -> bool:
-        """Whether `auto` fits, and is as fast as every alternative that fits; to a thousandth."""
+        """Whether `auto` fits, and no alternative that fits is faster by more than a thousandth."""
         auto = self.of_kind(AUTO)
         assert auto is not None
         others = [each.tokens_per_second for each in self.alternatives if each.fits]
-        return auto.fits and auto.tokens_per_second >= (1 - NEAR) * max(others, default=0.0)
+        return auto.fits and auto.tokens_per_second >= (1 - TOLERANCE) * max(others, default=0.0)
 
 
 def least_seconds(graph: Graph, cluster: Cluster, parts: GridPoint, micro_batches: int) -> float:
-    """Seconds that a step takes at least: matrix products that all devices share equally, and the
-    all-reduce behind each linear layer that `models.expert` cuts along its inputs, forward and
-    backward. An average stage computes all micro-batches, and waits while the others compute one of
-    them besides, unless devices share a processor.
+    """Returns a lower bound of the step time of a plan by hand, in seconds.
+
+    It counts the matrix products, divided evenly over all devices, and the all-reduces of the
+    row-parallel linear layers, forward and backward. With p stages and m micro-batches it is
+    (m + p - 1) / p times the sum of one micro-batch, the 1F1B schedule; on devices that share a
+    processor m / p, since waiting devices leave it to the others.
 
     Args:
         graph: captured with one micro-batch.
+        parts: sizes of the parallelisms.
     """
     data, model, stages = parts
     device = cluster.device.among(prod(parts))

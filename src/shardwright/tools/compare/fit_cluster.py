@@ -1,9 +1,9 @@
-"""The figures of a cluster with which published runs are predicted best.
+"""Fits the figures of a cluster, such as efficiencies and latencies, to published training runs.
 
-The logarithms of the figures are fitted by least squares; the residual of a run is the logarithm
-of predicted over measured seconds. No run has figures of its own, and one that others contradict
-counts less (soft L1). Figures stay within what is physically possible, and what the runs do not
-determine stays near what the cluster had.
+The fit is a least squares problem in the logarithms of the figures. The residual of a run is
+log(predicted / measured seconds); all runs share the figures, and the loss is soft L1, so outliers
+count less. Bounds keep figures physically possible, and a weak prior keeps figures that the runs do
+not determine near their initial values.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from shardwright.tools.compare.published import PlannedMeasurement
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 TOLERANCE = 0.05
-"""Published throughput scatters by so much: the scale of residuals, relative."""
+"""Relative error of published throughput: the scale of the residuals."""
 
-PULL, FEW_PULL = 0.3, 1.0
-"""How much a figure that is off by its usual factor counts, in residuals of one run; where there
-are fewer runs than figures, which then say less of each."""
+PRIOR_WEIGHT, PRIOR_WEIGHT_FEW_RUNS = 0.3, 1.0
+"""Weight of the prior: a figure that is off by its usual factor counts as much as this many
+residuals. The second is for fewer runs than figures, which determine each figure less."""
 
 UNEXPLAINED = 0.15
-"""A run whose prediction is off by more is reported, relative."""
+"""Relative error of a prediction above which its run is reported."""
 
-FAILED = 0.5
-"""If half of the runs are off by more, the fit is none."""
+MAX_ERROR = 0.5
+"""Median relative error above which a fit has failed."""
 
-MOST_EVALUATIONS, PRECISION = 60, 1e-4
+MAX_EVALUATIONS, PRECISION = 60, 1e-4
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Figure:
     """One figure of a cluster file.
 
     Args:
-        name: a field of `Device`, or of the `LinkLevel` of number `level`.
-        least, most: what is physically possible.
-        usual: what it is where a cluster does not say.
-        spread: the factor by which it usually differs is e to this.
+        name: a field of `Device`, or of the `LinkLevel` with index `level`.
+        least, most: bounds of physically possible values.
+        usual: the initial value if the cluster has none.
+        spread: logarithm of the factor by which it usually differs.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Figure:
     level: int | None = None
 
     def of(self, cluster: Cluster) -> float:
-        """The figure within its bounds."""
+        """Returns the value of the figure in a cluster, within the bounds."""
         part = cluster.device if self.level is None else cluster.levels[self.level]
         value: float | None = getattr(part, self.name)
         return min(max(value or self.usual, self.least), self.most)
 
     def put(self, cluster: Cluster, value: float) -> Cluster:
-        """The cluster with this figure."""
+        """Returns the cluster with another value of the figure."""
         change = {self.name: value}
         if self.level is None:
             return replace(cluster, device=replace(cluster.device, **change))  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ DEVICE_FIGURES = (
 
 
 def figures_of(cluster: Cluster) -> tuple[Figure, ...]:
-    """All that are fitted: of its devices, and of the links of each level."""
+    """Returns the fitted figures: those of the devices, and of the links of each level."""
     links = (
         figure
         for level in range(len(cluster.levels))
@@ -97,19 +97,19 @@ def figures_of(cluster: Cluster) -> tuple[Figure, ...]:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted cluster, and for each run predicted over measured seconds on it."""
+    """A fitted cluster, and for each run the ratio of predicted to measured seconds."""
 
     cluster: Cluster
     ratios: dict[str, float]
 
     @property
     def error(self) -> float:
-        """The median, relative."""
+        """Median relative error of the predictions."""
         return median(abs(ratio - 1) for ratio in self.ratios.values())
 
     @property
     def unexplained(self) -> dict[str, float]:
-        """The runs that no figures explain together with the others."""
+        """The runs whose predictions stay wrong, with their ratios."""
         return {run: r for run, r in self.ratios.items() if abs(r - 1) > UNEXPLAINED}
 
 
@@ -118,13 +118,14 @@ def fit_cluster(
     cluster: Cluster,
     on_progress: OnProgress = ignore_progress,
 ) -> Fit:
-    """The cluster on which `planned` are predicted best.
+    """Fits a cluster to published runs.
 
     Args:
-        cluster: its peaks are kept; the other figures are where the fit begins.
+        planned: the runs.
+        cluster: its peak rates and bandwidths are kept, its other figures are initial values.
 
     Raises:
-        ConfigError: if a run cannot be divided as it was, or the fit does not converge.
+        ConfigError: a run cannot be sharded as published, or the fit does not converge.
     """
     for done, each in enumerate(planned):
         on_progress(f"planning {each.run.id}", done, len(planned))
@@ -132,7 +133,7 @@ def fit_cluster(
     figures = figures_of(cluster)
     first = np.array([log(figure.of(cluster)) for figure in figures])
     spread = np.array([figure.spread for figure in figures])
-    pull = PULL if len(planned) >= len(figures) else FEW_PULL
+    weight = PRIOR_WEIGHT if len(planned) >= len(figures) else PRIOR_WEIGHT_FEW_RUNS
 
     def fit_of(numbers: Sequence[float]) -> Fit:
         fitted = cluster
@@ -142,15 +143,15 @@ def fit_cluster(
 
     def residuals(logs: Vector) -> Vector:
         ratios = list(fit_of(np.exp(logs).tolist()).ratios.values())
-        return np.concatenate([np.log(ratios) / TOLERANCE, pull * (logs - first) / spread])
+        return np.concatenate([np.log(ratios) / TOLERANCE, weight * (logs - first) / spread])
 
     on_progress("fitting")
     logs = _least_squares(residuals, first, figures)
     fit = fit_of([float(f"{number:.3g}") for number in np.exp(logs)])
-    if fit.error > FAILED:
+    if fit.error > MAX_ERROR:
         raise ConfigError(
-            f"the fit does not converge: with the best possible figures of {cluster.name} the"
-            f" predictions are {fit.error:.0%} off in the median; check units and hardware"
+            f"the fit does not converge: with the best figures for {cluster.name} the median error"
+            f" of predictions is {fit.error:.0%}\ncheck the units and the hardware of the runs"
         )
     return fit
 
@@ -172,11 +173,11 @@ def _least_squares(
         diff_step=1e-3,
         ftol=PRECISION,
         xtol=PRECISION,
-        max_nfev=MOST_EVALUATIONS,
+        max_nfev=MAX_EVALUATIONS,
     )
     if result.status <= 0:
         raise ConfigError(
-            f"the fit does not converge within {MOST_EVALUATIONS} steps: {result.message}"
+            f"the fit does not converge within {MAX_EVALUATIONS} steps: {result.message}"
         )
     logs: Vector = result.x
     return logs

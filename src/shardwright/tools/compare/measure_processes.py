@@ -1,10 +1,9 @@
-"""The cluster `local` as so many processes see it, which share the CPU of this machine.
+"""Measures the cluster `local`: processes that share the CPU of this machine.
 
-Processes that share cores take in turn the CPU time of all: a step lasts as long as all of them
-work, whoever waits. So CPU time is measured, while all processes do the same at once: of matrix
-products, of operators on long vectors, of large all-reduces, and of training steps of a small
-model, divided in many ways. What operators, messages and passes take beside are the figures with
-which the time model predicts these steps best.
+While one process waits, the others use its share of the cores, so a step lasts as long as the CPU
+time of all processes together. CPU time is measured while all processes run the same work: matrix
+products, operators on long vectors, large all-reduces, and training steps of a small model with
+several shardings. Overheads of operators, messages and passes are then fitted to these steps.
 """
 
 from __future__ import annotations
@@ -44,30 +43,31 @@ from shardwright.tools.compare.small_model import SmallModel
 MESSAGE, LARGE_MESSAGE = 1 << 18, 1 << 22
 """Elements (float32) of the all-reduces that are timed."""
 
-PULL = 0.01
-"""How much a figure counts that is off by 100% of what is assumed, where a step that is predicted
-100% off counts 1: so that two processes, whose calls and messages are as many, get both."""
+PRIOR_WEIGHT = 0.01
+"""Weight of the relative deviation of a figure from its assumed value, where the relative error of
+a step has weight 1. Two processes need it: their steps have as many calls as messages, so the
+steps alone do not determine how the overhead divides between both."""
 
 FIGURES = ("overhead", "pass_overhead", "step_overhead", "call", "latency")
-"""Of the device and of the link, in seconds of a process that is alone."""
+"""Fitted fields of the device and of its links, in seconds of a process that runs alone."""
 
 
 def calibrate(processes: int = 2, on_progress: OnProgress = ignore_progress) -> Cluster:
-    """Measures this machine with so many processes, and keeps the result in the user's cache.
-
-    Raises: as `measure_cluster`.
-    """
+    """Measures this machine as `measure_cluster` does, and saves the result in the user's cache."""
     cluster = measure_cluster(processes, on_progress)
     save(cluster)
     return cluster
 
 
 def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -> Cluster:
-    """This machine as it is for so many processes that compute and communicate at once. What one of
-    them gets of the CPU is multiplied, so that plans for other numbers share it out again.
+    """Measures this machine with processes that compute and communicate at the same time.
+
+    Rates are those of the whole CPU, so that the result is also valid for plans for another number
+    of processes.
 
     Args:
-        on_progress: called with what is being measured.
+        processes: the number of processes, at least 2.
+        on_progress: called before each part of the measurement.
 
     Raises:
         ValueError: if there are fewer than two processes.
@@ -91,14 +91,14 @@ def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -
 def _measure(
     rank: int, processes: int, result: Path, reports: SimpleQueue[tuple[str, int, int]]
 ) -> None:
-    """One process of the measurement; rank 0 reports, and writes what is the average of all."""
+    """Runs one process of the measurement. Rank 0 reports progress and writes the mean of all."""
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     os.environ |= {**loopback_interfaces(), **os.environ}
     store = result.with_name("store").as_uri()
     dist.init_process_group(HOST_BACKEND, store, rank=rank, world_size=processes)
     report = (lambda *words: reports.put(words)) if rank == 0 else ignore_progress
     report("operators and large messages", 0, 0)
-    cluster = _without_overheads(Clock(processes, dist.barrier))
+    cluster = _large_figures(Clock(processes, dist.barrier))
     steps = list(_steps(Clock(processes, dist.barrier), cluster, report))
     if rank == 0:
         result.write_text(cluster_to_yaml(fit_overheads(cluster, steps)), encoding="utf-8")
@@ -106,8 +106,8 @@ def _measure(
     dist.destroy_process_group()
 
 
-def _without_overheads(clock: Clock) -> Cluster:
-    """What large operators and messages take."""
+def _large_figures(clock: Clock) -> Cluster:
+    """Measures rates of large operators and messages, without overheads."""
     device = measure_device(clock)
     group = Group((), dist.group.WORLD.group_name, clock.processes, tuple(range(clock.processes)))  # type: ignore[union-attr]
     short, long = (
@@ -128,7 +128,7 @@ def _without_overheads(clock: Clock) -> Cluster:
 
 
 def _mean(figures: Sequence[float]) -> list[float]:
-    """Of all processes."""
+    """Averages figures over all processes."""
     mean = torch.tensor(figures, dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean)
     return mean.tolist()
@@ -139,9 +139,9 @@ class MeasuredStep:
     """A step of the small model.
 
     Args:
-        counts: how often each of `FIGURES` counts in it, as the time model predicts.
-        others: seconds that it predicts for all that these are not.
-        seconds: as measured.
+        counts: predicted number of times that each of `FIGURES` occurs in the step.
+        others: predicted seconds of everything else.
+        seconds: measured.
     """
 
     counts: tuple[float, ...]
@@ -155,15 +155,20 @@ def _steps(clock: Clock, cluster: Cluster, report: OnProgress) -> Iterator[Measu
         report("steps of a small model", number, len(model.divisions))
         training = model.divided(division, cluster)
         training.step()
-        # One that is alone has the whole CPU.
+        # Processes that each train a replica share the CPU; one alone would have all of it.
         share = division.devices / clock.processes
         (seconds,) = _mean([share * clock.seconds(training.step)])
         yield measured_step(training.plan.partitioned, cluster, seconds)
 
 
 def measured_step(partitioned: Partitioned, cluster: Cluster, seconds: float) -> MeasuredStep:
-    """What the time model, which is linear in `FIGURES` where devices share a processor, predicts
-    for a step that takes so long."""
+    """Splits the prediction of a step into the contribution of each of `FIGURES` and the rest.
+
+    Args:
+        seconds: measured seconds of the step.
+    """
+    # For devices that share a processor the time model is linear in FIGURES: a prediction with one
+    # figure set to 1 s and the others to 0 gives its count.
     others = predict(partitioned, with_figures(cluster, dict.fromkeys(FIGURES, 0.0))).seconds
     counts = (
         predict(partitioned, with_figures(cluster, {**dict.fromkeys(FIGURES, 0.0), name: 1.0}))
@@ -173,7 +178,7 @@ def measured_step(partitioned: Partitioned, cluster: Cluster, seconds: float) ->
 
 
 def with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
-    """A cluster with one level of links that has these `FIGURES`."""
+    """Returns a cluster of one level with other values of `FIGURES`."""
     (level,) = cluster.levels
     device = replace(
         cluster.device,
@@ -186,8 +191,7 @@ def with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
 
 
 def fit_overheads(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
-    """`cluster` with the `FIGURES`, none of them negative, that predict the steps with the least
-    squares of relative errors."""
+    """Fits `FIGURES` to steps: non-negative least squares of relative errors."""
     from scipy.optimize import nnls
 
     link = ASSUMED_LINK
@@ -201,8 +205,8 @@ def fit_overheads(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
     counts = np.array([each.counts for each in steps])
     seconds = np.array([each.seconds for each in steps])
     others = np.array([each.others for each in steps])
-    pulls = PULL / np.array([assumed[name] for name in FIGURES])
+    pulls = PRIOR_WEIGHT / np.array([assumed[name] for name in FIGURES])
     rows = np.vstack([counts / seconds[:, None], np.diag(pulls)])
-    wanted = np.concatenate([1 - others / seconds, np.full(len(FIGURES), PULL)])
+    wanted = np.concatenate([1 - others / seconds, np.full(len(FIGURES), PRIOR_WEIGHT)])
     found, _ = nnls(rows, wanted)
     return with_figures(cluster, dict(zip(FIGURES, map(float, found), strict=True)))

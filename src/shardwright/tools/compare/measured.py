@@ -1,4 +1,4 @@
-"""Plans that really run: steps of tiny models on local processes, beside what was predicted."""
+"""Compares plans by measured training steps of tiny models on local processes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class MeasuredPlan:
     """One plan, predicted and measured.
 
     Args:
-        names: of the alternatives, `expert 8·1·1`, `auto`; several where they are the same plan.
-        predicted: seconds of a step.
-        seconds: of each step, as long as the slowest process took.
+        names: names of its alternatives, such as `expert 8·1·1` and `auto`; several alternatives
+            may have the same plan.
+        predicted: predicted seconds of a step.
+        seconds: measured seconds of each step on the slowest process.
     """
 
     names: tuple[str, ...]
@@ -49,7 +50,7 @@ class MeasuredPlan:
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
+        """Median of the measured seconds of a step."""
         return statistics.median(self.seconds)
 
     @property
@@ -63,8 +64,8 @@ class RealComparison:
     """The alternatives of one tiny model on the same processes.
 
     Args:
-        batch: samples of a step.
-        runs: the expert's first, then auto.
+        batch: samples per step.
+        runs: the expert's first, then the automatic one.
     """
 
     model: str
@@ -79,15 +80,14 @@ class RealComparison:
         return spearman([run.predicted for run in self.runs], [run.median for run in self.runs])
 
     def speed_ups(self, run: MeasuredPlan) -> tuple[float, float, float]:
-        """How much faster a step is than the expert's within a round: lower quartile, median, upper
-        quartile."""
+        """Quartiles of the speedup over the expert, between steps of the same round."""
         expert = self.runs[0].seconds
         ratios = [reference / own for reference, own in zip(expert, run.seconds, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         return low, middle, high
 
     def run(self, prefix: str) -> MeasuredPlan:
-        """The run of an alternative, by the beginning of its name."""
+        """Returns the run of the alternative whose name begins with `prefix`."""
         return next(run for run in self.runs if any(each.startswith(prefix) for each in run.names))
 
 
@@ -112,27 +112,29 @@ def compare_measured(
     cluster: str | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> list[RealComparison]:
-    """Trains the tiny variants of language models for some steps, each automatically, as its expert
-    divides it, and in all combinations of data × tensor × pipeline parallel that divide it, on
-    local processes; within one launch for each model, where its alternatives take turns.
+    """Measures training steps of the tiny variants of language models on local processes.
+
+    The alternatives of a model are its automatic plan, its expert's, and all combinations of data,
+    tensor and pipeline parallelism that divide it. They take turns within one launch.
 
     Args:
-        experts: configurations in `semi_auto` mode.
-        logs: where the processes write, and plans are put.
-        rounds: timed steps of each alternative.
-        cluster: for which steps are predicted and auto is planned; by default this machine,
-            measured with as many processes.
-        on_progress: called with what is being done.
+        experts: expert configurations (`semi_auto` mode).
+        logs: folder of the logs, plans and results of the processes.
+        devices: the number of processes.
+        rounds: measured steps of each alternative.
+        cluster: the cluster for planning and prediction; by default this machine, measured with
+            the same number of processes.
+        on_progress: called before each phase.
 
     Raises:
-        ConfigError: a configuration is not an expert's of a language model, or cannot be divided
-            among so many processes.
-        RankFailedError: a plan failed; says which.
+        ConfigError: a configuration is not an expert's of a language model, or the processes cannot
+            be divided as it says.
+        RankFailedError: a plan failed; the message names it.
     """
     if devices < 2:
-        raise ConfigError(f"devices={devices}: must be at least 2 processes")
+        raise ConfigError(f"devices={devices}: a comparison needs at least 2 processes")
     if rounds < 2:
-        raise ConfigError(f"rounds={rounds}: must be at least 2, for quartiles")
+        raise ConfigError(f"rounds={rounds}: quartiles need at least 2 rounds")
     runs = [tiny_run(expert_run(file), devices) for file in experts]
     calibrating = nested_progress(on_progress, "calibrating this machine")
     machine = measure_cluster(devices, calibrating) if cluster is None else load_cluster(cluster)
@@ -143,7 +145,7 @@ def compare_measured(
         model_plans.append(_plans_of(run, str(file), machine, devices))
     on_progress("measuring steps on local processes")
     orders = [_order(number, each, logs.run, rounds) for number, each in enumerate(model_plans)]
-    # Process groups of other models would slow all steps of one.
+    # One launch per model: the process groups of other models would slow down its steps.
     seconds = [_run(order, devices, logs) for order in orders]
     return [
         _comparison_of(run, devices, each, of_each)
@@ -153,7 +155,7 @@ def compare_measured(
 
 @dataclass(frozen=True)
 class _ModelPlans:
-    """A model, and its plans with all names of each."""
+    """A model, and its distinct plans with the names of their alternatives."""
 
     config: str
     graph: Graph
@@ -164,7 +166,7 @@ def _plans_of(run: Run, config: str, cluster: Cluster, devices: int) -> _ModelPl
     comparison = GridComparison(run, cluster, devices)
     distinct: list[tuple[list[str], Plan]] = []
     for name, plan in _named_plans(comparison):
-        same = next((names for names, other in distinct if _alike(plan, other)), None)
+        same = next((names for names, other in distinct if _same_program(plan, other)), None)
         if same is None:
             distinct.append(([name], plan))
         else:
@@ -189,18 +191,18 @@ def _named_plans(comparison: GridComparison) -> Iterator[tuple[str, Plan]]:
         yield f"{alternative_name(DATA_PARALLEL, data)} level3", sharded
 
 
-def _alike(plan: Plan, other: Plan) -> bool:
-    """Whether both run the same; pins may differ in form only."""
+def _same_program(plan: Plan, other: Plan) -> bool:
+    """Whether both plans run the same program; their pins may still differ."""
 
-    def what_runs(one: Plan) -> tuple[object, ...]:
+    def run_time_parts(one: Plan) -> tuple[object, ...]:
         stored = one.storage, one.sharding, one.recompute, one.pipeline
         return one.cuts, *stored, one.bytes, one.step_time
 
-    return what_runs(plan) == what_runs(other)
+    return run_time_parts(plan) == run_time_parts(other)
 
 
 def _order(number: int, model_plans: _ModelPlans, folder: Path, rounds: int) -> MeasureOrder:
-    """Writes graph and plans where the processes find them."""
+    """Writes the graph and the plans to files for the processes."""
     graph = folder / f"{number}.graph"
     graph.write_bytes(dumps(model_plans.graph))
     files = {}
@@ -212,7 +214,7 @@ def _order(number: int, model_plans: _ModelPlans, folder: Path, rounds: int) -> 
 
 
 def _run(order: MeasureOrder, devices: int, logs: LogFolder) -> list[list[float]]:
-    """For each plan the seconds of its steps."""
+    """Measures the seconds of the steps of each plan."""
     request, result = logs.run / "order.json", logs.run / "seconds.json"
     request.write_text(json.dumps(asdict(order)), encoding="utf-8")
     launch(
@@ -240,6 +242,6 @@ def _comparison_of(
 
 
 def _name(run: Run) -> str:
-    """The name of a tiny variant."""
+    """Returns the name of the tiny variant."""
     assert run.foreign is not None
     return f"{run.foreign.name}_tiny"

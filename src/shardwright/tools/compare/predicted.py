@@ -1,4 +1,4 @@
-"""The automatic plan against what experts configure by hand, by the predicted time of a step."""
+"""Compares automatic plans with expert configurations by predicted step time."""
 
 from __future__ import annotations
 
@@ -46,14 +46,16 @@ def compare_predicted(
     devices: int | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> Comparison:
-    """Plans a language model automatically, as its expert configures it, and in all
-    combinations of data × tensor × pipeline parallel, with the same batch, micro-batches and
-    memory.
+    """Plans a language model automatically, as its expert does, and with all combinations of data,
+    tensor and pipeline parallelism.
+
+    All alternatives have the same batch, micro-batches and memory limit.
 
     Args:
-        expert: a configuration in `semi_auto` mode.
-        devices: by default as many as the configuration has.
-        on_progress: called with the alternative that is being planned.
+        expert: an expert configuration (`semi_auto` mode).
+        cluster: the cluster for planning and prediction, a name or a YAML file.
+        devices: the number of devices; by default that of the configuration.
+        on_progress: called before each alternative is planned.
 
     Raises:
         ConfigError: the configuration is not an expert's of a language model.
@@ -77,31 +79,32 @@ def compare_predicted(
 
 
 def expert_run(file: str | Path) -> Run:
-    """The run of an expert's configuration of a language model.
+    """Reads an expert configuration of a language model.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the file is not one.
     """
     run = Run.from_file(file)
     if run.foreign is None or run.config.parallel.expert is None:
         raise ConfigError(
-            f"{file}: compare takes an expert's configuration of a language model:"
-            " parallel_mode 1 with data_parallel, model_parallel and pipeline_stage"
+            f"{file} is not an expert configuration of a language model\n"
+            "compare needs parallel_mode 1 with data_parallel, model_parallel and pipeline_stage,"
+            " as in configs/llama2_7b_expert.yaml"
         )
     if run.config.parallel.expert.context_parallel > 1:
         raise ConfigError(
-            f"{file}: parallel_config.context_parallel: compare supports data, model and"
-            " pipeline parallel only; valid is 1"
+            f"{file}: parallel_config.context_parallel: compare does not support context"
+            " parallelism\nvalid is 1"
         )
     return run
 
 
 class GridComparison:
-    """The alternatives of one model, on one captured graph.
+    """Plans the alternatives of one model on one captured graph.
 
     Args:
-        run: an expert's.
-        limit: bytes of a device.
+        run: the run of an expert configuration.
+        limit: memory limit in bytes per device; None without a limit.
     """
 
     def __init__(self, run: Run, cluster: Cluster, devices: int, limit: int | None = None) -> None:
@@ -117,23 +120,23 @@ class GridComparison:
         self.tokens = data.batch_size * data.seq_length
 
     def alternatives(self) -> Iterator[Alternative]:
-        """All alternatives, priced."""
+        """Yields all alternatives with their predicted costs."""
         parts, plan = self.expert()
-        expert = self._priced(EXPERT, parts, plan)
+        expert = self._alternative(EXPERT, parts, plan)
         yield expert
-        yield self._priced(AUTO, None, self.automatic())
-        known: dict[GridPoint, Plan] = {}
+        yield self._alternative(AUTO, None, self.automatic())
+        made_plans: dict[GridPoint, Plan] = {}
         for kind, parts in (
             (DATA_PARALLEL, (self.devices, 1, 1)),
             (TENSOR_PARALLEL, (1, self.devices, 1)),
         ):
             if self.divides(parts):
-                known[parts] = self.by_hand(parts)
-                yield self._priced(kind, parts, known[parts])
-        yield from self._best_of_grid(expert, known)
+                made_plans[parts] = self.by_hand(parts)
+                yield self._alternative(kind, parts, made_plans[parts])
+        yield from self._best_of_grid(expert, made_plans)
 
     def expert(self) -> tuple[GridPoint, Plan]:
-        """What the configuration says."""
+        """Returns the parallelism of the configuration, and its plan."""
         parallel = self.run.config.parallel
         assert parallel.expert is not None
         parts = parallel.expert.data_parallel, parallel.expert.model_parallel, int(parallel.stages)
@@ -145,24 +148,25 @@ class GridComparison:
         return parts, plan
 
     def _best_of_grid(
-        self, expert: Alternative, known: dict[GridPoint, Plan]
+        self, expert: Alternative, made_plans: dict[GridPoint, Plan]
     ) -> Iterator[Alternative]:
-        """The fastest that fits, the expert's own among them, and faster ones that do not fit. What
-        a plan needs is known only after a dry run, and its time only once it is made: neither is
-        done for an alternative that cannot be faster than one that fits."""
+        """Yields the fastest plan by hand that fits, which may be the expert's, and the faster ones
+        that do not fit."""
         micro_batches = self.run.config.parallel.num_micro_batches
         bounds = {
             parts: least_seconds(self.graph, self.cluster, parts, micro_batches)
             for parts in self.grid()
         }
         best, too_large = replace(expert, kind=GRID), list[Alternative]()
+        # Planning takes seconds and the dry run for its memory more, so alternatives are tried in
+        # the order of their lower bounds, until no bound is below the best step time.
         for parts in sorted(bounds, key=lambda each: bounds[each]):
             if best.fits and bounds[parts] >= best.seconds:
                 break
-            plan = known.get(parts) or self.by_hand(parts)
+            plan = made_plans.get(parts) or self.by_hand(parts)
             assert plan.step_time is not None
             if not best.fits or plan.step_time < best.seconds:
-                alternative = self._priced(GRID, parts, plan)
+                alternative = self._alternative(GRID, parts, plan)
                 if not alternative.fits:
                     too_large.append(replace(alternative, kind=OF_GRID))
                 if alternative.fits or alternative.memory < best.memory:
@@ -171,7 +175,7 @@ class GridComparison:
         yield from (each for each in too_large if each.tokens_per_second > best.tokens_per_second)
 
     def grid(self) -> Iterator[GridPoint]:
-        """All data · model · pipeline parallel whose numbers divide what they cut."""
+        """Yields the combinations of data, model and pipeline parallelism that divide the model."""
         for stages in _divisors(self.devices):
             for model in _divisors(self.devices // stages):
                 parts = self.devices // stages // model, model, stages
@@ -179,7 +183,7 @@ class GridComparison:
                     yield parts
 
     def divides(self, parts: GridPoint) -> bool:
-        """Whether micro-batch, sequence, layers and blocks can be divided so."""
+        """Whether micro-batch, sequence, layers and blocks are divisible by `parts`."""
         data, model, stages = parts
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
         pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._schedule)
@@ -194,7 +198,7 @@ class GridComparison:
         )
 
     def automatic(self) -> Plan:
-        """What the planner finds; without a limit where nothing fits."""
+        """Returns the automatic plan; without the memory limit if no plan fits."""
         try:
             return self._plan(self.graph, memory_limit=self.limit)
         except MemoryLimitError:
@@ -218,8 +222,15 @@ class GridComparison:
         vocab_emb_dp: bool = False,
         hsdp: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Data, tensor and pipeline parallel; by default with the sequence cut between layers, and
-        with the optimizer parallel of the configuration."""
+        """Plans with data, tensor and pipeline parallelism as in Megatron-LM.
+
+        Args:
+            parts: sizes of the parallelisms.
+            seq_parallel: whether norms and residuals are sharded along the sequence; by default
+                only with tensor parallelism.
+            vocab_emb_dp: whether the embedding is replicated over tensor parallel devices.
+            hsdp: optimizer parallel; by default that of the configuration.
+        """
         data, model, stages = parts
         pin_expert(
             self.net,
@@ -250,11 +261,11 @@ class GridComparison:
 
     @property
     def _schedule(self) -> str:
-        """Of what is divided by hand: the default one where the configuration leaves it open."""
+        """The schedule of plans by hand: the default one if the configuration says `auto`."""
         schedule = self.run.config.parallel.schedule
         return schedule if schedule in SCHEDULES else next(iter(SCHEDULES))
 
-    def _priced(self, kind: str, parts: GridPoint | None, plan: Plan) -> Alternative:
+    def _alternative(self, kind: str, parts: GridPoint | None, plan: Plan) -> Alternative:
         assert plan.step is not None
         words = kind if parts is None else "·".join(map(str, parts))
         self.run.on_progress(f"{words}: memory")

@@ -1,4 +1,4 @@
-"""Training runs that others measured and published, and the same runs as they are predicted."""
+"""Published training runs by their dimensions, and predictions for them."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ from shardwright.text_files import parse_json, read_text, short_repr
 aten = torch.ops.aten
 
 LEVELS = {"none": None, "optimizer": "level1", "gradients": "level2", "parameters": "level3"}
-"""By what is sharded over data parallel devices the level of optimizer parallel."""
+"""Level of optimizer parallel by the state that is sharded over data parallel devices."""
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 LISTS = "rows", "mindformers"
-"""Of a file: runs by their dimensions, and runs by a configuration of MindFormers."""
+"""Keys of a file: runs by their dimensions, and runs by a configuration of MindFormers."""
 
 UNFUSED = ("2104.04473",)
-"""Publications from before there was attention in one operator (Narayanan et al., 2021)."""
+"""Publications without fused attention: Narayanan et al., 2021 (Megatron-LM)."""
 
 
 Row = TypeVar("Row", bound=BaseModel)
 
 Hardware = Annotated[str, AfterValidator(lambda name: name.partition(" (")[0])]
-"""The name of a cluster; what follows in parentheses says more of it."""
+"""The name of a cluster. A remark in parentheses after it is dropped."""
 
 
 class MeasuredRun(Protocol):
-    """What is known of every published run."""
+    """The properties that all published runs have."""
 
     @property
     def id(self) -> str: ...
 
     @property
     def source(self) -> str:
-        """Where it was published."""
+        """The publication."""
 
     @property
     def hardware(self) -> str:
-        """The name of the cluster that it ran on."""
+        """The name of its cluster."""
 
     @property
     def devices(self) -> int: ...
@@ -71,47 +71,48 @@ class MeasuredRun(Protocol):
 
     @property
     def memory_gib(self) -> float | None:
-        """Peak of one device, if published."""
+        """Peak memory of a device in GiB, if published."""
 
     @property
     def seconds(self) -> float:
-        """Of a step, as measured."""
+        """Measured step time."""
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
-        """The share of the peak in a step of so many seconds; see `share_of_peak`."""
+        """Model FLOPs utilization for a step time in seconds; see `share_of_peak`."""
 
 
 class PlannedMeasurement(Protocol):
-    """A published run, planned as its expert divided it."""
+    """A published run with the plan of its publication."""
 
     @property
     def run(self) -> MeasuredRun: ...
 
     @property
     def cluster(self) -> Cluster:
-        """What it ran on."""
+        """The cluster of the run."""
 
     @property
     def memory(self) -> int:
-        """Bytes that a device needs at most, as predicted."""
+        """Predicted peak bytes per device."""
 
     def seconds(self, cluster: Cluster | None = None) -> float:
-        """Of a step, as predicted on this cluster or on another."""
+        """Predicted step time, on the cluster of the run or on another."""
 
 
 class PublishedRun(BaseModel, strict=True, frozen=True):
-    """A training run of a language model whose throughput was published; other keys are ignored.
+    """A training run of a language model with published throughput; other keys are ignored.
 
     Args:
-        source: where it was published.
-        hidden, layers, heads, kv_heads, ffn, vocab, seq: dimensions of the model, and positions of
-            a sequence.
+        source: the publication.
+        hidden, layers, heads, kv_heads, ffn, vocab, seq: dimensions of the model, and the length of
+            a sequence in tokens.
         hardware: name of a cluster.
-        data_parallel: replicas of a stage; `sharded` says what is sharded over them.
-        micro_batch: sequences that a replica computes at once.
-        global_batch: sequences of a step.
-        recompute: `selective`: all but attention and every second matrix product of a block.
-        memory_gib: peak of one device, if published.
+        data_parallel: replicas of a stage; `sharded` is the state that is sharded over them.
+        micro_batch: sequences of a replica per micro-batch.
+        global_batch: sequences per step.
+        recompute: `selective` recomputes all of a block but attention and every second matrix
+            product, as torchtitan does.
+        memory_gib: peak memory of a device in GiB, if published.
     """
 
     id: str
@@ -162,7 +163,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
 
     @property
     def sizes(self) -> Dimensions:
-        """The model's. Raises: ConfigError: they contradict each other."""
+        """Dimensions of the model. Raises `ConfigError` if they contradict each other."""
         return Dimensions(
             family=self.family,
             hidden_size=self.hidden,
@@ -178,27 +179,27 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
 
     @property
     def cluster(self) -> Cluster:
-        """What it ran on. Raises: ConfigError: `hardware` names none."""
+        """The cluster of the run. Raises `ConfigError` if `hardware` is not a cluster."""
         return cluster_of(self)
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Micro-batches per step."""
         return self.global_batch // (self.micro_batch * self.data_parallel)
 
     @property
     def seconds(self) -> float:
-        """Of a step, as measured."""
+        """Measured step time."""
         return self.global_batch * self.seq / self.devices / self.tokens_per_second_per_device
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
-        """The share of the peak in a step of so many seconds; see `share_of_peak`."""
+        """Model FLOPs utilization for a step time in seconds; see `share_of_peak`."""
         tokens = self.global_batch * self.seq / self.devices / seconds
         return share_of_peak(self.sizes, tokens, cluster.device.rates[DTYPES[self.dtype]])
 
 
 def cluster_of(run: MeasuredRun) -> Cluster:
-    """What a run ran on. Raises: ConfigError: `hardware` names none."""
+    """Loads the cluster of a run. Raises `ConfigError` if `hardware` is not a cluster."""
     try:
         return load_cluster(run.hardware)
     except ConfigError as error:
@@ -206,22 +207,25 @@ def cluster_of(run: MeasuredRun) -> Cluster:
 
 
 def check_possible(run: MeasuredRun, cluster: Cluster) -> None:
-    """Raises: ConfigError: a run was faster than the peak of its cluster."""
+    """Raises `ConfigError` if a run was faster than the peak of its cluster."""
     share = run.utilization(cluster, run.seconds)
     if share > 1:
         raise ConfigError(
             f"row {run.id}: {run.tokens_per_second_per_device:g} tokens per second and device are"
-            f" {share:.0%} of the peak of {cluster.name}"
+            f" {share:.0%} of the peak of {cluster.name}\ncheck the units and `hardware`"
         )
 
 
 def share_of_peak(sizes: Dimensions, tokens: float, rate: float) -> float:
-    """The share of the peak that the model's FLOPs need: without recomputation, with all of
-    attention, as Chowdhery et al. (PaLM, 2022) count, and with the experts that a token visits.
+    """Model FLOPs utilization (MFU): 6 FLOPs per weight and token plus 12 · layers · hidden · seq
+    for attention, as in PaLM (Chowdhery et al., 2022, appendix B).
+
+    Recomputation is not counted. Attention counts as if it were not causal. Of experts, those that
+    process a token count.
 
     Args:
-        tokens: per second and device.
-        rate: FLOPs per second, the peak of a device.
+        tokens: tokens per second and device.
+        rate: peak FLOPs per second of a device.
     """
     linears = 2 if sizes.family in ("gpt", "pangualpha") else 3
     hidden, layers = sizes.hidden_size, sizes.num_layers
@@ -232,44 +236,44 @@ def share_of_peak(sizes: Dimensions, tokens: float, rate: float) -> float:
 
 
 def read_published(file: str | Path) -> list[PublishedRun]:
-    """The runs in the list `rows` of a JSON file.
+    """Reads the list `rows` of a JSON file.
 
     Raises:
-        ConfigError: names the file, the row and the key that is missing or impossible.
+        ConfigError: a key is missing or invalid; the message names the file, the row and the key.
     """
     runs: dict[str, PublishedRun] = {}
     for number, row in enumerate(rows_of(file, "rows")):
         where = f"{file}: rows[{number}]"
         run = validated_row(PublishedRun, row, where)
         if run.id in runs:
-            raise ConfigError(f"{where}: id {run.id!r} is that of another row too")
+            raise ConfigError(f"{where}: another row has the id {run.id!r} too")
         runs[run.id] = run
     return list(runs.values())
 
 
 def rows_of(file: str | Path, key: str) -> list[Any]:
-    """A list of a JSON file; empty where the file has only the other one.
+    """Reads one of the `LISTS` of a JSON file; empty if the file has only the other one.
 
     Raises:
         ConfigError: the file has no runs.
     """
     content = parse_json(read_text(file, ConfigError), str(file), ConfigError)
     lists = content if isinstance(content, dict) else {"rows": content}
-    known = {name: lists.get(name, []) for name in LISTS}
-    if not all(isinstance(rows, list) for rows in known.values()) or not any(known.values()):
+    found = {name: lists.get(name, []) for name in LISTS}
+    if not all(isinstance(rows, list) for rows in found.values()) or not any(found.values()):
         raise ConfigError(
-            f"{file}: expected a mapping with a list `rows` or `mindformers` that is not empty"
+            f"{file}: expected a mapping with a non-empty list `rows` or `mindformers`"
         )
-    rows: list[Any] = known[key]
+    rows: list[Any] = found[key]
     return rows
 
 
-def validated_row(kind: type[Row], row: Any, where: str) -> Row:
-    """A row of a kind. Raises: ConfigError: names the key that is missing or impossible."""
+def validated_row(row_type: type[Row], row: Any, where: str) -> Row:
+    """Validates a row. Raises `ConfigError`, which names the key that is missing or invalid."""
     if isinstance(row, dict) and isinstance(row.get("id"), str):
         where = f"{where} ({row['id']})"
     try:
-        return kind.model_validate(row)
+        return row_type.model_validate(row)
     except ValidationError as error:
         details = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in details["loc"])
@@ -282,18 +286,16 @@ def validated_row(kind: type[Row], row: Any, where: str) -> Row:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A published run, divided as its expert divided it. The model is captured at first use, at
-    full size on the meta device.
+    """A published run with the plan of its publication.
 
-    Args:
-        cluster: what it ran on.
+    The model is captured when first needed, at full size on the meta device.
     """
 
     run: PublishedRun
     cluster: Cluster
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError: the measured throughput is impossible."""
+        """Raises `ConfigError` if the measured throughput is above the peak."""
         if DTYPES[self.run.dtype] not in self.cluster.device.rates:
             raise ConfigError(
                 f"row {self.run.id}: cluster {self.cluster.name} has no rate for {self.run.dtype}"
@@ -301,33 +303,35 @@ class PlannedRun:
         check_possible(self.run, self.cluster)
 
     def seconds(self, cluster: Cluster | None = None) -> float:
-        """Of a step, as predicted. What others ran did not start redistributions early."""
+        """Predicted step time, on the cluster of the run or on another."""
+        # Published frameworks did not start redistributions early, hence `blocking`.
         return predict(self.candidate.partitioned, cluster or self.cluster, blocking=True).seconds
 
     @property
     def memory(self) -> int:
-        """Bytes that a device needs at most, as predicted."""
+        """Predicted peak bytes per device."""
         candidate = self.candidate
         if self.run.recompute != "selective":
             return candidate.memory().peak
-        # Others keep results of blocks whose inputs are all that is kept besides: here the inputs
-        # of what is computed again are kept, which are more.
+        # Selective recomputation elsewhere saves the block's input and the results of the operators
+        # that are not recomputed. Ours also saves the inputs of the recomputed segments between
+        # them, so memory is predicted with full recomputation plus the saved results.
         graph, chosen = candidate.model.graph, candidate.decisions
         blocks = {mark.segment for mark in chosen.recompute.values()}
-        inside = {op.name: path for op in graph.ops if (path := _block_of(op, blocks))}
-        again = {name: Recompute(path) for name, path in inside.items()}
-        peak = candidate.memory(replace(chosen, recompute=again)).peak
-        kept = sum(
+        block_ops = {op.name: path for op in graph.ops if (path := _block_of(op, blocks))}
+        all_recomputed = {name: Recompute(path) for name, path in block_ops.items()}
+        peak = candidate.memory(replace(chosen, recompute=all_recomputed)).peak
+        saved_bytes = sum(
             _result_bytes(graph.by_name[name], candidate)
-            for name in inside
+            for name in block_ops
             if name not in chosen.recompute
         )
         stages = self.run.stages
-        return peak + int(kept / stages * min(stages, self.run.micro_batches))
+        return peak + int(saved_bytes / stages * min(stages, self.run.micro_batches))
 
     @cached_property
     def candidate(self) -> Candidate:
-        """The decisions. Raises: ConfigError: the model cannot be divided so."""
+        """The plan. Raises `ConfigError` if the model cannot be sharded as published."""
         try:
             return self._candidate()
         except ShardwrightError as error:
@@ -349,7 +353,7 @@ class PlannedRun:
             model_parallel=run.tensor_parallel,
             seq_parallel=run.sequence_parallel,
         )
-        # Half precision of either kind takes the same time.
+        # float16 takes as long as bfloat16.
         half = None if run.dtype == "fp32" else torch.bfloat16
         graph = capture(net, batch, {}, compute_dtype=half)
         level = LEVELS[run.sharded]
@@ -372,7 +376,8 @@ class PlannedRun:
 
 
 def _selective(graph: Graph, blocks: Collection[str]) -> Iterator[tuple[str, Recompute]]:
-    """What torchtitan recomputes: of each block all but attention and every second product."""
+    """Yields the operators that torchtitan's selective checkpointing recomputes: of each block all
+    but attention and every second matrix product."""
     products = dict.fromkeys(blocks, 0)
     for op in graph.ops:
         block = _block_of(op, blocks)
@@ -386,7 +391,7 @@ def _selective(graph: Graph, blocks: Collection[str]) -> Iterator[tuple[str, Rec
 
 
 def _result_bytes(op: Op, candidate: Candidate) -> float:
-    """Of the result of `op` on one device."""
+    """Bytes of the result of `op` on one device."""
     rule = rule_of(op)
     assert rule is not None
     parts = rule.shard_counts(candidate.mesh, candidate.decisions.cuts.get(op.name, {}))

@@ -1,4 +1,4 @@
-"""Published training runs that a configuration of MindFormers describes."""
+"""Published training runs by a configuration of MindFormers, and predictions for them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from shardwright.tools.compare.published import (
 )
 
 RATE = "bfloat16"
-"""Half precision of either kind takes the same time."""
+"""Key of the peak rate; float16 takes as long as bfloat16."""
 
 
 class ConfigurationRow(BaseModel, strict=True, frozen=True):
-    """A run whose configuration is a file; other keys are ignored.
+    """A run with a configuration file; other keys are ignored.
 
     Args:
-        file: its name. It lies beside the list of runs or in a folder `mindformers` there, where
-            its name may have that of its folder, as `folder__file.yaml`, before it.
+        file: the name of the configuration. The file is next to the list of runs or in the folder
+            `mindformers` there, where its name may have a folder as prefix: `folder__file.yaml`.
     """
 
     file: str
@@ -65,44 +65,45 @@ class ConfiguredRun:
 
     @property
     def tokens(self) -> float:
-        """Of a step and device."""
+        """Tokens per step and device."""
         batch = self.language.batch.global_batch(self.devices)
         return batch * self.language.model.sizes.seq_length / self.devices
 
     @property
     def seconds(self) -> float:
-        """Of a step, as measured."""
+        """Measured step time."""
         return self.tokens / self.tokens_per_second_per_device
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
-        """The share of the peak in a step of so many seconds."""
+        """Model FLOPs utilization for a step time in seconds; see `share_of_peak`."""
         tokens = self.tokens / seconds
         return share_of_peak(self.language.model.sizes, tokens, cluster.device.rates[RATE])
 
 
 @dataclass(frozen=True)
 class PlannedConfiguration:
-    """A published run, divided as its configuration says, whatever memory that needs."""
+    """A published run with the plan of its configuration, without a memory limit."""
 
     run: ConfiguredRun
     cluster: Cluster
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError: the measured throughput is impossible."""
+        """Raises `ConfigError` if the measured throughput is above the peak."""
         check_possible(self.run, self.cluster)
 
     def seconds(self, cluster: Cluster | None = None) -> float:
-        """Of a step, as predicted. What others ran did not start redistributions early."""
+        """Predicted step time, on the cluster of the run or on another."""
+        # MindFormers did not start redistributions early, hence `blocking`.
         return predict(self.plan.partitioned, cluster or self.cluster, blocking=True).seconds
 
     @property
     def memory(self) -> int:
-        """Bytes that a device needs at most, as predicted."""
+        """Predicted peak bytes per device."""
         return self.plan.memory.peak
 
     @cached_property
     def plan(self) -> Plan:
-        """Raises: ConfigError: the model cannot be divided so."""
+        """The plan. Raises `ConfigError` if the model cannot be sharded as configured."""
         try:
             model, graph = self.run.configuration.capture()
             return self.run.configuration.plan_graph(
@@ -113,11 +114,13 @@ class PlannedConfiguration:
 
 
 def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, str]]:
-    """The runs in the list `mindformers` of a JSON file, and those whose configuration is not there
-    or not accepted, each with why.
+    """Reads the list `mindformers` of a JSON file.
+
+    Returns:
+        The runs, and for each run whose configuration is missing or not supported the reason.
 
     Raises:
-        ConfigError: names the file, the row and the key that is missing or impossible.
+        ConfigError: a key is missing or invalid; the message names the file, the row and the key.
     """
     runs: list[ConfiguredRun] = []
     left_out: dict[str, str] = {}
@@ -133,15 +136,17 @@ def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, st
 def planned_runs(
     file: str | Path, cluster: Cluster | None = None
 ) -> tuple[list[PlannedMeasurement], dict[str, str]]:
-    """All runs of a file, those with dimensions first, and those that are left out, each with why.
-    Each is planned at first use.
+    """Reads all runs of a file. Each is planned when first needed.
 
     Args:
-        cluster: leaves the runs on other hardware out; by default each runs on its own.
+        cluster: selects the runs on this cluster; by default all, each on its own.
+
+    Returns:
+        The runs, those by dimensions first, and for each run that is left out the reason.
 
     Raises:
-        ConfigError: as `read_published` and `read_configured`; no run is on the cluster, or a run
-            was faster than its hardware.
+        ConfigError: the file is invalid, no run is on the cluster, or a run was faster than the
+            peak of its hardware.
     """
     configured, left_out = read_configured(file)
     all_runs: list[PublishedRun | ConfiguredRun] = [*read_published(file), *configured]
@@ -151,7 +156,7 @@ def planned_runs(
     if cluster is not None and not chosen:
         others = ", ".join(sorted({run.hardware for run in all_runs}))
         why = "".join(f"; left out: {each}" for each in left_out.values())
-        raise ConfigError(f"no run is on {cluster.name}; those that there are run on {others}{why}")
+        raise ConfigError(f"no run is on {cluster.name}\nclusters of the file: {others}{why}")
     return [_planned(run, cluster or cluster_of(run)) for run in chosen], left_out
 
 
@@ -162,7 +167,7 @@ def _planned(run: PublishedRun | ConfiguredRun, cluster: Cluster) -> PlannedMeas
 
 
 def _configured(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
-    path = next(_places(row.file, folder), None)
+    path = next(_paths_of(row.file, folder), None)
     if path is None:
         raise ConfigError(f"{row.file}: no such file in {folder} or {folder / 'mindformers'}")
     configuration = Run.from_file(path).for_devices(row.devices)
@@ -174,8 +179,8 @@ def _configured(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
     )
 
 
-def _places(name: str, folder: Path) -> Iterator[Path]:
-    """Where the file of that name is, if it is anywhere."""
+def _paths_of(name: str, folder: Path) -> Iterator[Path]:
+    """Yields the paths where a configuration of that name is, best first."""
     if (folder / name).is_file():
         yield folder / name
     inside = sorted((folder / "mindformers").rglob("*.yaml"))

@@ -1,4 +1,4 @@
-"""Steps of a small language model, in the ways in which so many processes can divide it."""
+"""Training steps of a small language model with several shardings, for calibration."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ FEWEST_HEADS = MOST_TENSOR_PARALLEL = 8
 
 @dataclass(frozen=True)
 class Division:
-    """One way to divide it.
+    """A sharding of the model.
 
     Args:
-        data, tensor, stages: into how many parts the batch, the layers, and the sequence of layers
-            are divided.
-        sharded: whether parameters are stored sharded, and gathered for each use.
-        recomputed: whether all blocks are computed again in the backward pass.
+        data, tensor, stages: sizes of data, tensor and pipeline parallelism.
+        sharded: whether parameters are stored sharded (FSDP).
+        recomputed: whether all blocks are recomputed in the backward pass.
     """
 
     data: int
@@ -46,13 +45,13 @@ class Division:
 
     @property
     def samples(self) -> int:
-        """Of a step."""
+        """Samples per step."""
         return self.micro_batches * self.devices
 
 
 def divisions(processes: int) -> tuple[Division, ...]:
-    """Not divided: each process for itself; data parallel, also with all that it can be combined
-    with; tensor parallel, stages, and mixtures of these."""
+    """Returns the measured shardings: one device per replica, data parallelism also with FSDP and
+    recomputation, tensor parallelism, stages, and their combinations."""
     mixed = [
         Division(processes // stages // tensor, tensor, stages)
         for stages in range(1, MOST_STAGES + 1)
@@ -66,13 +65,13 @@ def divisions(processes: int) -> tuple[Division, ...]:
         Division(processes, sharded=True),
         Division(processes, recomputed=True),
         *mixed,
-        # Passes are told from steps by their number.
+        # More micro-batches distinguish the overhead of a pass from that of a step.
         Division(last.data, last.tensor, last.stages, micro_batches=6),
     )
 
 
 class SmallModel:
-    """What the running process group of so many processes trains; all of them call the same."""
+    """The small model, trained by all processes of the running process group together."""
 
     def __init__(self, processes: int) -> None:
         self.processes, self.divisions = processes, divisions(processes)
@@ -91,7 +90,7 @@ class SmallModel:
         )
 
     def pinned(self, division: Division) -> nn.Module:
-        """The model, marked for what is to be cut and computed again."""
+        """Builds the model with pins and recomputation for a division."""
         net = build(self.sizes)
         pin_expert(
             net,
@@ -104,8 +103,8 @@ class SmallModel:
         return net
 
     def divided(self, division: Division, cluster: Cluster) -> SmallTraining:
-        """The model, planned and parallelized."""
-        torch.manual_seed(0)  # All processes are given the same batch.
+        """Plans and parallelizes the model."""
+        torch.manual_seed(0)  # All processes need the same batch.
         net = self.pinned(division)
         batch = example_batch(self.sizes, division.samples)
         stages = expert_stages(net, division.stages) if division.stages > 1 else None
@@ -126,7 +125,7 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class SmallTraining:
-    """A division of the small model that runs."""
+    """A parallelized small model with its batch."""
 
     plan: Plan
     module: ParallelModule
@@ -137,7 +136,7 @@ class SmallTraining:
         return torch.optim.AdamW(self.module.parameters())
 
     def step(self) -> None:
-        """Forward, backward and update."""
+        """Runs forward, backward and the optimizer's update."""
         self.module.train_step(*self.batch)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""What the search chooses for each value of `mem_coeff`, and which value to take."""
+"""Plans with several values of `mem_coeff`, and recommends one."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from shardwright.errors import ConfigError
 from shardwright.progress import nested_progress
 from shardwright.run.config import Run
 
-SEARCHES = "recursive_programming"
+MODE = "recursive_programming"
 
 UNLIMITED = {"memory_limit": NO_LIMIT, "recompute": None, "suggest_stages": False}
-"""Options with which nothing but `mem_coeff` changes a plan."""
+"""Options that prevent plan changes other than those caused by `mem_coeff`."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one value leads to.
+    """The plan for one value of `mem_coeff`.
 
     Args:
-        plan: number of the plan, from 1; values that lead to the same have the same.
+        plan: number of the plan, from 1; equal plans have equal numbers.
         stages: pipeline stages.
-        cuts: of main operators, into how many parts each factor is cut; empty where it is whole.
-        bytes: that a device sends in a step.
-        memory: bytes that a device needs at most.
-        seconds: predicted of a step; None without a cluster.
-        fits: whether that is within the memory limit.
+        cuts: for each main operator, the number of shards of each factor; empty if replicated.
+        bytes: bytes that a device sends in a step.
+        memory: predicted peak bytes per device.
+        seconds: predicted step time; None without a cluster.
+        fits: whether `memory` is within the limit.
     """
 
     mem_coeff: float
@@ -47,18 +47,18 @@ class Trial:
 
     @property
     def operators_cut(self) -> int:
-        """How many main operators are cut at all."""
+        """The number of main operators that are sharded."""
         return sum(bool(cut) for cut in self.cuts.values())
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """All values that were tried.
+    """The plans for all tried values of `mem_coeff`.
 
     Args:
-        limit: bytes of a device, None if there is no limit.
-        break_evens: for each main operator with a weight the value above which the symbolic search
-            rather cuts its batch than nothing.
+        limit: memory limit in bytes per device; None without a limit.
+        break_evens: for each main operator with a weight, the value above which the symbolic search
+            shards its batch instead of replicating it.
     """
 
     devices: int
@@ -69,8 +69,11 @@ class Tuning:
 
     @property
     def best(self) -> Trial | None:
-        """What to take, of all that fits into memory: the least time; without a cluster, what
-        leaves the fewest main operators whole. Of equals the smallest; None if nothing fits."""
+        """The recommended trial; None if no plan fits into memory.
+
+        It has the shortest step time; without a cluster, the fewest replicated main operators. Ties
+        go to the smallest value.
+        """
 
         def order(trial: Trial) -> tuple[float, float]:
             first = -trial.operators_cut if trial.seconds is None else trial.seconds
@@ -80,19 +83,19 @@ class Tuning:
 
 
 def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COEFFS) -> Tuning:
-    """Plans the model of a configuration with each of `mem_coeffs`. It is captured once.
+    """Plans the model of a configuration with each of `mem_coeffs`.
 
-    Nothing else is changed to fit a memory limit; that of the configuration, or of the cluster's
-    devices, says what fits.
+    The memory limit, from the configuration or the cluster's devices, only decides which plans fit:
+    plans are not changed to fit it.
 
     Raises:
-        ConfigError: `mem_coeff` means nothing in the configuration's mode.
-        ShardwrightError: as `Run.plan`.
+        ConfigError: the configuration's mode has no `mem_coeff`.
+        ShardwrightError: the model cannot be planned.
     """
     run = run.for_devices(devices).with_micro_batches(devices)
     parallel = run.config.parallel
-    if parallel.mode != SEARCHES:
-        raise ConfigError(f"parallel.mode: {parallel.mode} has no mem_coeff: valid is {SEARCHES}")
+    if parallel.mode != MODE:
+        raise ConfigError(f"parallel.mode: {parallel.mode} has no mem_coeff\nvalid is {MODE}")
     model, graph = run.capture()
     main = main_operators(graph)
     limit = _limit(run)

@@ -1,4 +1,4 @@
-"""The process that measures plans: training steps of all of them in turn."""
+"""The process that measures training steps of plans, which take turns."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from shardwright.run.config.schema import RecomputeSection
 from shardwright.run.launch.process_group import World, process_group
 
 WARM_UP = 2
-"""Steps of each plan before any is timed: buffers are allocated, connections are made."""
+"""Steps of each plan before the timed ones, which allocate buffers and open connections."""
 
 BATCH, MICRO_BATCHES = 16, 2
-"""Samples of a step, and into how many pieces they are cut, so that there can be two stages."""
+"""Samples per step, and micro-batches: two, so that two stages overlap."""
 
 
 @dataclass(frozen=True)
 class MeasureOrder:
-    """What is measured of one model.
+    """The plans of one model to be measured.
 
     Args:
-        config: the expert's configuration, of which the tiny variant is trained.
-        graph: the file of its captured graph.
-        plans: for each alternative the file of its plan.
-        rounds: how many steps of each are timed.
+        config: the expert configuration, whose tiny variant is trained.
+        graph: file of the captured graph.
+        plans: file of the plan of each alternative.
+        rounds: timed steps of each plan.
     """
 
     config: str
@@ -50,10 +50,10 @@ class MeasureOrder:
 
 
 def measure(order: MeasureOrder, world: World, device: torch.device) -> list[list[float]]:
-    """For each plan the seconds of its steps, as long as the slowest process took.
+    """Measures for each plan the seconds of its steps on the slowest process.
 
-    The plans take turns, each round in another order, so that what else the machine does hits all
-    alike.
+    The plans take turns, each round in another order, so that other load on the machine affects all
+    of them equally.
     """
     run = tiny_run(Run.from_file(order.config), world.size)
     graph = loads(Path(order.graph).read_bytes())
@@ -70,15 +70,15 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
         steps.append(step)
     seconds: list[list[float]] = [[] for _ in steps]
     for number in range(order.rounds):
-        for place in in_turn(len(steps), number):
-            seconds[place].append(_seconds(steps[place]))
+        for plan_index in in_turn(len(steps), number):
+            seconds[plan_index].append(_seconds(steps[plan_index]))
     return seconds
 
 
 def _step(
     run: Run, plan: Plan, batch: Sequence[Tensor], device: torch.device
 ) -> Callable[[], object]:
-    """Forward, backward and update as `train` makes them."""
+    """Returns the training step of a plan, as the command `train` runs it."""
     net = parallelize(run.model(), plan, device)
     assert isinstance(net, ParallelModule)
     optimizer = run.optimizer(net.parameters())
@@ -93,14 +93,17 @@ def _step(
 
 
 def in_turn(count: int, number: int) -> list[int]:
-    """All places; each round begins with the next, and every other one goes backwards."""
+    """Returns the order of `count` plans in a round.
+
+    Each round begins with the next plan; odd rounds go backwards.
+    """
     step = -1 if number % 2 else 1
-    return [(number + step * place) % count for place in range(count)]
+    return [(number + step * plan_index) % count for plan_index in range(count)]
 
 
 def _seconds(step: Callable[[], object]) -> float:
-    """Of a step that follows another one of its kind, as in training."""
-    step()
+    """Seconds of a step on the slowest process."""
+    step()  # As in training, the timed step follows a step of the same plan.
     dist.barrier()
     started = time.perf_counter()
     step()
@@ -111,7 +114,7 @@ def _seconds(step: Callable[[], object]) -> float:
 
 @record
 def run_worker(request: str, result: str) -> None:
-    """Measures the order in the file `request`; rank 0 writes the seconds into `result`."""
+    """Measures the `MeasureOrder` in the file `request`; rank 0 writes the seconds to `result`."""
     order = MeasureOrder(**json.loads(Path(request).read_text(encoding="utf-8")))
     world = World.from_environment()
     with process_group(world) as device:
@@ -121,31 +124,34 @@ def run_worker(request: str, result: str) -> None:
 
 
 def tiny_run(run: Run, devices: int) -> Run:
-    """An expert's run of the tiny variant on so many devices, in single precision on texts that are
-    built in: as many stages as there are blocks at most, model parallel as in the file where it
-    divides the devices that are left, and data parallel over the others. All parameters are stored
-    sharded where the file shards any.
+    """Scales an expert configuration down to its tiny variant, in float32 on the built-in text.
+
+    It has at most as many stages as blocks, the model parallelism of the configuration if it
+    divides the devices of a stage, and data parallelism over the rest. If the configuration shards
+    optimizer state, all parameters are sharded.
 
     Args:
-        run: an expert's.
+        run: the run of an expert configuration.
+        devices: the number of devices.
 
     Raises:
-        ConfigError: so many devices do not divide it.
+        ConfigError: the micro-batch is not divisible by the data parallelism.
     """
     parallel, sizes = run.config.parallel, run.config.model.sizes
     assert parallel.expert is not None and sizes is not None
     large = Dimensions(**sizes)
     tiny = large.tiny()
-    stages = _shared(int(parallel.stages), tiny.num_layers, devices)
-    model = _shared(parallel.expert.model_parallel, tiny.num_kv_heads, devices // stages)
+    stages = _largest_divisor(int(parallel.stages), tiny.num_layers, devices)
+    model = _largest_divisor(parallel.expert.model_parallel, tiny.num_kv_heads, devices // stages)
     data, rows = devices // stages // model, BATCH // MICRO_BATCHES
     if rows % data:
         raise ConfigError(
-            f"devices={devices}: the tiny variant has {rows} samples in a micro-batch, which {data}"
-            " data parallel parts do not divide; valid are 2, 4, 8"
+            f"devices={devices}: the micro-batch of the tiny variant has {rows} samples, which"
+            f" are not divisible by {data} (data parallelism)\nvalid numbers of devices are 2, 4, 8"
         )
     expert = parallel.expert.model_copy(update={"data_parallel": data, "model_parallel": model})
-    whole = {"threshold": 0}
+    # Parameters of the tiny variant are below the default threshold.
+    every_size = {"threshold": 0}
     config = run.config.model_copy(
         update={
             "model": run.config.model.model_copy(update={"sizes": vars(tiny)}),
@@ -157,7 +163,7 @@ def tiny_run(run: Run, devices: int) -> Run:
                     "expert": expert,
                     "stages": stages,
                     "micro_batches": MICRO_BATCHES,
-                    "hsdp": parallel.hsdp and parallel.hsdp.model_copy(update=whole),
+                    "hsdp": parallel.hsdp and parallel.hsdp.model_copy(update=every_size),
                     "recompute": _for_fewer(parallel.recompute, large.num_layers, tiny.num_layers),
                     "compute_dtype": None,
                     "memory_limit": None,
@@ -172,7 +178,8 @@ def tiny_run(run: Run, devices: int) -> Run:
 def _for_fewer(
     recompute: RecomputeSection | None, layers: int, fewer: int
 ) -> RecomputeSection | None:
-    """The same for a model of fewer layers, each of which stands for as many of the other."""
+    """Scales recomputed blocks down to a model of fewer layers, where layer i is like layer
+    i · layers / fewer of the full model."""
     if recompute is None:
         return None
 
@@ -185,8 +192,8 @@ def _for_fewer(
     return recompute.model_copy(update=chosen)
 
 
-def _shared(preferred: int, limit: int, devices: int) -> int:
-    """The largest number up to `preferred` and `limit` that divides `devices`."""
+def _largest_divisor(preferred: int, limit: int, devices: int) -> int:
+    """Returns the largest divisor of `devices` up to `preferred` and `limit`."""
     return max(n for n in range(1, min(preferred, limit, devices) + 1) if devices % n == 0)
 
 

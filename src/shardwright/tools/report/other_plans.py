@@ -57,7 +57,7 @@ def _row(kind: str, text: str, length: float, limit: float | None = None, state:
 
 def _changes(plan: PlanData, other: PlanData) -> Chart:
     """The differences of a plan from the plan of the page."""
-    # The fingerprint differs already if the batch does, so it says nothing about the model.
+    # A plan for another batch has another fingerprint, although its model is the same.
     changes = [each for each in differences(plan, other) if each.what != "model"]
     table = []
     for each in changes[:MAX_CHANGES]:
