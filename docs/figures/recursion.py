@@ -10,7 +10,7 @@ from shardwright.core.capture.capture import capture
 from shardwright.core.layout.layout import Layout
 from shardwright.core.rules import rule_of
 from shardwright.core.search.indexed_graph import index_graph
-from shardwright.core.search.recursive.search import Recursion, record
+from shardwright.core.search.recursive.search import Recursion, record_axis
 from shardwright.core.search.request import CutsOfGraph
 
 LAYERS = ("layer1", "layer2", "layer3")
@@ -46,8 +46,8 @@ def recursion() -> Drawing:
     for column, name in enumerate(LAYERS):
         drawing.text(190 + column * 282, 24, name, 13)
     for axis in range(3):
-        choices = search.descend(axis, 2, {})
-        record(indexed, choices, axis, cuts)
+        choices = search.decide_axis(axis, 2, {})
+        record_axis(indexed, choices, axis, cuts)
         mesh = Layout((2,) * (axis + 1), tuple("abc"[: axis + 1]))
         top = 46.0 + axis * 152
         drawing.text(16, top + 50, f"axis {axis}", 13, "start")

@@ -389,7 +389,7 @@ def test_an_operator_that_is_pinned_twice_is_refused() -> None:
 def test_modes_that_decide_everything_refuse_pins(mode: str) -> None:
     net = Block()
     sw.shard(net.relu, ((8, 1),))
-    message = f"mode='{mode}' decides every operator itself, but `shard` pins relu, relu@2; "
+    message = f"mode='{mode}' decides every operator itself, but `shard` pins relu, relu@2\n"
     with pytest.raises(
         sw.StrategyError, match=message + "modes that support pinned operators are rec.*semi_auto"
     ):

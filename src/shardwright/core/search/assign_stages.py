@@ -1,9 +1,9 @@
-"""Divides a model into pipeline chunks of nearly equal work, one after the other.
+"""Divide a model into consecutive pipeline chunks of nearly equal work.
 
-The work of a chunk is the multiply-adds of its main operators and the elements of its parameters.
-Of the divisions whose largest chunk is at most a tenth above the least possible (a hundredth, where
-the work is known in seconds), the one that sends the fewest bytes between chunks is taken: between
-two layers of a transformer one value is sent, within one two.
+The work of a chunk is the multiply-adds of its main operators plus the elements of its parameters,
+or seconds if these are known. Among the divisions whose largest chunk is within a tolerance of the
+smallest possible, the one that sends the fewest bytes between chunks is chosen: between two layers
+of a transformer one value crosses, within a layer two.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from shardwright.core.rules import rule_of
 from shardwright.errors import StrategyError
 
 TOLERANCE = 0.1
-"""By how much the largest chunk may exceed the least possible, so that fewer bytes are sent."""
+"""How much larger the largest chunk may be than necessary, in order to send fewer bytes."""
 
 TOLERANCE_OF_SECONDS = 0.01
-"""Likewise where the work is known in seconds: all micro-batches wait for the slowest chunk, and
-sending is short beside it."""
+"""The tolerance for work in seconds, which is more precise: every micro-batch waits for the slowest
+chunk, and sending takes little time beside it."""
 
 
 def balanced_stages(
     graph: Graph, count: int, work: Sequence[float] | None = None
 ) -> dict[str, int]:
-    """For each operator the number of its chunk, of `count` chunks of nearly equal work.
+    """Return for each operator the number of its chunk, for `count` chunks of nearly equal work.
 
     Args:
-        work: of each operator, in seconds; by default its multiply-adds and the elements of its
+        work: seconds of each operator; by default its multiply-adds plus the elements of its
             parameters.
 
     Raises:
-        StrategyError: if there are fewer operators with work than chunks.
+        StrategyError: if fewer than `count` operators have work.
     """
-    of_ops = list(work) if work is not None else operator_work(graph)
-    places = _places(graph)
-    weights = [sum(of_ops[start:end]) for start, end in pairwise(places)]
-    able = sum(weight > 0 for weight in weights)
-    if able < count:
+    op_work = list(work) if work is not None else operator_work(graph)
+    positions = _chunk_boundaries(graph)
+    weights = [sum(op_work[start:end]) for start, end in pairwise(positions)]
+    usable = sum(weight > 0 for weight in weights)
+    if usable < count:
         raise StrategyError(
-            f"cannot divide the model into {count} pipeline chunks: only {able} of its operators"
-            f" have parameters or multiply-adds; use at most {able} stages, or assign modules to"
+            f"cannot divide the model into {count} pipeline chunks: only {usable} of its operators"
+            f" have parameters or multiply-adds\nuse at most {usable} stages, or assign modules to"
             " stages with stage_config"
         )
     total = [0.0]
@@ -60,14 +60,17 @@ def balanced_stages(
     tolerance = TOLERANCE if work is None else TOLERANCE_OF_SECONDS
     limit = (1 + tolerance) * _least_largest(total, weights, count)
     crossing = _crossing_bytes(graph)
-    ends = _cheapest_ends(total, [crossing[place] for place in places], count, limit)
-    after = [places[end] for end in ends]
-    return {op.name: bisect_left(after, index + 1) for index, op in enumerate(graph.ops)}
+    ends = _cheapest_ends(total, [crossing[position] for position in positions], count, limit)
+    chunk_ends = [positions[end] for end in ends]
+    return {op.name: bisect_left(chunk_ends, index + 1) for index, op in enumerate(graph.ops)}
 
 
-def _places(graph: Graph) -> list[int]:
-    """The places between two operators where a chunk may end (place `i` lies before operator `i`):
-    not between what reads a buffer and what updates it, as other micro-batches run meanwhile."""
+def _chunk_boundaries(graph: Graph) -> list[int]:
+    """The positions where a chunk may end; position `i` is in front of operator `i`.
+
+    None between the operators that read a buffer and the one that updates it: other micro-batches
+    run between two chunks, and would read the buffer before the update.
+    """
     numbers = {op.name: index for index, op in enumerate(graph.ops)}
     joined: set[int] = set()
     for buffer, value in graph.updates:
@@ -80,19 +83,21 @@ def _places(graph: Graph) -> list[int]:
 
 
 def operator_work(graph: Graph) -> list[float]:
-    """Multiply-adds of each main operator, and of any the parameters that it is first to read."""
+    """Return for each operator its multiply-adds plus the elements of parameters it reads first."""
     seen = set()
     work = []
     for op in graph.ops:
-        fresh = {v for v in op.inputs if v.kind is Kind.PARAMETER and v not in seen}
-        seen |= fresh
-        work.append(float(_multiply_adds(op) + sum(value.numel for value in fresh)))
+        new_parameters = {v for v in op.inputs if v.kind is Kind.PARAMETER and v not in seen}
+        seen |= new_parameters
+        work.append(float(_multiply_adds(op) + sum(value.numel for value in new_parameters)))
     return work
 
 
 def _multiply_adds(op: Op) -> int:
-    """The product of the sizes of all dimensions of a main operator, those it sums included; of
-    experts, of which each token meets only some, those of balanced routing."""
+    """The product of the sizes of all factors of a main operator, 0 for others.
+
+    A token passes through only some experts, so their work is that of balanced routing.
+    """
     rule = rule_of(op)
     if rule is None or rule.main is None:
         return 0
@@ -107,7 +112,8 @@ def _multiply_adds(op: Op) -> int:
 
 
 def _least_largest(total: Sequence[float], weights: Sequence[float], count: int) -> float:
-    """The least weight of the heaviest of `count` contiguous chunks, to one in a million."""
+    """The smallest possible weight of the heaviest of `count` contiguous chunks, to a relative
+    precision of 1e-6, by bisection."""
     low, high = max(max(weights), total[-1] / count), total[-1]
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
@@ -121,8 +127,8 @@ def _least_largest(total: Sequence[float], weights: Sequence[float], count: int)
 
 
 def _crossing_bytes(graph: Graph) -> list[int]:
-    """For each place between two operators (place `i` lies before operator `i`) the bytes of the
-    values that are made before it and read after it."""
+    """For each position (`i` is in front of operator `i`) the bytes of the values that are computed
+    before it and read after it."""
     numbers = {op.name: index for index, op in enumerate(graph.ops)}
     change = [0] * (len(graph.ops) + 2)
     for index, op in enumerate(graph.ops):
@@ -131,64 +137,68 @@ def _crossing_bytes(graph: Graph) -> list[int]:
             if readers:
                 change[index + 1] += value.numel * value.itemsize
                 change[max(readers) + 1] -= value.numel * value.itemsize
-    bytes_at, here = [], 0
+    bytes_at, crossing = [], 0
     for step in change[: len(graph.ops) + 1]:
-        here += step
-        bytes_at.append(here)
+        crossing += step
+        bytes_at.append(crossing)
     return bytes_at
 
 
 def _cheapest_ends(
     total: Sequence[float], crossing: Sequence[int], count: int, limit: float
 ) -> list[int]:
-    """Where each of `count` chunks ends, none heavier than `limit` and none without work, so that
-    the fewest bytes cross."""
-    places = len(total)
-    never = float("inf")
-    best: list[float] = [0.0] + [never] * (places - 1)
-    back: list[list[int]] = []
+    """The end of each of `count` chunks with the fewest crossing bytes, by dynamic programming.
+
+    No chunk is heavier than `limit`, and none is without work.
+    """
+    num_positions = len(total)
+    infinity = float("inf")
+    best: list[float] = [0.0] + [infinity] * (num_positions - 1)
+    starts_of_chunks: list[list[int]] = []
     for chunk in range(count):
-        came = _cheapest_starts(total, best, count - chunk, limit)
+        starts = _cheapest_starts(total, best, count - chunk, limit)
         last = chunk == count - 1
         best = [
-            never if start < 0 else best[start] + (0 if last else crossing[end])
-            for end, start in enumerate(came)
+            infinity if start < 0 else best[start] + (0 if last else crossing[end])
+            for end, start in enumerate(starts)
         ]
-        back.append(came)
-    ends = [places - 1]
-    for came in reversed(back[1:]):
-        ends.append(came[ends[-1]])
+        starts_of_chunks.append(starts)
+    ends = [num_positions - 1]
+    for starts in reversed(starts_of_chunks[1:]):
+        ends.append(starts[ends[-1]])
     return ends[::-1]
 
 
 def _cheapest_starts(
     total: Sequence[float], best: Sequence[float], chunks: int, limit: float
 ) -> list[int]:
-    """For each end of a chunk the start with which what lies before costs least, -1 if there is
-    none; the first of those that cost as much. As ends move on, so do the starts that are near
-    enough: those that may yet be the cheapest wait in the order of their costs.
+    """For each end of a chunk the cheapest valid start, -1 if none; the first of equal ones.
+
+    A minimum over a sliding window: as ends advance, so do the starts within `limit`. The queue
+    holds those that may still become the cheapest, in order of cost.
 
     Args:
-        chunks: this one and those that follow, into which what remains must fit.
+        best: for each start the fewest bytes that cross the ends of all chunks before it.
+        chunks: the number of chunks from this one on, which must hold the remaining work.
     """
-    most = limit * (1 + 1e-9)
+    max_weight = limit * (1 + 1e-9)
     waiting: deque[int] = deque()
-    found, start = [], 0
+    starts, start = [], 0
     for weight in total:
         while total[start] < weight:
-            if best[start] < float("inf") and total[-1] - total[start] <= chunks * most:
+            if best[start] < float("inf") and total[-1] - total[start] <= chunks * max_weight:
                 while waiting and best[waiting[-1]] > best[start]:
                     waiting.pop()
                 waiting.append(start)
             start += 1
-        while waiting and weight - total[waiting[0]] > most:
+        while waiting and weight - total[waiting[0]] > max_weight:
             waiting.popleft()
-        found.append(waiting[0] if waiting else -1)
-    return found
+        starts.append(waiting[0] if waiting else -1)
+    return starts
 
 
 StageConfig = Mapping[str, int]
-"""Names of modules, each with the number of its stage."""
+"""The number of the stage of each module, by name."""
 
 
 def named_stages(
@@ -197,23 +207,23 @@ def named_stages(
     schedule: str,
     modules: Iterable[str] = (),
 ) -> tuple[int, int, dict[str, int]]:
-    """The number of stages, the chunks of each, and for each operator the number of its chunk.
+    """Return the number of stages, the chunks of each, and for each operator its chunk number.
 
-    A module's stage is that of the longest name that is its path or leads to it. An operator that
-    no name leads to follows what it reads, or else what reads it.
+    The longest configured name that is a prefix of a module's path decides. Operators outside of
+    all named modules go to the chunk of their inputs, or else of their readers.
 
     Args:
-        stage_config: stages ascend in the order of execution; in a schedule with several chunks a
-            stage they repeat, 0, 1, 0, 1, or come back, 0, 1, 1, 0, as the schedule says.
-        modules: names that are valid besides those of modules with operators or parameters.
+        stage_config: stages must ascend in the order of execution. With several chunks per stage
+            they repeat (0, 1, 0, 1) or come back (0, 1, 1, 0), as the schedule requires.
+        modules: valid names besides those of modules with operators or parameters.
 
     Raises:
-        StrategyError: for names that no module has, a module with parameters that is left out, or
-            stages in another order than the schedule runs them in.
+        StrategyError: if a name is not that of a module, a module with parameters is left out, or
+            stages are in another order than that of the schedule.
     """
     _check_names(graph, stage_config, modules)
     stages = _stages(stage_config)
-    labels = {op.name: _label(op.module, stage_config) for op in graph.ops}
+    labels = {op.name: _stage_of_module(op.module, stage_config) for op in graph.ops}
     _check_parameters(graph, stage_config)
     ordered = [op for op in graph.ops if labels[op.name] is not None]
     runs = [
@@ -229,46 +239,46 @@ def named_stages(
 
 
 def _check_names(graph: Graph, stage_config: StageConfig, modules: Iterable[str]) -> None:
-    known = dict.fromkeys(modules)
+    valid_names = dict.fromkeys(modules)
     owners = (value.name.rpartition(".")[0] for value in graph.parameters)
     for path in (*(op.module for op in graph.ops), *owners):
         words = path.split(".")
-        known |= dict.fromkeys(".".join(words[: n + 1]) for n in range(len(words)))
-    known.pop("", None)
-    unmatched = [name for name in stage_config if name not in known]
+        valid_names |= dict.fromkeys(".".join(words[: n + 1]) for n in range(len(words)))
+    valid_names.pop("", None)
+    unmatched = [name for name in stage_config if name not in valid_names]
     if not unmatched:
         return
-    near = get_close_matches(unmatched[0], list(known), n=3, cutoff=0.0)
+    nearest = get_close_matches(unmatched[0], list(valid_names), n=3, cutoff=0.0)
     raise StrategyError(
-        f"stage_config names {', '.join(map(repr, unmatched))}, which the model does not have;"
-        f" nearest to the first: {', '.join(near)}; valid are {_listed(list(known))}"
+        f"stage_config: no module is named {_listed(list(map(repr, unmatched)))}\n"
+        f"nearest to the first: {', '.join(nearest)}; valid are {_listed(list(valid_names))}"
     )
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:40]) + (f" and {len(names) - 40} more" if len(names) > 40 else "")
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def _stages(stage_config: StageConfig) -> int:
     for name, stage in stage_config.items():
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
             raise StrategyError(
-                f"stage_config[{name!r}]={stage!r}: must be an integer of at least 0"
+                f"stage_config[{name!r}]={stage!r}: a stage must be an integer of at least 0"
             )
     if not stage_config:
-        raise StrategyError("stage_config is empty: name the modules of each stage, or omit it")
+        raise StrategyError("stage_config is empty\nname the modules of each stage, or omit it")
     stages = max(stage_config.values()) + 1
     missing = sorted(set(range(stages)) - set(stage_config.values()))
     if missing:
         raise StrategyError(
             f"stage_config has stages up to {stages - 1}, but no module in stage"
-            f" {', '.join(map(str, missing))}"
+            f" {_listed(list(map(str, missing)))}"
         )
     return stages
 
 
-def _label(path: str, stage_config: StageConfig) -> int | None:
-    """The stage of the longest name that leads to `path`."""
+def _stage_of_module(path: str, stage_config: StageConfig) -> int | None:
+    """The stage of the longest configured name that is a prefix of `path`."""
     words = path.split(".")
     for length in range(len(words), 0, -1):
         name = ".".join(words[:length])
@@ -278,34 +288,34 @@ def _label(path: str, stage_config: StageConfig) -> int | None:
 
 
 def _check_parameters(graph: Graph, stage_config: StageConfig) -> None:
-    others: dict[str, list[str]] = {}
+    tied_names: dict[str, list[str]] = {}
     for other, first in graph.tied.items():
-        others.setdefault(first, []).append(other)
-    left = []
+        tied_names.setdefault(first, []).append(other)
+    omitted = []
     for value in graph.parameters:
-        owners = [name.rpartition(".")[0] for name in (value.name, *others.get(value.name, ()))]
-        if all(owner and _label(owner, stage_config) is None for owner in owners):
-            left.append(owners[0])
-    if left:
+        owners = [name.rpartition(".")[0] for name in (value.name, *tied_names.get(value.name, ()))]
+        if all(owner and _stage_of_module(owner, stage_config) is None for owner in owners):
+            omitted.append(owners[0])
+    if omitted:
         raise StrategyError(
             "stage_config leaves out modules with parameters:"
-            f" {_listed(list(dict.fromkeys(left)))}; add them, or a module that contains them"
+            f" {_listed(list(dict.fromkeys(omitted)))}\nadd them, or a module that contains them"
         )
 
 
 def _chunked(
     graph: Graph, runs: list[tuple[int, list[Op]]], stages: int, schedule: ScheduleSpec
 ) -> tuple[dict[str, int], int]:
-    """The chunk of each operator that a name leads to, and the number of chunks of a stage."""
+    """The chunk of each operator in a named module, and the number of chunks of a stage."""
     if schedule.v_shaped:
-        runs = _with_turn(graph, runs, stages)
+        runs = _split_last_stage(graph, runs, stages)
     chunks = schedule.max_chunks or max(1, len(runs) // stages)
     wanted = [schedule.stage_of(chunk, stages) for chunk in range(stages * chunks)]
     order = [stage for stage, _ in runs]
     if order != wanted:
         raise StrategyError(
-            f"stage_config runs through stages {_shown(order)}; with {schedule.name} it must be"
-            f" {_shown(wanted)}"
+            f"stage_config: the modules run through stages {_shown(order)} in the order of"
+            f" execution\nwith schedule {schedule.name!r} it must be {_shown(wanted)}"
         )
     return {op.name: chunk for chunk, (_, ops) in enumerate(runs) for op in ops}, (
         len(runs) // stages
@@ -316,43 +326,46 @@ def _shown(order: Sequence[int]) -> str:
     return ", ".join(map(str, order[:16])) + (", …" if len(order) > 16 else "")
 
 
-def _with_turn(
+def _split_last_stage(
     graph: Graph, runs: list[tuple[int, list[Op]]], stages: int
 ) -> list[tuple[int, list[Op]]]:
-    """The last stage's two chunks follow each other, divided where their work is nearest to equal,
-    between two modules."""
+    """Split the operators of the last stage of a V-shaped schedule into its two chunks.
+
+    They follow each other, so names cannot separate them; split between two modules where the work
+    is most nearly equal.
+    """
     work = dict(zip((op.name for op in graph.ops), operator_work(graph), strict=True))
     result = []
     for stage, ops in runs:
-        places = [i for i in range(1, len(ops)) if ops[i].module != ops[i - 1].module]
-        if stage != stages - 1 or not places:
+        boundaries = [i for i in range(1, len(ops)) if ops[i].module != ops[i - 1].module]
+        if stage != stages - 1 or not boundaries:
             result.append((stage, ops))
             continue
         half = sum(work[op.name] for op in ops) / 2
-        place = min(places, key=lambda i: abs(sum(work[op.name] for op in ops[:i]) - half))
-        result += [(stage, ops[:place]), (stage, ops[place:])]
+        boundary = min(boundaries, key=lambda i: abs(sum(work[op.name] for op in ops[:i]) - half))
+        result += [(stage, ops[:boundary]), (stage, ops[boundary:])]
     return result
 
 
-def _orders_with_chunks() -> str:
-    """Which schedules let a stage have operators in several places."""
-    orders = []
+def _schedules_with_chunks() -> str:
+    """The remedy for stages that come again: the schedules with several chunks per stage."""
+    schedules = []
     for schedule in SCHEDULES.values():
         if schedule.chunked:
             order = [schedule.stage_of(chunk, 2) for chunk in range(4)]
-            orders.append(f"{_shown(order)} with schedule {schedule.name!r}")
-    return f"stages may come again in the order {', or '.join(orders)}"
+            schedules.append(f"{_shown(order)} with schedule {schedule.name!r}")
+    return f"stages may repeat in the order {', or '.join(schedules)}"
 
 
 def _check_ascending(graph: Graph, chunk_of: Mapping[str, int], pipeline: PipelineSpec) -> None:
     for op in graph.ops:
         for value in op.inputs:
-            maker = graph.producer.get(value)
-            if maker is None or chunk_of[maker.name] <= chunk_of[op.name]:
+            producer = graph.producer.get(value)
+            if producer is None or chunk_of[producer.name] <= chunk_of[op.name]:
                 continue
             early = pipeline.stage_of(chunk_of[op.name])
-            late = pipeline.stage_of(chunk_of[maker.name])
+            late = pipeline.stage_of(chunk_of[producer.name])
             raise StrategyError(
                 f"stages must ascend in the order of execution: {op.name} is in stage {early}, but"
-                f" reads the output of {maker.name} in stage {late}; {_orders_with_chunks()}"
+                f" reads the output of {producer.name} in stage {late}\n{_schedules_with_chunks()}"
             )

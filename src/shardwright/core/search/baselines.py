@@ -1,4 +1,4 @@
-"""Plans that need no search: along the batch, as pinned, or nothing at all."""
+"""Modes without a search: data parallelism, pinned operators plus data parallelism, no cuts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.indexed_graph import IndexedGraph, index_graph
 from shardwright.core.search.recursive.axis_level import AxisLevel
-from shardwright.core.search.recursive.search import nearest_multiples, record
+from shardwright.core.search.recursive.search import nearest_multiples, record_axis
 from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchRequest
 from shardwright.errors import StrategyError
 
 
 def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
-    """Every operator follows the batch, dim 0 of the model's inputs, on every axis.
+    """Return the cuts of data parallelism: the batch, dim 0 of the inputs, over all axes.
 
     Raises:
-        StrategyError: the model has no tensor input, or its batch size is not a multiple of the
+        StrategyError: if the model has no tensor input, or its batch size is not a multiple of the
             number of devices.
     """
     indexed = index_graph(graph)
@@ -30,36 +30,36 @@ def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
         valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
         raise StrategyError(
             f"data parallel: the batch size {batch_size} (dim 0 of the inputs) is not divisible by"
-            f" {devices} devices; valid are multiples of {devices}, such as {valid}"
+            f" {devices} devices\nvalid batch sizes are multiples of {devices}, such as {valid}"
         )
-    return _along_batch(indexed, mesh)
+    return _data_parallel_cuts(indexed, mesh)
 
 
 def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> CutsOfGraph:
-    """Pinned operators as they are pinned, all others along the batch.
+    """Return the pinned cuts, with all other operators data parallel.
 
-    Where the batch cannot be divided by all devices it is divided by as many axes as go, the
-    outermost first. What the batch does not reach is whole. Layouts are converted between
-    operators that are cut differently.
+    A batch size that is not divisible by all devices is cut over as many axes as divide it,
+    outermost first. Operators that do not depend on the batch are replicated. Redistributions
+    connect operators with different cuts.
     """
-    cuts = _along_batch(index_graph(graph), mesh)
+    cuts = _data_parallel_cuts(index_graph(graph), mesh)
     cuts.update({name: dict(factors) for name, factors in pinned.items()})
     return {name: factors for name, factors in cuts.items() if factors}
 
 
-def _along_batch(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGraph:
+def _data_parallel_cuts(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGraph:
     shard_counts = [(1,) * len(op_type.factors) for op_type in indexed.op_types]
     cuts: CutsOfGraph = {}
     for axis, axis_size in enumerate(mesh.device_matrix):
         level = AxisLevel(indexed, shard_counts, axis_size)
         level.decide_remaining()
-        record(indexed, level.choice, axis, cuts)
+        record_axis(indexed, level.choice, axis, cuts)
         shard_counts = level.next_shard_counts()
     return cuts
 
 
 class DataParallel(SearchMode):
-    """Every operator along the batch."""
+    """Data parallelism of all operators."""
 
     name: ClassVar[str] = "data_parallel"
     takes_pins: ClassVar[bool] = False
@@ -69,7 +69,7 @@ class DataParallel(SearchMode):
 
 
 class SemiAuto(SearchMode):
-    """Pinned operators as they are pinned, all others along the batch."""
+    """Pinned operators with their cuts, all others data parallel."""
 
     name: ClassVar[str] = "semi_auto"
 
@@ -78,7 +78,7 @@ class SemiAuto(SearchMode):
 
 
 class StandAlone(SearchMode):
-    """Nothing is cut: every device computes everything."""
+    """No cuts: all operators are replicated."""
 
     name: ClassVar[str] = "stand_alone"
     takes_pins: ClassVar[bool] = False

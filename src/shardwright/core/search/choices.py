@@ -1,7 +1,7 @@
-"""What an operator would cost if it were cut otherwise over one axis, all others as they are.
+"""The cost of each alternative choice of an operator on one axis, all other operators fixed.
 
-Symbolic costs are those of the operator if it were the last to decide, so that operators without a
-cost follow it where they follow no other.
+Symbolic costs are computed as if the operator were the last to be decided: operators without a cost
+follow it unless they follow another.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from shardwright.core.search.request import Pricing
 COMMUNICATION, BATCH, MEM_COEFF = "communication", "batch", "mem_coeff"
 KNOBS = (COMMUNICATION, BATCH, MEM_COEFF)
 
-FARTHEST = 64.0
-"""A knob is turned by at most this factor, up and down."""
+MAX_SCALE = 64.0
+"""The largest factor by which a knob is scaled, up or down."""
 
 
 @dataclass(frozen=True)
 class OtherChoice:
-    """Another choice.
+    """An alternative choice.
 
     Args:
-        factor: that is cut over the axis; empty for none.
-        cost: what it costs more than what was chosen: seconds of a step, with `mem_coeff` for the
-            parameters kept, or the symbolic cost. Below 0 if it costs less.
-        turns: by what the time of all communication, the batch or `mem_coeff` is multiplied where
-            it costs as much as what was chosen: the least change, if one of up to `FARTHEST` does.
+        factor: the factor that is cut over the axis; empty for none.
+        cost: its objective minus that of the chosen factor, in seconds of a step, or its symbolic
+            cost minus that; below 0 if it is cheaper.
+        turns: for each knob (time of all communication, batch size, `mem_coeff`) the factor nearest
+            to 1, up to `MAX_SCALE`, at which the alternative is as cheap; missing if none does.
     """
 
     factor: str
@@ -51,12 +51,12 @@ class OtherChoice:
 
 @dataclass(frozen=True)
 class AxisChoice:
-    """What equal operators cut over one axis, and what else they could.
+    """The choice of equal operators on one axis, with its alternatives.
 
     Args:
-        operators: their names; seconds are those of all of them together, symbolic costs of one.
-        chosen: the factor; empty for none.
-        symbolic: whether costs are symbolic, rather than seconds.
+        operators: their names. Costs in seconds are those of all of them, symbolic costs of one.
+        chosen: the factor that is cut; empty for none.
+        symbolic: whether costs are symbolic rather than seconds.
     """
 
     operators: tuple[str, ...]
@@ -67,7 +67,7 @@ class AxisChoice:
 
 
 Cost = Callable[[str, Mapping[str, float]], float]
-"""Of cutting a factor, with knobs turned; those that are missing are not."""
+"""The cost of cutting a factor with knobs scaled; missing knobs have the factor 1."""
 
 
 def choices(
@@ -77,35 +77,42 @@ def choices(
     pricing: Pricing | None,
     mem_coeff: float,
 ) -> tuple[AxisChoice, ...]:
-    """The choices of all operators that have a cost: by seconds with `pricing`, else symbolic."""
+    """Return the choices of all main operators with their alternatives.
+
+    Costs are seconds if `pricing` is given, else symbolic.
+    """
     if pricing is None:
-        return tuple(_symbolic(graph, mesh, decisions, mem_coeff))
-    return tuple(_timed(graph, mesh, decisions, pricing, mem_coeff))
+        return tuple(_symbolic_choices(graph, mesh, decisions, mem_coeff))
+    return tuple(_choices_by_time(graph, mesh, decisions, pricing, mem_coeff))
 
 
-def _choice(
+def _axis_choice(
     names: tuple[str, ...], axis: str, chosen: str, others: list[str], cost: Cost, symbolic: bool
 ) -> AxisChoice:
-    own = cost(chosen, {})
+    chosen_cost = cost(chosen, {})
     knobs = (MEM_COEFF,) if symbolic else KNOBS
     alternatives = []
     for factor in others:
-        added = cost(factor, {}) - own
-        turns = {knob: _turn(cost, chosen, factor, knob) for knob in knobs} if added > 0 else {}
-        known = {knob: turn for knob, turn in turns.items() if turn is not None}
-        alternatives.append(OtherChoice(factor, added, known))
+        added = cost(factor, {}) - chosen_cost
+        turns = (
+            {knob: _break_even_scale(cost, chosen, factor, knob) for knob in knobs}
+            if added > 0
+            else {}
+        )
+        found_scales = {knob: turn for knob, turn in turns.items() if turn is not None}
+        alternatives.append(OtherChoice(factor, added, found_scales))
     ranked = sorted(alternatives, key=lambda each: each.cost)
     return AxisChoice(names, axis, chosen, tuple(ranked), symbolic)
 
 
-def _turn(cost: Cost, chosen: str, factor: str, knob: str) -> float | None:
-    """Where `factor` begins to cost less than what was chosen, found by halving."""
+def _break_even_scale(cost: Cost, chosen: str, factor: str, knob: str) -> float | None:
+    """The scale of a knob at which `factor` becomes cheaper than `chosen`, by bisection."""
 
     def wins(scale: float) -> bool:
         return cost(factor, {knob: scale}) < cost(chosen, {knob: scale})
 
     step = 1.0
-    while step < FARTHEST:
+    while step < MAX_SCALE:
         step *= 2
         for low, high in ((step / 2, step), (2 / step, 1 / step)):
             if wins(high):
@@ -116,10 +123,10 @@ def _turn(cost: Cost, chosen: str, factor: str, knob: str) -> float | None:
     return None
 
 
-def _moves(
+def _alternative_cuts(
     op_type: OpType, cuts: Cuts, mesh: DeviceMatrix, axis: int
 ) -> Iterator[tuple[str, Cuts]]:
-    """Each factor that may be cut over `axis`, or none, with the cuts of the operator then."""
+    """The factors that may be cut over `axis`, and none, each with the operator's new cuts."""
     current = factor_of_axis(cuts)
     rest = {a: factor for a, factor in current.items() if a != axis}
     yield "", axes_of_factors(rest)
@@ -132,53 +139,56 @@ def _moves(
             yield factor, cuts if current.get(axis) == factor else moved
 
 
-def _timed(
+def _choices_by_time(
     graph: Graph, mesh: DeviceMatrix, decisions: Decisions, pricing: Pricing, mem_coeff: float
 ) -> Iterator[AxisChoice]:
-    every = {op.name: decisions.cuts.get(op.name, {}) for op in graph.ops}
-    problem = search_problem(graph, every, decisions.outputs, decisions.arrivals)
+    all_cuts = {op.name: decisions.cuts.get(op.name, {}) for op in graph.ops}
+    problem = search_problem(graph, all_cuts, decisions.outputs, decisions.arrivals)
     weight = pricing.parameter_weight(mem_coeff)
     model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.sharing, weight)
     objective, edges = Objective(problem, model), problem.edges_around()
     names: dict[int, list[str]] = {}
     for op, number in zip(graph.ops, problem.variable_of, strict=True):
         names.setdefault(number, []).append(op.name)
-    cuts: list[Cuts] = [every[variable.op.name] for variable in problem.variables]
-    whole = objective.cost(cuts)
-    kept = pricing.seconds_per_parameter_byte(mem_coeff)
+    cuts: list[Cuts] = [all_cuts[variable.op.name] for variable in problem.variables]
+    total_cost = objective.cost(cuts)
+    byte_seconds = pricing.seconds_per_parameter_byte(mem_coeff)
 
-    def around(number: int, variable: OpVariable, moved: Cuts) -> ObjectiveCost:
-        changed = [*cuts[:number], moved, *cuts[number + 1 :]]
-        cost = ObjectiveCost().plus(objective.operator(variable, moved), variable.count)
+    def cost_around(number: int, variable: OpVariable, new_cuts: Cuts) -> ObjectiveCost:
+        changed = [*cuts[:number], new_cuts, *cuts[number + 1 :]]
+        cost = ObjectiveCost().plus(objective.operator(variable, new_cuts), variable.count)
         for edge in edges[number]:
             cost = cost.plus(objective.edge(edge, changed), edge.count)
         return cost
 
     def total(cost: ObjectiveCost, knobs: Mapping[str, float]) -> float:
         links, batch = knobs.get(COMMUNICATION, 1.0), knobs.get(BATCH, 1.0)
-        turned = knobs.get(MEM_COEFF, 1.0)
-        once = pricing.parameter_weight(mem_coeff * turned) / weight
+        mem_coeff_scale = knobs.get(MEM_COEFF, 1.0)
+        per_step = pricing.parameter_weight(mem_coeff * mem_coeff_scale) / weight
         scaled = replace(
             cost,
             forward=cost.forward * batch,
             backward=cost.backward * batch,
             redistributions=cost.redistributions * batch * links,
-            gathers=cost.gathers * links * once,
-            gradients=cost.gradients * links * once,
-            update=cost.update * once,
+            gathers=cost.gathers * links * per_step,
+            gradients=cost.gradients * links * per_step,
+            update=cost.update * per_step,
         )
-        return scaled.total(pricing.micro_batches, kept * turned, model.slowdown)
+        return scaled.total(pricing.micro_batches, byte_seconds * mem_coeff_scale, model.slowdown)
 
     for number, variable in enumerate(problem.variables):
         if not variable.op_type.is_main:
             continue
-        rest = whole.plus(around(number, variable, cuts[number]), -1)
+        other_cost = total_cost.plus(cost_around(number, variable, cuts[number]), -1)
         for axis, name in enumerate(mesh.alias_names):
-            moves = dict(_moves(variable.op_type, cuts[number], mesh, axis))
-            costs = {f: rest.plus(around(number, variable, m), 1) for f, m in moves.items()}
+            alternatives = dict(_alternative_cuts(variable.op_type, cuts[number], mesh, axis))
+            costs = {
+                f: other_cost.plus(cost_around(number, variable, m), 1)
+                for f, m in alternatives.items()
+            }
             chosen = factor_of_axis(cuts[number]).get(axis, "")
             others = [factor for factor in costs if factor != chosen]
-            if chosen not in costs:  # A pin may cut what a search does not.
+            if chosen not in costs:  # Pins may cut factors that a search may not.
                 continue
 
             def cost(
@@ -186,19 +196,19 @@ def _timed(
             ) -> float:
                 return total(costs[factor], knobs)
 
-            yield _choice(tuple(names[number]), name, chosen, others, cost, symbolic=False)
+            yield _axis_choice(tuple(names[number]), name, chosen, others, cost, symbolic=False)
 
 
-def _symbolic(
+def _symbolic_choices(
     graph: Graph, mesh: DeviceMatrix, decisions: Decisions, mem_coeff: float
 ) -> Iterator[AxisChoice]:
     indexed = index_graph(graph)
     recursions: dict[float, Recursion] = {}
     for axis, name in enumerate(mesh.alias_names):
-        shard_counts, choice = _before(indexed, mesh, decisions, axis)
+        shard_counts, choice = _state_before(indexed, mesh, decisions, axis)
         level = AxisLevel(indexed, shard_counts, mesh.device_matrix[axis])
         level.choice = choice
-        alike: dict[object, list[int]] = {}
+        equal_ops: dict[object, list[int]] = {}
 
         def costs(op: int, scale: float, level: AxisLevel = level) -> dict[str, float]:
             if scale not in recursions:
@@ -208,7 +218,7 @@ def _symbolic(
             return {
                 "" if each.factor == NO_CUT else factors[each.factor]: each.total
                 for each in recursion.alternatives(level, op)
-                if each.operator < IMPOSSIBLE
+                if each.operator_cost < IMPOSSIBLE
             }
 
         for op in indexed.main:
@@ -218,48 +228,54 @@ def _symbolic(
                 choice[op],
                 tuple(costs(op, 1.0).items()),
             )
-            alike.setdefault(key, []).append(op)
-        for ops in alike.values():
+            equal_ops.setdefault(key, []).append(op)
+        for ops in equal_ops.values():
             first, factors = ops[0], indexed.op_types[ops[0]].factors
-            level.choice = _without(level, choice, first)
+            level.choice = _choices_without(level, choice, first)
             chosen = "" if choice[first] == NO_CUT else factors[choice[first]]
-            known = costs(first, 1.0)
-            if chosen not in known:
+            op_costs = costs(first, 1.0)
+            if chosen not in op_costs:
                 continue
 
             def cost(factor: str, knobs: Mapping[str, float], op: int = first) -> float:
                 return costs(op, knobs.get(MEM_COEFF, 1.0))[factor]
 
-            others = [factor for factor in known if factor != chosen]
+            others = [factor for factor in op_costs if factor != chosen]
             names = tuple(indexed.names[op] for op in ops)
-            yield _choice(names, name, chosen, others, cost, symbolic=True)
+            yield _axis_choice(names, name, chosen, others, cost, symbolic=True)
 
 
-def _without(level: AxisLevel, choice: list[int], op: int) -> list[int]:
-    """The choices on one axis as if `op` were the last to decide: it and those that would follow it
-    have not, but where they follow others."""
+def _choices_without(level: AxisLevel, choice: list[int], op: int) -> list[int]:
+    """The choices on one axis as if `op` were the last to be decided.
+
+    It is undecided, and so are the operators that would follow it, unless they follow another main
+    operator at the border of their region.
+    """
     graph = level.graph
     region, borders, queue = {op}, set[int](), deque([op])
     while queue:
-        at = queue.popleft()
-        makers = (graph.producer[value] for value in graph.inputs[at])
-        near = [source[0] for source in makers if source is not None]
-        near += [reader for value in graph.outputs[at] for reader, _ in graph.consumers[value]]
-        for other in near:
+        current = queue.popleft()
+        makers = (graph.producer[value] for value in graph.inputs[current])
+        neighbors = [source[0] for source in makers if source is not None]
+        neighbors += [
+            reader for value in graph.outputs[current] for reader, _ in graph.consumers[value]
+        ]
+        for other in neighbors:
             if graph.op_types[other].is_main:
                 borders.add(other)
             elif other not in region:
                 region.add(other)
                 queue.append(other)
-    level.choice = [UNDECIDED if at in region else each for at, each in enumerate(choice)]
+    level.choice = [UNDECIDED if current in region else each for current, each in enumerate(choice)]
     level.propagate(sorted(borders - region))
     return level.choice
 
 
-def _before(
+def _state_before(
     indexed: IndexedGraph, mesh: DeviceMatrix, decisions: Decisions, axis: int
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """In how many parts each factor is cut over the other axes, and what is cut over this one."""
+    """For each operator the number of shards of each factor over all other axes, and its choice on
+    this axis."""
     shard_counts, choice = [], []
     for name, op_type in zip(indexed.names, indexed.op_types, strict=True):
         cuts = decisions.cuts.get(name, {})

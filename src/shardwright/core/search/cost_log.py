@@ -1,5 +1,7 @@
-"""What each choice of an operator costs, in the words of MindSpore's log, which tutorials teach how
-to read."""
+"""Log the cost of each choice of an operator in the wording of MindSpore's log.
+
+MindSpore's tutorials explain how to read it.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from shardwright.core.search.indexed_graph import NO_CUT
 
 @dataclass(frozen=True, slots=True)
 class CutAlternative:
-    """One choice of one operator on one axis, as it is logged."""
+    """One choice of an operator on one axis, with its cost."""
 
     factor: int
     label: str
-    operator: float
-    redistribution: float
+    operator_cost: float
+    redistribution_cost: float
 
     @property
     def total(self) -> float:
-        return self.operator + self.redistribution
+        return self.operator_cost + self.redistribution_cost
 
 
 def log_choice(
@@ -33,22 +35,23 @@ def log_choice(
     chosen: CutAlternative,
     unit: str = "",
 ) -> None:
-    """Writes what each alternative costs, and which one is chosen.
+    """Log the cost of each alternative and the chosen one.
 
     Args:
         unit: of the costs; empty for symbolic ones.
     """
     log(f"{name}, level {axis + 1} ({axis_size} devices along the axis)")
-    for one in alternatives:
-        if one.operator < IMPOSSIBLE:
+    for each in alternatives:
+        if each.operator_cost < IMPOSSIBLE:
             condition = (
-                "If do NOT cut the axis" if one.factor == NO_CUT else f"If the {one.label} is cut"
+                "If do NOT cut the axis" if each.factor == NO_CUT else f"If the {each.label} is cut"
             )
             log(
-                f"{condition}, the op-cost is {one.operator:.6g}{unit}, the redist-cost is"
-                f" {one.redistribution:.6g}{unit}, and the total cost is {one.total:.6g}{unit}"
+                f"{condition}, the op-cost is {each.operator_cost:.6g}{unit}, the redist-cost is"
+                f" {each.redistribution_cost:.6g}{unit}, and the total cost is"
+                f" {each.total:.6g}{unit}"
             )
-    labels = "/".join(one.label for one in alternatives)
-    totals = ", ".join(f"{one.total:.6g}{unit}" for one in alternatives)
+    labels = "/".join(each.label for each in alternatives)
+    totals = ", ".join(f"{each.total:.6g}{unit}" for each in alternatives)
     log(f"The costs of cutting the {labels} are : {{{totals}}}")
     log("Choose NOT to cut" if chosen.factor == NO_CUT else f"The {chosen.label} is chosen")

@@ -1,4 +1,4 @@
-"""The layouts of values as far as operators are decided, and the bytes sent between them."""
+"""The layouts of values between decided operators, and the bytes of their redistributions."""
 
 from __future__ import annotations
 
@@ -18,80 +18,87 @@ from shardwright.core.search.indexed_graph import replicated_outputs
 from shardwright.core.search.nearby_cuts import layouts_of
 from shardwright.core.search.request import CutsOfGraph
 
-Between = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
-"""A redistribution: its source, its target, and other targets that may share its first steps."""
+Redistribution = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
+"""A redistribution: source, target, and targets of other readers that may share its first steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorContext:
-    """What is decided about one tensor of an operator that is still to be decided.
+    """One tensor of an operator that is to be decided, with the layouts at decided neighbors.
 
     Args:
-        dims: the factors that it carries in the operator's rule.
-        stored: whether it is a parameter, which is stored as it is used.
-        source: the layout in which it reaches the operator; None if that is not decided, and for
-            the operator's outputs.
-        reads: the layouts in which decided operators read it.
+        dims: the factor of each dim in the operator's rule.
+        is_parameter: whether it is a parameter, which is stored in the layout in which it is read.
+        source: the layout in which its producer leaves it; None if that is not decided, and for
+            outputs of the operator.
+        reads: the layouts in which other decided operators read it.
     """
 
     dims: Dims
     shape: tuple[int, ...]
     itemsize: int
     differentiable: bool
-    stored: bool = False
+    is_parameter: bool = False
     source: TensorLayout | None = None
     reads: tuple[TensorLayout, ...] = ()
 
     @property
-    def decided(self) -> tuple[TensorLayout, ...]:
+    def known_layouts(self) -> tuple[TensorLayout, ...]:
         return self.reads if self.source is None else (self.source, *self.reads)
 
     def redistribution(
-        self, source: TensorLayout, target: TensorLayout, others: Sequence[TensorLayout]
+        self, source: TensorLayout, target: TensorLayout, other_reads: Sequence[TensorLayout]
     ) -> int:
-        """Bytes from `source` to `target`, once partial sums are summed up, as `traffic`."""
-        return self.traffic(bare(source), bare(target), [bare(layout) for layout in others])
+        """Return the bytes of `traffic`, without reductions of partial sums."""
+        return self.traffic(
+            without_partial(source),
+            without_partial(target),
+            [without_partial(layout) for layout in other_reads],
+        )
 
     def traffic(
-        self, source: TensorLayout, target: TensorLayout, others: Sequence[TensorLayout]
+        self, source: TensorLayout, target: TensorLayout, other_reads: Sequence[TensorLayout]
     ) -> int:
-        """Bytes from `source` to `target` of the steps that no path to one of `others` shares."""
-        return sum(size for _, size in self.steps(source, target, others))
+        """Return the bytes of the steps that redistributions to `other_reads` do not share."""
+        return sum(size for _, size in self.steps(source, target, other_reads))
 
     def steps(
-        self, source: TensorLayout, target: TensorLayout, others: Sequence[TensorLayout]
+        self, source: TensorLayout, target: TensorLayout, other_reads: Sequence[TensorLayout]
     ) -> list[tuple[RedistributionStep, int]]:
-        """These steps, each with its bytes."""
-        path, sizes = self._priced(source, target)
+        """Return the steps that redistributions to `other_reads` do not share, with bytes."""
+        path, sizes = self._steps_and_bytes(source, target)
         if not path:
             return []
-        shared = max((_common(path, self._priced(source, o)[0]) for o in others), default=0)
+        shared = max(
+            (_num_common_steps(path, self._steps_and_bytes(source, o)[0]) for o in other_reads),
+            default=0,
+        )
         return list(zip(path, sizes, strict=True))[shared:]
 
-    def _priced(
+    def _steps_and_bytes(
         self, source: TensorLayout, target: TensorLayout
     ) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
-        return _priced(source, target, self.shape, self.itemsize, self.differentiable)
+        return _steps_and_bytes(source, target, self.shape, self.itemsize, self.differentiable)
 
     def local_bytes(self, layout: TensorLayout) -> int:
         return prod(self.shape) * self.itemsize // prod(layout.shard_counts)
 
 
 @lru_cache(maxsize=1 << 14)
-def bare(layout: TensorLayout) -> TensorLayout:
-    """Only where the tensor is cut, partial sums summed up."""
+def without_partial(layout: TensorLayout) -> TensorLayout:
+    """Return the layout after all partial sums are reduced."""
     return replace(layout, partial=frozenset(), varying=frozenset())
 
 
 @lru_cache(maxsize=1 << 16)
-def _priced(
+def _steps_and_bytes(
     source: TensorLayout,
     target: TensorLayout,
     shape: tuple[int, ...],
     itemsize: int,
     differentiable: bool,
 ) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
-    """The steps of a redistribution, and the bytes that one device sends for each, both forward and
+    """The steps of a redistribution, and the bytes that a device sends for each, forward plus
     backward."""
     path = redistribution_steps(source, target, shape, differentiable)
     return path, tuple(
@@ -101,9 +108,11 @@ def _priced(
     )
 
 
-def _common(one: Sequence[RedistributionStep], other: Sequence[RedistributionStep]) -> int:
+def _num_common_steps(
+    first: Sequence[RedistributionStep], second: Sequence[RedistributionStep]
+) -> int:
     length = 0
-    for a, b in zip(one, other, strict=False):
+    for a, b in zip(first, second, strict=False):
         if a != b:
             break
         length += 1
@@ -116,15 +125,15 @@ def tensor_context(
     source: TensorLayout | None = None,
     reads: tuple[TensorLayout, ...] = (),
 ) -> TensorContext:
-    """A tensor of an operator, with what is decided about the value."""
-    stored = value.kind is Kind.PARAMETER
+    """Return the context of a value as a tensor of an operator with these `dims`."""
+    is_parameter = value.kind is Kind.PARAMETER
     return TensorContext(
-        dims, value.shape, value.itemsize, value.requires_grad, stored, source, reads
+        dims, value.shape, value.itemsize, value.requires_grad, is_parameter, source, reads
     )
 
 
 class DecidedLayouts:
-    """The decisions so far, with the layout of each value at its source and at its readers."""
+    """The cuts decided so far, and the layouts of each value at its source and its readers."""
 
     def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
         self.graph = graph
@@ -137,13 +146,13 @@ class DecidedLayouts:
         self.reads: dict[Value, dict[tuple[str, int], TensorLayout]] = {
             value: {} for value in graph.values()
         }
-        # What the model returns whole, and new values of buffers, count as read so.
+        # Replicated outputs of the model and new values of buffers have one more reader.
         updates = (value for _, value in graph.updates)
         for value in (*replicated_outputs(graph), *updates):
             self.reads[value]["", 0] = mesh.replicated(len(value.shape))
 
     def decide(self, op: Op, cuts: Cuts) -> None:
-        """Cuts an operator so, whatever was decided of it before."""
+        """Set the cuts of an operator, replacing earlier ones."""
         self.cuts[op.name] = {factor: tuple(axes) for factor, axes in cuts.items() if axes}
         reads, outputs = layouts_of(op, self.rules[op.name], self.mesh, self.cuts[op.name])
         for index, (value, layout) in enumerate(zip(op.inputs, reads, strict=True)):
@@ -153,7 +162,7 @@ class DecidedLayouts:
             self.sources[value] = layout if axes is None else TensorLayout(self.mesh, axes)
 
     def neighbors(self, op: Op) -> Iterator[tuple[Value, Op]]:
-        """Those that share a value with `op` which one of them makes, and the value."""
+        """Yield the producers of inputs and the readers of outputs, each with the value."""
         for value in op.inputs:
             if value in self.graph.producer:
                 yield value, self.graph.producer[value]
@@ -161,25 +170,26 @@ class DecidedLayouts:
             for consumer, _ in self.graph.consumers[value]:
                 yield value, consumer
 
-    def others(self, op: Op, value: Value) -> tuple[TensorLayout, ...]:
-        """The layouts in which others than `op` read `value`; a parameter is no tie to them."""
+    def other_reads(self, op: Op, value: Value) -> tuple[TensorLayout, ...]:
+        """Return the layouts in which other operators read `value`; none for parameters."""
         if value.kind is Kind.PARAMETER:
             return ()
         reads = self.reads[value].items()
         return tuple(dict.fromkeys(layout for (name, _), layout in reads if name != op.name))
 
-    def paths(self, value: Value) -> Iterator[Between]:
-        """From the source of a value to each layout in which it is read, if it is no parameter."""
+    def paths(self, value: Value) -> Iterator[Redistribution]:
+        """Yield the redistributions from the source of a value to its readers; none for
+        parameters."""
         if value in self.sources:
             reads = tuple(dict.fromkeys(self.reads[value].values()))
-            for place, target in enumerate(reads):
-                yield self.sources[value], target, reads[:place]
+            for number, target in enumerate(reads):
+                yield self.sources[value], target, reads[:number]
 
 
 def inner_reductions(
     op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts
 ) -> Iterator[tuple[InnerReduction, int]]:
-    """The collectives inside the operator, each with its bytes, forward and backward."""
+    """Yield the collectives inside an operator's kernel, with bytes of forward plus backward."""
     differentiable = any(value.requires_grad for value in op.outputs)
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
         axes = tuple(axis for factor in reduction.factors for axis in cuts.get(factor, ()))

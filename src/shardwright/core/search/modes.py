@@ -1,4 +1,4 @@
-"""The search modes, by the names that users write."""
+"""The search modes, by the values of the users' option `mode`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ MODES: Mapping[str, SearchMode] = MappingProxyType({mode.name: mode for mode in 
 
 
 def check_takes_pins(mode: str, pinned: Mapping[str, object]) -> None:
-    """Raises:
-    StrategyError: if operators are pinned in a mode that decides all of them itself.
+    """Check that a mode supports pinned operators if there are any.
+
+    Raises:
+        StrategyError: if operators are pinned in a mode that decides every operator itself.
     """
     if pinned and not MODES[mode].takes_pins:
         names = ", ".join(list(pinned)[:5]) + (" …" if len(pinned) > 5 else "")
         valid = ", ".join(name for name, other in MODES.items() if other.takes_pins)
         raise StrategyError(
-            f"mode={mode!r} decides every operator itself, but `shard` pins {names}; modes that"
-            f" support pinned operators are {valid}"
+            f"mode={mode!r} decides every operator itself, but `shard` pins {names}\n"
+            f"modes that support pinned operators are {valid}"
         )

@@ -1,4 +1,4 @@
-"""Where parameters are stored sharded that are used whole: optimizer parallel (HSDP, ZeRO)."""
+"""ZeRO and HSDP: store parameters sharded over axes over which all their uses are replicated."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ def sharded_storage(
     sharding: OptimizerParallel,
     pinned: Collection[str] = (),
 ) -> Storage:
-    """`used`, each parameter sharded further over axes on which all its uses hold it whole.
+    """Return `used` with parameters sharded further over axes over which all uses are replicated.
 
-    One dimension takes the axes, so that one collective gathers it: of those that divide, one that
-    no tensor-parallel axis cuts, the first rather than a later one. With `shard_size=-1` it is
-    sharded over as many devices as divide it; with a smaller size over the innermost axes of that
-    size, and replicated between. Where nothing of that size divides, over fewer devices.
+    All axes shard one dim, so that a single all-gather restores the parameter: preferably a dim
+    that tensor parallelism does not shard, and the first of these. `shard_size=-1` shards over as
+    many devices as divide the dim; a smaller size over the innermost axes of that size, with
+    replicas across the others (HSDP), or over fewer devices if it does not divide.
 
     Args:
-        used: how parameters are stored without it.
-        pinned: parameters whose storage the user pinned; they stay.
+        used: the storage of parameters as their operators use them.
+        pinned: names of parameters whose storage the user pinned; it is kept.
 
     Raises:
-        StrategyError: if no axes of a parameter that is held whole by `shard_size` devices or more
-            have that size; lists the sizes that there are.
+        StrategyError: if no axes of a parameter that is replicated over at least `shard_size`
+            devices have that size; lists valid sizes.
     """
-    cut = _cut_axes(graph, mesh, cuts)
+    cut_axes = _cut_axes(graph, mesh, cuts)
     storage = dict(used)
-    known: dict[object, CutAxes] = {}
+    cached: dict[object, CutAxes] = {}
     for value in graph.parameters:
         size = value.numel * value.stored_dtype.itemsize
         if value.name in pinned or size < sharding.threshold * KB:
             continue
-        taken = cut[value].union(*map(frozenset, used[value.name]))
-        free = tuple(a for a in range(len(mesh.device_matrix)) if a not in taken)
-        alike = value.shape, used[value.name], free
-        if alike not in known:
-            known[alike] = _sharded(value, mesh, used[value.name], free, sharding.shard_size)
-        storage[value.name] = known[alike]
+        used_axes = cut_axes[value].union(*map(frozenset, used[value.name]))
+        free = tuple(a for a in range(len(mesh.device_matrix)) if a not in used_axes)
+        key = value.shape, used[value.name], free
+        if key not in cached:
+            cached[key] = _sharded(value, mesh, used[value.name], free, sharding.shard_size)
+        storage[value.name] = cached[key]
     return storage
 
 
 def _cut_axes(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]
 ) -> dict[Value, frozenset[int]]:
-    """The axes over which any operator reads a parameter cut."""
-    axes_of: dict[Value, frozenset[int]] = {value: frozenset() for value in graph.parameters}
+    """For each parameter the axes over which any operator reads it sharded."""
+    cut_axes: dict[Value, frozenset[int]] = {value: frozenset() for value in graph.parameters}
     for value in graph.parameters:
         for op, index in graph.consumers[value]:
             if (rule := rule_of(op)) is not None:
                 inputs, _ = rule.layouts(mesh, cuts.get(op.name, {}))
-                axes_of[value] |= inputs[index].sharded
-    return axes_of
+                cut_axes[value] |= inputs[index].sharded
+    return cut_axes
 
 
 def _sharded(
@@ -77,17 +77,17 @@ def _sharded(
         if shard_size not in valid:
             raise StrategyError(
                 f"shard_size={shard_size}: parameter {value.name!r} is replicated over"
-                f" {mesh.size(free)} devices; valid values are -1, {', '.join(map(str, valid))}"
+                f" {mesh.size(free)} devices\nvalid values are -1, {', '.join(map(str, valid))}"
             )
     if shard_size != -1:
         subsets = [axes for axes in subsets if shard_size % mesh.size(axes) == 0]
-    fitting = [
+    valid_shardings = [
         (mesh.size(axes), not used[dim], -dim, axes)
         for axes in subsets
         for dim, extent in enumerate(value.shape)
         if extent and extent % mesh.size((*used[dim], *axes)) == 0
     ]
-    if not fitting:
+    if not valid_shardings:
         return used
-    _, _, place, axes = max(fitting)
-    return tuple((*cut, *axes) if dim == -place else cut for dim, cut in enumerate(used))
+    _, _, negative_dim, axes = max(valid_shardings)
+    return tuple((*cut, *axes) if dim == -negative_dim else cut for dim, cut in enumerate(used))

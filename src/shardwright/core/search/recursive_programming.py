@@ -1,4 +1,4 @@
-"""The default mode: axis after axis, by seconds where a cluster is known, else symbolically."""
+"""The default mode: axis by axis, by time on a known cluster, else by symbolic cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("shardwright.search")
 
 
 class RecursiveProgramming(SearchMode):
-    """Decides on one axis after the other, so that its work grows with the logarithm of devices."""
+    """Decides one axis after another, in a time that grows with the logarithm of the devices."""
 
     name: ClassVar[str] = "recursive_programming"
     takes_pricing: ClassVar[bool] = True
@@ -30,6 +30,6 @@ class RecursiveProgramming(SearchMode):
         try:
             return with_uncosted_ops_sharded(request, search_recursively(request))
         except IndivisibleError as error:
-            # A plan that works on any number of devices, as the search by time finds it.
-            logger.warning("every device computes the whole: %s", error)
+            # Replicated, as the search by time decides in the same case.
+            logger.warning("all operators are replicated: %s", error)
             return [{}]

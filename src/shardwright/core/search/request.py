@@ -1,4 +1,4 @@
-"""What a search is asked and what it answers."""
+"""The request to a search, the interface of search modes, and the cuts they return."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ DEFAULT_MEM_COEFF = 0.1
 VISIT_ORDERS = ("weight", "topology")
 
 CutsOfGraph = dict[str, dict[str, tuple[int, ...]]]
-"""For each operator that is cut the axes that cut each of its factors, most significant first."""
+"""For each operator with cuts, by name, the axes that cut each factor, most significant first."""
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """What a search by time counts.
+    """The cluster and the training step that the search by time minimizes seconds on.
 
     Args:
-        stages: number of pipeline stages, each with the device matrix.
-        micro_batches: how many of the graph's batches make up a step.
-        sharing: over how many devices optimizer state is sharded, which share the optimizer's
-            step; -1 for all that hold a parameter whole, None if it is not sharded.
+        stages: number of pipeline stages, each with the full device matrix.
+        micro_batches: the number of the graph's batches in a step.
+        sharing: the number of devices over which optimizer state is sharded (ZeRO); -1 for all that
+            replicate a parameter, None if it is not sharded.
     """
 
     cluster: Cluster
@@ -41,37 +41,39 @@ class Pricing:
     sharing: int | None = None
 
     def parameter_weight(self, mem_coeff: float) -> float:
-        """What a second counts in which parameters are gathered or updated or their gradients are
-        reduced: less below the default, so that devices rather keep all parameters."""
+        """Return the weight of seconds for gathering and updating parameters and reducing
+        gradients.
+
+        Below 1 for a `mem_coeff` below the default, which favors replicated parameters.
+        """
         return min(1.0, mem_coeff / DEFAULT_MEM_COEFF)
 
     def seconds_per_parameter_byte(self, mem_coeff: float) -> float:
-        """Seconds that a byte of parameters counts which a device keeps: those in which `mem_coeff`
-        bytes are sent over the fastest link."""
+        """Return w in (1): seconds to send `mem_coeff` bytes over the fastest link."""
         return mem_coeff / max(level.bandwidth for level in self.cluster.levels)
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """A model whose operators are to be cut on the axes of a device mesh.
+    """A graph whose operators are to be cut over the axes of a device matrix.
 
     Args:
-        pinned: cuts of operators that are kept as they are; the others are decided around them.
+        pinned: cuts of operators that are fixed; the search decides the others.
         outputs: the axes of each output of the operators whose output layouts are fixed.
-        arrivals: the axes of each model input that does not arrive whole.
-        pricing: what counts where seconds on a cluster do; None where the symbolic cost does.
-        mem_coeff: weighs the memory of parameters. Small values favor data parallelism, large ones
-            model parallelism, tiny ones no cut at all. With `pricing` a byte that a device keeps
-            counts as `mem_coeff` bytes sent over the fastest link, and below the default, what is
-            done once a step for parameters counts less.
-        order: in which the symbolic search decides operators with a cost on an axis: the heaviest
-            first, or as they stand in the graph; in both, embeddings come after the contractions.
-        log_costs: whether a search by costs writes those of every choice to the logger
-            `shardwright.search`.
-        on_share: is told the share of a search by seconds that is done; others take less than one.
+        arrivals: the axes of each dim of the model inputs that arrive sharded.
+        pricing: set to minimize seconds on a cluster; None for the symbolic cost.
+        mem_coeff: weight of parameter memory. Small values favor data parallelism, large ones
+            tensor parallelism; with tiny ones nothing is cut. With `pricing` a byte of parameters
+            on a device counts as `mem_coeff` bytes sent over the fastest link, and below the
+            default, gathers, updates and gradient reductions of parameters count less.
+        order: the order in which the symbolic search decides main operators on an axis, one of
+            `VISIT_ORDERS`: heaviest first or graph order. Embeddings come last in both.
+        log_costs: whether to log the cost of every choice to `shardwright.search`.
+        on_share: called with the completed share of a search by time. Other searches take less than
+            a second and do not call it.
 
     Raises:
-        StrategyError: if a pinned operator is unknown.
+        StrategyError: if a pinned operator is not in the graph.
     """
 
     graph: Graph
@@ -89,20 +91,21 @@ class SearchRequest:
         unknown = [name for name in self.pinned if name not in self.graph.by_name]
         if unknown:
             nearest = get_close_matches(unknown[0], self.graph.by_name, n=3, cutoff=0.3)
-            hint = f"; nearest to {unknown[0]!r}: {', '.join(nearest)}" if nearest else ""
+            hint = f"\nnearest to {unknown[0]!r}: {', '.join(nearest)}" if nearest else ""
+            more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
             raise StrategyError(
-                f"pinned operators are not in the model: {', '.join(unknown)}{hint}"
+                f"pinned operators are not in the model: {', '.join(unknown[:10])}{more}{hint}"
             )
 
 
 class SearchMode(ABC):
-    """One way to decide the cuts of all operators; `search.modes.MODES` lists them.
+    """An algorithm that decides the cuts of all operators; `search.modes.MODES` lists them.
 
     Attributes:
-        name: as users write it.
-        takes_pins: whether operators may be pinned; else it decides every operator itself.
-        takes_pricing: whether it weighs `mem_coeff`, and seconds where `pricing` is there.
-        requires_pricing: whether it weighs nothing but seconds.
+        name: the value of the users' option `mode`.
+        takes_pins: whether operators may be pinned; else the mode decides every operator itself.
+        takes_pricing: whether it uses `mem_coeff` and, if given, `pricing`.
+        requires_pricing: whether it needs `pricing`.
     """
 
     name: ClassVar[str]
@@ -112,12 +115,15 @@ class SearchMode(ABC):
 
     @abstractmethod
     def search(self, request: SearchRequest) -> Mapping[str, Cuts]:
-        """The axes that cut the factors of each operator; one that is missing is not cut.
+        """Return the axes that cut the factors of each operator; missing operators are not cut.
 
         Raises:
-            StrategyError: if the mode cannot decide the model on the mesh of the request.
+            StrategyError: if the mode finds no cuts for the model on the request's mesh.
         """
 
     def searches(self, request: SearchRequest) -> Sequence[Mapping[str, Cuts]]:
-        """What `search` returns, and perhaps others that are as good as far as the search knows."""
+        """Return the result of `search`, and perhaps others that the search cannot tell apart.
+
+        The predictor of whole plans picks the best.
+        """
         return [self.search(request)]

@@ -1,7 +1,7 @@
-"""Attention along the sequence whose keys and values go round a ring, where they were gathered.
+"""Replace gathered keys and values by ring attention, which needs less memory.
 
-What is predicted to be fastest mostly gathers them, as a ring sends more. But it is a ring that
-holds few of them.
+In attention that is cut along the sequence, gathering keys and values is mostly predicted to be
+faster, since a ring sends more. But a ring holds only a few shards of them at a time.
 """
 
 from __future__ import annotations
@@ -15,38 +15,43 @@ from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.indexed_graph import index_graph
 
-LEAST = 1 / 256
-"""Of a device's memory: a ring is not worth another candidate where gathered keys and values of one
-operator take less."""
+MIN_MEMORY_SHARE = 1 / 256
+"""The share of a device's memory that the gathered keys and values of one operator must take for a
+ring to be worth another candidate."""
 
 
 def ring_cuts(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], pinned: Container[str], limit: int
 ) -> Mapping[str, Cuts] | None:
-    """`cuts` with operators cut by the factor that cuts further inputs too, where there is one and
-    these take much of the memory; None if there is nothing to change.
+    """Return `cuts` with ring attention where gathered inputs take much memory.
+
+    An operator changes from a factor to the one joined with it, which cuts the gathered inputs too.
 
     Args:
+        pinned: names of operators whose cuts stay as they are.
         limit: bytes of a device.
+
+    Returns:
+        None if no operator changes.
     """
     changed: dict[str, Cuts] = {}
     for op, op_type in zip(graph.ops, index_graph(graph).op_types, strict=True):
-        mine = cuts.get(op.name, {})
+        op_cuts = cuts.get(op.name, {})
         if not op_type.joined or op.name in pinned:
             continue
         rule = rule_of(op)
         assert rule is not None
         for factor, other in rule.joined.items():
-            axes = mine.get(other)
+            axes = op_cuts.get(other)
             if not axes or rule.capacity[factor] % mesh.size(axes):
                 continue
-            if _gathered(op, rule, mesh, mine, factor) >= LEAST * limit:
-                changed[op.name] = {factor if f == other else f: a for f, a in mine.items()}
+            if _gathered_bytes(op, rule, mesh, op_cuts, factor) >= MIN_MEMORY_SHARE * limit:
+                changed[op.name] = {factor if f == other else f: a for f, a in op_cuts.items()}
     return {**cuts, **changed} if changed else None
 
 
-def _gathered(op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts, factor: str) -> int:
-    """Bytes of the inputs that only `factor` cuts further."""
+def _gathered_bytes(op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts, factor: str) -> int:
+    """Bytes on a device of the inputs that only `factor` would shard."""
     read, _ = rule.layouts(mesh, cuts)
     return sum(
         prod(layout.shard_shape(value.shape)) * value.itemsize

@@ -22,9 +22,9 @@ from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.decided_layouts import (
     DecidedLayouts,
-    bare,
     inner_reductions,
     tensor_context,
+    without_partial,
 )
 from shardwright.core.search.nearby_cuts import (
     FactorOfAxis,
@@ -198,8 +198,8 @@ class _UncostedOps(DecidedLayouts):
             for index, value in enumerate(op.inputs):
                 layout = self.reads[value][op.name, index]
                 context = tensor_context(value, ())
-                if context.stored:
-                    gradient_bytes += context.traffic(bare(layout), layout, ())
+                if context.is_parameter:
+                    gradient_bytes += context.traffic(without_partial(layout), layout, ())
                 else:
                     activation_bytes += context.local_bytes(layout)
             activation_bytes += sum(

@@ -1,11 +1,11 @@
-"""What is decided around one operator, and the cut of it that redistributes least there.
+"""The cuts of one operator that need the least redistribution to its decided neighbors.
 
-*Redistribution* is what it costs that two operators lay out the tensor between them differently.
-What an operator communicates for its own cut is none: that a partial sum is summed up, and that the
-gradient of an input which it reads whole is. Otherwise the operator behind a product that is cut
-where it sums would best be cut anyhow, and no weight would be cut for the price of its gradient. Of
-cuts that redistribute alike the one whose partial sums take the least comes first, as published:
-MindSpore's propagation sorts strategies without redistribution by their own forward communication
+*Redistribution* converts a tensor between the layouts of two operators. It excludes what an
+operator communicates for its own cuts: reducing its partial sums, and the gradients of inputs that
+it reads replicated. Otherwise an operator behind a product cut along the contracted dim would be
+cut in any way that avoids the all-reduce, and no weight would be replicated because of the cost of
+its gradient. Ties go to the least reduction of own partial sums, as in MindSpore, which sorts
+strategies without redistribution by their own forward communication
 (`Edge::GetNextOpStrategyByPrevOpStrategyWithMiniComm`).
 """
 
@@ -21,7 +21,12 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.rules.rule import Cuts, ShardingRule
-from shardwright.core.search.decided_layouts import Between, TensorContext, bare, inner_reductions
+from shardwright.core.search.decided_layouts import (
+    Redistribution,
+    TensorContext,
+    inner_reductions,
+    without_partial,
+)
 from shardwright.core.search.nearby_cuts import (
     NearbyCuts,
     SharedTensor,
@@ -30,19 +35,21 @@ from shardwright.core.search.nearby_cuts import (
     unjoined_limits,
 )
 
-CANDIDATES = 512
-"""At most so many cuts are tried at once for one operator; one-axis changes of the best follow."""
+MAX_CUTS = 512
+"""The largest number of cuts of an operator to compare at once; changes of one axis of the best
+follow."""
 
 LocalCost = tuple[int, int, int]
-"""Bytes of redistribution, of summing up the operator's own partial sums, of memory on a device."""
+"""Bytes of redistributions, of reducing own partial sums, and of tensors on a device; compared in
+this order."""
 
 
 @dataclass(frozen=True, eq=False)
 class LocalProblem:
-    """One operator among what is decided.
+    """One operator with the decisions of its neighbors.
 
     Args:
-        inputs, outputs: of each of its tensors what is decided about it.
+        inputs, outputs: the decisions at each of its tensors.
     """
 
     op: Op
@@ -52,46 +59,49 @@ class LocalProblem:
     outputs: tuple[TensorContext, ...]
 
     def cheapest(self) -> dict[str, Axes]:
-        """The cut with the least cost, then traffic; of equal ones the first candidate."""
-        best = self._least(self.candidates())
+        """Return the cuts with the least cost, then the least traffic; the first of equal ones."""
+        best = self._cheapest_of(self.enumerate_cuts())
         while True:
-            better = self._least(chain((best,), self._changes(best)))
-            if better == best:
+            improved = self._cheapest_of(chain((best,), self._one_axis_changes(best)))
+            if improved == best:
                 return best
-            best = better
+            best = improved
 
-    def again(self, cuts: dict[str, Axes], forward: bool) -> dict[str, Axes]:
-        """What to cut instead of `cuts`, now that all neighbors are decided.
+    def cuts_given_neighbors(self, cuts: dict[str, Axes], forward: bool) -> dict[str, Axes]:
+        """Return cuts to replace `cuts` once all neighbors are decided, at no more redistribution.
 
-        Never at more cost. Where nothing redistributes less, but as little, it is what agrees with
-        the inputs (or the outputs, if not `forward`): so redistributions move along tensors of
-        equal size, to where they may become cheaper.
+        Ties go to cuts that match the inputs (or the outputs, if not `forward`). So redistributions
+        move along tensors of equal size, to where they may become cheaper.
         """
-        bound = self.cost(cuts)
-        if bound is None or not bound[0]:
+        current_cost = self.cost(cuts)
+        if current_cost is None or not current_cost[0]:
             return cuts
 
-        def near(cuts: Cuts) -> int:
-            read, left = self.rule.layouts(self.mesh, cuts)
-            side = self._entering(read) if forward else self._leaving(left)
-            return sum(context.redistribution(*between) for context, between in side)
+        def mismatch(cuts: Cuts) -> int:
+            read, written = self.rule.layouts(self.mesh, cuts)
+            tensors = (
+                self._input_redistributions(read)
+                if forward
+                else self._output_redistributions(written)
+            )
+            return sum(context.redistribution(*between) for context, between in tensors)
 
-        best, least = cuts, (bound[0], near(cuts), *bound[1:])
-        for other in chain(self.candidates(), self._changes(cuts)):
-            cost = self.cost(other, bound)
-            if cost is not None and (key := (cost[0], near(other), *cost[1:])) < least:
-                best, least = other, key
+        best, least = cuts, (current_cost[0], mismatch(cuts), *current_cost[1:])
+        for changed in chain(self.enumerate_cuts(), self._one_axis_changes(cuts)):
+            cost = self.cost(changed, current_cost)
+            if cost is not None and (key := (cost[0], mismatch(changed), *cost[1:])) < least:
+                best, least = changed, key
         return best
 
-    def _least(self, candidates: Iterable[dict[str, Axes]]) -> dict[str, Axes]:
-        """The first of the cheapest.
+    def _cheapest_of(self, enumerate_cuts: Iterable[dict[str, Axes]]) -> dict[str, Axes]:
+        """The first of the cheapest cuts, with the least traffic.
 
-        Traffic is looked at only where the cost is equal: most of its redistributions are needed
-        nowhere else, and finding one takes time.
+        Traffic is computed only for ties: it needs redistributions that nothing else does, and the
+        search for their steps takes time.
         """
         least: LocalCost | None = None
         equal: list[dict[str, Axes]] = []
-        for cuts in candidates:
+        for cuts in enumerate_cuts:
             cost = self.cost(cuts, least)
             if cost is not None and cost != least:
                 least, equal = cost, []
@@ -100,86 +110,96 @@ class LocalProblem:
         return equal[0] if len(equal) == 1 else min(equal, key=self.traffic)
 
     def cost(self, cuts: Cuts, bound: LocalCost | None = None) -> LocalCost | None:
-        """What it costs beside what is decided; None if above `bound`."""
-        read, left = self.rule.layouts(self.mesh, cuts)
-        tensors = zip((*self.inputs, *self.outputs), (*read, *left), strict=True)
+        """Return the cost of cuts given the decided neighbors; None if above `bound`."""
+        read, written = self.rule.layouts(self.mesh, cuts)
+        tensors = zip((*self.inputs, *self.outputs), (*read, *written), strict=True)
         memory = sum(context.local_bytes(layout) for context, layout in tensors)
-        own = sum(
-            context.traffic(layout, bare(layout), ())
-            for context, layout in zip(self.outputs, left, strict=True)
+        reduction_bytes = sum(
+            context.traffic(layout, without_partial(layout), ())
+            for context, layout in zip(self.outputs, written, strict=True)
         )
         redistribution = 0
-        for context, between in chain(self._entering(read), self._leaving(left)):
+        for context, between in chain(
+            self._input_redistributions(read), self._output_redistributions(written)
+        ):
             redistribution += context.redistribution(*between)
-            if bound is not None and (redistribution, own, memory) > bound:
+            if bound is not None and (redistribution, reduction_bytes, memory) > bound:
                 return None
-        return redistribution, own, memory
+        return redistribution, reduction_bytes, memory
 
     def traffic(self, cuts: Cuts) -> int:
-        """All bytes that cutting the operator so sends, for gradients of parameters too."""
-        read, left = self.rule.layouts(self.mesh, cuts)
+        """Return all bytes that the cuts send, with gradients of parameters."""
+        read, written = self.rule.layouts(self.mesh, cuts)
         inner = inner_reductions(self.op, self.rule, self.mesh, cuts)
         sent = sum(size for _, size in inner)
-        for context, between in chain(self._entering(read), self._leaving(left)):
+        for context, between in chain(
+            self._input_redistributions(read), self._output_redistributions(written)
+        ):
             sent += context.traffic(*between)
         return sent
 
-    def _entering(self, read: tuple[TensorLayout, ...]) -> Iterator[tuple[TensorContext, Between]]:
+    def _input_redistributions(
+        self, read: tuple[TensorLayout, ...]
+    ) -> Iterator[tuple[TensorContext, Redistribution]]:
         for context, layout in zip(self.inputs, read, strict=True):
-            source = bare(layout) if context.stored else context.source
+            source = without_partial(layout) if context.is_parameter else context.source
             if source is not None:
                 yield context, (source, layout, context.reads)
 
-    def _leaving(self, left: tuple[TensorLayout, ...]) -> Iterator[tuple[TensorContext, Between]]:
-        for context, layout in zip(self.outputs, left, strict=True):
-            for place, target in enumerate(context.reads):
-                yield context, (layout, target, context.reads[:place])
+    def _output_redistributions(
+        self, written: tuple[TensorLayout, ...]
+    ) -> Iterator[tuple[TensorContext, Redistribution]]:
+        for context, layout in zip(self.outputs, written, strict=True):
+            for number, target in enumerate(context.reads):
+                yield context, (layout, target, context.reads[:number])
 
-    def candidates(self) -> Iterator[dict[str, Axes]]:
-        """Cuts to try: axes that all neighbors treat alike cut the same factor, or none.
+    def enumerate_cuts(self) -> Iterator[dict[str, Axes]]:
+        """Yield cuts to compare, those that match neighbors first, with no cut among them.
 
-        First those that follow the neighbors; no cut is among them. Where all factors on all
-        such groups of axes are too many, only factors that some neighbor cuts.
+        Axes that all neighbors use equally cut the same factor. If all factors on all groups of
+        axes give more than `MAX_CUTS`, only factors that some neighbor cuts.
         """
-        layouts = dict.fromkeys(tensor.layout for tensor in self.moves.shared)
-        groups = group_equal_axes(self.mesh, [_uses(layout) for layout in layouts])
-        followed = [self._followed(group) for group in groups]
-        every = [(*f, *(n for n in self.moves.limits if n not in f)) for f in followed]
-        options = every if prod(map(len, every)) <= CANDIDATES else followed
-        known = set()
-        for chosen in islice(product(*options), CANDIDATES):
+        layouts = dict.fromkeys(tensor.layout for tensor in self.nearby.shared)
+        groups = group_equal_axes(self.mesh, [_placement_of_axis(layout) for layout in layouts])
+        neighbor_factors = [self._neighbor_factors(group) for group in groups]
+        all_factors = [
+            (*f, *(n for n in self.nearby.limits if n not in f)) for f in neighbor_factors
+        ]
+        options = all_factors if prod(map(len, all_factors)) <= MAX_CUTS else neighbor_factors
+        seen = set()
+        for chosen in islice(product(*options), MAX_CUTS):
             assigned = {
                 axis: factor
                 for group, factor in zip(groups, chosen, strict=True)
                 for axis in group
                 if factor is not None
             }
-            for preferred in self._orders():
-                cuts = self.moves.divisible(assigned, preferred)
+            for preferred in self._axis_orders():
+                cuts = self.nearby.divisible(assigned, preferred)
                 key = tuple(cuts.items())
-                if key not in known:
-                    known.add(key)
+                if key not in seen:
+                    seen.add(key)
                     yield cuts
 
     @cached_property
-    def moves(self) -> NearbyCuts:
-        """The moves of the operator among the layouts that are decided."""
+    def nearby(self) -> NearbyCuts:
+        """The cuts near the layouts of decided neighbors."""
         shared = tuple(
             SharedTensor(context.dims, layout)
             for context in (*self.inputs, *self.outputs)
-            for layout in context.decided
+            for layout in context.known_layouts
         )
         return NearbyCuts(self.mesh, unjoined_limits(self.rule), shared)
 
-    def _followed(self, group: Axes) -> tuple[str | None, ...]:
-        """The factors that neighbors cut on the axes of `group`, then none."""
-        moves = [move for move in self.moves.matching_neighbors() if group[0] in move]
-        return (*dict.fromkeys(move[group[0]] for move in moves), None)
+    def _neighbor_factors(self, group: Axes) -> tuple[str | None, ...]:
+        """The factors that neighbors cut over the axes of `group`, then None for no cut."""
+        nearby = [move for move in self.nearby.matching_neighbors() if group[0] in move]
+        return (*dict.fromkeys(move[group[0]] for move in nearby), None)
 
-    def _orders(self) -> list[Mapping[str, Axes]]:
-        """The orders in which neighbors have the axes of each factor; first: as in the mesh."""
+    def _axis_orders(self) -> list[Mapping[str, Axes]]:
+        """The orders of axes of each factor in the mesh, then in each neighbor."""
         orders: list[Mapping[str, Axes]] = [{}]
-        for tensor in self.moves.shared:
+        for tensor in self.nearby.shared:
             order = {
                 factor: axes
                 for factor, axes in zip(tensor.dims, tensor.layout.axes, strict=True)
@@ -189,16 +209,16 @@ class LocalProblem:
                 orders.append(order)
         return orders
 
-    def _changes(self, cuts: Cuts) -> Iterator[dict[str, Axes]]:
-        """`cuts` with one axis moved to another factor or taken away."""
+    def _one_axis_changes(self, cuts: Cuts) -> Iterator[dict[str, Axes]]:
+        """`cuts` with one axis cutting another factor or none."""
         axes = [axis for axis, size in enumerate(self.mesh.device_matrix) if size > 1]
-        for move in self.moves.with_one_axis_changed(factor_of_axis(cuts), axes):
-            yield self.moves.divisible(move, cuts)
-            yield self.moves.divisible(move)
+        for move in self.nearby.with_one_axis_changed(factor_of_axis(cuts), axes):
+            yield self.nearby.divisible(move, cuts)
+            yield self.nearby.divisible(move)
 
 
-def _uses(layout: TensorLayout) -> dict[int, object]:
-    """For each axis that the layout uses the dimension that it cuts, or its state."""
+def _placement_of_axis(layout: TensorLayout) -> dict[int, object]:
+    """The dim that each axis shards, or "partial" or "varying"."""
     uses: dict[int, object] = {axis: dim for dim, axes in enumerate(layout.axes) for axis in axes}
     uses.update(dict.fromkeys(layout.partial, "partial"))
     uses.update(dict.fromkeys(layout.varying, "varying"))

@@ -1,14 +1,11 @@
-"""Sharding propagation: from pinned operators outwards, each operator follows its neighbors.
+"""Sharding propagation: decide operators outwards from pinned ones, to match their neighbors.
 
-Breadth first from the pinned operators, over the tensors that operators share, in both directions.
-Each next operator takes the cut with the least redistribution to what is decided already: bytes
-sent for the tensors that it shares, forward and backward. Of equal ones it takes the one whose own
-partial sums take the fewest bytes to sum up, then that with the least memory (bytes of its tensors
-on one device), then with the least communication of any kind, gradients of parameters included,
-then the first in a fixed order.
-
-Then operators are decided again with all their neighbors known, so that between regions that grew
-from different pins the redistribution comes to lie where it is cheapest.
+1. Visit operators breadth first from the pinned ones, along shared tensors in both directions. Each
+   takes the cuts with the least, in this order: bytes of redistributions to decided neighbors,
+   forward and backward; bytes to reduce its own partial sums; bytes of its tensors on one device;
+   bytes of all communication, with gradients of parameters; position in a fixed order.
+2. Decide operators again with all neighbors known, so that the redistributions between regions that
+   grew from different pins move to where they are cheapest.
 """
 
 from __future__ import annotations
@@ -31,37 +28,37 @@ from shardwright.errors import StrategyError
 
 
 def propagate(request: SearchRequest) -> CutsOfGraph:
-    """Decides every operator from those that are pinned.
+    """Decide all operators from the pinned ones.
 
     Returns:
-        For each operator that is cut the axes that cut each factor. Operators that no path joins
-        with a pinned one follow the batch as far as it divides.
+        The cuts of each operator. Operators without a path to a pinned one are data parallel as far
+        as the batch size is divisible.
 
     Raises:
-        StrategyError: nothing is pinned.
+        StrategyError: if no operator is pinned.
     """
     graph, pinned = request.graph, request.pinned
     if not pinned:
         raise StrategyError(
-            "sharding propagation starts from pinned operators and there are none: pin some with"
-            ' `sw.shard(module, strategy)`, or use mode="recursive_programming", which needs none'
+            'mode="sharding_propagation" starts from pinned operators, but none are pinned\n'
+            'pin some with `sw.shard(module, strategy)`, or use mode="recursive_programming"'
         )
     propagation = _Propagation(graph, request.mesh, request.outputs)
     for op in graph.ops:
         if op.name in pinned:
             propagation.decide(op, pinned[op.name])
-    propagation.spread()
-    propagation.settle(pinned)
+    propagation.propagate()
+    propagation.refine(pinned)
     cuts = propagation.cuts
-    apart = [op.name for op in graph.ops if op.name not in cuts]
-    if apart:
-        following = semi_auto(graph, request.mesh, {})
-        cuts.update({name: following.get(name, {}) for name in apart})
+    unreached = [op.name for op in graph.ops if op.name not in cuts]
+    if unreached:
+        data_parallel_cuts = semi_auto(graph, request.mesh, {})
+        cuts.update({name: data_parallel_cuts.get(name, {}) for name in unreached})
     return {op.name: cuts[op.name] for op in graph.ops if cuts[op.name]}
 
 
 class ShardingPropagation(SearchMode):
-    """Each operator as the pinned operators next to it, and so on outwards."""
+    """Propagates the cuts of pinned operators to all others."""
 
     name: ClassVar[str] = "sharding_propagation"
 
@@ -73,104 +70,106 @@ class ShardingPropagation(SearchMode):
 
 
 ROUNDS = 4
-"""At most so many times all operators are decided again, forward and backward."""
+"""How often step 2 visits all operators at most, each time forward and backward."""
 
 
 class _Propagation(DecidedLayouts):
-    """What is decided from the pinned operators outwards."""
+    """The decisions so far, from the pinned operators outwards."""
 
     def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
         super().__init__(graph, mesh, outputs)
-        self.data = _of_inputs(graph)
-        self._known: dict[tuple[object, ...], dict[str, Axes]] = {}
+        self.data = _depends_on_inputs(graph)
+        self._cache: dict[tuple[object, ...], dict[str, Axes]] = {}
 
-    def spread(self) -> None:
-        """Decides operator after operator, breadth first.
+    def propagate(self) -> None:
+        """Step 1.
 
-        Paths of data that carry gradients come before others: a mask or a table of positions that
-        all layers share is no short cut from the first layer to the last.
+        Data with gradients comes first: a mask or a table of positions that all layers share must
+        not be a short cut from the first layer to the last.
         """
-        near: deque[Op] = deque()
-        far: deque[Op] = deque()
+        gradient_queue: deque[Op] = deque()
+        other_queue: deque[Op] = deque()
         for op in self.graph.ops:
             if op.name in self.cuts:
-                self._enqueue(op, near, far)
-        while near or far:
-            op = (near or far).popleft()
+                self._enqueue(op, gradient_queue, other_queue)
+        while gradient_queue or other_queue:
+            op = (gradient_queue or other_queue).popleft()
             if op.name not in self.cuts:
-                self.decide(op, self._cheapest(op))
-                self._enqueue(op, near, far)
+                self.decide(op, self._cheapest_cuts(op))
+                self._enqueue(op, gradient_queue, other_queue)
 
-    def _enqueue(self, op: Op, near: deque[Op], far: deque[Op]) -> None:
+    def _enqueue(self, op: Op, gradient_queue: deque[Op], other_queue: deque[Op]) -> None:
         for value, other in self.neighbors(op):
             if other.name not in self.cuts:
-                (near if value.requires_grad and value in self.data else far).append(other)
+                (
+                    gradient_queue if value.requires_grad and value in self.data else other_queue
+                ).append(other)
 
-    def settle(self, pinned: Mapping[str, Cuts]) -> None:
-        """Decides operators again that redistribute, until that no longer makes it less."""
+    def refine(self, pinned: Mapping[str, Cuts]) -> None:
+        """Step 2, until the bytes of redistributions stop decreasing."""
         free = [op for op in self.graph.ops if op.name in self.cuts and op.name not in pinned]
-        before = self._redistribution()
+        before = self._redistribution_bytes()
         for _ in range(ROUNDS):
             for ops, forward in ((free, True), (free[::-1], False)):
                 for op in ops:
-                    cuts = self._redecide(op, forward)
+                    cuts = self._redecided(op, forward)
                     if cuts != self.cuts[op.name]:
                         self.decide(op, cuts)
-            now = self._redistribution()
-            if now >= before:
+            redistribution_bytes = self._redistribution_bytes()
+            if redistribution_bytes >= before:
                 return
-            before = now
+            before = redistribution_bytes
 
-    def _redistribution(self) -> int:
+    def _redistribution_bytes(self) -> int:
         return sum(
             tensor_context(value, ()).redistribution(*path)
             for value in self.reads
             for path in self.paths(value)
         )
 
-    def _cheapest(self, op: Op) -> dict[str, Axes]:
-        problem = self._problem(op)
+    def _cheapest_cuts(self, op: Op) -> dict[str, Axes]:
+        problem = self._local_problem(op)
         return {} if problem is None else self._cached(problem, (), problem.cheapest)
 
-    def _redecide(self, op: Op, forward: bool) -> dict[str, Axes]:
-        problem, cuts = self._problem(op), self.cuts[op.name]
+    def _redecided(self, op: Op, forward: bool) -> dict[str, Axes]:
+        problem, cuts = self._local_problem(op), self.cuts[op.name]
         if problem is None:
             return {}
         return self._cached(
             problem,
             (tuple(cuts.items()), forward),
-            lambda: problem.again(cuts, forward),
+            lambda: problem.cuts_given_neighbors(cuts, forward),
         )
 
     def _cached(
         self,
         problem: LocalProblem,
-        more: tuple[object, ...],
+        extra_key: tuple[object, ...],
         decide: Callable[[], dict[str, Axes]],
     ) -> dict[str, Axes]:
-        """Operators alike among neighbors alike are cut alike."""
-        key = (id(problem.rule), problem.inputs, problem.outputs, *more)
-        if key not in self._known:
-            self._known[key] = decide()
-        return self._known[key]
+        """`decide()`, cached: equal operators with equal surroundings get equal cuts."""
+        key = (id(problem.rule), problem.inputs, problem.outputs, *extra_key)
+        if key not in self._cache:
+            self._cache[key] = decide()
+        return self._cache[key]
 
-    def _problem(self, op: Op) -> LocalProblem | None:
-        """What is decided around `op`; None if there is nothing to decide about it."""
+    def _local_problem(self, op: Op) -> LocalProblem | None:
+        """`op` with the decisions at its tensors; None if it cannot be cut."""
         rule = self.rules[op.name]
         if rule is None or not rule.factors:
             return None
         inputs = tuple(
-            tensor_context(value, dims, self.sources.get(value), self.others(op, value))
+            tensor_context(value, dims, self.sources.get(value), self.other_reads(op, value))
             for value, dims in zip(op.inputs, rule.inputs, strict=True)
         )
         outputs = tuple(
-            tensor_context(value, dims, None, self.others(op, value))
+            tensor_context(value, dims, None, self.other_reads(op, value))
             for value, dims in zip(op.outputs, rule.outputs, strict=True)
         )
         return LocalProblem(op, rule, self.mesh, inputs, outputs)
 
 
-def _of_inputs(graph: Graph) -> set[Value]:
+def _depends_on_inputs(graph: Graph) -> set[Value]:
     """The values that depend on the model's inputs."""
     values = set(graph.input_values)
     for op in graph.ops:

@@ -1,9 +1,9 @@
-"""The double recursion: axis after axis, and on each axis operator after operator.
+"""The symbolic search, MindSpore's double recursion: axis by axis, then operator by operator.
 
-The first recursion halves the devices (one axis of the device matrix after the other, the outermost
-first); the second walks over the operators that have a cost. Each takes the cut that costs least:
-what the cut leaves whole plus the redistribution to neighbors already decided on this axis. All
-others follow their neighbors.
+The outer recursion divides the devices, one axis of the device matrix after another, outermost
+first. The inner one visits the main operators. Each takes the choice with the least cost: elements
+of the tensors that the choice does not cut, plus redistributions to neighbors already decided on
+this axis. All other operators follow their neighbors.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ logger = logging.getLogger("shardwright.search")
 
 @dataclass(frozen=True, slots=True)
 class OperatorCosts:
-    """Costs of one operator on its current shard, without redistribution.
+    """Costs of one operator on its current shard, without redistributions.
 
     Args:
-        elements: of each tensor, inputs, then outputs.
-        cuts: for each of the op_type's choices, `IMPOSSIBLE` where it cannot be cut.
-        no_cut: of computing it on every device.
-        weight: the largest of the costs for which sizes divide: heavy operators are decided first.
+        elements: of a shard of each tensor, inputs, then outputs.
+        cuts: the cost of each choice of the type, `IMPOSSIBLE` where it is invalid.
+        no_cut: the cost of replicating it.
+        weight: the largest cost of choices that divide the sizes, by which operators are ordered.
     """
 
     elements: tuple[int, ...]
@@ -41,12 +41,12 @@ class OperatorCosts:
 
 
 def search_recursively(request: SearchRequest) -> CutsOfGraph:
-    """Decides what every operator cuts on every axis by the symbolic cost.
+    """Decide the cuts of all operators by the symbolic cost.
 
     Raises:
-        StrategyError: there are several devices and no operator can be cut at all.
-        IndivisibleError: there are several devices, and no operator has a dimension that they
-            divide.
+        StrategyError: if there are several devices and no operator can be cut at all.
+        IndivisibleError: if there are several devices and no dimension of a main operator is
+            divisible.
     """
     mesh, pinned = request.mesh, request.pinned
     indexed = index_graph(request.graph)
@@ -56,17 +56,22 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
     cuts: CutsOfGraph = {}
     for axis, axis_size in enumerate(mesh.device_matrix):
         if axis_size > 1:
-            choices = recursion.descend(axis, axis_size, _pinned_on(indexed, pins, axis))
-            record(indexed, choices, axis, cuts)
-    # Axes of a pinned operator may stand in another order than the one in which they are decided.
+            choices = recursion.decide_axis(axis, axis_size, _pinned_on(indexed, pins, axis))
+            record_axis(indexed, choices, axis, cuts)
+    # A pin may list the axes of a factor in another order than that of decisions.
     cuts.update({name: dict(factors) for name, factors in pinned.items() if factors})
-    if not cuts and not pins and mesh.num_devices > 1 and not recursion.had_a_choice:
+    if not cuts and not pins and mesh.num_devices > 1 and not recursion.had_valid_choice:
         raise _nothing_divides(indexed, mesh)
     return cuts
 
 
 class Recursion:
-    """What the levels share: how far each operator is cut already, and tables of costs."""
+    """The state that levels share: the shards of each operator so far, and a cache of costs.
+
+    Args:
+        order: one of `VISIT_ORDERS`.
+        log: called with each line of the log of costs; None for no log.
+    """
 
     def __init__(
         self,
@@ -80,16 +85,20 @@ class Recursion:
         self.order = order
         self.log = log
         self.shard_counts = [(1,) * len(op_type.factors) for op_type in graph.op_types]
-        self.had_a_choice = False
+        self.had_valid_choice = False
         self._costs: dict[tuple[OpType, tuple[int, ...], int], OperatorCosts] = {}
 
-    def descend(self, axis: int, axis_size: int, pinned: Mapping[int, int]) -> list[int]:
-        """Decides every operator on one axis and makes the shards smaller accordingly."""
+    def decide_axis(self, axis: int, axis_size: int, pinned: Mapping[int, int]) -> list[int]:
+        """Decide all operators on one axis, and return their choices.
+
+        Args:
+            pinned: the choices of pinned operators on this axis.
+        """
         level = AxisLevel(self.graph, self.shard_counts, axis_size)
         for op, choice in pinned.items():
             level.choice[op] = choice
         level.propagate(pinned)
-        for op in self._in_order(level):
+        for op in self._undecided_in_order(level):
             alternatives = self.alternatives(level, op)
             chosen = min(alternatives, key=lambda alternative: alternative.total)
             level.choice[op] = chosen.factor
@@ -100,8 +109,11 @@ class Recursion:
         self.shard_counts = level.next_shard_counts()
         return level.choice
 
-    def _in_order(self, level: AxisLevel) -> list[int]:
-        """Contractions first, then what looks up rows: it weighs its cut, not those that follow."""
+    def _undecided_in_order(self, level: AxisLevel) -> list[int]:
+        """Undecided main operators: contractions first, then embeddings.
+
+        An embedding's cost does not contain those of the operators that would follow its choice.
+        """
         op_types = self.graph.op_types
         undecided = [op for op in self.graph.main if level.choice[op] == UNDECIDED]
         if self.order == "weight":
@@ -119,7 +131,7 @@ class Recursion:
         return self._costs[key]
 
     def alternatives(self, level: AxisLevel, op: int) -> list[CutAlternative]:
-        """Every choice of `op` with its cost, in the order that breaks ties."""
+        """Return all choices of `op` with their costs, in the order that breaks ties."""
         op_type, costs = self.graph.op_types[op], self._operator_costs(level, op)
         neighbors = _decided_neighbors(level, op, costs.elements)
 
@@ -127,8 +139,8 @@ class Recursion:
             dims = (op_type.input_dims[factor], op_type.output_dims[factor])
             return sum(
                 redistribution_cost(elements)
-                for side, place, dim, elements in neighbors
-                if _differs(dims[side][place], dim)
+                for side, tensor_index, dim, elements in neighbors
+                if _differs(dims[side][tensor_index], dim)
             )
 
         alternatives = [
@@ -137,7 +149,7 @@ class Recursion:
             )
             for factor, label, cost in zip(op_type.choices, op_type.labels, costs.cuts, strict=True)
         ]
-        self.had_a_choice |= any(cost < IMPOSSIBLE for cost in costs.cuts)
+        self.had_valid_choice |= any(cost < IMPOSSIBLE for cost in costs.cuts)
         return [
             *alternatives,
             CutAlternative(NO_CUT, "no_cut", costs.no_cut, redistribution(NO_CUT)),
@@ -147,7 +159,12 @@ class Recursion:
 def operator_costs(
     op_type: OpType, shard_counts: tuple[int, ...], axis_size: int, mem_coeff: float
 ) -> OperatorCosts:
-    """The costs of an operator whose factors are cut in `shard_counts` already."""
+    """Return the costs of an operator on its current shard.
+
+    Args:
+        shard_counts: the number of shards of each factor so far.
+        axis_size: the number of devices along the next axis.
+    """
     priced = [tensor.elements(shard_counts) for tensor in op_type.priced]
     costs = [
         cut_cost(
@@ -159,15 +176,15 @@ def operator_costs(
     excluded = [
         any(shard_counts[other] > 1 for other in op_type.exclusive[f]) for f in op_type.choices
     ]
-    # What exclusion rules out counts here all the same, and so does a batch that does not divide
-    # where nothing is cut: so do the published figures.
+    # MindSpore's published figures count excluded cuts in the weight, and a batch cut in the cost
+    # of no cut even if its size is not divisible.
     divisible = [cost for cost, ok in zip(costs, divides, strict=True) if ok]
     batch = [cost for cost, label in zip(costs, op_type.labels, strict=True) if label[0] == "I"]
     return OperatorCosts(
         elements=tuple(tensor.elements(shard_counts) for tensor in op_type.tensors),
         cuts=tuple(
-            cost if ok and not ruled_out else IMPOSSIBLE
-            for cost, ok, ruled_out in zip(costs, divides, excluded, strict=True)
+            cost if ok and not is_excluded else IMPOSSIBLE
+            for cost, ok, is_excluded in zip(costs, divides, excluded, strict=True)
         ),
         no_cut=no_cut_cost([*divisible, *batch]),
         weight=max(divisible, default=0.0),
@@ -176,7 +193,8 @@ def operator_costs(
 
 _INPUT, _OUTPUT = 0, 1
 _CUT_SOMEWHERE = -3
-"""The dim of a batch that no longer divides: what leaves it whole is charged for it."""
+"""The dim of a batch whose size is not divisible further: choices that replicate it are charged a
+redistribution, choices that cut any dim are not."""
 
 
 def _differs(dim: int, neighbor: int) -> bool:
@@ -189,34 +207,36 @@ def _decided_neighbors(
     """Tensors that `op` shares with operators decided on this level.
 
     Returns:
-        For each the side (`_INPUT` or `_OUTPUT`) and the place there, the dim along which the
-        neighbor cuts it and its elements. The batch that `op` reads directly counts as cut on
-        dim 0 as long as that divides, then on any.
+        For each the side (`_INPUT` or `_OUTPUT`), the index among inputs or outputs, the dim that
+        the neighbor shards, and the elements. A batch that `op` reads directly counts as sharded on
+        dim 0 while that is divisible, then as `_CUT_SOMEWHERE`.
     """
     graph, choice = level.graph, level.choice
     inputs, neighbors = graph.inputs[op], []
-    for place, value in enumerate(inputs):
+    for input_index, value in enumerate(inputs):
         if (source := graph.producer[value]) is not None:
-            producer, slot = source
+            producer, output_index = source
             if graph.data[value] and choice[producer] != UNDECIDED:
-                dim = graph.op_types[producer].output_dims[choice[producer]][slot]
-                neighbors.append((_INPUT, place, dim, elements[place]))
+                dim = graph.op_types[producer].output_dims[choice[producer]][output_index]
+                neighbors.append((_INPUT, input_index, dim, elements[input_index]))
         elif graph.batch[value]:
-            dim = 0 if level.choice_from_input(op, place, 0) >= 0 else _CUT_SOMEWHERE
-            neighbors.append((_INPUT, place, dim, elements[place]))
-    for slot, value in enumerate(graph.outputs[op]):
+            dim = 0 if level.choice_from_input(op, input_index, 0) >= 0 else _CUT_SOMEWHERE
+            neighbors.append((_INPUT, input_index, dim, elements[input_index]))
+    for output_index, value in enumerate(graph.outputs[op]):
         reads = {
-            (consumer, graph.op_types[consumer].input_dims[choice[consumer]][place])
-            for consumer, place in graph.consumers[value]
+            (consumer, graph.op_types[consumer].input_dims[choice[consumer]][input_index])
+            for consumer, input_index in graph.consumers[value]
             if choice[consumer] != UNDECIDED
         }
-        size = elements[len(inputs) + slot]
-        neighbors.extend((_OUTPUT, slot, dim, size) for _, dim in reads)
+        size = elements[len(inputs) + output_index]
+        neighbors.extend((_OUTPUT, output_index, dim, size) for _, dim in reads)
     return neighbors
 
 
-def record(indexed: IndexedGraph, choices: Sequence[int], axis: int, cuts: CutsOfGraph) -> None:
-    """Appends `axis` to the axes of the factor that each operator cuts on it."""
+def record_axis(
+    indexed: IndexedGraph, choices: Sequence[int], axis: int, cuts: CutsOfGraph
+) -> None:
+    """Append `axis` to the axes of the factor that each operator cuts on it."""
     for name, op_type, choice in zip(indexed.names, indexed.op_types, choices, strict=True):
         if choice != NO_CUT:
             cut, factor = cuts.setdefault(name, {}), op_type.factors[choice]
@@ -243,24 +263,25 @@ def _nothing_divides(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyError
         )
     sizes = " · ".join(map(str, mesh.device_matrix))
     where = f"nothing can be cut over {devices} devices ({sizes})"
-    others = "no matrix product or other main operator has a dimension that is a multiple of them"
+    others = f"no matrix product or other main operator has a dimension divisible by {devices}"
     if indexed.batch_size is None:
         return IndivisibleError(
             f"{where}: {others}, and the model has no tensor input with a batch dimension"
         )
     if indexed.batch_size % devices == 0:
         return IndivisibleError(
-            f"{where}: {others}; dim 0 of the inputs ({indexed.batch_size}) would do, but those"
-            " operators have none of that size: let the batch come first, or use fewer devices"
+            f"{where}: {others}; dim 0 of the inputs ({indexed.batch_size}) is divisible, but those"
+            " operators have no dimension of that size\n"
+            "let the batch come first in the inputs, or use fewer devices"
         )
     valid = " or ".join(map(str, nearest_multiples(indexed.batch_size, devices)))
     return IndivisibleError(
-        f"{where}: the batch size {indexed.batch_size} is not divisible, and {others};"
-        f" use for example a batch size of {valid}"
+        f"{where}: the batch size {indexed.batch_size} is not divisible, and {others}\n"
+        f"use for example a batch size of {valid}"
     )
 
 
 def nearest_multiples(size: int, of: int) -> tuple[int, ...]:
-    """The positive multiples of `of` just below and above `size`: (7, 4) → (4, 8)."""
+    """Return the positive multiples of `of` just below and above `size`: (7, 4) → (4, 8)."""
     below = size // of * of
     return (below, below + of) if below else (of,)
