@@ -33,9 +33,9 @@ def test_data_parallel_ignores_inputs_that_have_no_batch() -> None:
 
 
 def test_data_parallel_names_both_numbers_and_the_nearest_batch_sizes() -> None:
-    with pytest.raises(StrategyError, match=r"batch size 30 .* 8 devices.*such as 24 or 32"):
+    with pytest.raises(StrategyError, match=r"(?s)batch size 30 .* 8 devices.*such as 24 or 32"):
         data_parallel(case_a(batch=30), prime_mesh(8))
-    with pytest.raises(StrategyError, match=r"batch size 3 .* 8 devices.*such as 8$"):
+    with pytest.raises(StrategyError, match=r"(?s)batch size 3 .* 8 devices.*such as 8$"):
         data_parallel(case_a(batch=3), prime_mesh(8))
 
 

@@ -361,14 +361,14 @@ def test_an_odd_batch_is_charged_unless_the_product_sums_over_it(
 def test_a_batch_that_divides_nothing_is_an_error_with_valid_sizes() -> None:
     net = GraphBuilder()
     net.op("relu", aten.relu.default, net.linear("dense", net.input("x", 7, 15), 9))
-    with pytest.raises(StrategyError, match=r"8 devices.*batch size 7.*batch size of 8"):
+    with pytest.raises(StrategyError, match=r"(?s)8 devices.*batch size 7.*batch size of 8"):
         search_recursively(SearchRequest(net.build(), prime_mesh(8)))
 
 
 def test_a_model_without_products_whose_batch_does_not_divide_is_an_error() -> None:
     net = GraphBuilder()
     net.op("relu", aten.relu.default, net.input("x", 9, 64))
-    with pytest.raises(StrategyError, match=r"batch size 9.*8 or 16"):
+    with pytest.raises(StrategyError, match=r"(?s)batch size 9.*8 or 16"):
         search_recursively(SearchRequest(net.build(), prime_mesh(8)))
 
 
@@ -376,7 +376,7 @@ def test_an_inputs_first_dimension_that_no_product_has_is_not_said_to_be_indivis
     net = GraphBuilder()
     net.input("x", 8, 3)
     net.linear("dense", net.input("y", 3, 15), 9)
-    with pytest.raises(StrategyError, match=r"dim 0 of the inputs \(8\).*the batch come first"):
+    with pytest.raises(StrategyError, match=r"(?s)dim 0 of the inputs \(8\).*the batch come first"):
         search_recursively(SearchRequest(net.build(), prime_mesh(8)))
 
 
