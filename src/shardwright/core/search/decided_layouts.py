@@ -18,7 +18,7 @@ from shardwright.core.search.indexed_graph import replicated_outputs
 from shardwright.core.search.nearby_cuts import layouts_of
 from shardwright.core.search.request import CutsOfGraph
 
-Redistribution = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
+SharedRedistribution = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
 """A redistribution: source, target, and targets of other readers that may share its first steps."""
 
 
@@ -177,7 +177,7 @@ class DecidedLayouts:
         reads = self.reads[value].items()
         return tuple(dict.fromkeys(layout for (name, _), layout in reads if name != op.name))
 
-    def paths(self, value: Value) -> Iterator[Redistribution]:
+    def paths(self, value: Value) -> Iterator[SharedRedistribution]:
         """Yield the redistributions from the source of a value to its readers; none for
         parameters."""
         if value in self.sources:

@@ -22,7 +22,7 @@ from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.decided_layouts import (
-    Redistribution,
+    SharedRedistribution,
     TensorContext,
     inner_reductions,
     without_partial,
@@ -140,7 +140,7 @@ class LocalProblem:
 
     def _input_redistributions(
         self, read: tuple[TensorLayout, ...]
-    ) -> Iterator[tuple[TensorContext, Redistribution]]:
+    ) -> Iterator[tuple[TensorContext, SharedRedistribution]]:
         for context, layout in zip(self.inputs, read, strict=True):
             source = without_partial(layout) if context.is_parameter else context.source
             if source is not None:
@@ -148,7 +148,7 @@ class LocalProblem:
 
     def _output_redistributions(
         self, written: tuple[TensorLayout, ...]
-    ) -> Iterator[tuple[TensorContext, Redistribution]]:
+    ) -> Iterator[tuple[TensorContext, SharedRedistribution]]:
         for context, layout in zip(self.outputs, written, strict=True):
             for number, target in enumerate(context.reads):
                 yield context, (layout, target, context.reads[:number])
