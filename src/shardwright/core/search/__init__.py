@@ -7,10 +7,10 @@ Nouns of a search, from small to large:
 
     choice      the factor that one operator cuts over one axis, or none
     cuts        the choices of an operator over all axes
-    layout      where a tensor is, as the cuts of the operators beside it say
+    layout      how a tensor is sharded, as the cuts of its producer or reader imply
     decisions   cuts, storage, stages and recomputation of a whole model
     candidate   decisions with their predicted step time; the best becomes the plan
-    bound       seconds that no candidate of a kind can go below
+    bound       seconds that no candidate with some property can go below
 
 Decided:
 
@@ -36,7 +36,9 @@ Objective, where the cluster is known (seconds of a step plus weighted parameter
 
 Objective, without a cluster (elements sent and held, as MindSpore's recursive programming):
 
-    (2)  sum over o, axis by axis, of  min over f of  cut_cost(o, f) + redistribution to the decided
+    (2)  sum over o, axis by axis, of  min over f of  cut_cost(o, f) + redistribution(o, f)
+
+         redistribution(o, f)  to the neighbors of o that are decided already on this axis
 
     implemented in: cost/symbolic.py: cut_cost, redistribution_cost; recursive/search.py: Recursion
 

@@ -28,7 +28,7 @@ class RedistributionBound:
     >>> from shardwright.core.cost.clusters import load_cluster
     >>> from shardwright.core.layout.prime_mesh import prime_mesh
     >>> mesh = prime_mesh(16)
-    >>> least = LeastRedistribution(Links(load_cluster("h100"), mesh))
+    >>> least = RedistributionBound(Links(load_cluster("h100"), mesh))
     >>> whole, rows, columns = mesh("None", "None"), mesh("b", "None"), mesh("None", "b")
     >>> least.seconds(whole, rows, 2**20, differentiable=False)
     0.0
