@@ -1,4 +1,4 @@
-"""Parameters as DTensors: each rank keeps its shard in the layout that the plan stores it in."""
+"""Shard parameters as DTensors with the storage layouts of a plan, and read their local shards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shardwright.errors import LayoutError, PlanError
 def local_shard(
     tensor: Tensor, where: TensorLayout, devices: Devices, *, copy: bool = True
 ) -> DTensor:
-    """This rank's block of a whole `tensor`, as a DTensor of the whole tensor's shape.
+    """Shard a full `tensor` without communication, and return this rank's shard as a DTensor.
 
     Args:
         copy: False if a block that is the whole may share its memory.
@@ -59,8 +59,7 @@ def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Device
 
 
 def shard_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Before a state is loaded: of whole tensors, as one device saves them, takes what this rank
-    holds; communicates nothing.
+    """State dict pre-hook: replace full tensors, as one device saves them, by this rank's shards.
 
     Raises:
         PlanError: for the part of another rank.
@@ -77,7 +76,7 @@ def shard_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *
 
 
 def _check_is_own(name: str, part: DTensor, parameter: DTensor) -> None:
-    """What one rank has saved of a DTensor is its part, with its place in the mesh.
+    """Check that a DTensor that one rank saved is loaded at the same coordinates of the mesh.
 
     Raises:
         PlanError: if `part` has another place than `parameter`.
@@ -99,8 +98,8 @@ def _check_is_own(name: str, part: DTensor, parameter: DTensor) -> None:
 
 @cache
 def accept_whole_optimizer_states() -> None:
-    """Lets optimizers of this process go on from states of whole tensors, as one device saves them:
-    of each its rank takes what it holds."""
+    """Make optimizers of this process accept states of full tensors, as one device saves them: each
+    rank takes its shard."""
     seen = WeakSet[Optimizer]()
 
     def before_step(optimizer: Optimizer, *_: object) -> None:
@@ -126,8 +125,7 @@ def _cut_whole_states(optimizer: Optimizer) -> None:
 
 
 class _LocalShards(torch.autograd.Function):
-    """Hands out the local shards of DTensors, and takes their gradients back as DTensors, once for
-    all of them."""
+    """Return the local shards of all DTensors at once, and their gradients as DTensors."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
@@ -150,17 +148,17 @@ def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict
 
 
 def own_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, or of a plain tensor all, apart from autograd."""
+    """The local shard of a DTensor, or a plain tensor itself, detached."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def stored_shards(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank holds of each, apart from autograd."""
+    """The local shard of each parameter, detached."""
     return {name: own_tensor(parameter) for name, parameter in parameters.items()}
 
 
 def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """Adds gradients of this rank's shards to those that the parameters have."""
+    """Accumulate gradients of local shards into the `grad` of their parameters."""
     with torch.no_grad():
         for name, gradient in gradients.items():
             parameter = parameters[name]
@@ -233,7 +231,8 @@ def _dimension(placement: Shard | StridedShard, ndim: int) -> int:
 
 
 def _inserted(axes: Axes, axis: int, placement: Placement, layout: DeviceMatrix) -> Axes:
-    """`axes`, all to the right of `axis`, with it where as many shards as it says come before."""
+    """Insert `axis` into `axes`, which are all to its right, behind as many shards as its placement
+    (a `_StridedShard`) has before it."""
     coarser = placement.split_factor if isinstance(placement, StridedShard) else 1
     for place in range(len(axes) + 1):
         if layout.size(axes[:place]) == coarser:

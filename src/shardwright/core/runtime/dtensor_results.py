@@ -1,4 +1,4 @@
-"""Results of DTensors that PyTorch gets wrong: the number of a sum over devices, and random numbers
+"""Correct DTensor results that PyTorch gets wrong: `item()` of a partial sum, and random numbers
 on CPUs."""
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ DRAWS = (
     *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to),
     *(aten.rand_like.default, aten.randn_like.default),
 )
-"""Operators that draw numbers: on CPUs all devices would draw the same for other parts."""
+"""Random operators: on CPUs all ranks would draw equal numbers for different shards."""
 
 
 def correct_results() -> None:
-    """Lets DTensors of this process give the right number of a sum, and draw as one device does."""
+    """Make DTensors of this process return correct sums and draw the numbers of one device."""
     handle(aten._local_scalar_dense.default, _whole_number)
     for operator in DRAWS:
         handle(operator, partial(_drawn_whole, operator))
 
 
 def _whole_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The number that a DTensor is; PyTorch's is that of this rank's term, if it is a sum."""
+    """`item()` of the full tensor; PyTorch returns this rank's term of a partial sum."""
     return args[0].full_tensor().item()
 
 
 def _drawn_whole(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draws the numbers of the whole tensor, as one device does, and keeps this rank's part of what
-    the first rank of the mesh drew."""
+    """Draw the full tensor on the first rank of the mesh, as one device does, and keep the local
+    shard of it."""
     tensor: DTensor = args[0]
     local, mesh = local_tensor(tensor), tensor.device_mesh
     if mesh.device_type != "cpu" or type(local) is not Tensor:

@@ -1,4 +1,4 @@
-"""The seconds that the computation of a rank waits for communication.
+"""Measure the exposed communication of a rank: the seconds that its computation waits.
 
 What waits for a collective does so within `counted`: on the CPU its thread is blocked there, on an
 accelerator the stream that computes. `Devices` and their groups share one `Waits`, so that all
@@ -30,7 +30,7 @@ class Waits:
 
     @contextmanager
     def counting(self, device: torch.device) -> Iterator[None]:
-        """Counts what computes on `device` meanwhile, by its own clock."""
+        """Measure waits of `device` in this context, by the device's clock."""
         self.intervals = Intervals(device)
         try:
             yield
@@ -44,7 +44,7 @@ class Waits:
 
     @contextmanager
     def counted(self, sign: int = 1) -> Iterator[None]:
-        """Around what waits.
+        """Measure the wait in this context.
 
         Args:
             sign: -1 around what does not, within what does.
@@ -60,7 +60,7 @@ class Waits:
             intervals.add(began, intervals.mark(), sign)
 
     def apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that computes, called within what waits."""
+        """Exclude the time of a function that computes within a measured wait."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.counted(-1):

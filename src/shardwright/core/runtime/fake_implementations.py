@@ -1,5 +1,5 @@
-"""Operators of users, whose results must have the shapes and dtypes that their fake implementations
-say."""
+"""Check that results of users' custom operators have the shapes and dtypes of their fake
+implementations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FakeResults = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 @dataclass(frozen=True)
 class AsFaked:
-    """An operator with the shapes of its results on this rank, and their dtypes.
+    """A custom operator with the expected local shapes and dtypes of its results.
 
     Raises:
         CaptureError: if it returns others.
@@ -52,7 +52,7 @@ class AsFaked:
 
 
 def _text(results: FakeResults, others: FakeResults) -> str:
-    """The shapes, or where these are those of the others the dtypes."""
+    """The shapes of `results` as text or, if they equal those of `others`, the dtypes."""
     shapes = [str(shape) for shape, _ in results]
     differ = shapes != [str(shape) for shape, _ in others]
     return " and ".join(shapes if differ else [str(dtype) for _, dtype in results])

@@ -1,4 +1,4 @@
-"""Micro-batches: equal pieces of a batch that follow each other through a model."""
+"""Split the arguments of a call into micro-batches of equal size."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ HOW_CUT = "tensors with as many rows as the first are cut, others are given whol
 
 
 def of_the_batch(leaves: Sequence[Any]) -> list[bool]:
-    """Which leaves of a call are cut into micro-batches: the tensors whose dimension 0 is as long
-    as that of the first tensor that has dimensions. Every micro-batch gets the others whole."""
+    """For each leaf of a call, whether it is split into micro-batches.
+
+    These are the tensors whose dimension 0 has the size of that of the first tensor with
+    dimensions. Other leaves are passed to every micro-batch unchanged.
+    """
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     return [
         isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == sizes[0] for leaf in leaves
@@ -28,7 +31,7 @@ def of_the_batch(leaves: Sequence[Any]) -> list[bool]:
 
 
 def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
-    """The leaves of a call for one of `count` equal pieces of the batch, as views.
+    """The leaves of a call for one of `count` micro-batches, as views.
 
     Raises:
         PlanError: if the batch cannot be split into so many equal pieces.
@@ -52,7 +55,7 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
 
 
 def with_samples(leaves: Sequence[Any], samples: int) -> list[Any]:
-    """The leaves of a call of the same shapes and dtypes, but with so many samples."""
+    """Empty leaves with the shapes and dtypes of a call, but `samples` samples."""
     return [
         torch.empty(samples, *leaf.shape[1:], dtype=leaf.dtype, device=leaf.device).requires_grad_(
             leaf.requires_grad
@@ -64,8 +67,8 @@ def with_samples(leaves: Sequence[Any], samples: int) -> list[Any]:
 
 
 def most_micro_batches(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
-    """Into how many pieces a batch is cut: as planned, or for a batch of another size the most that
-    divide it and that the schedule can run."""
+    """Number of micro-batches of a call: as planned or, for another batch size, the largest number
+    that divides it and that the schedule supports."""
     rows = _rows(leaves)
     return next(
         count
@@ -75,12 +78,12 @@ def most_micro_batches(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
 
 
 def numbers_of_pieces(leaves: Sequence[Any]) -> list[int]:
-    """Into how many equal pieces the batch of a call can be cut, from 1 on."""
+    """Valid numbers of micro-batches of a call: the divisors of its batch size."""
     return _divisors(_rows(leaves))
 
 
 def _rows(leaves: Sequence[Any]) -> int:
-    """Of the batch; 1 if nothing is cut."""
+    """Number of samples of the batch; 1 if no leaf is split."""
     cut = of_the_batch(leaves)
     return next((leaf.shape[0] for leaf, is_cut in zip(leaves, cut, strict=True) if is_cut), 1)
 

@@ -63,7 +63,7 @@ class CollectiveRange:
         return cls(kind, layout.named(tuple(sorted(axes))), layout.size(axes))
 
     def send(self, num_bytes: int) -> record_function:
-        """Around what starts it.
+        """Range around the start of the collective.
 
         Args:
             num_bytes: of what this device gives to it.
@@ -73,11 +73,11 @@ class CollectiveRange:
         return record_function(f"send {self.kind} over {self.over}, {sent} B")
 
     def wait(self) -> record_function:
-        """Around what waits for it."""
+        """Range around the wait for the collective."""
         return record_function(f"wait for {self.kind} over {self.over}")
 
     def around(self, collective: Collective) -> Collective:
-        """The collective, both halves in their ranges."""
+        """Wrap both halves of a collective in their ranges."""
 
         def start(x: Tensor) -> Tensor:
             with self.send(x.nbytes):
@@ -97,7 +97,7 @@ def around_both(
     axes: Axes,
     layout: DeviceMatrix,
 ) -> BoundCollective:
-    """A step in its ranges, forward and backward.
+    """Wrap a redistribution step in ranges, forward and backward.
 
     Args:
         forward, backward: the kinds of its collectives; None for what sends nothing.
@@ -116,7 +116,7 @@ def around_both(
 def around_reduction(
     reduce: Reduce, reduction: Reduction, axes: Axes, layout: DeviceMatrix
 ) -> Reduce:
-    """A collective inside a kernel in its ranges."""
+    """Wrap a collective of a kernel in its ranges."""
     kind, whole = reduction.collective, reduce.run
     which = CollectiveRange.of(kind, axes, layout)
 
@@ -135,7 +135,7 @@ def around_reduction(
 
 
 def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A pass of a pipeline stage in its range; its first argument is the micro-batch."""
+    """Wrap a pass of a pipeline stage in a range; its first argument is the micro-batch."""
 
     def call(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
         with record_function(f"{name}, micro-batch {micro_batch}"):
@@ -146,7 +146,7 @@ def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, eq=False)
 class RangedBucket(BoundBucket):
-    """A bucket whose collectives are in ranges."""
+    """A bucket whose collectives are wrapped in ranges."""
 
     layout: DeviceMatrix
 

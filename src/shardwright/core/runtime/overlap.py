@@ -28,7 +28,7 @@ from shardwright.core.runtime.collectives import BoundCollective
 
 
 class Pending(NamedTuple):
-    """A redistribution that is under way.
+    """A redistribution that has been started.
 
     Args:
         token: through which its gradient flows, without numbers; None if there is none.
@@ -43,7 +43,7 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True)
 class StartCollective:
-    """Starts a redistribution of a local tensor."""
+    """Start a redistribution of a local tensor."""
 
     bound: BoundCollective
 
@@ -54,7 +54,7 @@ class StartCollective:
 
 @dataclass(frozen=True)
 class FinishCollective:
-    """The local tensor that a redistribution gives."""
+    """Wait for a redistribution and return its local result."""
 
     bound: BoundCollective
 
@@ -91,7 +91,7 @@ class _FinishWithGradient(torch.autograd.Function):
 
 
 class DelayedWeight(NamedTuple):
-    """A weight whose gradient is computed where it was delayed.
+    """A weight whose gradient is computed at the line that delayed it.
 
     Args:
         gradient, x: through which the gradient of the product and its input come there, without
@@ -105,7 +105,7 @@ class DelayedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class DelayGradient:
-    """Delays the gradient of a linear layer's weight.
+    """Delay the gradient of a linear layer's weight.
 
     Args:
         x_shape, shape: of the layer's input and output.

@@ -1,4 +1,4 @@
-"""Hooks on the gradients of parameters, on their way to DTensors."""
+"""Move hooks of parameters to the DTensors that replace them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.distributed.tensor import DTensor
 from shardwright.core.torch_internals.hooks import accumulation_hooks, gradient_hooks
 
 Shard = Callable[[Tensor], Tensor]
-"""Gives this rank's shard of a whole tensor, as a DTensor."""
+"""Converts a full tensor to this rank's shard, as a DTensor."""
 
 Hook = Callable[[Any], Any]
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether something is called when the parameter gets its gradient."""
+    """Whether the parameter has gradient or post-accumulation hooks."""
     return bool(gradient_hooks(parameter) or accumulation_hooks(parameter))
 
 
 def take_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
-    """Registers the hooks of a whole `parameter` on the one that is `stored` in its place.
+    """Register the hooks of a full `parameter` on the `stored` DTensor that replaces it.
 
     Gradient hooks see the gradient whole, and what they return is sharded again; hooks after
     accumulation are passed the stored parameter. Removing a hook from `parameter` removes it here.
