@@ -56,6 +56,13 @@ def test_a_long_list_of_the_problem_leaves_the_remedy() -> None:
     assert problem.endswith("key_899") and remedy == "remove them"
 
 
+def test_a_note_is_at_the_end_of_the_problem() -> None:
+    error = errors.PlanError("no such key\nremove it")
+    assert errors.with_note(error, " in a.yaml") == "no such key in a.yaml\nremove it"
+    assert errors.one_line(error) == "no such key; remove it"
+    assert errors.with_note(errors.PlanError("no"), " way") == "no way"
+
+
 def test_every_extra_that_an_error_names_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))

@@ -29,7 +29,7 @@ from shardwright.core.planner.ranking import Ranking, requested_kind
 from shardwright.core.runtime.accelerator import device_of_group
 from shardwright.core.runtime.micro_batches import HOW_CUT, numbers_of_pieces, with_samples
 from shardwright.core.torch_internals import pytree
-from shardwright.errors import CaptureError, StrategyError
+from shardwright.errors import CaptureError, StrategyError, with_note
 from shardwright.progress import nested_progress
 
 MANY_OBJECTS = 20_000
@@ -177,7 +177,7 @@ def _captured(
             if count == 1:
                 raise
             raise CaptureError(
-                f"{error} (captured for one of {count} micro-batches: {HOW_CUT})"
+                with_note(error, f" (captured for one of {count} micro-batches: {HOW_CUT})")
             ) from error
     if options.compute_dtype is not None and net.compute_dtype != dtype:
         raise StrategyError(

@@ -24,7 +24,7 @@ from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.layout.axes import Axes, axis_names, common_axes, prime_factors
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.rules import ShardingRule, rule_of
-from shardwright.errors import LayoutError, StrategyError
+from shardwright.errors import LayoutError, StrategyError, with_note
 
 aten = torch.ops.aten
 
@@ -382,7 +382,7 @@ def mesh_of(
         sizes = common_axes(*matrices)
     except LayoutError as error:
         users = ", ".join(f"{where} {matrix}" for matrix, where in plain.items())
-        raise LayoutError(f"{error}; used by {users}") from None
+        raise LayoutError(with_note(error, f"; used by {users}")) from None
     for node in nodes:
         per_node = gcd(devices, node)
         # Layouts take precedence: a level whose groups do not nest with them is left out.

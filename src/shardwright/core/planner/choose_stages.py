@@ -14,7 +14,7 @@ from shardwright.core.planner.candidate import Candidate, Decide
 from shardwright.core.planner.fit_memory import StageOptions, fastest_within_memory
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking, requested_kind
-from shardwright.errors import PlanError, PlanInterrupted, StrategyError
+from shardwright.errors import PlanError, PlanInterrupted, StrategyError, one_line
 from shardwright.progress import nested_progress
 
 log = logging.getLogger("shardwright.search")
@@ -57,7 +57,7 @@ def with_best_stages(
             errors.append(error)
             log.info("%s: %s", _stages_text(staged), error)
             if ranking is not None:
-                ranking.leave_out(requested_kind(staged), LeftOut.because(str(error)))
+                ranking.leave_out(requested_kind(staged), LeftOut.because(one_line(error)))
             continue
         bounded.append(StageOptions(staged, min_seconds))
         log.info("%s: at least %.4g s per step", _stages_text(staged), bounded[-1].min_seconds)

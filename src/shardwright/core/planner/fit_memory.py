@@ -34,6 +34,7 @@ from shardwright.errors import (
     PlanInterrupted,
     ShardwrightError,
     StrategyError,
+    one_line,
 )
 from shardwright.progress import OnProgress, nested_progress
 
@@ -247,7 +248,7 @@ class _Search:
             kind = requested_kind(queued.attempt.options)
             ranking.leave_out(kind, LeftOut.larger(queued.lower_bound))
         for options, error in self.errors:
-            ranking.leave_out(requested_kind(options), LeftOut.because(str(error)))
+            ranking.leave_out(requested_kind(options), LeftOut.because(one_line(error)))
 
     def _queued_kinds(self) -> Iterator[tuple[float, PlanKind]]:
         """Lower bound in seconds and kind of everything in the queue."""

@@ -14,7 +14,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.plan import Plan
 from shardwright.core.plan.diff import differences
 from shardwright.core.planner.options import NO_LIMIT
-from shardwright.errors import ShardwrightError
+from shardwright.errors import ShardwrightError, one_line
 from shardwright.run.config.run import Run
 
 PRESETS: dict[str, Any] = {
@@ -115,4 +115,4 @@ def _plan_or_error(run: Run, name: str, plan: partial[Plan]) -> tuple[str, Plan 
     try:
         return name, plan()
     except ShardwrightError as error:
-        return name, str(error)
+        return name, one_line(error)

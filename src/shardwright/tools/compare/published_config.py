@@ -13,7 +13,7 @@ from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.predict import predict
 from shardwright.core.plan import Plan
 from shardwright.core.planner.options import NO_LIMIT
-from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.errors import ConfigError, ShardwrightError, one_line
 from shardwright.mindformers.config_format import MindFormersRun
 from shardwright.run.config.run import Run
 from shardwright.run.config.schema import Count, Positive
@@ -129,7 +129,7 @@ def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, st
         try:
             runs.append(_configured(row, Path(file).parent))
         except ConfigError as error:
-            left_out[row.file] = str(error)
+            left_out[row.file] = one_line(error)
     return runs, left_out
 
 
