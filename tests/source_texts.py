@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def private_names() -> Iterator[SourceText]:
     for file, tree in _modules():
         lines = file.read_text(encoding="utf-8").splitlines()
         for node in ast.walk(tree):
-            if isinstance(node, Definition) and node.name[0] == "_" != node.name[1]:
+            if isinstance(node, Definition) and re.match("_[^_]", node.name):
                 yield _source_text(file, node.lineno, lines[node.lineno - 1].strip())
 
 

@@ -15,11 +15,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 LATER = ("core/capture", "core/parallel", "core/api", "core/deferred")
 """Rooms whose texts are not yet rewritten."""
 
-PENDING = (
-    *("core/cost", "core/search", "core/runtime", "core/torch_internals", "core/partition"),
-    *("core/misuse", "core/graph", "core/layout", "core/lower", "core/checkpoint", "core/plan"),
-    *("core/agreement", "integrations", "models", "mindformers", "run/config", "run/loop"),
-)
+PENDING = ("core/runtime", "core/search")
 
 ANYWHERE = {
     "a text that needs its neighbor": r"\b[Ll]ikewise\b|\bas above\b|\bThe same,",

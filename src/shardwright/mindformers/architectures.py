@@ -32,7 +32,7 @@ _REASONS: Mapping[str, str] = {
     "WhisperForConditionalGeneration": "reads sound",
     "GPT2ForSequenceClassification": "is trained on a label of each text",
 }
-"""What architectures do that are not causal language models on text."""
+"""Tasks of architectures that are not causal language models on text."""
 
 
 def read_architecture(arch: Keys) -> tuple[str, Positions, str]:

@@ -103,5 +103,5 @@ def test_without_scipy_there_is_one_error(
     planned: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ConfigError, match=r"needs scipy .*'shardwright\[tools\]'"):
+    with pytest.raises(ConfigError, match=r"needs scipy .*\n.*'shardwright\[tools\]'"):
         fit_cluster(planned[:1], BASE)

@@ -110,7 +110,7 @@ def test_more_than_the_peak_is_impossible() -> None:
 
 
 def test_unknown_hardware_is_refused_with_the_row() -> None:
-    with pytest.raises(ConfigError, match=r"row tiny: hardware: cluster 'h300': .* a100"):
+    with pytest.raises(ConfigError, match=r"row tiny: hardware: cluster 'h300': .*\n.* a100"):
         _ = PublishedRun(**row(hardware="h300")).cluster
 
 

@@ -149,8 +149,8 @@ class _Block:
 
 
 def _group_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
-    """What the operators of one row have in common besides their parallelism: the block and the
-    module within it (detail 2), the block (1), or nothing (0)."""
+    """The key by which operators of equal parallelism share a row: block and module within it
+    (detail 2), block (1), or nothing (0)."""
     return block_path if detail else "", name.rpartition(".")[0] if detail > 1 else ""
 
 

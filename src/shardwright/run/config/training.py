@@ -72,7 +72,7 @@ def train_rank(
 
 @dataclass(frozen=True)
 class Profile:
-    """What to profile, and where the results go.
+    """Steps to profile, and destinations of the results.
 
     Args:
         steps: number of profiled steps, after one warm-up step.

@@ -27,7 +27,7 @@ from shardwright.run.loop.first_non_finite import (
 log = logging.getLogger(__name__)
 
 NonFinite = Literal["stop", "skip"]
-"""What to do with a step whose loss or gradient norm is not finite: stop the run, or skip it."""
+"""Policy for a step whose loss or gradient norm is not finite: stop the run, or skip the step."""
 
 
 @dataclass

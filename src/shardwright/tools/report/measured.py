@@ -25,7 +25,7 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
     seconds = fmean(rank.seconds for rank in ranks)
     kinds = {kind: fmean(rank.kinds.get(kind, 0.0) for rank in ranks) for kind in KINDS}
     kinds[BETWEEN] = max(0.0, seconds - sum(kinds.values()))
-    planned = _planned(plan)
+    planned = _predicted_seconds(plan)
     whole = max(seconds, sum(planned.values())) or 1.0
     sides = [("predicted", planned)] if planned else []
     rows = tuple(_stack(name, side, whole) for name, side in (*sides, ("measured", kinds)))
@@ -56,7 +56,7 @@ def _busiest(measured: Measured) -> tuple[int, list[MeasuredRank]]:
     return stage, stages[stage]
 
 
-def _planned(plan: PlanData) -> dict[str, float]:
+def _predicted_seconds(plan: PlanData) -> dict[str, float]:
     """Predicted seconds by measured kind; empty without a prediction."""
     result: dict[str, float] = {}
     for part in () if plan.step is None else plan.step.parts:
