@@ -45,6 +45,7 @@ from shardwright.core.checkpoint.storage import (
     complete_steps,
 )
 from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.parallel.uninitialized import give_memory
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.accelerator import HOST_BACKEND
 from shardwright.core.runtime.devices import world_timeout
@@ -313,6 +314,7 @@ class Checkpoints:
         names = match_saved_names(
             net, shapes, str(folder), new_adapters=optimizer is None, strict=strict
         )
+        give_memory(net)
         # A pipeline stage has only some of the model's tensors, and reads only those.
         local, optimizer_state = checkpoint_state.model_tensors(net), dict[str, Tensor]()
         model_state = {

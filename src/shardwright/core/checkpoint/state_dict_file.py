@@ -22,6 +22,7 @@ from shardwright.core.checkpoint.parameter_names import match_saved_names
 from shardwright.core.checkpoint.storage import CheckpointReader
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
+from shardwright.core.parallel.uninitialized import give_memory
 from shardwright.core.runtime.dtensor import own_tensor
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.errors import CheckpointError
@@ -108,6 +109,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
     saved = {name: value for file in files for name, value in _read(file).items()}
     shapes = {name: value.shape for name, value in saved.items()}
     names = match_saved_names(net, shapes, str(path), new_adapters=True)
+    give_memory(net)
     with torch.no_grad():
         for key, tensor in checkpoint_state.model_tensors(net).items():
             name = key.removeprefix(f"{checkpoint_state.MODEL}.")

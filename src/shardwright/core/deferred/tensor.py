@@ -97,10 +97,30 @@ def no_init_parameters() -> Iterator[None]:
         return
     record = Record()
     try:
-        with _Recording(record), _Settings(record):
+        with recording(record):
             yield
     finally:
         record.recording = False
+
+
+@contextmanager
+def recording(record: Record) -> Iterator[None]:
+    """A context that records in `record` what creates or initializes tensors."""
+    with _Recording(record), _Settings(record):
+        yield
+
+
+def deferred_like(tensor: Tensor, record: Record) -> Deferred:
+    """A deferred tensor of this shape and dtype that nothing has initialized yet."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return _as_deferred(empty, record)
+
+
+def is_initialized(tensor: Deferred) -> bool:
+    """Whether a recorded operation gives all elements of the tensor a value."""
+    record = tensor._record
+    storage = record.storage_view(tensor).storage
+    return any(storage in operation.fills for operation in record.operations)
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -113,6 +133,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if any(hasattr(kind, "records_in_its_place") for kind in types):
+            return NotImplemented
         return _call(self.record, function, args, kwargs or {})
 
 

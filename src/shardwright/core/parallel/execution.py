@@ -45,6 +45,7 @@ from shardwright.core.parallel.train_step import (
     TrainStep,
     loss_of,
 )
+from shardwright.core.parallel.uninitialized import Initialization
 from shardwright.core.partition.decisions import adapt_decisions
 from shardwright.core.partition.fold_axes import dtensor_axes, fold_axes, split_axes
 from shardwright.core.partition.partitioned import Partitioned, random_operators
@@ -123,6 +124,8 @@ class Execution:
         self.random_step = 0
         self.original: OriginalModel | None = None
         """The model that `module` is a copy of."""
+        self.initialization: Initialization | None = None
+        """What parameters wait for that were on the meta device; None once they have values."""
         self._compiler: Callable[[Program], Program] | None = None
         self._user_module = view_of(module)
         self.partitioned = partitioned = self._with_local_maps(partitioned)
@@ -155,6 +158,7 @@ class Execution:
         several = self.devices.layout.num_devices > 1
         if several:
             refuse_transforms()
+        self.take_values()
         call = self._planned_call.arranged(args, kwargs)
         leaves, spec = _whole_inputs(call)
         numbers = self._planned_call.planned_inputs(spec)
@@ -231,24 +235,52 @@ class Execution:
         for bound in self._train_steps.values():
             bound.step.compile(self._compiler)
 
+    def take_values(self) -> None:
+        """Gives parameters that were planned on the meta device the values that the model's own
+        initialization gives them. Collective, and does nothing once they have them.
+
+        Raises:
+            PlanError: if one that the program reads has none.
+        """
+        if self.initialization is None:
+            return
+        self.initialization.take_values(self.module)
+        graph = self.partitioned.graph
+        used = {value.name for value in (*graph.parameters, *graph.buffers)}
+        self.initialization.check_has_values(self.module, used)
+        self.initialization.end(self.module)
+        self.initialization = None
+        self._bind_tensors()  # `to_empty` may have replaced them.
+
     def of_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
-        """What runs the calls of `module`, a copy of this one's that `memo` is of: the same
-        programs, on its tensors. It communicates nothing."""
+        """The execution of `module`, a deep copy of this one's: the same programs, on its tensors.
+        It communicates nothing.
+
+        Args:
+            memo: that of the deep copy.
+        """
         result, graph = copy.copy(self), self.partitioned.graph
         result.module, result.original = module, None
         result.template, result.inside = copy.deepcopy((self.template, self.inside), memo)
-        result._parameters_as_planned = PlannedParameters(module, graph.frozen)
+        if self.initialization is not None:
+            result.initialization = self.initialization.of_copy()
         result._guard = BatchGuard(self.devices, graph, self.partitioned.decisions.arrivals)
         result._state = self._state.of_copy(module, result.inside)
-        result._forwards = {
+        result._bind_tensors()
+        return result
+
+    def _bind_tensors(self) -> None:
+        """Lets all programs read the tensors that the module has now."""
+        module = self.module
+        self._parameters_as_planned = PlannedParameters(module, self.partitioned.graph.frozen)
+        self._forwards = {
             key: replace(b, places=TensorPlaces.of(module, b.graph.parameters, b.graph.buffers))
             for key, b in self._forwards.items()
         }
-        result._train_steps = {
-            key: replace(b, places=result._places_of_step(b.step.partitioned))
+        self._train_steps = {
+            key: replace(b, places=self._places_of_step(b.step.partitioned))
             for key, b in self._train_steps.items()
         }
-        return result
 
     def forget_removed_hooks(self) -> None:
         """Takes from `module` and `inside` the forward hooks that were removed from the model."""
@@ -279,6 +311,7 @@ class Execution:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[BoundStep, list[Any]]:
         """What runs a training step in the situation of a call, and the call's leaves."""
+        self.take_values()
         call = self._planned_call.arranged(args, kwargs)
         leaves, spec = _whole_inputs(call)
         numbers = self._planned_call.planned_inputs(spec)

@@ -27,12 +27,16 @@ from shardwright.core.parallel.stored_tensors import (
     stored_copy,
 )
 from shardwright.core.parallel.template import template_of
+from shardwright.core.parallel.uninitialized import Initialization
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
 from shardwright.errors import PlanError
 
 log = logging.getLogger(__name__)
+
+INITIALIZERS = ("init_weights", "initialize_weights", "reset_parameters", "apply")
+"""Methods by which models initialize themselves, in PyTorch, torchtitan and transformers."""
 
 COMPILE = "`net.compile()` of a planned model compiles its programs"
 
@@ -44,6 +48,8 @@ class Copied:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A planned model with parameters of its own, cut alike. It communicates nothing."""
         assert isinstance(self, ParallelModule)
+        if self.execution.initialization is not None:
+            self.execution.initialization.take_values(self, alone=True)
         memo |= copied_parameters(self, memo)
         kind, execution = type(self), vars(self).pop("execution")
         object.__setattr__(self, "__class__", kind.__bases__[-1])
@@ -118,6 +124,16 @@ class ParallelModule(Copied, nn.Module):
         """
         return self.execution.clip_grad_norm_(max_norm)
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> ParallelModule:
+        """Give parameters and buffers on the meta device memory, each rank that of its shards.
+
+        Initialize them afterwards by the model's own `init_weights` or `reset_parameters`.
+        """
+        super().to_empty(device=device, recurse=recurse)
+        if self.execution.initialization is not None:
+            self.execution.initialization.mark_memory(self)
+        return self
+
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
         """Compiles the programs with `torch.compile`, in place; takes its arguments.
         Redistributions are part of the compiled graph.
@@ -166,7 +182,8 @@ def parallel_module(
     refuse_to_save_shards()
     # Handles of hooks remove them from the dictionaries that they were registered in.
     template, original, hooks = template_of(module), module.forward, hooks_of_modules(module)
-    storage = StoragePlan(partitioned.decisions.storage, devices, left_out, release)
+    initialization = Initialization(devices)
+    storage = StoragePlan(partitioned.decisions.storage, devices, initialization, left_out, release)
     if copy:
         stored = stored_copy(module, storage)
     else:
@@ -174,6 +191,7 @@ def parallel_module(
         stored = module
     make = Execution if partitioned.pipeline.stages == 1 else PipelineExecution
     execution = make(stored, template, partitioned, devices, hooks)
+    execution.initialization = initialization if initialization.names else None
     # The program has its forward hooks, and what was set as its `forward`, inside.
     swap_forward_hooks(stored, execution.inside)
     if "forward" in vars(stored):
@@ -203,7 +221,24 @@ def _parallel_class(module: nn.Module, original: Callable[..., Any]) -> type[Par
     forward.__dict__["__signature__"] = signature.replace(parameters=parameters)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     calls = {"forward": forward, "__call__": _left_by_compilers(own.__call__)}
+    for name in INITIALIZERS:
+        if callable(getattr(own, name, None)):
+            calls[name] = _recorded_initializer(getattr(own, name))
     return type(own.__name__, (ParallelModule, own), {**names, **calls})
+
+
+def _recorded_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that initializes the model, on whole tensors where it has no values yet."""
+
+    @functools.wraps(initialize)
+    def initializer(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        initialization = self.execution.initialization
+        if initialization is None:
+            return initialize(self, *args, **kwargs)
+        with initialization.recorded(self):
+            return initialize(self, *args, **kwargs)
+
+    return initializer
 
 
 def _left_by_compilers(call: Callable[..., Any]) -> Callable[..., Any]:

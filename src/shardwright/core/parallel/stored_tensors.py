@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,11 +19,17 @@ from shardwright.core.deferred import (
     values_of,
 )
 from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.parallel.uninitialized import (
+    Initialization,
+    UninitializedShard,
+    initialization_of,
+)
 from shardwright.core.partition.decisions import Storage
 from shardwright.core.runtime.adopt_optimizer import mark_origins, mark_planned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import (
     accept_whole_optimizer_states,
+    as_dtensor,
     local_shard,
     shard_whole_tensors,
 )
@@ -57,11 +63,13 @@ class StoragePlan:
     Args:
         storage: for each parameter the axes that shard each of its dimensions.
         left_out: names of parameters and buffers that only other pipeline stages own.
+        initialization: what knows of parameters on the meta device, which get their values later.
         release: whether the memory of each given parameter is freed once its shard is copied.
     """
 
     storage: Storage
     devices: Devices
+    initialization: Initialization
     left_out: Collection[str] = frozenset()
     release: bool = False
 
@@ -69,12 +77,23 @@ class StoragePlan:
         """This rank's part of a tensor, in memory of its own unless the given one is released."""
         if name in self.left_out:
             return whole.new_empty(0)
+        if whole.is_meta and self.devices.device.type != "meta":
+            return self._meta_shard(name, whole, is_parameter=is_parameter)
         if self.devices.mesh is None or not is_parameter:
             keeps = not (self.release and is_parameter)
             return whole.detach().to(self.devices.device, copy=keeps)
         axes = tuple(self.storage.get(name, ((),) * whole.ndim))
         where = TensorLayout(self.devices.layout, axes)
         return local_shard(whole, where, self.devices, copy=not self.release)
+
+    def _meta_shard(self, name: str, whole: Tensor, *, is_parameter: bool) -> Tensor:
+        self.initialization.names.add(name)
+        if self.devices.mesh is None or not is_parameter:
+            return whole.detach()
+        axes = tuple(self.storage.get(name, ((),) * whole.ndim))
+        where = TensorLayout(self.devices.layout, axes)
+        local = torch.empty_like(whole[where.slices(self.devices.rank, tuple(whole.shape))])
+        return as_dtensor(local.contiguous(), whole, where, self.devices)
 
     def shards(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The name and the part of each tensor; takes them out of `tensors` on the way.
@@ -87,9 +106,8 @@ class StoragePlan:
         """
         on_meta = self.devices.device.type == "meta"
         if not on_meta:
-            for name, tensor in tensors.items():
-                if not isinstance(tensor, Deferred):
-                    _check_has_values(name, tensor)
+            if self.devices.stages > 1:
+                _check_have_values(tensors)
             parameters = {n for n, t in tensors.items() if isinstance(t, nn.Parameter)}
             yield from values_of(
                 tensors, lambda n, whole: self.shard(n, whole, is_parameter=n in parameters)
@@ -101,13 +119,16 @@ class StoragePlan:
             if on_meta:
                 whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             part = self.shard(name, whole, is_parameter=is_parameter)
-            if self.release and is_parameter and not on_meta:
+            if self.release and is_parameter and not tensor.is_meta:
                 tensor.data = tensor.data.new_empty(0)
             del tensor, whole
             yield name, part
 
     def parameter(self, name: str, part: Tensor, given: nn.Parameter) -> nn.Parameter:
         """The planned parameter, with the hooks of the given one."""
+        if isinstance(part, DTensor) and part.is_meta and self.devices.device.type != "meta":
+            shard = UninitializedShard.of(local_tensor(part), part, self.initialization)
+            return nn.Parameter(shard, requires_grad=given.requires_grad)
         parameter = as_parameter(part, given)
         take_hooks(parameter, given, partial(self.shard, name, is_parameter=True))
         return parameter
@@ -138,7 +159,7 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
     references.finish(module)
     materialize_attributes(module)
     mark_planned(parameters, origins)
-    _register_load_hook(module, plan.devices)
+    _register_state_hooks(module, plan)
 
 
 def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
@@ -159,7 +180,7 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
         memo[id(given)] = None if name in plan.left_out else stored
     result = copy.deepcopy(module, memo)
     mark_planned(parameters, mark_origins(module, result))
-    _register_load_hook(result, plan.devices)
+    _register_state_hooks(result, plan)
     return result
 
 
@@ -232,17 +253,36 @@ def _staying(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Para
             if tensor.device == device:
                 del tensors[name]
         elif plan.devices.mesh is None and device.type != "meta":
-            _check_has_values(name, tensor)
-            if tensor.device != device:
+            if tensor.is_meta:
+                plan.initialization.names.add(name)
+            elif tensor.device != device:
                 tensor.data = tensor.data.to(device)
             parameters[name] = tensor
             del tensors[name]
     return parameters
 
 
-def _register_load_hook(module: nn.Module, devices: Devices) -> None:
-    if devices.mesh is not None:
+def _register_state_hooks(module: nn.Module, plan: StoragePlan) -> None:
+    if plan.initialization.names:
+        # Before the hook that takes this rank's parts, which go where the parameters are.
+        module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(_before_state)  # type: ignore[no-untyped-call]
+    if plan.devices.mesh is not None:
         module.register_load_state_dict_pre_hook(shard_whole_tensors)  # type: ignore[no-untyped-call]
+
+
+def _before_load(module: nn.Module, *_: object) -> None:
+    """Gives parameters on the meta device memory to load values into."""
+    initialization = initialization_of(module)
+    if initialization is not None:
+        initialization.give_memory(module)
+
+
+def _before_state(module: nn.Module, *_: object) -> None:
+    """Gives parameters the values that were recorded, as a state dict hands out their memory."""
+    initialization = initialization_of(module)
+    if initialization is not None:
+        initialization.take_values(module, alone=True)
 
 
 def as_parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
@@ -257,10 +297,10 @@ def _copied(tensor: Tensor) -> Tensor:
     return with_spec(local_tensor(tensor).clone(), spec_of(tensor))
 
 
-def _check_has_values(name: str, tensor: Tensor) -> None:
-    if tensor.is_meta:
-        raise PlanError(
-            f"{name!r} is on the meta device: it can be planned, but has no values to train; build "
-            "the model inside `no_init_parameters`, which initializes it shard by shard, or on a "
-            "real device"
-        )
+def _check_have_values(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_meta and not isinstance(tensor, Deferred):
+            raise PlanError(
+                f"{name!r} is on the meta device, and a model in pipeline stages needs to know how "
+                "its parameters are initialized\nbuild it inside `sw.no_init_parameters()`"
+            )

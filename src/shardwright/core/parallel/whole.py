@@ -53,6 +53,7 @@ def whole(
         yield net
         return
     execution, kind = net.execution, type(net)
+    execution.take_values()
     parameters = _gathered(execution, device, not rank0_only or _is_rank_0())
     shards = [(name, own_tensor(parameter)) for name, parameter in net.named_parameters()]
     shard_versions = [version(shard) for _, shard in shards]

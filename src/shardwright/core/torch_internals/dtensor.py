@@ -78,6 +78,13 @@ def share_version_counter(parameter: DTensor) -> nn.Parameter:
     return cast(nn.Parameter, result)
 
 
+def of_class(kind: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A tensor of a class that is derived from `DTensor`."""
+    result = with_spec(local, spec)
+    result.__class__ = kind
+    return result
+
+
 def change_results(operator: OpOverload, change: Callable[[Any, Sequence[Any]], Any]) -> None:
     """Let an operator of DTensors return `change(results, args)`.
 
