@@ -26,6 +26,7 @@ from shardwright.core.checkpoint.manifest import CheckpointWarning
 from shardwright.core.checkpoint.position import Position
 from shardwright.core.checkpoint.state_dict_file import load_state_dict, save_state_dict
 from shardwright.core.constraints.load_strategies import load_strategies
+from shardwright.core.constraints.pin import reshard
 from shardwright.core.constraints.recompute import recompute
 from shardwright.core.constraints.shard import NamedFunction as Op
 from shardwright.core.constraints.shard import shard
@@ -98,6 +99,7 @@ __all__ = [
     "plan",
     "recompute",
     "rehearse",
+    "reshard",
     "rules",
     "save_checkpoint",
     "save_pretrained",

@@ -155,8 +155,8 @@ def compare(net: nn.Module, single: nn.Module, plan: sw.Plan, call: tuple[Any, .
 
 
 def a_layer_gives_the_gradients_of_one_device() -> None:
-    for make in PROGRAMS:
-        for level in LEVELS:
+    for number, make in enumerate(PROGRAMS):
+        for level in LEVELS[number % 2 :][:1]:
             torch.manual_seed(0)
             net = Model(make())
             single = copy.deepcopy(net)
@@ -172,8 +172,8 @@ def a_layer_gives_the_gradients_of_one_device() -> None:
 
 
 def a_whole_model_gives_the_gradients_of_one_device() -> None:
-    for make in PROGRAMS:
-        for level in LEVELS:
+    for number, make in enumerate(PROGRAMS):
+        for level in LEVELS[1 - number % 2 :][:1]:
             torch.manual_seed(0)
             net = Model(make())
             single = copy.deepcopy(net)

@@ -125,9 +125,12 @@ class Swish(nn.Module):
         return x * torch.sigmoid(x)
 
 
-def test_several_operators_without_a_module_inside_are_refused_with_a_way_out() -> None:
+def test_several_operators_without_a_module_inside_take_an_entry_for_each_tensor() -> None:
     net = nn.Sequential(nn.Linear(32, 32), Swish())
     sw.shard(net[1], ((2, 4),))
+    plan = sw.plan(net, BATCH[:1], devices=8, mode="sharding_propagation")
+    assert plan.strategies["1.alias"] == ((2, 4),)
+    sw.shard(net[1], ((2, 4), None))
     with pytest.raises(StrategyError, match=r"(?s)module '1' has 2 operators.*a module around it"):
         sw.plan(net, BATCH[:1], devices=8)
     net = nn.Sequential(net[0], nn.Sequential(Swish()))

@@ -61,6 +61,31 @@ class BoundaryTag:
     the user says how it lies there."""
 
 
+@dataclass(frozen=True, eq=False)
+class PinnedCall:
+    """A call whose operator is pinned, or its arguments and results if it has several operators.
+
+    Args:
+        mark: the tag of its operators.
+        problems: errors of the pin that count if there are several operators.
+    """
+
+    mark: Any
+    problems: list[str]
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateBoundary(BoundaryTag):
+    """A tag of an alias of an argument or result of such a call.
+
+    Args:
+        tag: what the alias is tagged with if it stays.
+    """
+
+    call: PinnedCall
+    tag: BoundaryTag
+
+
 def attach(module: nn.Module, tag: Any) -> None:
     """Attaches `tag` to a module and its future copies, replacing a tag of the same type."""
     setattr(module, _KEY, {**vars(module).get(_KEY, {}), type(tag).__name__: tag})
@@ -105,6 +130,14 @@ def tags_of(node: fx.Node) -> tuple[Any, ...]:
     """The tags of a traced operator."""
     annotations = node.meta.get("custom") or {}
     return tuple(tag for key, tag in annotations.items() if key.startswith(f"{_KEY}."))
+
+
+def retag(node: fx.Node, old: Any, new: Any = None) -> None:
+    """Replaces the tag `old` of a traced operator, or removes it."""
+    custom = {key: tag for key, tag in node.meta.get("custom", {}).items() if tag is not old}
+    if new is not None:
+        custom[f"{_KEY}.{type(new).__name__}"] = new
+    node.meta["custom"] = custom
 
 
 def call_tags(graph: fx.Graph) -> tuple[tuple[Any, str], ...]:

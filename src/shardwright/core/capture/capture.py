@@ -18,6 +18,7 @@ from torch.export import Dim, ShapesCollection
 from shardwright.core.capture.annotations import call_tags, module_tags, preserve_tags, trace_tags
 from shardwright.core.capture.attributes import BUFFERS, TracedAttributes, attribute_texts
 from shardwright.core.capture.autocast import ON_CPU, Autocast, call_in_autocast, traced_autocast
+from shardwright.core.capture.boundaries import settle_boundaries
 from shardwright.core.capture.build_graph import CapturedCall, build_graph
 from shardwright.core.capture.canonicalize import canonicalize
 from shardwright.core.capture.causal_masks import fold_causal_masks
@@ -161,6 +162,7 @@ def trace(
         _check_kind(node)
     signature = Signature.of(exported)
     inline_regions(exported.graph_module)
+    settle_boundaries(exported.graph)
     return Trace(exported.graph, signature, attributes, autocast_on, compute_dtype)
 
 

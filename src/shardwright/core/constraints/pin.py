@@ -8,7 +8,7 @@ operator to which the constraint applies.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
@@ -16,10 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.core.capture.annotations import BoundaryTag, ModulePlace, ModuleTag, tagging
+from shardwright.core.capture.annotations import (
+    BoundaryTag,
+    CandidateBoundary,
+    ModulePlace,
+    ModuleTag,
+    PinnedCall,
+    tagging,
+)
 from shardwright.core.capture.experts import is_one_operator
 from shardwright.core.capture.local_map import is_local_map
-from shardwright.core.constraints.strategy import Entry, OperatorStrategy, entries_text
+from shardwright.core.constraints.strategy import Entry, OperatorStrategy, check_entry, entries_text
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
 
@@ -42,9 +49,12 @@ class Pin(ModuleTag):
 
     def trace(self, module: nn.Module, place: ModulePlace) -> None:
         # What capture replaces by one operator counts as a leaf.
-        is_one = is_one_operator(module) or is_local_map(module)
-        if self.strategy is not None and not is_one and any(module.children()):
+        if self.strategy is None or is_one_operator(module) or is_local_map(module):
+            return
+        if any(module.children()):
             module.forward = _with_boundary(str(place), module.forward, self.strategy)
+        else:
+            module.forward = _with_candidates(str(place), module.forward, self.strategy)
 
 
 class BoundaryPin(Pin, BoundaryTag):
@@ -63,11 +73,64 @@ def tagged_calls(function: Any, tag: Any) -> Any:
     def tagged(*args: Any, **kwargs: Any) -> Any:
         # A new tag for every call: tags are compared by identity, so that the operators of two
         # calls of the same function can be distinguished.
-        with tagging(replace(tag)):
+        call_tag = replace(tag)
+        with tagging(call_tag):
+            if isinstance(call_tag, Pin) and call_tag.strategy and torch.compiler.is_exporting():
+                name = getattr(inner, "__name__", "a pinned function")
+                return _candidate_call(name, inner, call_tag.strategy, call_tag, (args, kwargs))
             return inner(*args, **kwargs)
 
     vars(tagged)[inner_attribute] = inner
     return tagged
+
+
+class _CallMark:
+    """Tags the operators of one call of a module."""
+
+
+def _with_candidates(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
+    """Wrap `forward` of a module without submodules, of which the only operator is pinned, or its
+    boundary if it has several."""
+    signature = inspect.signature(forward)
+
+    @wraps(forward)
+    def with_candidates(*args: Any, **kwargs: Any) -> Any:
+        call, mark = signature.bind(*args, **kwargs), _CallMark()
+        with tagging(mark):
+            arguments = (call.args, call.kwargs)
+            return _candidate_call(where, forward, strategy, mark, arguments)
+
+    return with_candidates
+
+
+def _candidate_call(
+    where: str, function: Any, strategy: OperatorStrategy, mark: Any, arguments: Any
+) -> Any:
+    """Call a function, whose operators are tagged by `mark`, with candidates for boundary pins.
+
+    Without an entry for each tensor that it is called with it must be one operator, whose inputs
+    include weights.
+    """
+    call = PinnedCall(mark, [])
+
+    def candidates(what: str, tree: Any, entries: tuple[Entry, ...]) -> Any:
+        return _pin_tensors(
+            f"{where} {what}", tree, entries, lambda pin: CandidateBoundary(call, pin)
+        )
+
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    if len(tensors) != len(strategy.inputs):
+        args, kwargs = arguments
+        return function(*args, **kwargs)
+    args, kwargs = candidates("is called with", arguments, strategy.inputs)
+    result = function(*args, **kwargs)
+    if strategy.outputs is None:
+        return result
+    try:
+        return candidates("returns", result, strategy.outputs)
+    except StrategyError as error:
+        call.problems.append(str(error))
+        return result
 
 
 def _with_boundary(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
@@ -87,8 +150,16 @@ def _with_boundary(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
     return with_boundary
 
 
-def _pin_tensors(what: str, tree: Any, entries: tuple[Entry, ...]) -> Any:
+def _pin_tensors(
+    what: str,
+    tree: Any,
+    entries: tuple[Entry, ...],
+    tag_of: Callable[[BoundaryPin], Any] = lambda pin: pin,
+) -> Any:
     """Replace each tensor of `tree` that has an entry by a pinned alias.
+
+    Args:
+        tag_of: makes the tag of the alias from its pin.
 
     Raises:
         StrategyError: if the numbers of tensors and entries differ.
@@ -104,6 +175,41 @@ def _pin_tensors(what: str, tree: Any, entries: tuple[Entry, ...]) -> Any:
         )
     for index, entry in zip(tensor_indices, entries, strict=True):
         if entry is not None:
-            with tagging(BoundaryPin(OperatorStrategy((entry,)))):
-                leaves[index] = torch.ops.aten.alias.default(leaves[index])
+            leaves[index] = _tagged_alias(
+                leaves[index], tag_of(BoundaryPin(OperatorStrategy((entry,))))
+            )
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _tagged_alias(tensor: Tensor, tag: Any) -> Tensor:
+    with tagging(tag):
+        alias: Tensor = torch.ops.aten.alias.default(tensor)
+        return alias
+
+
+def reshard(x: Tensor, layout: Entry) -> Tensor:
+    """Lay a tensor out as asked, at this place of `forward`.
+
+    What computes `x`, and what reads the result, is still free. In eager code, and in a model that
+    is not planned, it returns `x`.
+
+    Args:
+        x: of any shape.
+        layout: the number of shards of each dimension, `(2, 4)`, or a `TensorLayout`.
+
+    Returns:
+        The same tensor, laid out so.
+
+    Raises:
+        StrategyError: if `layout` is neither; `plan` checks what depends on shapes.
+
+    >>> import torch
+    >>> import shardwright as sw
+    >>> x = torch.ones(8, 4)
+    >>> sw.reshard(x, (2, 1)) is x
+    True
+    """
+    check_entry("layout", layout)
+    if layout is None or not torch.compiler.is_exporting():
+        return x
+    return _tagged_alias(x, BoundaryPin(OperatorStrategy((layout,))))
