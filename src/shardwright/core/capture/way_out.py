@@ -7,11 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from shardwright.core.capture.fx_nodes import module_path
 from shardwright.core.capture.local_trace import example_entry
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
+
+_NAMES = "hwdefgijklmnop"
+"""Of dimensions after the first."""
 
 REMEDY = "or leave it as it is, on shards of the batch, before `plan`"
 
@@ -45,6 +49,8 @@ def _refused_part(error: BaseException, model: nn.Module) -> tuple[str, list[Ten
             path = paths.get(_class_name(held["self"])) if is_forward and "self" in held else None
             if path:
                 innermost = path, _tensors_of(held["self"], held)
+            elif isinstance(node := held.get("node"), fx.Node) and (path := module_path(node)[0]):
+                innermost = path, []  # Refused once it was traced.
             trace = trace.tb_next
         cause = cause.__cause__ or cause.__context__
     return innermost
@@ -64,9 +70,10 @@ def _tensors_of(module: object, held: Mapping[str, Any]) -> list[Tensor]:
 
 def _call_of_part(path: str, tensors: list[Tensor]) -> str:
     entries = [example_entry(tensor) for tensor in tensors] or ["b _"]
-    first = " ".join(token.replace("_", f"_{n}") for n, token in enumerate(entries[0].split()))
-    shared = first if len(entries[0].split()) > 1 else entries[0]
-    notation = f"{', '.join([shared, *entries[1:]])} -> {shared}"
+    rank = tensors[0].ndim if tensors else 2
+    # As if the result had the shape of the first tensor.
+    first = " ".join(("b", *(f"_{name}" for name in _NAMES[: rank - 1]))) if rank else "()"
+    notation = f"{', '.join([first, *entries[1:]])} -> {first}"
     return f'sw.local_map(net.get_submodule({path!r}), "{notation}")'
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from shardwright.core.torch_internals.distributed import by_rank, of_ranks, on_simulated_rank
-from shardwright.core.torch_internals.tensors import requires_grad
+from shardwright.core.torch_internals.tensors import requires_grad, storage_id
 
 ShapesAndDtypes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """Those of several tensors."""
@@ -133,6 +134,7 @@ class _OnEachRank(torch.autograd.Function):
         local = [by_rank(tensor) for tensor in tensors]
         ranks = sorted(next(shards for shards in local if shards is not None))
         ctx.runs = {}
+        saved: set[int] = set()
         for rank in ranks:
             with on_simulated_rank(rank), torch.enable_grad():
                 inputs = [
@@ -141,7 +143,10 @@ class _OnEachRank(torch.autograd.Function):
                 ]
                 for tensor, need in zip(inputs, ctx.needs_input_grad[1:], strict=True):
                     tensor.requires_grad_(need)
-                ctx.runs[rank] = inputs, linked(run(inputs), inputs)
+                with noting_saved(inputs, saved):
+                    ctx.runs[rank] = inputs, linked(run(inputs), inputs)
+        # So that parameters which the backward pass needs are gathered again, as on real ranks.
+        ctx.save_for_backward(*(t if n in saved else None for n, t in enumerate(tensors)))
         first = ctx.runs[ranks[0]][1]
         results = tuple(
             of_ranks({rank: ctx.runs[rank][1][number].detach() for rank in ranks})
@@ -154,7 +159,7 @@ class _OnEachRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        local = [by_rank(gradient) for gradient in gradients]
+        local, _ = [by_rank(gradient) for gradient in gradients], ctx.saved_tensors
         found: dict[int, list[Tensor | None]] = {}
         for rank, (inputs, results) in ctx.runs.items():
             with on_simulated_rank(rank):
@@ -170,6 +175,18 @@ class _OnEachRank(torch.autograd.Function):
                 found[rank] = [next(left) if t.requires_grad else None for t in inputs]
         count = len(ctx.needs_input_grad) - 1
         return None, *(_joined(found, number) for number in range(count))
+
+
+def noting_saved(inputs: Sequence[Tensor], saved: set[int]) -> AbstractContextManager[object]:
+    """A context in which the numbers of those inputs go into `saved` that autograd saves."""
+    numbers = {storage_id(tensor): number for number, tensor in enumerate(inputs)}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if (number := numbers.get(storage_id(tensor))) is not None:
+            saved.add(number)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 def _joined(found: dict[int, list[Tensor | None]], number: int) -> Tensor | None:
