@@ -156,5 +156,5 @@ def test_no_way_is_faster_than_the_bound_by_which_it_may_be_left_out(tmp_path: P
 
 def test_only_an_experts_configuration_is_compared(tmp_path: Path) -> None:
     file = written(tmp_path, 8, 1, 1, parallel__parallel_mode=2)
-    with pytest.raises(ConfigError, match="expert's configuration"):
+    with pytest.raises(ConfigError, match="not an expert configuration"):
         compare_predicted(file, CLUSTER)
