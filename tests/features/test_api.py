@@ -140,13 +140,18 @@ def test_a_model_parallelized_in_eval_mode_starts_there() -> None:
     torch.testing.assert_close(parallel(*args), net(*args))
 
 
-def test_a_model_on_the_meta_device_can_be_planned_but_not_run() -> None:
+def test_a_model_on_the_meta_device_can_be_planned_and_runs_once_it_has_values() -> None:
     with torch.device("meta"):
         net = nn.Linear(4, 4)
         x = torch.empty(4, 4)
-    plan = sw.plan(net, (x,), devices=1)
-    with pytest.raises(sw.PlanError, match="on the meta device: it can be planned"):
-        sw.parallelize(net, plan, copy=True)
+    net = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    with pytest.raises(
+        sw.PlanError, match="no values in weight, bias of the Linear, which was built"
+    ):
+        net(torch.ones(4, 4))
+    eager = nn.Linear(4, 4)
+    net.load_state_dict(eager.state_dict())
+    assert torch.equal(net(torch.ones(4, 4)), eager(torch.ones(4, 4)))
 
 
 def test_with_loss_joins_a_model_and_its_loss() -> None:
