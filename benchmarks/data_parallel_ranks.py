@@ -93,6 +93,10 @@ def ours(pinned: bool = False, **options: Any) -> Step:
                 sw.shard(module, ((1, 1, 1), (parts, 1)))
             elif name in ROWS:
                 sw.shard(module, ((1, 1, parts), (1, parts)))
+    return planned(net, args, kwargs, **options)
+
+
+def planned(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Step:
     plan = sw.plan(net, args, kwargs, devices=dist.get_world_size(), **options)
     parallel: Any = sw.parallelize(net, plan, "cpu", copy=True)
     return with_update(parallel, lambda: parallel.train_step(**kwargs))
@@ -122,7 +126,10 @@ def tensor_parallel() -> Step:
     return step_of(net, kwargs)
 
 
-def cases() -> dict[str, tuple[Callable[[], Step], Callable[[], Step]]]:
+Cases = dict[str, tuple[Callable[[], Step], Callable[[], Step]]]
+
+
+def cases() -> Cases:
     """Name → ours and PyTorch's."""
     sharded: dict[str, Any] = {"mode": "data_parallel", "bucket_mb": layer_mb()}
     return {
@@ -152,7 +159,7 @@ def seconds_of(step: Step) -> float:
     return float(taken)
 
 
-def main() -> None:
+def main(cases: Callable[[], Cases] = cases) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=3)

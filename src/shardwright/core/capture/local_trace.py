@@ -112,7 +112,7 @@ class LocalPart:
         entries, text = self.declared.inputs, self.declared.text
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "no tensors"
         if [len(entry) for entry in entries] != [tensor.ndim for tensor in tensors]:
-            given = ", ".join(map(example_entry, tensors))
+            given = example_entries(tensors)
             raise StrategyError(
                 f"local_map {self.where}: called with {shapes}, which `{text}` does not describe\n"
                 "write an entry for each tensor, with a name or `_` for each dimension:"
@@ -215,9 +215,18 @@ class LocalPart:
         )
 
 
-def example_entry(tensor: Tensor) -> str:
-    """A notation of a tensor whose first dimension may be sharded."""
-    return " ".join(("b", *"_" * (tensor.ndim - 1))) if tensor.ndim else "()"
+def example_entries(tensors: Sequence[Tensor]) -> str:
+    """A notation of the tensors of a call in which the first dimension of the first tensor may be
+    sharded, and that of others of its size."""
+    sizes = [t.shape[0] for t in tensors if t.ndim]
+
+    def entry(tensor: Tensor) -> str:
+        if not tensor.ndim:
+            return "()"
+        first = "b" if tensor.shape[0] == sizes[0] else "_"
+        return " ".join((first, *"_" * (tensor.ndim - 1)))
+
+    return ", ".join(map(entry, tensors))
 
 
 def _one_operator(

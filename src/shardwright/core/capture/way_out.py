@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from shardwright.core.capture.fx_nodes import module_path
-from shardwright.core.capture.local_trace import example_entry
+from shardwright.core.capture.local_trace import example_entries
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
 
@@ -69,15 +69,14 @@ def _tensors_of(module: object, held: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _call_of_part(path: str, tensors: list[Tensor]) -> str:
-    entries = [example_entry(tensor) for tensor in tensors] or ["b _"]
     rank = tensors[0].ndim if tensors else 2
     # As if the result had the shape of the first tensor.
     first = " ".join(("b", *(f"_{name}" for name in _NAMES[: rank - 1]))) if rank else "()"
-    notation = f"{', '.join([first, *entries[1:]])} -> {first}"
-    return f'sw.local_map(net.get_submodule({path!r}), "{notation}")'
+    _, comma, others = example_entries(tensors).partition(",")
+    return f'sw.local_map(net.get_submodule({path!r}), "{first}{comma}{others} -> {first}")'
 
 
 def _call_of_model(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     leaves = pytree.tree_leaves((args, dict(kwargs)))
-    entries = [example_entry(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-    return f'sw.local_map(net, "{", ".join(entries)} -> ()", partial="mean")'
+    entries = example_entries([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    return f'sw.local_map(net, "{entries} -> ()", partial="mean")'

@@ -60,6 +60,42 @@ class FunctionBody:
         return f"{getattr(self.function, '__module__', '')}.{name}"
 
 
+@dataclass(frozen=True)
+class _BoundModule:
+    """A module with what a call changes of it for as long as it runs.
+
+    Args:
+        caching: configurations by which models of `transformers` return a cache of keys and values,
+            which a captured model does not.
+    """
+
+    module: nn.Module
+    slots: TensorSlots
+    caching: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, names: Sequence[Sequence[str]]) -> _BoundModule:
+        configs = {id(c): c for part in module.modules() if (c := getattr(part, "config", None))}
+        caching = (c for c in configs.values() if getattr(c, "use_cache", None) is True)
+        return cls(module, TensorSlots.of(module, names), tuple(caching))
+
+    def call(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """The result of `forward`, and what is then in the place of `state`."""
+
+        def swapped() -> AbstractContextManager[None]:
+            return self.slots.holding(state)
+
+        for config in self.caching:
+            config.use_cache = False
+        try:
+            # What is checkpointed inside runs again in the backward pass, and reads the same.
+            with recomputed_in(swapped), swapped():
+                return self.module.forward(*args, **kwargs), self.slots.tensors()
+        finally:
+            for config in self.caching:
+                config.use_cache = True
+
+
 @dataclass(frozen=True, eq=False)
 class ModuleBody:
     """The module at a path of a model.
@@ -77,34 +113,26 @@ class ModuleBody:
     names: tuple[tuple[str, ...], ...]
     parameters: int
     text: str
-    _slots: dict[int, TensorSlots] = field(default_factory=dict)
+    _bound: dict[int, _BoundModule] = field(default_factory=dict)
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
-        module, versions = self._module(), list(map(version, state))
-        copies: list[Tensor] = []
-        if id(module) not in self._slots:
-            # Of a change by a normalization no version tells.
-            copies = [tensor.detach().clone() for tensor in state[self.parameters :]]
-            self._slots[id(module)] = TensorSlots.of(module, self.names)
-        slots = self._slots[id(module)]
-
-        def swapped() -> AbstractContextManager[None]:
-            return slots.holding(state)
-
-        # What is checkpointed inside runs again in the backward pass, and reads the same tensors.
-        with recomputed_in(swapped), swapped():
-            result, held = module.forward(*args, **kwargs), slots.tensors()
-        return result, {
-            number: after
-            for number, (before, after) in enumerate(zip(state, held, strict=True))
-            if after is not before
-            or version(after) != versions[number]
-            or (
-                copies
-                and number >= self.parameters
-                and _differ(after, copies[number - self.parameters])
-            )
+        module = self._module()
+        is_first = id(module) not in self._bound
+        if is_first:
+            self._bound[id(module)] = _BoundModule.of(module, self.names)
+        # Of a change by a normalization no version tells, so the first call compares values.
+        copies = [t.detach().clone() for t in state[self.parameters :]] if is_first else []
+        versions = list(map(version, state))
+        result, after = self._bound[id(module)].call(args, kwargs, state)
+        changed = {
+            number: tensor
+            for number, (tensor, before) in enumerate(zip(after, state, strict=True))
+            if tensor is not before or version(tensor) != versions[number]
         }
+        for number, copied in enumerate(copies, self.parameters):
+            if _differ(after[number], copied):
+                changed[number] = after[number]
+        return result, changed
 
     def _module(self) -> nn.Module:
         root = self.root()
@@ -308,7 +336,7 @@ def bound_to(graph: Graph, root: nn.Module) -> Graph:
         if not is_module_call(target):
             return target
         body = target.body
-        return replace(target, body=replace(body, root=lambda: root, _slots={}))
+        return replace(target, body=replace(body, root=lambda: root, _bound={}))
 
     return replace(graph, ops=tuple(replace(op, target=bound(op.target)) for op in graph.ops))
 

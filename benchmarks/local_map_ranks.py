@@ -1,0 +1,57 @@
+"""What `bench_local_map.py` runs on every rank: steps of local maps and PyTorch's own, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+import shardwright as sw
+from benchmarks.data_parallel_ranks import (
+    SIZES,
+    Cases,
+    Step,
+    ddp,
+    fsdp,
+    layer_mb,
+    layers_of,
+    main,
+    model,
+    planned,
+)
+
+FSDP = {"hsdp": sw.OptimizerParallel("level3")}
+
+
+def attention(net: nn.Module) -> None:
+    """Leaves the attention of each layer as it is. It reads activations, the mask, positions, and
+    their cosines and sines."""
+    notation = "b _s _h, b _ _s _s, _ _s, _ _s _d, _ _s _d -> b _s _h"
+    for layer in layers_of(net):
+        sw.local_map(layer.get_submodule("self_attn"), notation)
+
+
+def whole(net: nn.Module) -> None:
+    notation = f"b _s, b _s -> (), b _s {SIZES['vocabulary']}"
+    sw.local_map(net, notation, partial=("mean", None))
+
+
+def ours(mark: Callable[[nn.Module], None], **options: Any) -> Step:
+    net, args, kwargs = model()
+    mark(net)
+    return planned(net, args, kwargs, mode="data_parallel", bucket_mb=layer_mb(), **options)
+
+
+def cases() -> Cases:
+    """Name → ours and PyTorch's."""
+    return {
+        "attention / DDP": (lambda: ours(attention), ddp),
+        "attention / FSDP2": (lambda: ours(attention, **FSDP), lambda: fsdp(reshard=True)),
+        "whole model / DDP": (lambda: ours(whole), ddp),
+        "whole model / FSDP2": (lambda: ours(whole, **FSDP), lambda: fsdp(reshard=True)),
+    }
+
+
+if __name__ == "__main__":
+    main(cases)
