@@ -188,18 +188,24 @@ class LocalCall:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        """Calls alike have equal costs; their names and models do not count."""
+        """Equal for calls that differ in names, models and sizes: their arguments tell those."""
+        dtypes = tuple(dtype for _, dtype in self.results)
         constants = repr(self.constants)
-        return (self.declaration, self.body.text, constants, self.results, self.autocast)
+        return (self.declaration, self.body.text, constants, dtypes, self.autocast)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, LocalCall) and self._key == other._key)
 
     def __hash__(self) -> int:
-        return hash((self.declaration, self.results))
+        return hash((self.declaration, self.body.text))
 
     def __repr__(self) -> str:
         return f"local_map({self.name!r}, {self.declaration.text!r})"
+
+    def is_mean(self, output: int) -> bool:
+        """Whether the mean of a result over shards is the result; of changed buffers it is."""
+        partial = self.declaration.partial
+        return output >= len(partial) or partial[output] == "mean"
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The results: a tensor if there is one, else a tuple.

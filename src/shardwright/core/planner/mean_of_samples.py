@@ -19,6 +19,7 @@ import torch
 
 from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Graph, Op, Value, target_name
+from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.parallel.train_step import COUNTED_LOSSES, loss_of, weighs_by_targets
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.notation import call_arguments
@@ -159,7 +160,7 @@ def _samples(graph: Graph) -> int:
 def _different_operator(graph: Graph, larger: Graph) -> Mixed | None:
     """The first operator that only one of two graphs calls."""
     for op, larger_op in zip(graph.ops, larger.ops, strict=False):
-        if op.target is not larger_op.target:
+        if op.target != larger_op.target:
             return Mixed(larger_op, "is not called for a micro-batch: operators depend on its size")
     if len(graph.ops) != len(larger.ops):
         longer_ops = max(graph.ops, larger.ops, key=len)
@@ -269,9 +270,14 @@ class _Analysis:
         if self._changed_numbers(op):
             why = "reads a number that depends on the batch size"
             return [Mixed(op, why)] * len(op.outputs)
-        reduced = self._reduced_state(op, rule, sample_factor)
+        reduced: list[SampleState]
+        if isinstance(op.target, LocalCall):
+            reduced = [AVERAGE if op.target.is_mean(n) else SUM for n in range(len(op.outputs))]
+        else:
+            reduced = [self._reduced_state(op, rule, sample_factor)] * len(op.outputs)
         return [
-            dims.index(sample_factor) if sample_factor in dims else reduced for dims in rule.outputs
+            dims.index(sample_factor) if sample_factor in dims else state
+            for dims, state in zip(rule.outputs, reduced, strict=True)
         ]
 
     def _reduced_state(self, op: Op, rule: ShardingRule, sample_factor: str) -> SampleState:
