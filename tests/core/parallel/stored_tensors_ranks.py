@@ -136,6 +136,11 @@ def check_a_model_that_is_distributed_already_is_refused() -> None:
             message = refused(lambda: sw.parallelize(again, plan, copy=copied))  # noqa: B023
             assert "is planned already" in message
             assert "net = sw.parallelize(net, sw.plan(net, batch" in message
+    for call in (
+        lambda: sw.plan(net, batch(), devices=world),
+        lambda: sw.plan(nn.Sequential(net), batch()),
+    ):
+        assert "is planned already" in refused(call)
     net(*batch()).backward()
     assert "sw.adopt(optimizer, net)" in refused(optimizer.step)
     sw.adopt(optimizer, net).step()

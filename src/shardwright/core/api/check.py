@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.core.api.not_distributed import check_not_planned
 from shardwright.core.api.trained_steps import (
     Differences,
     EagerTraining,
@@ -147,6 +148,7 @@ def check(
             without saying so.
     """
     check_arguments(args, kwargs)
+    check_not_planned(net)
     net = net.net if isinstance(net, Pipeline) else net
     captured = plan.graph if plan.graph is not None else _captured(net, args, kwargs, plan)
     plan.check_fits(captured)

@@ -21,18 +21,27 @@ WRAPPERS = {
 }
 
 
+def check_not_planned(net: object) -> None:
+    """Raises:
+    PlanError: if `net`, or a module inside of it, is planned already.
+    """
+    modules = wrapped_model(net).named_modules() if isinstance(net, nn.Module) else ()
+    for path, module in modules:
+        if isinstance(module, ParallelModule):
+            raise PlanError(
+                f"{_where(path, module)} is planned already, and `parallelize` works in place\n"
+                f"plan the whole model, once: {EXAMPLE}\n"
+                "keep the original, to plan or check it again: parallelize(net, plan, copy=True)"
+            )
+
+
 def check_not_distributed(net: nn.Module) -> None:
     """Raises:
     PlanError: if `net`, or a module inside of it, is planned, wrapped or sharded already.
     """
+    check_not_planned(net)
     for path, module in wrapped_model(net).named_modules():
-        where = f"module {path!r} of the model" if path else f"the {type(module).__name__}"
-        if isinstance(module, ParallelModule):
-            raise PlanError(
-                f"{where} is planned already, and `parallelize` works in place\n"
-                f"plan the whole model, once: {EXAMPLE}\n"
-                "keep the original for a second plan: parallelize(net, plan, copy=True)"
-            )
+        where = _where(path, module)
         for wrapper, what in WRAPPERS.items():
             if isinstance(module, wrapper):
                 raise PlanError(
@@ -45,3 +54,7 @@ def check_not_distributed(net: nn.Module) -> None:
                 f"parameter {name!r} is a DTensor already, as `parallelize_module` makes them, and "
                 f"`parallelize` shards it itself\ngive it the model as it was before: {EXAMPLE}"
             )
+
+
+def _where(path: str, module: nn.Module) -> str:
+    return f"module {path!r} of the model" if path else f"the {type(module).__name__}"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.core.api.decide import decide_model, plan_collectively, plan_model
+from shardwright.core.api.not_distributed import check_not_planned
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.api.unknown_keyword import suggests_keywords
 from shardwright.core.api.whole_example import whole_example
@@ -148,6 +149,7 @@ def plan(
     """
     options = PlanOptions.from_arguments(locals())
     check_arguments(args, kwargs)
+    check_not_planned(net)
     do = plan_collectively if collective else plan_model
     return do(options, net, args, kwargs)
 
