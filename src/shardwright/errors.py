@@ -114,7 +114,7 @@ class IndivisibleError(StrategyError):
 
 
 class MixedSamplesError(StrategyError):
-    """Several micro-batches for a loss that is not known to be a mean over samples."""
+    """Several micro-batches for a loss that is no weighted sum of the losses of micro-batches."""
 
 
 class MemoryLimitError(ShardwrightError):

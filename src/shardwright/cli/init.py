@@ -38,7 +38,7 @@ def starter(family: str, names: Mapping[str, Path]) -> str | None:
     return min(tiny, key=lambda each: (len(each), each), default=None)
 
 
-def description(file: Path) -> str:
+def first_line(file: Path) -> str:
     """Returns the first line of the comment, docstring or heading at the top of a file."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".ipynb":
@@ -53,7 +53,7 @@ def listing(files: Mapping[str, Path]) -> Iterator[str]:
         names = list(group)
         width = max(map(len, names))
         for name in names:
-            yield from wrapped(description(files[name]), NARROWEST, f"{name:{width}}{GAP}")
+            yield from wrapped(first_line(files[name]), NARROWEST, f"{name:{width}}{GAP}")
 
 
 @app.command("init")

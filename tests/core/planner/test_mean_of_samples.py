@@ -14,7 +14,14 @@ from torch import Tensor, nn
 import shardwright as sw
 from core.planner.mean_of_samples_ranks import CHECKS
 from shardwright.core.graph.graph import Graph
-from shardwright.core.planner.mean_of_samples import check_mean_of_samples, mixing, with_mixing
+from shardwright.core.graph.loss_weighting import LossWeighting
+from shardwright.core.parallel.loss_weights import LossWeights
+from shardwright.core.planner.mean_of_samples import (
+    check_mean_of_samples,
+    loss_weighting,
+    with_loss_weighting,
+)
+from shardwright.core.runtime.devices import Devices
 from shardwright.models import Dimensions, build
 from torchrun import checks_on_ranks
 
@@ -83,8 +90,46 @@ MEANS: dict[str, Loss] = {
     ),
     "a contraction within samples": lambda parts, h, y: (h @ h.mT).square().mean(),
 }
-OTHERS: dict[str, Loss] = {
+WEIGHTED: dict[str, Loss] = {
     "a sum": lambda parts, h, y: h.square().sum(),
+    "class weights": lambda parts, h, y: F.cross_entropy(
+        rows(h), y, torch.tensor([1.0, 2, 3, 4, 5, 6], dtype=h.dtype)
+    ),
+    "a weighted mean": lambda parts, h, y: (rows(h).mean(1) * y).sum() / y.sum(),
+    "a sum over a count": lambda parts, h, y: h.square().sum() / (y > 0).sum(),
+    "a sum by samples, at most 4": lambda parts, h, y: h.square().sum() / min(len(h), 4),
+    "a masked mean": lambda parts, h, y: (rows(h).mean(1) * (y > 0)).sum() / (y > 0).sum(),
+    "where": lambda parts, h, y: (
+        torch.where(y > 0, rows(h).square().mean(1), 0).sum() / (y > 0).sum().clamp(min=1)
+    ),
+    "a mean over a share": lambda parts, h, y: (
+        (rows(h).mean(1) * (y > 0)).mean() / (y > 0).float().mean()
+    ),
+    "a root of a count": lambda parts, h, y: h.square().sum() / (y > 1).sum().sqrt(),
+    "a count and a penalty": lambda parts, h, y: (
+        (rows(h).mean(1) * y).sum() / y.sum() + parts["linear"].weight.square().sum()
+    ),
+    "two terms with one count": lambda parts, h, y: sum(
+        (term * (y > 0)).sum() / (y > 0).sum() for term in (rows(h).exp().mean(1),)
+    ),
+    "ignored targets and a penalty": lambda parts, h, y: (
+        F.cross_entropy(rows(h), y, ignore_index=0) / 2 + parts["linear"].weight.square().sum()
+    ),
+    "class weights, smoothed, of targets that are not ignored": lambda parts, h, y: F.cross_entropy(
+        rows(h), y, torch.arange(1.0, 7, dtype=h.dtype), ignore_index=1, label_smoothing=0.1
+    ),
+    "a negative log likelihood": lambda parts, h, y: F.nll_loss(
+        rows(h).log_softmax(1), y, torch.arange(1.0, 7, dtype=h.dtype)
+    ),
+    "two losses of the same targets": lambda parts, h, y: (
+        F.cross_entropy(rows(h), y, ignore_index=0)
+        + 0.5 * F.cross_entropy(rows(h).tanh(), y, ignore_index=0)
+    ),
+    "a sum over a given number": lambda parts, h, y: (
+        F.cross_entropy(rows(h), y, reduction="sum") / 7
+    ),
+}
+OTHERS: dict[str, Loss] = {
     "a root of a mean": lambda parts, h, y: h.square().mean().sqrt(),
     "a product of means": lambda parts, h, y: h.square().mean() * h.exp().mean(),
     "a spread": lambda parts, h, y: rows(h).std(0).mean(),
@@ -111,11 +156,6 @@ OTHERS: dict[str, Loss] = {
     "a mean times ones": lambda parts, h, y: h.square().mean() * torch.ones(len(h)).sum(),
     "samples by the batch size": lambda parts, h, y: (h / len(h)).square().mean(),
     "a shift by half of the batch": lambda parts, h, y: (h * h.roll(len(h) // 2, 0)).mean(),
-    "class weights": lambda parts, h, y: F.cross_entropy(
-        rows(h), y, torch.tensor([1.0, 2, 3, 4, 5, 6], dtype=h.dtype)
-    ),
-    "a weighted mean": lambda parts, h, y: (rows(h).mean(1) * y).sum() / y.sum(),
-    "a sum over a count": lambda parts, h, y: h.square().sum() / (y > 0).sum(),
     "a mean of those that are numbers": lambda parts, h, y: rows(h).log().nanmean(),
     "a median": lambda parts, h, y: rows(h).median(0).values.mean(),
     "the hardest": lambda parts, h, y: rows(h).square().mean(1).topk(2).values.mean(),
@@ -136,7 +176,6 @@ OTHERS: dict[str, Loss] = {
     "weights by their norm": lambda parts, h, y: (
         rows(h).square().mean(1) * (torch.ones(len(h)) / torch.ones(len(h)).norm())
     ).mean(),
-    "a sum by samples, at most 4": lambda parts, h, y: h.square().sum() / min(len(h), 4),
     "a branch on the batch size": lambda parts, h, y: (
         h.square().mean() if len(h) < 8 else h.sin().mean()
     ),
@@ -144,26 +183,29 @@ OTHERS: dict[str, Loss] = {
 }
 
 
+def with_gradient(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of a batch and the gradient of a parameter."""
+    loss = model(x, y)
+    (gradient,) = torch.autograd.grad(loss, model.parts["linear"].weight)
+    return torch.cat([loss.detach().reshape(1), gradient.flatten()])
+
+
 def of_whole_and_pieces(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Loss and gradient of the whole batch, and the mean of those of its halves."""
-
-    def with_gradient(x: Tensor, y: Tensor) -> Tensor:
-        loss = model(x, y)
-        (gradient,) = torch.autograd.grad(loss, model.parts["linear"].weight)
-        return torch.cat([loss.detach().reshape(1), gradient.flatten()])
-
     halves = zip(x.chunk(2), y.chunk(2), strict=True)
-    return with_gradient(x, y), torch.stack([with_gradient(*half) for half in halves]).mean(0)
+    pieces = torch.stack([with_gradient(model, *half) for half in halves])
+    return with_gradient(model, x, y), pieces.mean(0)
 
 
 def batch(samples: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 3, 6), torch.tensor([0, 1, 2, 3, 4, 5, 0, 0])[:samples]
 
 
-def why_not(model: nn.Module, samples: int) -> str | None:
-    """What is said of micro-batches of so many samples."""
+def weighting(model: nn.Module, samples: int) -> LossWeighting | str | None:
+    """How the losses of micro-batches of a number of samples are weighted, or why not."""
     graph = sw.capture(model, batch(samples))
-    return with_mixing(graph, 8 // samples, lambda n: sw.capture(model, batch(n))).mixing
+    captured = with_loss_weighting(graph, 8 // samples, lambda n: sw.capture(model, batch(n)))
+    return captured.loss_weighting
 
 
 @pytest.mark.parametrize("name", [*MEANS, *OTHERS])
@@ -172,17 +214,34 @@ def test_a_mean_is_what_the_mean_of_pieces_equals(name: str) -> None:
     model = Model({**MEANS, **OTHERS}[name])
     whole, pieces = of_whole_and_pieces(model, *batch())
     assert torch.allclose(whole, pieces, atol=1e-5, equal_nan=True) == (name in MEANS)
-    assert (why_not(model, 4) == "") == (name in MEANS)
+    assert isinstance(weighting(model, 4), LossWeighting) == (name in MEANS)
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_make_the_loss_of_the_batch_of_those_of_micro_batches(name: str) -> None:
+    torch.manual_seed(0)
+    model = Model(WEIGHTED[name]).double()
+    x, y = batch()
+    x = x.double()
+    graph = sw.capture(model, (x[:4], y[:4]))
+    graph = with_loss_weighting(graph, 2, lambda n: sw.capture(model, (x[:n], y[:n])))
+    assert isinstance(graph.loss_weighting, LossWeighting)
+    halves = list(zip(x.chunk(2), y.chunk(2), strict=True))
+    weights = LossWeights(graph, Devices.of_rank(sw.Layout((1,), ("d",)), 0))(halves, {})
+    whole, *pieces = (with_gradient(model, *each) for each in [(x, y), *halves])
+    total = sum(weight * piece for weight, piece in zip(weights, pieces, strict=True))
+    torch.testing.assert_close(total, whole)
+    assert not torch.allclose(sum(pieces) / 2, whole), "equal weights would do"
 
 
 @pytest.mark.parametrize("name", ["a mean", "an own log probability", "a token of all"])
 def test_micro_batches_of_one_sample_are_followed_in_larger_ones(name: str) -> None:
-    assert why_not(Model(MEANS[name]), 1) == ""
+    assert isinstance(weighting(Model(MEANS[name]), 1), LossWeighting)
 
 
 def test_what_mixes_samples_is_named_with_its_line() -> None:
-    why = why_not(Model(OTHERS["a spread"]), 4)
-    assert why is not None
+    why = weighting(Model(OTHERS["a spread"]), 4)
+    assert isinstance(why, str)
     assert re.fullmatch(r"aten.std.dim in 'std' \(test_mean_of_samples.py:\d+\) mixes samples", why)
 
 
@@ -212,8 +271,8 @@ def test_language_models_have_means(family: str) -> None:
         with torch.device("meta"):
             return sw.capture(build(sizes), (ids, ids))
 
-    assert mixing(graph(2), graph(4)) == ""
-    assert with_mixing(graph(1), 2, graph).mixing == ""
+    assert isinstance(loss_weighting(graph(2), graph(4)), LossWeighting)
+    assert isinstance(with_loss_weighting(graph(1), 2, graph).loss_weighting, LossWeighting)
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "llama"])
@@ -238,7 +297,7 @@ def test_models_of_transformers_with_masks_have_means(family: str) -> None:
         call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
         return sw.capture(model, (), call)
 
-    assert with_mixing(graph(1), 4, graph).mixing == ""
+    assert isinstance(with_loss_weighting(graph(1), 4, graph).loss_weighting, LossWeighting)
 
 
 test_on_two_ranks = checks_on_ranks(CHECKS, 2)

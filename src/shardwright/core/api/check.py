@@ -34,12 +34,13 @@ from shardwright.core.graph.float64 import (
     paired_operators,
 )
 from shardwright.core.graph.graph import Graph, Op
+from shardwright.core.parallel.loss_weights import LossWeights
 from shardwright.core.parallel.simulate_pipeline import simulate_stages
 from shardwright.core.parallel.simulate_ranks import Outcome, simulate, simulate_step
-from shardwright.core.parallel.train_step import LossWeights, loss_of
+from shardwright.core.parallel.train_step import loss_of
 from shardwright.core.partition.partitioned import Partitioned, random_operators
 from shardwright.core.plan import Plan
-from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_mixing
+from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_loss_weighting
 from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import HOW_CUT, micro_batch, with_samples
@@ -198,7 +199,7 @@ def _compared(
     if count > 1:
         loss_of(graph)
         if pipeline.loss_reduction == "mean":
-            weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(pieces)
+            weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(pieces, state)
     # The module itself is trained on the whole batch, whatever the micro-batches of the plan.
     calls = pieces if pipeline.loss_reduction == "sum" else [leaves]
     eager = EagerTraining(module, graph, calls, trains_loss=count > 1)
@@ -280,7 +281,7 @@ def _captured(
     graph = captured(micro_batch(leaves, 0, plan.pipeline.micro_batches))
     if not plan.pipeline.averages_micro_batches:
         return graph
-    return with_mixing(
+    return with_loss_weighting(
         graph,
         plan.pipeline.micro_batches,
         lambda samples: captured(with_samples(leaves, samples)),

@@ -17,12 +17,13 @@ from shardwright.core.capture.capture import capture
 from shardwright.core.constraints.shard import pins_of
 from shardwright.core.cost.cluster import LOCAL
 from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.loss_weighting import LossWeighting
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import LeftOut
 from shardwright.core.planner.best_candidate import best_candidate
 from shardwright.core.planner.candidate import Candidate, CapturedModel
 from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
-from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_mixing
+from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_loss_weighting
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.pipeline import Pipeline, merged_options, micro_batch_example
 from shardwright.core.planner.ranking import Ranking, requested_kind
@@ -98,7 +99,7 @@ def decide_model(
         options, loss_reduction, net = merged_options(options, net), net.loss_reduction, net.net
     if not options.chooses_micro_batches:
         return _decided(options, net, args, kwargs, loss_reduction, ranking)
-    mixing: str | None = None
+    weighting: LossWeighting | str | None = None
     if isinstance(net, Graph):
         raise StrategyError(
             "micro_batches='auto', but the graph was captured with one micro-batch: plan the model,"
@@ -107,12 +108,12 @@ def decide_model(
     numbers = numbers_of_pieces(pytree.tree_leaves((args, dict(kwargs or {}))))
 
     def decided(number: int) -> Candidate:
-        nonlocal mixing
+        nonlocal weighting
         part = f"{number} micro-batches", numbers.index(number), len(numbers)
         report = nested_progress(options.on_progress, *part)
         fixed = replace(options, micro_batches=number, on_progress=report)
-        candidate = _decided(fixed, net, args, kwargs, loss_reduction, ranking, mixing)
-        mixing = candidate.model.graph.mixing
+        candidate = _decided(fixed, net, args, kwargs, loss_reduction, ranking, weighting)
+        weighting = candidate.model.graph.loss_weighting
         return candidate
 
     return with_best_micro_batches(numbers, decided)
@@ -125,24 +126,27 @@ def _decided(
     kwargs: dict[str, Any] | None,
     loss_reduction: str,
     ranking: Ranking | None,
-    mixing: str | None = None,
+    weighting: LossWeighting | str | None = None,
 ) -> Candidate:
     """The best candidate with a number of micro-batches. Raises: as `plan`.
 
     Args:
-        mixing: as `Graph.mixing`, if it is known from another number.
+        weighting: as `Graph.loss_weighting`, if it is known from another number.
     """
     graph = _captured(options, net, args, kwargs)
     if options.num_micro_batches > 1 and loss_reduction == "mean":
-        if mixing is None:
-            graph = _with_mixing(options, net, args, kwargs, graph)
+        names = weighting.names if isinstance(weighting, LossWeighting) else ()
+        if weighting is None or not graph.has_names(names):
+            graph = _with_loss_weighting(options, net, args, kwargs, graph)
         else:
-            graph = replace(graph, mixing=mixing)
+            graph = replace(graph, loss_weighting=weighting)
         try:
             check_mean_of_samples(graph, options.num_micro_batches)
         except StrategyError:
             if ranking is not None:
-                reason = LeftOut.because("the loss is not known to be the mean over samples")
+                reason = LeftOut.because(
+                    "the loss of the batch is no weighted sum of those of micro-batches"
+                )
                 ranking.leave_out(requested_kind(replace(options, stages=1)), reason)
             raise
     model = CapturedModel(
@@ -201,23 +205,23 @@ def _captured_module(
     )
 
 
-def _with_mixing(
+def _with_loss_weighting(
     options: PlanOptions,
     net: nn.Module | Graph,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     graph: Graph,
 ) -> Graph:
-    """The graph of a micro-batch, which says whether micro-batches train the loss of the batch."""
+    """The graph of a micro-batch, which says how the losses of micro-batches are weighted."""
     if isinstance(net, Graph):
-        return graph
+        return with_loss_weighting(graph, options.num_micro_batches)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
 
     def captured(samples: int) -> Graph:
         example = pytree.tree_unflatten(with_samples(leaves, samples), spec)
         return _captured_module(options, net, *example)
 
-    return with_mixing(graph, options.num_micro_batches, captured)
+    return with_loss_weighting(graph, options.num_micro_batches, captured)
 
 
 def _compute_dtype(options: PlanOptions) -> torch.dtype | None:

@@ -21,7 +21,7 @@ from shardwright.core.misuse.original import OriginalModel
 from shardwright.core.parallel.module import parallel_module
 from shardwright.core.partition.fold_axes import dtensor_axes
 from shardwright.core.plan import Plan
-from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_mixing
+from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_loss_weighting
 from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.accelerator import device_of_group, use_device
 from shardwright.core.runtime.devices import Devices
@@ -116,7 +116,7 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         def of_samples(samples: int) -> Graph:
             return captured_for(*pytree.tree_unflatten(with_samples(leaves, samples), spec))
 
-        return with_mixing(graph, plan.pipeline.micro_batches, of_samples)
+        return with_loss_weighting(graph, plan.pipeline.micro_batches, of_samples)
 
     try:
         graph = plan.graph

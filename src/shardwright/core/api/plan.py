@@ -112,8 +112,8 @@ def plan(
         micro_batches: pieces into which the batch is split, computed one after the other; at least
             as many as stages. A graph must be captured with one micro-batch. `auto`: of all numbers
             that divide the batch the one with the shortest step; each is captured and planned by
-            itself. The loss must be a plain mean over samples; `auto` is 1 where it is not known
-            to be one.
+            itself. The loss of the batch must be a weighted sum of those of its micro-batches
+            (`docs/pipeline.md`); `auto` is 1 where it is not known to be one.
         compute_dtype: `bfloat16` (or `torch.bfloat16`) computes and communicates in bfloat16 what
             is stored in float32; parameters and optimizer state stay in float32.
         memory_limit: bytes per device, or a text like `24GiB`. A plan that needs more in a step is

@@ -24,8 +24,8 @@ from shardwright.core.api.lone_rank import LoneRank, Traffic, fake_process_group
 from shardwright.core.checkpoint.checkpoint import Checkpoints
 from shardwright.core.cost.memory import memory
 from shardwright.core.cost.tensor_tracking import PARAMETERS, FusedAttention
+from shardwright.core.parallel.loss_weights import weighing_bytes
 from shardwright.core.parallel.module import ParallelModule
-from shardwright.core.parallel.train_step import weighing_bytes
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.accelerator import AllocatedPeak, accelerator_kind
 from shardwright.core.runtime.dtensor import own_tensor

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from shardwright.core.graph.float64 import EverythingInFloat64
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.interpreter import interpret
+from shardwright.core.parallel.loss_weights import weighted
 from shardwright.core.parallel.simulate_ranks import Outcome
-from shardwright.core.parallel.train_step import weighted
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import TorchDispatchMode
 from shardwright.core.torch_internals.operators import schema_of

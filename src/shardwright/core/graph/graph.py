@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from shardwright.core.graph.loss_weighting import LossWeighting
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, operator_name, schema_of
 
@@ -185,8 +186,8 @@ class Graph:
         autocast_on: the device type of the captured autocast regions; None without any.
         attributes: module path, name and text of each plain attribute that `forward` reads; the
             text is `""` unless the attribute consists of numbers and strings.
-        mixing: the reason why the mean of the losses of equal micro-batches is not the loss of the
-            batch (a batch statistic, for example); empty if it is, None if not examined.
+        loss_weighting: of a micro-batch, how the losses of equal micro-batches add up to the loss
+            of the batch; a text says why they do not, None that it has not been analyzed.
     """
 
     ops: tuple[Op, ...]
@@ -208,7 +209,7 @@ class Graph:
     compute_dtype: torch.dtype | None = None
     attributes: tuple[tuple[str, str, str], ...] = ()
     autocast_on: str | None = None
-    mixing: str | None = None
+    loss_weighting: LossWeighting | str | None = None
 
     def _repr_html_(self) -> str:
         """A table of the operators, for notebooks."""
@@ -246,6 +247,10 @@ class Graph:
     @property
     def output_values(self) -> tuple[Value, ...]:
         return tuple(leaf for leaf in self.outputs if isinstance(leaf, Value))
+
+    def has_names(self, names: Iterable[str]) -> bool:
+        """Whether each is the name of an operator or of an activation."""
+        return {value.name for value in self.producer}.union(self.by_name).issuperset(names)
 
     @property
     def trained(self) -> tuple[Value, ...]:

@@ -23,10 +23,11 @@ import torch
 
 from shardwright.core.graph import custom_ops
 from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.graph.loss_weighting import LossWeighting
 from shardwright.core.torch_internals.operators import OpOverload
 from shardwright.core.torch_internals.pytree import TreeSpec, treespec_dumps, treespec_loads
 
-FORMAT = 1
+FORMAT = 2
 """Format version; increment it with every change to the format."""
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -90,7 +91,7 @@ class _Writer:
         for name, (leaf_type, to_text, _) in _LEAVES.items():
             if isinstance(obj, leaf_type):
                 return [name, to_text(obj)]
-        if isinstance(obj, (Value, Op, Graph)):
+        if isinstance(obj, (Value, Op, Graph, LossWeighting)):
             if isinstance(obj, Value):
                 self._numbers[obj] = len(self._numbers)
             parts: Iterable[Any] = (getattr(obj, each.name) for each in fields(obj))
@@ -137,6 +138,7 @@ def _op(*parts: Any) -> Op:
 _NODES: dict[str, Callable[..., Any]] = {
     "Op": _op,
     "Graph": Graph,
+    "LossWeighting": LossWeighting,
     "dict": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
     "list": lambda *parts: list(parts),
     "tuple": lambda *parts: parts,

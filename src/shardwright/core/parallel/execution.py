@@ -325,6 +325,10 @@ class Execution:
             partitioned = self.partitioned
             if situation != self._planned_situation:
                 partitioned = self._capture(*pytree.tree_unflatten(piece, spec))
+                # Whether losses of micro-batches are means or sums does not depend on the shapes.
+                weighting = self.partitioned.graph.loss_weighting
+                graph = replace(partitioned.graph, loss_weighting=weighting)
+                partitioned = replace(partitioned, graph=graph)
             if count != partitioned.pipeline.micro_batches:
                 pipeline = replace(partitioned.pipeline, micro_batches=count)
                 partitioned = replace(partitioned, pipeline=pipeline)

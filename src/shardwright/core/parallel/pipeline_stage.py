@@ -31,13 +31,8 @@ from torch.profiler import record_function
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.lower.program import Program, lower
-from shardwright.core.parallel.train_step import (
-    LossWeights,
-    StepInputs,
-    StepResults,
-    arrival_axes,
-    weighted,
-)
+from shardwright.core.parallel.loss_weights import LossWeights, arrival_axes, weighted
+from shardwright.core.parallel.train_step import StepInputs, StepResults
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.decisions import CutAxes
@@ -196,6 +191,7 @@ class RankStages:
 
     def train(self, inputs: StepInputs) -> StepResults:
         step = self._begin(inputs)
+        self._weights.check_none_left_out(self._weight)
         if self._training is None:
             self._training = self._schedule(self._weighted)
         losses: list[Tensor] = []
@@ -240,8 +236,8 @@ class RankStages:
         step = StepContext.of(inputs, self.micro_batches)
         if self.pipeline.loss_reduction == "sum":
             self._weight = [1.0] * self.micro_batches
-        elif self.devices.stage == self._last_stage:
-            self._weight = self._weights(step.pieces)
+        elif self.devices.stage == self._last_stage or self._weights.leaves_out:
+            self._weight = self._weights(step.pieces, step.buffers)
         for module in self.modules:
             module.begin_step(step, inputs)
         return step

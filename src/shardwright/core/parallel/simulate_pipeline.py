@@ -15,14 +15,10 @@ import torch
 from torch import Tensor
 
 from shardwright.core.lower.program import lower
+from shardwright.core.parallel.loss_weights import LossWeights, arrival_axes
 from shardwright.core.parallel.pipeline_stage import StageModule, StepContext
 from shardwright.core.parallel.simulate_ranks import ByteCounter, Outcome, simulated_ranks
-from shardwright.core.parallel.train_step import (
-    LossWeights,
-    StepInputs,
-    StepResults,
-    arrival_axes,
-)
+from shardwright.core.parallel.train_step import StepInputs, StepResults
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
@@ -78,7 +74,10 @@ class _Chain:
         count = self.partitioned.pipeline.micro_batches
         step = StepContext.of(inputs, count)
         means = self.partitioned.pipeline.loss_reduction == "mean"
-        weights = self._weights(step.pieces) if means else [1.0] * count
+        weights: Sequence[float | Tensor] = [1.0] * count
+        if means:
+            weights = self._weights(step.pieces, step.buffers)
+            self._weights.check_none_left_out(weights)
         for module in self.modules:
             with self._counted(module.chunk, 0):
                 module.begin_step(step, inputs)

@@ -23,7 +23,7 @@ def with_best_micro_batches(
 ) -> Candidate:
     """Returns the candidate with the shortest step of the whole batch; of equals, the one with the
     fewest micro-batches. Numbers with which the model cannot be planned are skipped, as are all
-    but 1 if the loss is not known to be the mean over samples (`mean_of_samples.py`).
+    but 1 if the loss is no weighted sum of those of micro-batches (`mean_of_samples.py`).
 
     Each number is planned independently, as if it were requested, because the graph, the memory of
     activations and the number of stages that can be kept busy depend on it. So the result is never

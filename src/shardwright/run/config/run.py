@@ -29,7 +29,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import RankedPlans
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
-from shardwright.core.planner.mean_of_samples import with_mixing
+from shardwright.core.planner.mean_of_samples import with_loss_weighting
 from shardwright.core.planner.options import FileOptions, PlanOptions
 from shardwright.core.planner.ranking import Ranking, options_to_rank
 from shardwright.core.runtime.micro_batches import micro_batch, numbers_of_pieces, with_samples
@@ -285,8 +285,8 @@ class Run:
             CaptureError: the model cannot be captured.
         """
         graph, number = self._capture_or_load(model, batch), self.config.parallel.num_micro_batches
-        # Captures with other numbers of samples too, to prove that the loss is a mean over them.
-        return with_mixing(
+        # Captures with other numbers of samples too, to find how their losses are weighted.
+        return with_loss_weighting(
             graph,
             number,
             lambda samples: self._capture_or_load(model, with_samples(batch, samples)),
