@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional
 import shardwright as sw
 from features.local_map_ranks import Branching, Model, batch
 from random_plans import check_random_plan, random_plan
+from sample_models import llama
 
 
 class Rows(nn.Module):
@@ -85,6 +87,57 @@ def test_micro_batches_and_stages_equal_one_device() -> None:
     sw.local_map(net.layer, "b _h -> b _h")
     plan = sw.plan(net, batch(), devices=4, stages=2, micro_batches=2)
     assert sw.check(net, batch(), None, plan).passes(1e-9)
+
+
+def attention_of_each_layer(net: nn.Module) -> None:
+    notation = "b _s _h, b _ _s _s, _ _s, _ _s _d, _ _s _d -> b _s _h"
+    for layer in net.get_submodule("model.layers").children():
+        sw.local_map(layer.get_submodule("self_attn"), notation)
+
+
+def whole_model(net: nn.Module) -> None:
+    sw.local_map(net, "b _s, b _s -> (), b _s 64", partial=("mean", None))
+
+
+@pytest.mark.parametrize("mark", [attention_of_each_layer, whole_model])
+def test_a_llama_with_sharded_parameters_equals_one_device(
+    mark: Callable[[nn.Module], None],
+) -> None:
+    net, args, kwargs = llama()
+    mark(net)
+    level = sw.OptimizerParallel("level3", threshold=0)
+    plan = sw.plan(net, args, kwargs, devices=4, hsdp=level)
+    assert sw.check(net, args, kwargs, plan).passes()
+
+
+def test_a_recurrent_module_reads_gathered_parameters() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.last = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.lstm(x)[0]).mean()
+
+    net = sw.local_map(Recurrent(), "b _ _ -> ()", partial="mean")
+    plan = sw.plan(net, ARGS, devices=2)
+    assert sw.check(net, ARGS, None, plan).passes()
+
+
+def test_random_numbers_are_seen() -> None:
+    net = Model(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
+    sw.local_map(net.layer, "b _h -> b _h")
+    result = sw.check(net, batch(), None, sw.plan(net, batch(), devices=4))
+    assert result.random_operators == ("layer",)
+    assert result.passes()
+
+
+def test_it_is_compiled_around() -> None:
+    net = Model(Branching())
+    sw.local_map(net.layer, "b _h -> b _h")
+    planned: Any = sw.parallelize(net, sw.plan(net, batch(), devices=1), copy=True)
+    planned.compile(backend="eager")
+    torch.testing.assert_close(planned(*batch()), net(*batch()))
 
 
 def test_it_is_recomputed() -> None:

@@ -29,7 +29,7 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
             constants that may depend on a dtype (`torch.finfo(x.dtype).eps`) are taken from it.
     """
     new = {
-        value: replace(value, dtype=_double_dtype(value.dtype), outer_dtype=None)
+        value: replace(value, dtype=double_dtype(value.dtype), outer_dtype=None)
         for value in graph.values()
     }
     twin_of = {} if twin is None else paired_operators(graph, twin)
@@ -37,11 +37,15 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Value):
             return new[leaf]
-        return _double_dtype(leaf) if isinstance(leaf, torch.dtype) else leaf
+        return double_dtype(leaf) if isinstance(leaf, torch.dtype) else leaf
 
     def convert_op(op: Op) -> Op:
         args, kwargs = pytree.tree_map(convert, _with_floats_of(op, twin_of.get(op, op)))
-        return replace(op, args=args, kwargs=kwargs, outputs=tuple(new[v] for v in op.outputs))
+        # A `local_map` has the dtypes of its results in its target.
+        as_float64: Any = getattr(op.target, "as_float64", None)
+        target = op.target if as_float64 is None else as_float64()
+        outputs = tuple(new[v] for v in op.outputs)
+        return replace(op, target=target, args=args, kwargs=kwargs, outputs=outputs)
 
     constants = list(graph.constants.values())
     if twin is not None and twin_of and len(twin.constants) == len(constants):
@@ -131,11 +135,18 @@ class EverythingInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.dtype, _double_dtype, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(torch.dtype, double_dtype, (args, kwargs or {}))
         result = func(*args, **kwargs)
         if func == torch.ops.aten.lift_fresh.default:
-            return result.to(_double_dtype(result.dtype))
+            return result.to(double_dtype(result.dtype))
         return result
+
+
+@contextmanager
+def everything_in_float64() -> Iterator[None]:
+    """Context in which eager code makes no floating-point tensor of another dtype than float64."""
+    with float64_by_default(), EverythingInFloat64():  # type: ignore[no-untyped-call]
+        yield
 
 
 class CastsToFloat64(TorchFunctionMode):
@@ -148,10 +159,10 @@ class CastsToFloat64(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _CASTS:
-            to = _double_dtype(_CASTS[func])
+            to = double_dtype(_CASTS[func])
             return args[0].to(to, *args[1:], **(kwargs or {}))
         if func is Tensor.to:
-            args, kwargs = pytree.tree_map_only(torch.dtype, _double_dtype, (args, kwargs or {}))
+            args, kwargs = pytree.tree_map_only(torch.dtype, double_dtype, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -165,10 +176,11 @@ _CASTS = {
 
 def in_float64(tensor: Tensor) -> Tensor:
     """Copy and detach a tensor; in float64 if it is floating-point, complex128 if complex."""
-    return tensor.detach().clone().to(_double_dtype(tensor.dtype))
+    return tensor.detach().clone().to(double_dtype(tensor.dtype))
 
 
-def _double_dtype(dtype: torch.dtype) -> torch.dtype:
+def double_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for a floating-point dtype, complex128 for a complex one, others unchanged."""
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else dtype

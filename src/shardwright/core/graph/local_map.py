@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwright.core.graph.float64 import double_dtype, everything_in_float64
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.local_declaration import Declaration
 from shardwright.core.graph.local_gradients import empty_results, on_each_rank
@@ -166,6 +167,7 @@ class LocalCall:
         random: whether it draws random numbers.
         flops, saved_bytes: of a forward pass of the whole batch, as the user states them:
             operations, and what is kept for the backward pass; None if counted on `sample`.
+        in_float64: whether all floating-point tensors are in float64, to compare the last digits.
     """
 
     name: str
@@ -180,6 +182,7 @@ class LocalCall:
     random: bool = False
     flops: float | None = None
     saved_bytes: float | None = None
+    in_float64: bool = False
 
     def __post_init__(self) -> None:
         # As a function has them: graphs, programs and fingerprints name a target by these.
@@ -201,6 +204,11 @@ class LocalCall:
 
     def __repr__(self) -> str:
         return f"local_map({self.name!r}, {self.declaration.text!r})"
+
+    def as_float64(self) -> LocalCall:
+        """The same call where all floating-point tensors are in float64."""
+        results = tuple((shape, double_dtype(dtype)) for shape, dtype in self.results)
+        return replace(self, results=results, in_float64=True)
 
     def is_mean(self, output: int) -> bool:
         """Whether the mean of a result over shards is the result; of changed buffers it is."""
@@ -253,6 +261,8 @@ class LocalCall:
         return self._checked([*results, *buffers], tensors)
 
     def _region(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        if self.in_float64:
+            return everything_in_float64()
         if self.autocast is None:
             return nullcontext()
         kind = tensors[0].device.type
@@ -260,15 +270,10 @@ class LocalCall:
 
     def _expected(self, tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each result for these inputs."""
-        sizes = self.declaration.sizes(tensors)
-        double = any(tensor.dtype == torch.float64 for tensor in tensors)
-        outputs = len(self.declaration.outputs)
+        sizes, outputs = self.declaration.sizes(tensors), len(self.declaration.outputs)
         return [
-            (
-                self.declaration.shape(number, sizes, shape) if number < outputs else shape,
-                torch.float64 if double and dtype.is_floating_point else dtype,
-            )
-            for number, (shape, dtype) in enumerate(self.results)
+            (self.declaration.shape(n, sizes, shape) if n < outputs else shape, dtype)
+            for n, (shape, dtype) in enumerate(self.results)
         ]
 
     def _checked(self, found: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -280,8 +285,8 @@ class LocalCall:
                 f"`{self.declaration.text}` declares {len(expected) - own}: write an entry for each"
             )
         for number, (tensor, (shape, dtype)) in enumerate(zip(found, expected, strict=True)):
-            # Where all is computed in float64, a kernel may still return another dtype.
-            mixed = dtype == torch.float64 and tensor.is_floating_point()
+            # A kernel may still return another dtype than float64.
+            mixed = self.in_float64 and tensor.is_floating_point()
             if tuple(tensor.shape) != shape or not (tensor.dtype == dtype or mixed):
                 raise CaptureError(self._differs(number, tensor, shape, dtype))
         return tuple(found)
