@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.core.api.description import description
+from shardwright.core.api.description import description_lines
 from shardwright.core.partition.decisions import OptimizerParallel
 
 MODEL = """
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from shardwright.core.api.description import description
+from shardwright.core.api.description import description_lines
 
 class Named(nn.Module):
     def __init__(self):
@@ -32,7 +32,7 @@ class Named(nn.Module):
     def forward(self, ids):
         return self.llama(ids).logits if ids.dtype in {torch.int64, torch.int32} else "none"
 
-print("\\n".join(description(Named())))
+print("\\n".join(description_lines(Named())))
 """
 
 
@@ -66,7 +66,7 @@ def closed_over(factor: float) -> object:
 
 
 def text(net: object) -> str:
-    return "\n".join(description(net))
+    return "\n".join(description_lines(net))
 
 
 @pytest.mark.slow

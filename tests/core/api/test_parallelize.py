@@ -44,5 +44,7 @@ def test_a_model_that_was_built_in_inference_mode_is_refused() -> None:
     with torch.inference_mode():
         net = nn.Linear(8, 8)
     plan = sw.plan(net, (torch.randn(4, 8),), devices=1)
-    with pytest.raises(sw.PlanError, match=r"'weight' was made in inference mode.*`torch.no_grad"):
+    with pytest.raises(
+        sw.PlanError, match=r"(?s)'weight' was created in inference mode.*`torch.no_grad"
+    ):
         sw.parallelize(net, plan, copy=True)

@@ -34,7 +34,7 @@ def test_a_folder_of_another_model_or_that_lacks_a_file_is_refused(tmp_path: Pat
 
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
     refused("no such folder", tmp_path / "absent")
-    refused("no class of models", cls=nn.Linear)
+    refused("not a model class", cls=nn.Linear)
     refused("needs a GPT2Config, the folder has a LlamaConfig", cls=GPT2LMHeadModel)
     with pytest.raises(sw.PlanError, match=r"Plan\.load"):
         sw.from_pretrained(LlamaForCausalLM, tmp_path, "plan.json")  # type: ignore[arg-type]

@@ -136,11 +136,10 @@ def check_a_model_that_is_distributed_already_is_refused() -> None:
             message = refused(lambda: sw.parallelize(again, plan, copy=copied))  # noqa: B023
             assert "is planned already" in message
             assert "net = sw.parallelize(net, sw.plan(net, batch" in message
-    for call in (
-        lambda: sw.plan(net, batch(), devices=world),
-        lambda: sw.plan(nn.Sequential(net), batch()),
-    ):
-        assert "is planned already" in refused(call)
+    for planned in (net, nn.Sequential(net)):
+        assert "is planned already" in refused(
+            lambda: sw.plan(planned, batch(), devices=world)  # noqa: B023
+        )
     net(*batch()).backward()
     assert "sw.adopt(optimizer, net)" in refused(optimizer.step)
     sw.adopt(optimizer, net).step()

@@ -1,4 +1,4 @@
-"""Compares a planned program on simulated ranks with the user's own module on one device."""
+"""Compare a planned program on simulated ranks with the user's module on one device."""
 
 from __future__ import annotations
 
@@ -48,34 +48,36 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, PlanError
 
 TOLERANCE = 1e-9
-"""Of differences in float64."""
+"""Default tolerance of differences in float64."""
 
 ROUNDINGS, MOST_BY_ROUNDING = 100.0, 1e-6
-"""A difference is rounding up to so many times what one more rounding of each result changes, and
-at most this much: to normalize nearly equal numbers enlarges it a million times."""
+"""A difference counts as rounding up to 100 times the effect of perturbing every result in its last
+digit, and up to 1e-6: normalizing nearly equal numbers amplifies rounding a million times."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Two training steps of a plan's program on simulated ranks, compared with those of the module
-    itself: SGD with momentum on the gradients of all outputs, or with micro-batches of the loss.
+    """Comparison of two training steps of a plan's program with those of the module itself.
+
+    The program runs on simulated ranks. Both train by SGD with momentum on the gradients of all
+    outputs, or with micro-batches of the loss.
 
     Args:
-        loss: of the module, in the first step; None if it has no scalar loss.
+        loss: the module's loss in the first step; None if it has no scalar loss.
         loss_difference: largest difference of any output.
         gradient_difference: largest difference of any parameter's gradient, relative to the
             largest gradient of that parameter; infinite where only one side has a gradient.
-        worst_parameter: the parameter where that is.
-        replica_difference: largest difference between ranks that should hold the same.
-        counted_bytes: what one device sent, forward and backward, counted while it ran.
-        planned_bytes: what the plan says.
+        worst_parameter: the parameter with that difference.
+        replica_difference: largest difference between replicas.
+        counted_bytes: bytes that one device sent, forward and backward.
+        planned_bytes: bytes that the plan predicts.
         state_difference: largest difference of any parameter or buffer after the steps.
-        worst_state: the parameter or buffer where that is.
-        cause: where there is a difference, on which side it lies: `capture` if the captured
-            operators differ from the module on one device already, else `split`.
-        random_operators: what draws random numbers, so that values cannot be compared.
-        rounding: where there is a difference, how far the same numbers move on one device if
-            all results of operators change in their last digit.
+        worst_state: the parameter or buffer with that difference.
+        cause: the source of a difference: `capture` if the captured operators already differ
+            from the module on one device, else `split`.
+        random_operators: operators that draw random numbers, so that values are not compared.
+        rounding: if there is a difference, how far the values move on one device if every result
+            of an operator is perturbed in its last digit.
     """
 
     loss: float | None
@@ -92,9 +94,8 @@ class Check:
     rounding: float = 0.0
 
     def passes(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether every difference is within `tolerance`, or what rounding explains, and the bytes
-        are as planned; of a model with random operators, whether ranks that should hold the same
-        do."""
+        """Whether all differences are within `tolerance` or explained by rounding, and the bytes
+        are as planned. For a model with random operators only replicas are compared."""
         worst = self.replica_difference
         if not self.random_operators:
             values = (self.loss_difference, self.gradient_difference, self.state_difference)
@@ -103,7 +104,7 @@ class Check:
         return worst <= tolerance and self.counted_bytes == self.planned_bytes
 
     def __str__(self) -> str:
-        """The differences and the verdict, a line each."""
+        """One line per difference, and the verdict."""
         loss = "none" if self.loss is None else f"{self.loss:.9g}"
         counted, planned = self.counted_bytes, self.planned_bytes
         return "\n".join(
@@ -135,18 +136,18 @@ class Check:
 def check(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, plan: Plan
 ) -> Check:
-    """Trains the planned program on simulated ranks in this process, and the module itself, in
-    float64: outputs, gradients, and after two steps parameters and buffers are compared.
+    """Compare the planned program on simulated ranks with the module itself, in float64.
 
-    Values that depend on random numbers cannot be compared: put the model in eval mode before it is
-    planned, or set dropout to 0.
+    Compares outputs and gradients, and parameters and buffers after two training steps, in this
+    process. Values that depend on random numbers cannot be compared: put the model in eval mode
+    before it is planned, or set dropout to 0.
 
     Raises:
         CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
         StrategyError: if the micro-batches of the plan would train another loss than the batch.
-        PlanError: if the plan is for another model, parameters have no values, a process group
-            is running, the module itself fails in float64, or an operator draws random numbers
-            without saying so.
+        PlanError: if the plan is for another model, `net` is planned, parameters have no values, a
+            process group is running, the module itself fails in float64, or an operator draws
+            random numbers without the tag for it.
     """
     check_arguments(args, kwargs)
     check_not_planned(net)
@@ -163,7 +164,7 @@ def check(
         with _in_float64(plan.pipeline.micro_batches), CastsToFloat64():
             twin = capture(copy.deepcopy(module), *pytree.tree_unflatten(piece, captured.in_spec))
         if not paired_operators(captured, twin):
-            # In another mode, or changed since.
+            # The model is in another mode than planned, or was changed since.
             plan.check_fits(_captured(net, args, kwargs, plan))
         partitioned = plan.partition(graph_in_float64(captured, twin))
         state = {name: in_float64(tensor) for name, tensor in values.items()}
@@ -172,7 +173,7 @@ def check(
 
 @contextmanager
 def _in_float64(micro_batches: int) -> Iterator[None]:
-    """Says of errors of the module itself that they are its own."""
+    """Context that reports errors of the eager module as such."""
     try:
         yield
     except PlanError:
@@ -200,7 +201,7 @@ def _compared(
         loss_of(graph)
         if pipeline.loss_reduction == "mean":
             weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(pieces, state)
-    # The module itself is trained on the whole batch, whatever the micro-batches of the plan.
+    # The reference is the whole batch: micro-batches must not change the loss.
     calls = pieces if pipeline.loss_reduction == "sum" else [leaves]
     eager = EagerTraining(module, graph, calls, trains_loss=count > 1)
     with _in_float64(len(calls)):
@@ -216,21 +217,21 @@ def _compared(
             outcomes.append(run(partitioned, mine, mine, leaves))
         return outcomes[-1]
 
-    found = Differences.between(train_program(planned, graph, state), wanted)
+    differences = Differences.between(train_program(planned, graph, state), wanted)
     counted, bytes_planned = _bytes(partitioned, outcomes[0])
     result = Check(
         loss=_loss(graph, wanted),
-        loss_difference=found.output,
-        gradient_difference=found.gradient,
-        worst_parameter=found.worst_parameter,
-        state_difference=found.state,
-        worst_state=found.worst_state,
+        loss_difference=differences.output,
+        gradient_difference=differences.gradient,
+        worst_parameter=differences.worst_parameter,
+        state_difference=differences.state,
+        worst_state=differences.worst_state,
         replica_difference=max(outcome.replica_difference for outcome in outcomes),
         counted_bytes=counted,
         planned_bytes=bytes_planned,
         random_operators=draws,
     )
-    if draws or found.largest <= TOLERANCE:
+    if draws or differences.largest <= TOLERANCE:
         return result
     own = {str(op.target) for op in graph.ops if not _is_known(op)}
     if own and _differ(eager, 0, 1) and not _differ(eager, 0, 0):
@@ -245,13 +246,13 @@ def _compared(
         rounded = train_program(one_device, graph, state)
     rounding = Differences.between(rounded, witness).largest
     of_capture = Differences.between(witness, wanted).largest
-    cause = "capture" if of_capture > found.largest / 2 else "split"
+    cause = "capture" if of_capture > differences.largest / 2 else "split"
     result = replace(result, rounding=rounding)
     return result if result.passes() else replace(result, cause=cause)
 
 
 def _values(net: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, those that are deferred initialized.
+    """Parameters and buffers by name; deferred ones are initialized.
 
     Raises:
         PlanError: if one is on the meta device and nothing says how to initialize it.
@@ -271,7 +272,7 @@ def _values(net: nn.Module) -> dict[str, Tensor]:
 def _captured(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, plan: Plan
 ) -> Graph:
-    """The model for one micro-batch."""
+    """Capture the model for one micro-batch."""
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
     def captured(leaves: list[Any]) -> Graph:
@@ -289,8 +290,10 @@ def _captured(
 
 
 def _random_operators(eager: EagerTraining) -> tuple[str, ...]:
-    """The operators that draw random numbers, if what is compared depends on these: outputs, or
-    gradients alone, where a layer that begins as zeros follows."""
+    """Names of operators that draw random numbers, if outputs or gradients depend on them.
+
+    Gradients alone may: outputs do not if the next layer is initialized to zeros.
+    """
     drawing = random_operators(eager.graph)
     names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _is_seeded(op))
     if not names:
@@ -299,7 +302,7 @@ def _random_operators(eager: EagerTraining) -> tuple[str, ...]:
 
 
 def _differ(eager: EagerTraining, *seeds: int) -> bool:
-    """Whether what is compared differs between two trainings with these seeds."""
+    """Whether two trainings with these seeds differ."""
     one, other = (_trained(eager, seed) for seed in seeds)
     return Differences.between(one, other).largest > TOLERANCE
 
@@ -319,8 +322,10 @@ def _is_seeded(op: Op) -> bool:
 
 
 def _bytes(partitioned: Partitioned, outcome: Outcome) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Bytes that one device sent, forward and backward, counted and as planned; with several stages
-    those of one where they differ, or else of the busiest."""
+    """Counted and planned bytes that one device sent, forward and backward.
+
+    With several stages: those of a stage in which they differ, else of the busiest one.
+    """
     pairs = list(zip(outcome.stage_bytes, partitioned.step_bytes, strict=True))
     return max(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair[1])))
 
@@ -329,6 +334,6 @@ def _loss(graph: Graph, steps: TrainedSteps) -> float | None:
     if graph.loss is None:
         return None
     outputs = steps.outputs[0]
-    # With micro-batches the loss of the batch is all there is.
+    # With micro-batches the only output is the loss of the batch.
     alone = len(outputs) != len(graph.output_values)
     return float(outputs[0 if alone else graph.output_values.index(graph.loss)])

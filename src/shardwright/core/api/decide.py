@@ -1,4 +1,4 @@
-"""Decides how a model is split, from the options as one value."""
+"""Capture a model and search for its plan, with all options as one value."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from shardwright.errors import CaptureError, StrategyError, with_note
 from shardwright.progress import nested_progress
 
 MANY_OBJECTS = 20_000
-"""So many more must there be before Python looks for cycles among the youngest. Searches make
-millions of objects and hardly any cycles, and would spend a seventh of their time on that."""
+"""New objects before Python collects its youngest generation. A search makes millions of objects
+and hardly any cycles, and spends a seventh of its time in the collector by default."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def plan_collectively(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Plan:
-    """The plan of rank 0 on all ranks, if the process group has `options.devices` of them.
+    """Plan on rank 0 for all ranks, if the process group has `options.devices` ranks.
 
     Raises: as `plan`.
     """
@@ -65,7 +65,7 @@ def plan_collectively(
     shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
     asked = {**vars(options), "on_progress": None}
     if options.cluster is not None and options.resolved_cluster.name == LOCAL:
-        asked["cluster"] = LOCAL  # Each machine measures its own.
+        asked["cluster"] = LOCAL  # Each machine measures itself: the measurements differ.
     request = (asked, net, shapes, repr(spec))
     shared = shared_plan(request, lambda: plan_model(options, net, args, kwargs))
     return replace(shared, optimizer=options.optimizer)
@@ -77,7 +77,7 @@ def plan_model(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Plan:
-    """The plan that this process makes for itself. Raises: as `plan`."""
+    """Plan in this process alone. Raises: as `plan`."""
     return decide_model(options, net, args, kwargs).plan()
 
 
@@ -89,10 +89,10 @@ def decide_model(
     kwargs: dict[str, Any] | None = None,
     ranking: Ranking | None = None,
 ) -> Candidate:
-    """What the plan is made of. Raises: as `plan`.
+    """Search for the best candidate, from which a plan is built. Raises: as `plan`.
 
     Args:
-        ranking: is told the fastest of each kind, as long as it wants one.
+        ranking: collects the fastest candidate of each kind.
     """
     loss_reduction = "mean"
     if isinstance(net, Pipeline):
@@ -102,8 +102,8 @@ def decide_model(
     weighting: LossWeighting | str | None = None
     if isinstance(net, Graph):
         raise StrategyError(
-            "micro_batches='auto', but the graph was captured with one micro-batch: plan the model,"
-            " or give the number"
+            "micro_batches='auto' needs the model, but not a graph of one micro-batch"
+            "\nplan the model, or give the number: micro_batches=4"
         )
     numbers = numbers_of_pieces(pytree.tree_leaves((args, dict(kwargs or {}))))
 
@@ -128,7 +128,7 @@ def _decided(
     ranking: Ranking | None,
     weighting: LossWeighting | str | None = None,
 ) -> Candidate:
-    """The best candidate with a number of micro-batches. Raises: as `plan`.
+    """Best candidate for a fixed number of micro-batches. Raises: as `plan`.
 
     Args:
         weighting: as `Graph.loss_weighting`, if it is known from another number.
@@ -166,10 +166,10 @@ def _captured(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> Graph:
-    """The graph of a model for one micro-batch; a graph that is given as it is.
+    """The graph of a model for one micro-batch; a given graph is returned as it is.
 
     Raises:
-        StrategyError: if a graph is given that is computed in another dtype than requested.
+        StrategyError: if a given graph was captured with another dtype than requested.
         CaptureError: if the model cannot be captured.
     """
     dtype = _compute_dtype(options)
@@ -186,7 +186,7 @@ def _captured(
     if options.compute_dtype is not None and net.compute_dtype != dtype:
         raise StrategyError(
             f"compute_dtype={options.compute_dtype!r}, but the graph was captured with"
-            f" compute_dtype={net.compute_dtype}: capture the model with it, or plan the model"
+            f" compute_dtype={net.compute_dtype}\ncapture the model with it, or plan the model"
         )
     return net
 
@@ -229,7 +229,7 @@ def _compute_dtype(options: PlanOptions) -> torch.dtype | None:
 
 
 def _device_type(options: PlanOptions) -> str | None:
-    """Of the devices that are planned for; None if they are another machine's."""
+    """Device type that is planned for; None if the devices are another machine's."""
     here = device_of_group()
     elsewhere = options.cluster is not None and options.resolved_cluster.name != LOCAL
     return None if elsewhere and here.type == "cpu" else here.type

@@ -1,4 +1,4 @@
-"""What a plan of a model depends on, as lines that are equal in processes that would plan alike."""
+"""Describe everything that a plan depends on, as lines that processes can compare."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _OF_PROCESS = ("_original_object_hash",)
 """Attributes of configurations of `transformers` that differ between processes."""
 
 Seen = dict[int, tuple[int, Any]]
-"""What was described before, by `id`: its number, and itself, so that the `id` stays its own."""
+"""Objects described so far by `id`: a number, and the object, which keeps its `id` from being
+reused."""
 
 
-def description(value: Any, seen: Seen | None = None) -> Iterator[str]:
-    """Classes, code, attributes and shapes, and the contents of tensors that are neither parameters
-    nor buffers."""
+def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:
+    """Yield the classes, code, attributes and shapes inside `value`, and the content hashes of
+    tensors that are neither parameters nor buffers."""
     seen = {} if seen is None else seen
     if isinstance(value, _PLAIN):
         yield repr(value)
@@ -43,7 +44,7 @@ def description(value: Any, seen: Seen | None = None) -> Iterator[str]:
         if isinstance(value, nn.Module):
             yield from _module(value, seen)
         for part in _parts(value):
-            yield from description(part, seen)
+            yield from description_lines(part, seen)
 
 
 def _name(value: Any) -> str:
@@ -52,7 +53,7 @@ def _name(value: Any) -> str:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What a value consists of; nothing of what cannot be looked into."""
+    """The objects that `value` consists of; none if it is opaque."""
     if isinstance(value, (Tensor, np.ndarray)):
         yield from _of_tensor(torch.as_tensor(value))
     elif isinstance(value, Graph):
@@ -68,13 +69,13 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         yield from (item for item in value.items() if item[0] not in _OF_PROCESS)
     elif isinstance(value, (set, frozenset)):
-        yield from sorted("\n".join(description(part)) for part in value)
+        yield from sorted("\n".join(description_lines(part)) for part in value)
     elif isinstance(value, (list, tuple)):
         yield from value
     elif isinstance(value, ModuleType):
         yield value.__name__
     elif not isinstance(value, (type, nn.Module)):
-        # The code of others; locks and process groups raise, and have no parts.
+        # Objects of other packages: locks and process groups raise, and are opaque.
         with suppress(Exception):
             yield value.__reduce_ex__(2)
 
@@ -88,37 +89,37 @@ def _of_tensor(tensor: Tensor) -> Iterator[Any]:
 def _of_cell(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # A name that is not bound yet.
+    except ValueError:  # The variable is not assigned yet.
         return None
 
 
 def _module(module: nn.Module, seen: Seen) -> Iterator[str]:
-    """The code that `forward` calls, the global variables that it reads, the attributes of all
-    modules inside, and their parameters and buffers without values."""
+    """Describe the code that `forward` calls, the global variables that it reads, the attributes of
+    all submodules, and shapes and dtypes of parameters and buffers."""
     for inner in module.modules():
         seen.setdefault(id(inner), (len(seen), inner))
     codes: dict[CodeType, None] = {}
     for place, name in globals_read(module, codes):
         yield f"{place}: {name}"
-        yield from description(globals_of(place)[name], seen)
+        yield from description_lines(globals_of(place)[name], seen)
     yield from map(hash_of_code, codes)
     for path, inner in module.named_modules():
         yield f"module {path}: {_name(inner)}"
         for name, attribute in vars(inner).items():
             if name not in ("_parameters", "_buffers"):
                 yield name
-                yield from description(attribute, seen)
+                yield from description_lines(attribute, seen)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.requires_grad}"
 
 
 def hash_of_code(code: CodeType) -> str:
-    """The same for the same instructions, wherever their file is."""
+    """Hash of the bytecode, names and constants; independent of file and line."""
     digest = blake2b(code.co_code, digest_size=8)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             digest.update(hash_of_code(constant).encode())
         else:
-            digest.update("\n".join(description(constant)).encode())
+            digest.update("\n".join(description_lines(constant)).encode())
     digest.update(repr((code.co_names, code.co_varnames, code.co_freevars)).encode())
     return digest.hexdigest()

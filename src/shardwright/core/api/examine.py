@@ -1,4 +1,4 @@
-"""Which operators of a model can be sharded."""
+"""List which operators of a model have a sharding rule."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ class Examination:
 
     Args:
         operators: number of operators.
-        main: names of the operators that the search decides by cost.
-        without_rule: names and targets of operators without a rule, which every device computes in
-            full.
+        main: names of the operators whose sharding the search chooses by cost.
+        without_rule: names and targets of operators without a rule, which are replicated.
         parameters: number of parameters.
     """
 
@@ -51,7 +50,7 @@ class Examination:
 def examine(
     net: nn.Module | Graph, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Examination:
-    """Lists which operators of a model can be sharded, and which cannot, before it is planned.
+    """List which operators of a model can be sharded, before it is planned.
 
     Raises:
         CaptureError: if the model cannot be captured.

@@ -1,4 +1,4 @@
-"""One rank of a process group whose other ranks are not there."""
+"""Run one rank of a process group without the other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwright.core.torch_internals.distributed import (
 )
 from shardwright.errors import PlanError
 
-KINDS = {
+COLLECTIVE_NAMES = {
     "all_reduce": "all-reduce",
     "all_reduce_": "all-reduce",
     "all_gather_into_tensor": "all-gather",
@@ -37,7 +37,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind that a rank takes part in, and the bytes that it sends in them."""
+    """Number of collectives of one kind, and the bytes that this rank sends in them."""
 
     calls: int = 0
     bytes: int = 0
@@ -45,13 +45,13 @@ class Traffic:
 
 @contextmanager
 def fake_process_group(rank: int, size: int, device: torch.device = CPU) -> Iterator[None]:
-    """A process group in which only this rank is there. One rank needs none.
+    """Context with a fake process group of which only this rank exists; none for a single rank.
 
     Args:
-        device: where its tensors are.
+        device: the device of its tensors.
 
     Raises:
-        PlanError: a process group is running.
+        PlanError: if a process group is running.
     """
     if dist.is_initialized():
         raise PlanError("ranks cannot be rehearsed while a process group is running")
@@ -59,7 +59,7 @@ def fake_process_group(rank: int, size: int, device: torch.device = CPU) -> Iter
         yield
         return
     devices = dist.Backend.backend_capability[FAKE]
-    if device.type not in devices:  # Stages send each other tensors that are there.
+    if device.type not in devices:  # Else `send` and `recv` of pipeline stages find no backend.
         devices.append(device.type)
     dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -69,12 +69,12 @@ def fake_process_group(rank: int, size: int, device: torch.device = CPU) -> Iter
 
 
 class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
-    """Answers every collective as if the other ranks held what this one holds, and counts it.
+    """Dispatch mode that computes every collective as if all ranks had this rank's data.
 
-    What reads a number of a tensor on the meta device reads 1, or that two are equal.
+    Reading a value of a meta tensor gives 1, or False for a comparison by `!=`.
 
-    Args:
-        traffic: by kind of collective, since the last call of `begin_step`.
+    Attributes:
+        traffic: traffic of the last call of a function that `counted` returned, by collective.
     """
 
     def __init__(self) -> None:
@@ -83,12 +83,12 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         self._counts = self._tracks = False
 
     def track(self, tensors: list[Tensor], kind: str) -> None:
-        """From here on the bytes of these and of all new tensors are counted."""
+        """Start to count the bytes of these tensors and of all new ones."""
         self._tracks = True
         self.watch(tensors, kind)
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function; of its last call the collectives are counted."""
+        """Wrap `function` so that the collectives of its last call are counted in `traffic`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.traffic, self._counts = {}, True
@@ -103,7 +103,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if DTensor in types:
-            # What it does with local tensors comes by here afterwards.
+            # Its operators on local tensors are dispatched to this mode afterwards.
             return NotImplemented
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -125,7 +125,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
             super()._track_result(out, args)
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        kind = KINDS.get(name)
+        kind = COLLECTIVE_NAMES.get(name)
         if kind is None or not self._counts:
             return
         before = self.traffic.get(kind, Traffic())
@@ -135,14 +135,14 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
     def _call_group(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What `torch.distributed` does itself: stages exchange tensors, all agree on numbers."""
+        """Run a call of a process group that is not a functional collective, on the fake group."""
         self._count(name, args)
-        # The fake group does not look at tensors, and has none on the meta device.
+        # The fake group has no kernels for the meta device, and never reads tensors.
         here = pytree.tree_map_only(Tensor, lambda t: torch.empty(0) if t.is_meta else t, args)
         result = func(*here, **kwargs)
         if name in ("recv_", "broadcast_"):
             for tensor in args[0]:
-                # Whole numbers are votes of PyTorch's stages: the others vote for what is agreed.
+                # Integers are votes by which PyTorch's stages agree on shapes: 1 is a yes.
                 tensor.fill_(0 if tensor.is_floating_point() else 1)
         return result
 
@@ -157,7 +157,7 @@ def _bytes_of_call(name: str, args: tuple[Any, ...]) -> int:
 
 
 def _answer(name: str, args: tuple[Any, ...]) -> Tensor:
-    """What a functional collective gives."""
+    """The result of a functional collective if all ranks pass the same tensor."""
     x: Tensor = args[0]
     if name in ("wait_tensor", "all_reduce_"):
         return x
@@ -183,6 +183,6 @@ def _copied(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _numbers(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """In place of those that a tensor on the meta device does not have. Truth values come from
-    `!=`, of what ranks must have alike."""
+    """Values in place of a meta tensor's. Booleans are False: they come from `!=`, which compares
+    what must be equal on all ranks."""
     return torch.full(shape, 0 if dtype == torch.bool else 1, dtype=dtype)

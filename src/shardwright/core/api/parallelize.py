@@ -1,4 +1,4 @@
-"""Runs a model as planned on the running process group."""
+"""Run a model as planned on the running process group."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def parallelize(
 
 
 def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
-    """The graph of `net`, which the plan fits, on all ranks.
+    """Return the graph of `net`, after checking that the plan fits it on all ranks.
 
     Raises:
         PlanError: if models or plans differ.
@@ -137,7 +137,7 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         _check_parameters(net, plan)
     except ShardwrightError as error:
         if not alone:
-            # The others wait for this rank's description; if they fail alike, nobody waits.
+            # Other ranks wait for this rank's description. If all fail, none waits.
             with suppress(PlanError):
                 check_description([f"an error, {error}"], device)
         raise
@@ -148,8 +148,10 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
 
 @contextmanager
 def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
-    """`net` in training or eval mode for a while; modules that differ from it keep their own mode
-    if the whole is in the mode already."""
+    """Context in which `net` is in training or eval mode.
+
+    If it is in that mode already, submodules in the other mode keep theirs.
+    """
     modes = [module.training for module in net.modules()]
     if net.training != training:
         net.train(training)
@@ -161,7 +163,7 @@ def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _example(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the shapes that the plan was made for, on the meta device."""
+    """Meta tensors with the shapes of the planned inputs."""
     leaves = [
         torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device="meta")
         if isinstance(leaf, dict)
@@ -183,8 +185,8 @@ def _check_parameters(net: nn.Module, plan: Plan) -> None:
     for name, tensor in (*named.items(), *net.named_buffers()):
         if tensor.is_inference():
             raise PlanError(
-                f"{name!r} was made in inference mode, where autograd can never see it: build the "
-                "model outside of it, or under `torch.no_grad()`"
+                f"{name!r} was created in inference mode, so autograd cannot record it\n"
+                "build the model outside of `torch.inference_mode()`, or under `torch.no_grad()`"
             )
     for name, (shape, _) in plan.parameters.items():
         if name not in named:

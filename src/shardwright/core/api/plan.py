@@ -1,8 +1,8 @@
-"""The calls that take the options of a plan: `plan`, `best_plans` and `AutoParallel`.
+"""The public calls that take plan options: `plan`, `best_plans` and `AutoParallel`.
 
-Each writes out all options, for editors, type checkers and `help`, and makes one value of them
-(`core/planner/options.py`), which is all that the code below sees. A new option is a parameter of
-each call, described in `plan`, and a field of that value.
+Each spells out all options, for editors, type checkers and `help`, and collects them in one value
+(`core/planner/options.py`) for the planner. A new option is a parameter of each call, documented in
+`plan`, and a field of that value.
 """
 
 from __future__ import annotations
@@ -183,19 +183,20 @@ def best_plans(
     optimizer: str | torch.optim.Optimizer = "adamw",
     on_progress: OnProgress = ignore_progress,
 ) -> RankedPlans:
-    """The fastest plan of each of several kinds that fit into memory: plans differ in kind by what
-    the options leave open of the number of micro-batches, of stages and their schedule
-    (`"auto"`), and by how far parameters and optimizer state are stored in shards and whether
-    operators are recomputed. The first is what `plan` gives with the same memory limit.
+    """Find the fastest plan of each of several kinds that fit into memory.
+
+    Kinds differ in what the options leave open (`"auto"`) of the number of micro-batches, the
+    number of stages and the schedule, in the level of sharded parameters and optimizer state, and
+    in recomputation. The first plan is the result of `plan` with the same memory limit.
 
     Args:
-        net, args, kwargs: as of `plan`, which this process makes for itself.
-        top: of so many kinds.
+        net, args, kwargs: as in `plan`; each process plans for itself.
+        top: number of kinds.
 
     The other arguments are those of `plan`.
 
     Raises: as `plan`, and
-        StrategyError: without a cluster, which says how long a step takes.
+        StrategyError: without a cluster, which is needed to predict seconds.
     """
     options = PlanOptions.from_arguments(locals())
     if not COUNT.accepts(top):
@@ -206,11 +207,11 @@ def best_plans(
 
 
 class AutoParallel(ModuleWrapper):
-    """A model that is planned and split over all running processes when it is first called.
+    """Wrap a model, and plan and shard it over all processes in its first call.
 
-    What is configured on it decides the plan; each instance has its own configuration. It bears the
-    parameters, buffers and names of the model it was made from, as DTensors from its first call (or
-    `compile`) on, so an optimizer is made after `compile`, or handed to `sw.adopt`.
+    Each instance has its own configuration, which decides the plan. It has the parameters, buffers
+    and names of the model, as DTensors after the first call or `compile`. Make the optimizer after
+    `compile`, or pass it to `sw.adopt`.
 
     Args:
         network: a model that returns its loss, often a `Pipeline` or a `WithLoss`.
@@ -259,18 +260,18 @@ class AutoParallel(ModuleWrapper):
         self._plan: Plan | None = None
         self.wrap(network)
 
-    # What is configured
+    # Configuration
 
     def hsdp(
         self, shard_size: int = -1, threshold: int = 64, optimizer_level: str = "level1"
     ) -> None:
-        """Shards parameters and optimizer state over devices that hold them whole.
+        """Shard parameters and optimizer state over their replicas (HSDP).
 
         Args:
-            shard_size: over how many devices; -1 for all that hold a parameter whole.
-            threshold: parameters of fewer KB stay as they are used.
-            optimizer_level: `level1`, `level2` (gradients too) or `level3` (parameters are gathered
-                again for the backward pass).
+            shard_size: number of devices to shard over; -1 for all replicas.
+            threshold: smallest size in KB of parameters that are sharded.
+            optimizer_level: `level1`, `level2` (gradients too) or `level3` (parameters are
+                gathered again in the backward pass).
 
         Raises:
             StrategyError: for a value that is not valid.
@@ -284,10 +285,10 @@ class AutoParallel(ModuleWrapper):
         interleave: bool = False,
         scheduler: str = "1f1b",
     ) -> None:
-        """Divides the devices into pipeline stages; the network is then a `Pipeline`.
+        """Divide the devices into pipeline stages; the network is then a `Pipeline`.
 
         Args:
-            stages: groups of devices.
+            stages: number of stages.
             output_broadcast: results reach every stage; they always do.
             interleave: several chunks of the model a stage: the schedule `interleaved_1f1b`.
             scheduler: the name of a schedule; `docs/pipeline.md` lists them.
@@ -308,7 +309,7 @@ class AutoParallel(ModuleWrapper):
         self._configure(stages=stages, schedule=schedule)
 
     def dataset_strategy(self, config: DatasetStrategy) -> None:
-        """How inputs arrive: `full_batch`, `data_parallel`, or an entry for each tensor input.
+        """Set how each rank passes inputs: `full_batch`, `data_parallel`, or one entry per tensor.
 
         Raises:
             StrategyError: for another value.
@@ -317,7 +318,7 @@ class AutoParallel(ModuleWrapper):
 
     @property
     def full_batch(self) -> bool:
-        """Whether every rank receives the whole batch; False: each receives its own part."""
+        """Whether every rank is passed the global batch instead of its own part."""
         return self.options.dataset_strategy == "full_batch"
 
     @full_batch.setter
@@ -325,14 +326,14 @@ class AutoParallel(ModuleWrapper):
         self.dataset_strategy("full_batch" if value else "data_parallel")
 
     def load_operator_strategy_file(self, path: str | Path) -> None:
-        """Pins operators as a file says, when the model is planned."""
+        """Take strategies of operators from a file when the model is planned."""
         self._configure()
         self._strategies = Path(path)
 
-    # What is done
+    # Planning and calls
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Plans and splits the model for an example of its call; only shapes and dtypes matter.
+        """Plan and shard the model for an example call; only shapes and dtypes matter.
 
         Raises: as `plan` and `parallelize`.
         """
@@ -360,18 +361,18 @@ class AutoParallel(ModuleWrapper):
         return self._plan
 
     def save_operator_strategy_file(self, path: str | Path) -> None:
-        """Writes how every operator is cut; rank 0 does."""
+        """Write the strategy of every operator, on rank 0."""
         self._write(lambda plan: plan.save_strategies(path))
 
     def save_plan(self, path: str | Path) -> None:
-        """Writes the plan; rank 0 does."""
+        """Write the plan, on rank 0."""
         self._write(lambda plan: plan.save(path))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._planned(args, kwargs)(*args, **kwargs)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward over all micro-batches; gradients are in the parameters after it.
+        """Run forward and backward over all micro-batches, and accumulate gradients.
 
         Returns:
             The loss of the whole batch, on every rank.
@@ -379,18 +380,17 @@ class AutoParallel(ModuleWrapper):
         return self._planned(args, kwargs).train_step(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm over all devices and stages is at most
-        `max_norm`.
+        """Clip the norm of all gradients, over all devices and stages, to `max_norm`.
 
         Returns:
-            The norm before.
+            The norm before clipping.
         """
         if not self._parallel:
             raise PlanError(NOT_PLANNED)
         return self._parallel[0].clip_grad_norm_(max_norm)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
-        """The model as planned; plans it for this call if it is not planned yet."""
+        """The planned model; plans it for this call if it is not planned yet."""
         if not self._parallel:
             args, kwargs = whole_example(self.options, args, kwargs)
             self.compile(*args, **kwargs)

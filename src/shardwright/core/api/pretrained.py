@@ -1,4 +1,4 @@
-"""Folders in the format of Hugging Face's `save_pretrained` and `from_pretrained`."""
+"""Save and load folders in the format of Hugging Face's `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardwright.errors import CheckpointError, needs_extra
 
 
 def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
-    """Writes `net` with its own `save_pretrained`, as one device does: a model of `transformers`
-    with its configuration, adapters alone of a model of `peft`.
+    """Write `net` with its own `save_pretrained`, as on one device. Collective.
 
-    Every rank must call it. Rank 0 needs memory of the CPU for the whole model.
+    A model of `transformers` is written with its configuration, of a model of `peft` only the
+    adapters. Rank 0 needs CPU memory for the full model.
 
     Args:
-        options: of the model's `save_pretrained`, such as `max_shard_size`.
+        options: options of the model's `save_pretrained`, such as `max_shard_size`.
 
     Raises:
         CheckpointError: on all ranks, if the model has no `save_pretrained`, or that fails.
@@ -44,7 +44,7 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
             try:
                 with unchanged_configurations(model):
                     save(str(folder), **options)
-            except Exception as error:  # The others wait for this rank, whatever it is.
+            except Exception as error:  # Any error must reach the other ranks, which wait below.
                 problem = f"{folder}: {type(error).__name__}: {error}"
     problem = value_of_rank(problem)
     if problem:
@@ -53,8 +53,10 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
 
 @contextmanager
 def unchanged_configurations(net: nn.Module) -> Iterator[None]:
-    """Takes back what is set in the configurations of a model of `transformers`, as its
-    `save_pretrained` does: on one rank alone it would make that rank's model another."""
+    """Context that restores the configurations of a `transformers` model at its end.
+
+    `save_pretrained` sets attributes of them. On rank 0 alone, the ranks' models would differ.
+    """
     configurations = {
         id(part.config): part.config for part in net.modules() if hasattr(part, "config")
     }
@@ -62,9 +64,9 @@ def unchanged_configurations(net: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for attributes, kept in before:
+        for attributes, saved in before:
             attributes.clear()
-            attributes.update(kept)
+            attributes.update(saved)
 
 
 def from_pretrained(
@@ -75,14 +77,15 @@ def from_pretrained(
     device: str | torch.device | None = None,
     **options: Any,
 ) -> nn.Module:
-    """The model that `save_pretrained` wrote to `folder`, split as planned; each rank reads only
-    what it holds.
+    """Load a model that `save_pretrained` wrote to `folder`, sharded as planned.
+
+    Each rank reads only its own shards.
 
     Args:
         cls: a model class of `transformers`, or one of its `AutoModelFor...`.
-        plan: of a model with the same configuration.
+        plan: plan of a model with the same configuration.
         device: as for `parallelize`.
-        options: changes of the configuration, such as `attn_implementation` or `dtype`.
+        options: changes to the configuration, such as `attn_implementation` or `dtype`.
 
     Raises:
         CheckpointError: if the folder has no configuration or one of another class of models, lacks
@@ -101,7 +104,7 @@ def _built(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
         from transformers import AutoConfig
 
     if not hasattr(cls, "from_pretrained") or not isclass(cls):
-        raise CheckpointError(f"{cls!r} is no class of models of transformers")
+        raise CheckpointError(f"{cls!r} is not a model class of transformers")
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: no such folder; `huggingface_hub.snapshot_download` gets one from the Hub"

@@ -1,9 +1,8 @@
-"""Trains for a few steps as one rank of many, without the others and without devices.
+"""Dry-run a few training steps as one rank, without the other ranks and without devices.
 
-Everything that `train` runs on a rank runs here, and at the same size: process groups, the rank's
-shards of the parameters, forward and backward, clipping, the optimizer, a checkpoint. Only what is
-received from other ranks is not theirs; so numbers mean nothing, but shapes, bytes, calls and the
-time on the host are those of the rank.
+Everything that `train` runs on a rank runs here at full size: process groups, the rank's parameter
+shards, forward and backward, clipping, the optimizer, a checkpoint. Received data is made up, so
+values are meaningless; shapes, bytes, calls and host time are those of the rank.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from shardwright.core.torch_internals.distributed import GroupClock
 from shardwright.errors import PlanError
 
 STEPS = 3
-"""The first makes the optimizer's state and fills caches; the others are like all that follow."""
+"""Number of steps. The first creates optimizer state and fills caches, later ones are alike."""
 
 
 @dataclass(frozen=True)
 class RehearsalPhase:
-    """A part of a rehearsal, in seconds of CPU.
+    """CPU seconds of a phase of a rehearsal.
 
     Args:
-        parts: what of it was taken by what.
+        parts: CPU seconds by what was done, of some of it.
     """
 
     name: str
@@ -51,20 +50,19 @@ class RehearsalPhase:
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """What one rank did.
+    """Measurements of one rank's rehearsal.
 
     Args:
-        device: where its tensors were: `cpu`, the accelerator, or `meta`, where they have no
-            numbers and no memory.
-        groups: how many calls made process groups.
-        traffic: of a training step, by kind of collective.
-        sent_bytes: in each step.
-        planned_bytes: in a step, as the plan says, and to weigh its micro-batches.
-        parameter_bytes, optimizer_bytes: what the rank keeps of them.
-        peak_bytes: the most that its tensors took in a step.
-        planned_peak: the same as the plan says.
-        allocated_peak: what the accelerator's allocator gave out at most in a step; None elsewhere.
-        checkpoint_bytes: of its files; None where there are none, which is not on the CPU.
+        device: device type of its tensors: `cpu`, an accelerator, or `meta`.
+        groups: number of calls that created process groups.
+        traffic: traffic of the last training step, by collective.
+        sent_bytes: bytes sent in each step.
+        planned_bytes: predicted bytes per step, those to weigh micro-batches included.
+        parameter_bytes, optimizer_bytes: bytes of the rank's shards.
+        peak_bytes: peak bytes of live tensors in a step.
+        planned_peak: predicted peak bytes.
+        allocated_peak: peak of the accelerator's allocator in a step; None on the CPU and on meta.
+        checkpoint_bytes: bytes of the checkpoint's files; None unless on the CPU.
     """
 
     rank: int
@@ -84,29 +82,30 @@ class RankRehearsal:
 
     @property
     def as_planned(self) -> bool:
-        """Whether each step sent what the plan says. In the first, PyTorch's stages also vote."""
+        """Whether every step sent the predicted bytes; the first may send more, as PyTorch's stages
+        negotiate shapes in it."""
         first, *others = self.sent_bytes
         return first >= self.planned_bytes and set(others) == {self.planned_bytes}
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What some ranks did, one after the other.
+    """Rehearsals of some ranks, one after the other.
 
     Args:
-        devices: of the plan.
+        devices: number of devices of the plan.
     """
 
     devices: int
     ranks: tuple[RankRehearsal, ...]
 
     def passes(self) -> bool:
-        """Whether all of them sent what the plan says."""
+        """Whether every rank sent the predicted bytes."""
         return all(rank.as_planned for rank in self.ranks)
 
 
 class Trainee(Protocol):
-    """A model on one rank, and what trains it for `STEPS` steps."""
+    """A planned model with its optimizer and training loop."""
 
     @property
     def net(self) -> ParallelModule: ...
@@ -115,7 +114,7 @@ class Trainee(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     def train(self, checkpoints: Checkpoints | None, on_step: Callable[[], None]) -> None:
-        """Calls `on_step` after each step, and saves a checkpoint after the last."""
+        """Train for `STEPS` steps, call `on_step` after each, and save a checkpoint at the end."""
 
 
 def first_and_last_ranks(plan: Plan) -> list[int]:
@@ -128,14 +127,14 @@ def first_and_last_ranks(plan: Plan) -> list[int]:
 def rehearse_rank(
     rank: int, plan: Plan, device: torch.device, prepare: Callable[[torch.device], Trainee]
 ) -> RankRehearsal:
-    """Trains as `rank` of the plan's devices.
+    """Train as `rank` of the plan's devices.
 
     Args:
         device: the CPU, the meta device, or an accelerator.
-        prepare: makes the model, the rank's shards of it, and the optimizer.
+        prepare: builds the planned model and its optimizer.
 
     Raises:
-        PlanError: there is no such rank, or a process group is running.
+        PlanError: if the rank or device does not exist, or a process group is running.
     """
     if not 0 <= rank < plan.devices:
         raise PlanError(f"no rank {rank}: {plan.devices} devices are ranks 0 to {plan.devices - 1}")
@@ -201,20 +200,20 @@ def _planned_bytes(net: ParallelModule) -> int:
 
 @dataclass
 class _Clock:
-    """Takes the time of one phase after the other, and of parts of it."""
+    """Measures consecutive phases, and parts of them, in CPU seconds."""
 
     phases: list[RehearsalPhase] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.process_time)
 
     def end(self, name: str) -> None:
-        """Ends the phase that began where the one before ended."""
+        """End the phase that began when the previous one ended."""
         now = time.process_time()
         self.phases.append(RehearsalPhase(name, now - self.began, self.parts))
         self.parts, self.began = {}, now
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function; what it takes is a part of the phase."""
+        """Wrap `function` to count its time as a part of the phase."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             began = time.process_time()

@@ -1,4 +1,4 @@
-"""Trains a model for a few steps as some ranks of a plan, without the others."""
+"""Dry-run a few training steps of some ranks of a plan in one process."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def rehearse(
     ].example,
     clip_norm: float | None = 1.0,
 ) -> Rehearsal:
-    """Trains `net` for three steps as each of some ranks of the plan's devices, in this process:
-    process groups, the rank's parameters, forward and backward, clipping, the optimizer, and on the
-    CPU a checkpoint. Counts what the rank sends, and compares it with the plan.
+    """Dry-run three training steps as each of some ranks of the plan, in this process.
 
-    What other ranks would send is not there: numbers mean nothing.
+    Runs everything that a rank runs: process groups, its parameter shards, forward and backward,
+    clipping, the optimizer, and on the CPU a checkpoint. Counts the bytes that it sends and
+    compares them with the plan. Other ranks are absent, so values are meaningless.
 
     Args:
-        args, kwargs: of a call as a rank makes it, with the whole batch or, if the plan says so,
+        args, kwargs: arguments of a rank's call: the global batch or, with a `dataset_strategy`,
             its own part; on the meta device only shapes matter.
         ranks: by default the first and the last of each stage.
-        device: `meta`, where nothing is computed and any model fits, `cpu`, or an accelerator,
-            whose memory is then measured.
-        optimizer: makes it from the parameters.
+        device: `meta`, which computes nothing and fits any model, `cpu`, or an accelerator, whose
+            memory is then measured.
+        optimizer: makes the optimizer from the parameters.
         clip_norm: maximum total norm of the gradients; None to leave them.
 
     Raises:
         CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
-        PlanError: there is no such rank or device, the plan is for another model, the model
+        PlanError: if a rank or the device does not exist, the plan is for another model, the model
             returns no loss, or a process group is running.
     """
     check_arguments(args, kwargs)
@@ -69,10 +69,10 @@ def rehearse(
 
 @dataclass
 class _Steps:
-    """The same batch again and again.
+    """Trains on the same batch in every step.
 
     Args:
-        leaves, spec: of the arguments of each call.
+        leaves, spec: leaves and tree structure of the arguments of each call.
     """
 
     net: ParallelModule

@@ -1,4 +1,4 @@
-"""That all ranks parallelize the same model as the same plan says, from the same values."""
+"""Check that all ranks parallelize the same model by the same plan, and share rank 0's values."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from shardwright.core.plan import Plan
 
 log = logging.getLogger(__name__)
 
-DECIDED = (
+PROGRAM_FIELDS = (
     *("mesh", "pipeline", "training", "compute_dtype", "inputs", "structure", "arrivals", "cuts"),
     *("storage", "outputs", "sharding", "bucket_bytes", "recompute", "fingerprint"),
 )
-"""The fields of a plan that a program depends on."""
+"""Fields of a plan on which its programs depend."""
 
 
 def check_ranks_agree(net: nn.Module, graph: Graph, plan: Plan, device: torch.device) -> None:
-    """Every rank must call this.
+    """Compare the models and plans of all ranks. Collective.
 
     Raises:
-        PlanError: on every rank, if models or plans differ; with the first difference.
+        PlanError: on every rank, with the first difference.
     """
     check_description([*_model_lines(net, graph), *_plan_lines(plan)], device)
 
 
 def take_state_of_rank_0(net: nn.Module, device: torch.device) -> None:
-    """Gives `net` the parameters and buffers of rank 0, in place; every rank must call this."""
+    """Copy the parameters and buffers of rank 0 into `net`. Collective."""
     real = {
         name: t for name, t in _state(net).items() if not (isinstance(t, Deferred) or t.is_meta)
     }
@@ -53,15 +53,19 @@ def _model_lines(net: nn.Module, graph: Graph) -> Iterator[str]:
     for name, tensor in _state(net).items():
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         dtype = str(tensor.dtype).removeprefix("torch.")
-        words = ("frozen" * (kind == "parameter" and not tensor.requires_grad), _place(tensor))
+        words = (
+            "frozen" * (kind == "parameter" and not tensor.requires_grad),
+            _device_text(tensor),
+        )
         yield ", ".join((f"{kind} {name} {dtype} {list(tensor.shape)}", *filter(None, words)))
     for value, tensor in graph.constants.items():
-        # A tensor that is no buffer is part of the program; its values are not sent.
+        # A tensor that is not a buffer is a constant of the program: rank 0's values are not sent,
+        # so all ranks must have equal ones.
         yield f"the tensor {value} with the hash {int(content_hash(tensor)):x} (no buffer)"
     yield from init_record_lines(_state(net).values())
 
 
-def _place(tensor: Tensor) -> str:
+def _device_text(tensor: Tensor) -> str:
     if isinstance(tensor, Deferred):
         return "without values yet"
     return "on the meta device" * tensor.is_meta
@@ -69,7 +73,7 @@ def _place(tensor: Tensor) -> str:
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
     fields = json.loads(plan.to_json())
-    for key in DECIDED:
+    for key in PROGRAM_FIELDS:
         if isinstance(fields[key], dict) and key not in ("mesh", "pipeline"):
             yield from (f"plan: {key} of {name}: {each}" for name, each in fields[key].items())
         else:

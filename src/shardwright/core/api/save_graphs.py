@@ -1,4 +1,4 @@
-"""A model's graph before and after planning, and the program made of it, as text files."""
+"""Write the graph of a model, its plan and the program of rank 0 as text files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAM = "3_program_rank0.txt"
 
 
 class SavedGraphs:
-    """The files in one folder; those of an earlier plan are removed at once."""
+    """The text files of one folder. Files of an earlier plan are deleted."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -29,16 +29,16 @@ class SavedGraphs:
             (self.folder / name).unlink(missing_ok=True)
 
     def graph(self, graph: Graph) -> None:
-        """The model as it was captured, without strategies."""
+        """Write the captured graph, without strategies."""
         self._write(GRAPH, graph_text(graph))
 
     def plan(self, plan: Plan) -> None:
-        """The graph with strategies, layouts and redistributions, and the program of rank 0."""
+        """Write the graph with strategies and redistributions, and the program of rank 0."""
         self._write(PLAN, plan.dump())
         self._write(PROGRAM, program_text(plan))
 
     def error(self, error: ShardwrightError) -> None:
-        """Why there is no plan."""
+        """Write the error that planning ended with."""
         self._write(ERROR, f"{type(error).__name__}: {error}\n")
 
     def _write(self, name: str, content: str) -> None:
@@ -46,6 +46,6 @@ class SavedGraphs:
 
 
 def program_text(plan: Plan) -> str:
-    """The program that rank 0 runs, of a plan that has its graph. Needs no process group."""
+    """Text of the program of rank 0; `plan` must have its graph. Needs no process group."""
     whole = replace(plan.partitioned, pipeline=ONE_STAGE)
     return str(lower(whole.chunks[0], Devices.of_rank(plan.mesh, 0)))

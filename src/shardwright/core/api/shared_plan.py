@@ -1,4 +1,4 @@
-"""One plan for all ranks: rank 0 plans, and sends the others its plan and what it captured."""
+"""Plan on rank 0 and send the plan and its graph to the other ranks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import nn
 
 from shardwright.core.agreement.collective import has_other_ranks
 from shardwright.core.agreement.store import on_rank_0
-from shardwright.core.api.description import description
+from shardwright.core.api.description import description_lines
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.serialize import dumps, loads
 from shardwright.core.plan import Plan
 
 
 def are_all_ranks(devices: int) -> bool:
-    """Whether the process group has as many ranks, and more than this one is there."""
+    """Whether the process group has `devices` ranks, more than one, on a real backend."""
     return devices > 1 and has_other_ranks() and dist.get_world_size() == devices
 
 
 def shared_plan(request: object, make: Callable[[], Plan]) -> Plan:
-    """The plan that `make` returns on rank 0, with its graph; every rank must call this.
+    """Return the plan that `make` returns on rank 0, with its graph. Collective.
 
     Args:
-        request: all that the plan depends on.
+        request: everything that the plan depends on.
 
     Raises: as `make`, on every rank.
     """
@@ -35,7 +35,7 @@ def shared_plan(request: object, make: Callable[[], Plan]) -> Plan:
 
 
 def shared_graph(net: nn.Module, plan: Plan, make: Callable[[], Graph]) -> Graph:
-    """Likewise, the graph of a model for a plan.
+    """Return the graph of `net` that `make` captures on rank 0. Collective.
 
     Raises: as `make`, on every rank.
     """
@@ -44,7 +44,7 @@ def shared_graph(net: nn.Module, plan: Plan, make: Callable[[], Graph]) -> Graph
 
 
 def _text(request: object) -> str:
-    return "\n".join(description(request))
+    return "\n".join(description_lines(request))
 
 
 def _plan_text(plan: Plan) -> str:
@@ -57,8 +57,10 @@ def _plan_of(text: str) -> Plan:
 
 
 def _graph_text(graph: Graph | None) -> str:
-    """Without the annotations of function calls, which have become decisions; nothing where the
-    graph cannot be written."""
+    """The graph as text; "" if it has an operator that cannot be serialized.
+
+    Tags of operators and calls are left out: the plan contains them as decisions.
+    """
     if graph is None:
         return ""
     ops = tuple(replace(op, tags=()) for op in graph.ops)

@@ -1,4 +1,4 @@
-"""Progress of long calls as a bar, on a terminal and in a notebook, or as lines."""
+"""Show the progress of long calls: a bar on a terminal and in a notebook, else lines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardwright.progress import OnProgress, RemainingTime, ignore_progress
 
 @contextmanager
 def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
-    """A context with a callback for `on_progress=` that shows what a long call does: on a terminal,
-    and in a notebook with ipywidgets, one line with a bar that goes away at the end; elsewhere one
-    line per phase with the elapsed seconds. Where phases are counted, it says the time left.
+    """Context manager that yields a callback for `on_progress=`.
 
-    On a terminal it is written to stderr, so that stdout can be redirected.
+    On a terminal, and in a notebook with ipywidgets, it shows a transient progress bar; elsewhere
+    one line per phase with the elapsed seconds. Counted phases show an estimate of the remaining
+    time. A terminal gets it on stderr, so that stdout can be redirected.
 
     Args:
         enabled: False shows nothing; True shows lines where there is neither a terminal nor a
@@ -38,7 +38,7 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
     if enabled is False or not (bar or notebook or enabled):
         yield ignore_progress
     elif bar:
-        # The stream of now: captures, which report too, silence what is written meanwhile.
+        # `sys.stderr` as it is now: capture replaces it by a silent stream, and reports meanwhile.
         console = Console() if notebook else Console(file=sys.stderr)
         with _bar(console) as on_progress:
             yield on_progress

@@ -1,4 +1,4 @@
-"""A few training steps of the user's own module, and of what is to be equal to it."""
+"""Train the user's module, and a program that must be equal to it, for a few steps."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from shardwright.core.torch_internals.operators import schema_of
 from shardwright.errors import PlanError
 
 STEPS = 2
-"""The second one shows what the first one left behind in buffers, parameters and momentum."""
+"""Number of steps. The second detects errors in updates of buffers, parameters and momentum."""
 
 
 @dataclass(frozen=True)
 class TrainedSteps:
-    """What some steps of SGD with momentum gave.
+    """Results of some steps of SGD with momentum.
 
     Args:
-        outputs: for each step the output tensors, or with several micro-batches the loss.
-        gradients: for each step those of the parameters that have one.
-        state: parameters and buffers afterwards.
+        outputs: output tensors of each step, or with several micro-batches its loss.
+        gradients: gradients of each step by parameter; parameters without one are absent.
+        state: parameters and buffers after the last step.
     """
 
     outputs: list[list[Tensor]]
@@ -41,8 +41,10 @@ class TrainedSteps:
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest differences between two trainings, each relative to the largest element of the
-    tensor where that is above 1, of gradients always."""
+    """Largest differences between two trainings.
+
+    Each is relative to the largest element of the tensor if that exceeds 1.
+    """
 
     output: float
     gradient: float
@@ -75,7 +77,7 @@ class Differences:
 
 
 class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which every result of an operator changes at random in its last digit."""
+    """Dispatch mode that perturbs the last digit of every result of an operator at random."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,7 +99,7 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def difference(got: Tensor, wanted: Tensor) -> float:
-    """Largest difference, relative to the largest element where that is above 1."""
+    """Largest difference, relative to the largest element if that exceeds 1."""
     if got.shape != wanted.shape:
         return math.inf
     if not wanted.numel():
@@ -116,14 +118,14 @@ def _optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
 
 @dataclass
 class EagerTraining:
-    """The user's module, trained as she would train it.
+    """Trains the user's module eagerly.
 
     Args:
-        module: a copy in float64.
-        graph: whose outputs are trained.
-        calls: the leaves of each call: of one with the whole batch, or, where a plan adds up the
-            losses of its micro-batches, of one for each of these.
-        trains_loss: whether only the loss is trained, not every output.
+        module: a copy of the module in float64.
+        graph: the captured graph, whose outputs are trained.
+        calls: leaves of the arguments of each call: one call with the whole batch, or one per
+            micro-batch if the plan sums the losses of micro-batches.
+        trains_loss: whether only the loss is trained instead of every output.
     """
 
     module: nn.Module
@@ -132,8 +134,8 @@ class EagerTraining:
     trains_loss: bool
 
     def run(self) -> tuple[TrainedSteps, list[Tensor | None]]:
-        """The steps, and the gradient with which each output starts: 1 for the loss, for others
-        distinct numbers, so that no error can cancel."""
+        """Train, and return the steps and the gradient that each output starts with: 1 for the
+        loss, distinct numbers for others, so that errors cannot cancel."""
         starts: list[Tensor | None] = []
         outputs, gradients = [], []
         parameters = dict(self.module.named_parameters())
@@ -155,7 +157,7 @@ class EagerTraining:
         """The tensors that the module returns.
 
         Raises:
-            PlanError: if these are others than were captured.
+            PlanError: if their number or shapes differ from the captured ones.
         """
         args, kwargs = pytree.tree_unflatten(leaves, self.graph.in_spec)
         with EverythingInFloat64():  # type: ignore[no-untyped-call]
@@ -185,14 +187,14 @@ def _starts(graph: Graph, ends: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _distinct(like: Tensor) -> Tensor:
-    """Different numbers of absolute value 1 at most, so that no errors cancel."""
+    """Distinct numbers of absolute value 1 at most, so that errors cannot cancel."""
     angles = 1 + torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape)
     circle = torch.polar(torch.ones_like(angles), angles)
     return (circle if like.is_complex() else circle.imag).to(like.dtype)
 
 
 def backward(ends: Sequence[Tensor], starts: Sequence[Tensor | None]) -> None:
-    """Lets gradients flow from those outputs that have one."""
+    """Run the backward pass from all outputs that require a gradient."""
     pairs = [(e, s) for e, s in zip(ends, starts, strict=True) if s is not None and e.requires_grad]
     if pairs:
         torch.autograd.backward([end for end, _ in pairs], [start for _, start in pairs])
@@ -203,10 +205,10 @@ StepFunction = Callable[[Mapping[str, Tensor]], Outcome]
 
 
 def train_program(run: StepFunction, graph: Graph, state: Mapping[str, Tensor]) -> TrainedSteps:
-    """The same steps with what a program says of outputs, gradients and updates.
+    """Train with the outputs, gradients and buffer updates that a program computes.
 
     Args:
-        state: parameters and buffers by name, in the beginning.
+        state: initial parameters and buffers by name.
     """
     trained = {v.name for v in graph.parameters if v.differentiable}
     mine = {name: t.detach().clone().requires_grad_(name in trained) for name, t in state.items()}
@@ -232,7 +234,7 @@ def interpreted(
     weights: Sequence[float | Tensor],
     starts: Sequence[Tensor | None],
 ) -> StepFunction:
-    """A step of the graph on one device, operator by operator."""
+    """A step that interprets the graph on one device, operator by operator."""
 
     def run(state: Mapping[str, Tensor]) -> Outcome:
         leaves = {name: t.detach().requires_grad_(t.requires_grad) for name, t in state.items()}

@@ -1,4 +1,4 @@
-"""The TypeError of a misspelled keyword, with the nearest parameter."""
+"""Name the nearest parameter in the TypeError for a misspelled keyword."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Names the nearest parameter where a keyword is unknown, which Python does from 3.13 on.
+    """Decorate `call` to suggest the nearest parameter for an unknown keyword, as Python 3.13 does.
 
     Raises: by the decorated function
         TypeError: an argument is unknown or missing.
@@ -33,6 +33,6 @@ def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 
 def _suggestion(name: str, valid: list[str]) -> str:
-    """`memory_limit` for `memory_limt`, `parallel_mode` for `mode`."""
+    """Such as `memory_limit` for `memory_limt`, `parallel_mode` for `mode`."""
     nearest = [each for each in valid if name in each] or get_close_matches(name, valid, n=1)
     return f"did you mean {nearest[0]!r}?" if nearest else f"valid are {', '.join(valid)}"

@@ -1,4 +1,4 @@
-"""The shapes of a whole batch, from the part of it that one rank is given."""
+"""Shapes of the global batch from the local batch of one rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from shardwright.errors import StrategyError
 def whole_example(
     options: KeywordOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with the whole batch, on the meta device.
+    """Return meta tensors with the shapes of the global batch.
 
     Args:
-        args, kwargs: of a call with this rank's part, as `dataset_strategy` divides the batch.
+        args, kwargs: arguments of a call with this rank's part of the batch, as
+            `dataset_strategy` divides it.
 
     Raises:
-        StrategyError: if the size of the whole batch follows from a number of stages that is to
-            be chosen.
+        StrategyError: if the global batch size depends on a number of stages that the planner is
+            to choose.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -41,14 +42,14 @@ def whole_example(
 
 
 def _shard_counts(options: KeywordOptions, tensors: list[Tensor]) -> list[tuple[int, ...]]:
-    """For each input the number of shards of each dimension over the ranks."""
+    """For each input tensor, the number of shards of each dimension."""
     strategy, stages = options.dataset_strategy, options.stages
     counts: list[tuple[int, ...]] = [(1,) * tensor.ndim for tensor in tensors]
     if strategy == "data_parallel":
         if stages == AUTO:
             raise StrategyError(
                 "stages='auto' with dataset_strategy='data_parallel': the size of the whole"
-                " batch depends on the number of stages; call compile with an example of it"
+                " batch depends on the number of stages\ncall compile with an example of it"
             )
         world = dist.get_world_size() if dist.is_initialized() else 1
         parts = world // stages

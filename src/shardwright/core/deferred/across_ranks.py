@@ -1,4 +1,4 @@
-"""Deferred tensors on several ranks: records are compared, and draw from rank 0's generators."""
+"""Deferred tensors on several ranks: compare records, and share rank 0's generator states."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardwright.core.torch_internals import pytree
 
 
 def records_of(tensors: Iterable[Tensor]) -> list[Record]:
-    """The records of those tensors that are deferred, each once."""
+    """The distinct records of the deferred ones of `tensors`."""
     return list(dict.fromkeys(t._record for t in tensors if isinstance(t, Deferred)))
 
 
 def init_record_lines(tensors: Iterable[Tensor]) -> Iterator[str]:
-    """What initializes deferred tensors, an operation a line, but for the state of generators."""
+    """One line per recorded operation, without states of generators."""
     for record in records_of(tensors):
         for number, operation in enumerate(record.operations):
             leaves = pytree.tree_leaves((operation.args, operation.kwargs))
@@ -29,8 +29,13 @@ def init_record_lines(tensors: Iterable[Tensor]) -> Iterator[str]:
 
 
 def share_starts(tensors: Iterable[Tensor], share: Callable[[dict[str, Tensor]], object]) -> None:
-    """Lets deferred tensors be drawn from other states of generators, which `share` writes over
-    those that it is passed. The generators themselves then go on from where they are."""
+    """Replace the generator states from which deferred tensors are drawn.
+
+    If that changes a state, the generators themselves stay as they are after a replay.
+
+    Args:
+        share: overwrites the states that it is passed.
+    """
     for record in records_of(tensors):
         starts = {
             f"state {number}": operation.draw.start

@@ -28,7 +28,8 @@ from shardwright.core.torch_internals.tensors import (
 from shardwright.errors import DeferredError
 
 SMALL = 1 << 20
-"""Data of at most this many bytes is copied when an operation reads it, so that it may change."""
+"""Tensors up to this many bytes are copied when an operation reads them, so that the user may
+modify them afterwards; larger ones are checked for modification when they are replayed."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class StorageView:
 
 @dataclass(frozen=True)
 class TensorVersion:
-    """A real tensor that an operation reads, as of autograd's version counter `version`."""
+    """A real tensor that an operation reads, with its autograd version counter at that time."""
 
     tensor: Tensor
     version: int
@@ -84,9 +85,9 @@ class Operation:
     Args:
         function: the operator.
         args, kwargs: its arguments, with a `StorageView` or `TensorVersion` in place of tensors.
-        results: its results in new storages; None for the others.
+        results: views of its results in new storages; None for results in existing ones.
         reads: storages that it only reads.
-        updates: storages that it writes in part, or reads and writes.
+        updates: storages that it writes partially, or reads and writes.
         fills: storages that it creates or overwrites completely.
         draw: the source of its random numbers; None if it draws none.
         default_dtype: torch's default dtype at the time of the call.
@@ -128,11 +129,11 @@ class Record:
     _draws_by_state: dict[torch.Generator, dict[bytes, int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
-        """Copies of tensors are recorded in the same record."""
+        """Return this record: copies of deferred tensors are recorded in it, too."""
         return self
 
     def storage_view(self, tensor: Tensor) -> StorageView:
-        """`tensor`, on the meta device, as a view of its storage."""
+        """Describe a meta tensor as a view of its storage."""
         number = self._numbers.setdefault(storage_id(tensor), len(self._storages))
         if number == len(self._storages):
             # A reference, so that no other storage gets the same id.
@@ -202,9 +203,10 @@ class Record:
         return reads, updates, fills
 
     def last_draw(self, generator: torch.Generator) -> int | None:
-        """The recorded draw that left `generator` in its current state; None if there is none.
+        """Number of the recorded draw that left `generator` in its current state, or None.
 
-        A recorded draw takes one number from the real generator, so that its state identifies it.
+        Each recorded draw advances the real generator by one number, so that its state identifies
+        the draw.
         """
         return self._draws_by_state.get(generator, {}).get(_digest(generator.get_state()))
 
@@ -217,7 +219,7 @@ class Record:
         states[_digest(generator.get_state())] = draw
 
     def leave_generators(self) -> None:
-        """Lets generators stay in the state in which they are after a replay."""
+        """Forget the states after draws, so that a replay does not advance generators."""
         self._draws_by_state = {generator: {} for generator in self._draws_by_state}
 
     def _draw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
@@ -259,10 +261,10 @@ OVERWRITING = frozenset(
 def bind_arguments(
     function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """The schema argument and the value of every argument of a call."""
-    for place, argument in enumerate(schema_of(function).arguments):
-        if place < len(args):
-            yield argument, args[place]
+    """Yield the schema argument and the value of every argument of a call."""
+    for index, argument in enumerate(schema_of(function).arguments):
+        if index < len(args):
+            yield argument, args[index]
         elif argument.name in kwargs:
             yield argument, kwargs[argument.name]
 
@@ -288,7 +290,7 @@ def draws_random_numbers(function: OpOverload) -> bool:
 
 
 def on_meta(tensor: Tensor) -> bool:
-    """Whether a tensor really is on the meta device, whatever its `device` property claims."""
+    """Whether a tensor is on the meta device, even if its `device` property says otherwise."""
     return underlying_device(tensor).type == "meta"
 
 
@@ -302,14 +304,15 @@ def _digest(state: Tensor) -> bytes:
 
 
 def check_unchanged(data: TensorVersion) -> Tensor:
-    """The tensor of `data`.
+    """Return the tensor of `data`.
 
     Raises:
-        DeferredError: if it was modified in place after it was read.
+        DeferredError: if it was modified in place after it was recorded.
     """
     if version(data.tensor) != data.version:
         raise DeferredError(
             f"a tensor of shape {tuple(data.tensor.shape)} from which parameters are initialized "
-            "was modified in place after it was read inside no_init_parameters: pass a copy"
+            "was modified in place after it was read inside no_init_parameters\n"
+            "pass a copy of it: `tensor.clone()`"
         )
     return data.tensor

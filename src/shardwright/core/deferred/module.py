@@ -1,4 +1,4 @@
-"""Materializing the deferred parameters of a model."""
+"""Materialize the deferred parameters of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright.core.torch_internals.modules import forget_flat_weights, restor
 
 
 def materialize(module: nn.Module) -> nn.Module:
-    """Initializes every tensor of `module` that was created inside `no_init_parameters`.
+    """Initialize every tensor of `module` that was created inside `no_init_parameters`.
 
     The values are created in place, on the CPU. Parameters keep their identity, so an optimizer
     that refers to them remains valid, and tied parameters stay tied.
@@ -37,19 +37,22 @@ def materialize(module: nn.Module) -> nn.Module:
 
 
 def materialize_attributes(module: nn.Module) -> None:
-    """Initializes the deferred tensors among plain attributes of `module`, as the same objects."""
+    """Initialize the deferred tensors among plain attributes of `module`, as the same objects."""
     for tensor in list(deferred_attributes(module)):
         _swap_contents(tensor, value_of(tensor))
 
 
 def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:
-    """The deferred tensors among plain attributes of modules, not parameters or buffers."""
+    """Deferred tensors in plain attributes of modules, which are neither parameters nor buffers."""
     return (tensor for tensor in _attributes(module) if isinstance(tensor, Deferred))
 
 
 def copies_of_attributes(module: nn.Module) -> dict[int, Tensor]:
-    """By its id, for each tensor that is a plain attribute of a module one with the same memory,
-    apart from autograd: what `copy.deepcopy` takes as its memo. Deferred ones have values."""
+    """Memo for `copy.deepcopy` that shares tensors in plain attributes of modules.
+
+    They are detached, as `deepcopy` refuses tensors that are not leaves. Deferred ones are
+    initialized.
+    """
     return {
         id(tensor): value_of(tensor) if isinstance(tensor, Deferred) else tensor.detach()
         for tensor in _attributes(module)
@@ -65,7 +68,7 @@ def _attributes(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _swap_contents(tensor: Tensor, value: Tensor) -> None:
-    """Gives the object `tensor` the contents of `value`."""
+    """Give the object `tensor` the contents of `value`."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Replays the operations of a record that the requested tensors need, with minimal peak memory."""
+"""Replay the operations of a record that requested tensors need, with minimal peak memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Keep = Callable[[str, Tensor], Tensor]
 
 
 def replay(record: Record, requested: Mapping[str, StorageView], keep: Keep) -> dict[str, Tensor]:
-    """Computes the `requested` tensors on the CPU, and returns what `keep` keeps of each.
+    """Compute the `requested` tensors on the CPU, and return what `keep` returns for each.
 
     Every tensor is passed to `keep` as soon as it is finished, and then freed. So peak memory is
     that of what is kept plus the largest tensor with its temporaries.
@@ -41,10 +41,9 @@ def replay(record: Record, requested: Mapping[str, StorageView], keep: Keep) -> 
 
 
 def settle_generators(record: Record) -> None:
-    """Advances generators to the state that they would have without deferred initialization.
+    """Advance generators to the state that they would have without deferred initialization.
 
-    This concerns generators in the state of a recorded draw; the others have been used or seeded
-    since.
+    Generators that have been used or seeded since the last recorded draw are left as they are.
     """
     for generator in record.generators():
         last = record.last_draw(generator)
@@ -73,10 +72,10 @@ class ReplaySchedule:
 def plan_replay(
     record: Record, requested: Mapping[str, StorageView], states: Iterable[int]
 ) -> ReplaySchedule:
-    """Finds the operations to replay by walking the record backwards from the requested tensors.
+    """Find the operations to replay by walking the record backwards from the requested tensors.
 
     Args:
-        states: draws after which the state of the generator is requested too.
+        states: numbers of draws after which the generator's state is requested, too.
     """
     finished = _last_writes(record, {view.storage for view in requested.values()})
     alive: set[int] = set()
@@ -98,7 +97,7 @@ def plan_replay(
 
 
 def _last_writes(record: Record, storages: set[int]) -> dict[int, set[int]]:
-    """For each operation, by number, those of `storages` whose last write it is."""
+    """Map the number of each operation to those of `storages` that it is the last to write."""
     remaining, finished = set(storages), {}
     for number in reversed(range(len(record.operations))):
         ready = remaining & record.operations[number].writes
@@ -135,7 +134,7 @@ def _execute(record: Record, number: int, memory: dict[int, torch.UntypedStorage
             return check_unchanged(leaf)
         if not isinstance(leaf, StorageView):
             return leaf
-        if leaf.storage not in memory:  # its previous values are not needed
+        if leaf.storage not in memory:  # `plan_replay` found that its previous values are not read
             size = record.nbytes(leaf.storage)
             memory[leaf.storage] = torch.empty(size, dtype=torch.uint8).untyped_storage()
         return leaf.of(memory[leaf.storage])
@@ -155,7 +154,7 @@ def _execute(record: Record, number: int, memory: dict[int, torch.UntypedStorage
 
 
 def _as_recorded(operation: Operation, view: StorageView, result: Tensor) -> torch.UntypedStorage:
-    """The storage of a result, checked to be laid out as on the meta device, which views assume."""
+    """Return the storage of a result whose layout is that of the meta device, as views assume."""
     if (tuple(result.shape), result.stride(), result.storage_offset(), result.dtype) != (
         view.shape,
         view.stride,
@@ -165,14 +164,14 @@ def _as_recorded(operation: Operation, view: StorageView, result: Tensor) -> tor
         raise DeferredError(
             f"{operation.function} returns a tensor of shape {tuple(result.shape)} and strides "
             f"{result.stride()} on the CPU, but {view.shape} and {view.stride} on the meta "
-            "device; build this part of the model outside of no_init_parameters"
+            "device\nbuild this part of the model outside of no_init_parameters"
         )
     return result.untyped_storage()
 
 
 @contextmanager
 def _preserve_state(record: Record) -> Iterator[None]:
-    """A context without the caller's modes that restores generators and the default dtype."""
+    """Context without the caller's modes that restores generators and the default dtype."""
     states = [(generator, generator.get_state()) for generator in record.generators()]
     dtype = torch.get_default_dtype()
     try:
@@ -191,6 +190,6 @@ def _no_values(record: Record, requested: Mapping[str, StorageView]) -> str:
     )
     return (
         f"{name!r} cannot be initialized: it depends on a tensor on the meta device that never "
-        "had values (created outside of no_init_parameters, or moved there with `.to('meta')`); "
+        "had values (created outside of no_init_parameters, or moved there with `.to('meta')`)\n"
         "create that tensor inside no_init_parameters, or give it values"
     )

@@ -1,4 +1,4 @@
-"""Deferred tensors, which know how they are initialized, and the context that creates them."""
+"""Deferred tensors, which record their initialization, and the context that creates them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ aten = torch.ops.aten
 class Deferred(Tensor):
     """A meta tensor that records the operators on it and is materialized on demand.
 
-    Every operator on it is recorded, also after the context has ended, so copies, casts and moves
-    of a module stay deferred. While the context is open the tensor claims to be on the CPU, where
-    it would be without the context, so that code which skips meta tensors initializes it.
+    Every operator on it is recorded, even after the context has ended, so copies, casts and moves
+    of a module stay deferred. While the context is open its `device` is the CPU, as without the
+    context: code that skips meta tensors must initialize it.
     """
 
     _record: Record
@@ -67,14 +67,14 @@ class Deferred(Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DeferredError(
             f"cannot save a parameter of shape {tuple(self.shape)} created inside"
-            " no_init_parameters, which has no values yet: call shardwright.parallelize or"
+            " no_init_parameters, which has no values yet\ncall shardwright.parallelize or"
             " shardwright.materialize first"
         )
 
 
 @contextmanager
 def no_init_parameters() -> Iterator[None]:
-    """A context in which models are built without allocating their parameters.
+    """Context in which models are built without allocating their parameters.
 
     Parameters are on the meta device, and the operators that initialize them are recorded.
     `parallelize` then creates only this rank's shards, `materialize` creates all parameters, with
@@ -93,7 +93,7 @@ def no_init_parameters() -> Iterator[None]:
             cannot be recorded.
     """
     if any(isinstance(mode, _Recording) for mode in dispatch_modes()):
-        yield  # an inner context belongs to the outer one
+        yield  # The outer context records.
         return
     record = Record()
     try:
@@ -139,7 +139,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Settings(TorchFunctionMode):
-    """Handles functions that inspect a tensor's device before they call any operator."""
+    """Function mode for functions that inspect a tensor's device before they call an operator."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _Settings(TorchFunctionMode):
 
 
 def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Records an operator if it creates or modifies a deferred tensor, otherwise runs it."""
+    """Record an operator if it creates or modifies a deferred tensor, else run it."""
     with without_torch_function():
         args, kwargs = pytree.tree_map_only(
             Deferred, lambda t: t if t._record is record else value_of(t), (args, kwargs)
@@ -185,7 +185,7 @@ def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _record(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an operator on the meta device and records it."""
+    """Call an operator on the meta device and record it."""
     original_of: dict[int, Tensor] = {}
 
     def plain(tensor: Tensor) -> Tensor:
@@ -213,14 +213,14 @@ def _record(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _as_deferred(tensor: Tensor, record: Record) -> Deferred:
-    """`tensor`, on the meta device, as a deferred tensor of `record`."""
+    """View a meta tensor as a deferred tensor of `record`."""
     deferred = as_subclass(Deferred, tensor)
     deferred._record = record
     return deferred
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """The values of `tensor`, deferred or not; does not advance generators."""
+    """Return the values of `tensor`, deferred or not. Does not advance generators."""
     if not isinstance(tensor, Deferred):
         return tensor
     requested = {"a tensor": tensor._record.storage_view(tensor)}
@@ -228,12 +228,12 @@ def value_of(tensor: Tensor) -> Tensor:
 
 
 def values_of(tensors: Mapping[str, Tensor], keep: Keep) -> dict[str, Tensor]:
-    """Initializes the deferred ones of `tensors`, and returns what `keep` keeps of each, by name.
+    """Initialize the deferred ones of `tensors`, and return what `keep` returns for each, by name.
 
-    `keep(name, tensor)` is called for one finished tensor after another, on the CPU, in the order
-    in which the model was built; what it does not return is freed. Tied tensors are computed once.
-    Afterwards the generators are in the state that they would have without `no_init_parameters`,
-    unless they have been used or seeded since.
+    `keep(name, tensor)` is called on the CPU as soon as a tensor is finished, in the order in which
+    the model was built; the tensor is then freed. Tied tensors are computed once. Generators end
+    in the state that they would have without `no_init_parameters`, unless they have been used or
+    seeded since.
 
     Raises:
         DeferredError: if a tensor depends on one that never had values, or on data that has been
@@ -252,7 +252,7 @@ def values_of(tensors: Mapping[str, Tensor], keep: Keep) -> dict[str, Tensor]:
 
 
 def _meta_keywords(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments with which `function` creates its results on the meta device."""
+    """Keyword arguments that make `function` create its results on the meta device."""
     names = {argument.name for argument in schema_of(function).arguments}
     keywords: dict[str, Any] = {}
     if "device" in names:
@@ -269,7 +269,7 @@ def _on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
 
 
 def _creates_tensor(function: Any, tensors: Iterable[Tensor]) -> bool:
-    """Whether an operator creates a tensor without reading one."""
+    """Whether an operator creates a tensor and reads none."""
     names = {argument.name for argument in schema_of(function).arguments}
     return not tensors and "device" in names and _returns_tensors(function)
 
@@ -282,7 +282,7 @@ def _check_draw(function: Any) -> None:
     if draws_random_numbers(function):
         raise DeferredError(
             f"{function} writes random numbers into a tensor that already has values, inside "
-            "no_init_parameters: create this tensor inside too (not from data), or initialize it "
+            "no_init_parameters\ncreate this tensor inside too (not from data), or initialize it "
             "outside"
         )
 
@@ -290,16 +290,16 @@ def _check_draw(function: Any) -> None:
 def _check_meta_kernel(function: Any, targets: list[Tensor], error: NotImplementedError) -> None:
     if targets or draws_random_numbers(function):
         raise DeferredError(
-            f"cannot record {function} inside no_init_parameters, because it has no meta kernel: "
-            "register one (`torch.library.register_fake`), or call it outside"
+            f"cannot record {function} inside no_init_parameters, because it has no meta kernel"
+            "\nregister one (`torch.library.register_fake`), or call it outside"
         ) from error
 
 
 def _check_use(record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]) -> None:
-    """Outside of the context deferred tensors can be copied, cast and written, but not used."""
+    """Refuse uses of deferred tensors outside of the context but copies, casts and writes."""
     if record.recording or targets or all(on_meta(tensor) for tensor in tensors):
         return
     raise DeferredError(
-        f"{function} uses a parameter created inside no_init_parameters, which has no values yet: "
+        f"{function} uses a parameter created inside no_init_parameters, which has no values yet\n"
         "call shardwright.parallelize or shardwright.materialize on the model before running it"
     )
