@@ -39,8 +39,10 @@ def local_map(
     flops: float | None = None,
     saved_bytes: float | None = None,
 ) -> Target:
-    """Leaves a module or a function as it is: it is not captured, and runs eagerly on local shards,
-    with its own Python, kernels and data-dependent shapes. Its backward pass is autograd's.
+    """Run a module or a function as it is, on local shards.
+
+    It is not captured: it runs eagerly, with its own Python, kernels and data-dependent shapes, and
+    autograd computes its backward pass.
 
     The whole model may be the target. It is then trained data parallel, with parameters stored as
     the plan says, as by DDP or FSDP2. Like `shard_map` of JAX and `local_map` of DTensor; which
@@ -75,10 +77,10 @@ def local_map(
     >>> import torch
     >>> import shardwright as sw
     >>> def clipped(x):
-    ...     return x / x.norm() if x.norm().item() > 1 else x
-    >>> clip_rows = sw.local_map(clipped, "b _ -> b _")
-    >>> clip_rows(torch.ones(2, 8)).norm()
-    tensor(1.)
+    ...     return torch.stack([row / row.norm() if row.norm() > 1 else row for row in x])
+    >>> clip_rows = sw.local_map(clipped, "b _h -> b _h")
+    >>> clip_rows(torch.ones(2, 4)).norm(dim=1)
+    tensor([1., 1.])
     """
     if isinstance(target, type) or not callable(target):
         raise StrategyError(
