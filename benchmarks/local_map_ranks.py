@@ -21,8 +21,6 @@ from benchmarks.data_parallel_ranks import (
     planned,
 )
 
-FSDP = {"hsdp": sw.OptimizerParallel("level3")}
-
 
 def attention(net: nn.Module) -> None:
     """Leaves the attention of each layer as it is. It reads activations, the mask, positions, and
@@ -40,16 +38,21 @@ def whole(net: nn.Module) -> None:
 def ours(mark: Callable[[nn.Module], None], **options: Any) -> Step:
     net, args, kwargs = model()
     mark(net)
-    return planned(net, args, kwargs, mode="data_parallel", bucket_mb=layer_mb(), **options)
+    return planned(net, args, kwargs, mode="data_parallel", **options)
+
+
+def ours_sharded(mark: Callable[[nn.Module], None]) -> Step:
+    """With buckets of the size of a layer, as `fully_shard` has."""
+    return ours(mark, bucket_mb=layer_mb(), hsdp=sw.OptimizerParallel("level3"))
 
 
 def cases() -> Cases:
     """Name → ours and PyTorch's."""
     return {
         "attention / DDP": (lambda: ours(attention), ddp),
-        "attention / FSDP2": (lambda: ours(attention, **FSDP), lambda: fsdp(reshard=True)),
+        "attention / FSDP2": (lambda: ours_sharded(attention), lambda: fsdp(reshard=True)),
         "whole model / DDP": (lambda: ours(whole), ddp),
-        "whole model / FSDP2": (lambda: ours(whole, **FSDP), lambda: fsdp(reshard=True)),
+        "whole model / FSDP2": (lambda: ours_sharded(whole), lambda: fsdp(reshard=True)),
     }
 
 

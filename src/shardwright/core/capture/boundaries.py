@@ -63,6 +63,8 @@ def settle_boundaries(graph: fx.Graph) -> None:
 def _is_one_operator(nodes: Sequence[fx.Node]) -> bool:
     operators = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
     computing = [node for node in operators if not _only_moves(node)]
+    # Constants that it creates do not count, unless it does nothing else.
+    computing = [node for node in computing if node.all_input_nodes] or computing
     main = [node for node in computing if _is_main(node)]
     return 1 in (len(main), len(computing)) or (not computing and len(operators) == 1)
 
