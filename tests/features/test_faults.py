@@ -234,7 +234,7 @@ def test_a_killed_rank_costs_no_step_and_none_is_done_twice(
             r"in `inner_bias_output = all_to_all_dim1_to_dim0_a\(inner\)`",
             marks=pytest.mark.slow,
         ),
-        pytest.param("call", "in the comparison of what the ranks call", marks=pytest.mark.slow),
+        pytest.param("call", "in the comparison of the ranks' calls", marks=pytest.mark.slow),
         pytest.param("stages", "in an exchange between pipeline stages", marks=pytest.mark.slow),
         (
             "backward",

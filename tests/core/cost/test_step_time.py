@@ -12,9 +12,9 @@ from sample_models import llama, mlp
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.cluster import Cluster, Device, LinkLevel
 from shardwright.core.cost.step_time import (
-    AGAIN_OPERATORS,
     MEMBER_OPERATORS,
     PARAMETER_OPERATORS,
+    RECOMPUTE_OPERATORS,
     StepTime,
     TimeModel,
     step_time,
@@ -109,7 +109,16 @@ def test_micro_batches_repeat_all_but_gradients_and_update_and_a_bubble_stretche
 
 def test_what_every_micro_batch_gathers_and_reduces_hides_behind_its_own_computation() -> None:
     time = StepTime(
-        1.0, 2.0, 0.0, 0.0, 0.5, 0.5, 0.0, gathers_each=1.5, gradients_each=1.75, micro_batches=2
+        1.0,
+        2.0,
+        0.0,
+        0.0,
+        0.5,
+        0.5,
+        0.0,
+        gathers_per_micro_batch=1.5,
+        gradients_per_micro_batch=1.75,
+        micro_batches=2,
     )
     assert (time.forward_seconds, time.backward_seconds) == (1.5, 2.0)
     # Forward nothing is left to hide behind, backward 0.25.
@@ -184,10 +193,10 @@ def test_a_cpu_puts_each_parameter_into_its_bucket_and_takes_it_out(graph: Graph
 
 def test_a_cpu_keeps_what_is_computed_again_in_python(graph: Graph) -> None:
     op = graph.by_name["one"]
-    for at_full_rate, kept in ((None, 0.0), (8, AGAIN_OPERATORS * DEVICE.overhead)):
+    for at_full_rate, kept in ((None, 0.0), (8, RECOMPUTE_OPERATORS * DEVICE.overhead)):
         device = replace(DEVICE, at_full_rate=at_full_rate)
         model = TimeModel(replace(CLUSTER, device=device), prime_mesh(2))
-        assert model.again(op, {}) == pytest.approx(model.operator(op, {})[0] + kept)
+        assert model.recompute_seconds(op, {}) == pytest.approx(model.operator(op, {})[0] + kept)
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.4, 1.0])
@@ -197,12 +206,12 @@ def test_a_part_computes_while_the_next_goes_round_a_ring(slowdown: float) -> No
     ring = Reduction(("ring",), RING, (1, 1, 25, 10), torch.float32, varying=True)
     sent, launched = 3 * (0.001 + 1000 / 1e4), 3 * 20 * 0.01
     long, none = (100.0, 100.0), (0.0, 0.0)
-    there, back = model.inside(ring, (0, 1), True, long)
+    there, back = model.inner_collective(ring, (0, 1), True, long)
     assert there == pytest.approx(slowdown * sent + launched)
     assert back == pytest.approx(2 * slowdown * sent + launched)
-    there, back = model.inside(ring, (0, 1), True, none)
+    there, back = model.inner_collective(ring, (0, 1), True, none)
     assert (there, back) == pytest.approx((sent + launched, 2 * sent + launched))
     # Of the four parts the last is computed when nothing is on its way.
-    there, _ = model.inside(ring, (0, 1), True, (0.04, 0.0))
+    there, _ = model.inner_collective(ring, (0, 1), True, (0.04, 0.0))
     assert there == pytest.approx(sent - (1 - slowdown) * 0.03 + launched)
-    assert model.inside(ring, (0, 1), False, long)[1] == 0
+    assert model.inner_collective(ring, (0, 1), False, long)[1] == 0

@@ -30,7 +30,7 @@ from core.parallel.pipeline_models import (
 from core.parallel.test_simulate_pipeline import staged_plan, trained_net
 from sample_models import llama
 from shardwright.core.parallel.module import ParallelModule
-from shardwright.core.runtime.micro_batches import most_micro_batches
+from shardwright.core.runtime.micro_batches import num_micro_batches_of_call
 from torchrun import run_checks
 
 SCHEDULES = (
@@ -261,7 +261,7 @@ def check_outputs_reach_every_rank() -> None:
                 _, wanted = nets[1](*batch(rows))
                 summed = 1
                 if not plan.pipeline.averages_micro_batches:
-                    summed = most_micro_batches(batch(rows), plan.pipeline)
+                    summed = num_micro_batches_of_call(batch(rows), plan.pipeline)
                 pieces = zip(*(x.chunk(summed) for x in batch(rows)), strict=True)
                 losses = [loss_of(nets[1], piece, {}) for piece in pieces]
             torch.testing.assert_close(loss, torch.stack(losses).sum())

@@ -33,12 +33,12 @@ def rank_0_comes_late() -> None:
 def who_comes_first_waits() -> None:
     devices = Devices.of_process(Layout((2,), ("a",)), CPU)
     reduce = all_reduce(devices.group((0,)))
-    with devices.waits.counting(CPU):
+    with devices.waits.enable(CPU):
         reduce(torch.ones(()))
-        devices.waits.taken()
+        devices.waits.take_seconds()
         rank_0_comes_late()
         reduce(torch.ones(()))
-        seconds = devices.waits.taken()
+        seconds = devices.waits.take_seconds()
     assert seconds is not None
     waited = LATE * dist.get_rank()
     assert 0.8 * waited < seconds < waited + 0.8 * LATE
@@ -47,11 +47,11 @@ def who_comes_first_waits() -> None:
 def of_what_is_computed_meanwhile_nothing_is_waited_for() -> None:
     devices = Devices.of_process(Layout((2,), ("a",)), CPU)
     reduce = all_reduce(devices.group((0,)))
-    with devices.waits.counting(CPU):
+    with devices.waits.enable(CPU):
         pending = reduce.start(torch.ones(()))
         time.sleep(LATE)
         assert reduce.finish(pending, torch.float32) == 2
-        seconds = devices.waits.taken()
+        seconds = devices.waits.take_seconds()
     assert seconds is not None and 0 < seconds < 0.8 * LATE
 
 
@@ -63,12 +63,12 @@ def a_stage_waits_for_the_micro_batches_of_the_other() -> None:
     planned = sw.parallelize(net, plan, copy=True)
     assert isinstance(planned, ParallelModule)
     waits = planned.execution.devices.waits
-    with waits.counting(CPU):
+    with waits.enable(CPU):
         planned.train_step(*batch)
-        waits.taken()
+        waits.take_seconds()
         rank_0_comes_late()
         planned.train_step(*batch)
-        seconds = waits.taken()
+        seconds = waits.take_seconds()
     # The second stage needs what the first makes; the first then waits for gradients only.
     assert seconds is not None
     waited = LATE * dist.get_rank()

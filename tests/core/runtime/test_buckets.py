@@ -131,9 +131,9 @@ class Live(TorchDispatchMode):
         self.known: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
         self.gathers = 0
-        original = BoundBucket.gathered
+        original = BoundBucket.finish_gather
 
-        def gathered(bound: BoundBucket, pending: Tensor) -> list[Tensor]:
+        def finish_gather(bound: BoundBucket, pending: Tensor) -> list[Tensor]:
             tensors = original(bound, pending)
             self.gathers += 1
             for tensor in tensors:
@@ -141,7 +141,7 @@ class Live(TorchDispatchMode):
                 self.known[weak.cdata] = (weak, tensor.untyped_storage().nbytes())
             return tensors
 
-        monkeypatch.setattr(BoundBucket, "gathered", gathered)
+        monkeypatch.setattr(BoundBucket, "finish_gather", finish_gather)
 
     @property
     def bytes(self) -> int:
@@ -182,7 +182,7 @@ def test_level3_holds_two_buckets_at_most_and_none_between_the_passes(
     if level == "level3":
         assert between == 0
         assert max(forward, live.most) <= 2 * layer
-        assert live.gathers == count + sum(b.bucket.again for b in program.buckets)
+        assert live.gathers == count + sum(b.bucket.regathers for b in program.buckets)
         assert live.gathers > count
     else:
         # Biases are not kept for the backward pass, nor is the weight that no gradient passes.
@@ -289,6 +289,6 @@ def test_a_parameter_alone_on_its_first_dimension_is_gathered_without_a_copy() -
     with one_of(mesh) as devices:
         program = lower(whole_chunk(graph, mesh, said), devices)
         for bound in program.buckets:
-            pending = bound.gather([torch.zeros(shape) for shape in bound.shapes])
-            (member,) = bound.gathered(pending)
+            pending = bound.start_gather([torch.zeros(shape) for shape in bound.shapes])
+            (member,) = bound.finish_gather(pending)
             assert member.data_ptr() == pending.data_ptr()

@@ -11,25 +11,25 @@ import pytest
 import torch
 
 from shardwright.core.runtime import accelerator
-from shardwright.core.runtime.exposed_communication import Waits
+from shardwright.core.runtime.exposed_communication import WaitTimer
 from torchrun import torchrun
 
 CPU = torch.device("cpu")
 
 
 def test_only_waits_are_counted_and_only_once() -> None:
-    waits = Waits()
-    with waits.counted():
-        assert waits.taken() is None
-    with waits.counting(CPU):
+    waits = WaitTimer()
+    with waits.measure():
+        assert waits.take_seconds() is None
+    with waits.enable(CPU):
         time.sleep(0.2)
-        with waits.counted():
+        with waits.measure():
             time.sleep(0.05)
-            assert waits.apart(lambda seconds: time.sleep(seconds) or "done")(0.2) == "done"
-        seconds = waits.taken()
+            assert waits.exclude(lambda seconds: time.sleep(seconds) or "done")(0.2) == "done"
+        seconds = waits.take_seconds()
         assert seconds is not None and 0.05 <= seconds < 0.2
-        assert waits.taken() == 0.0
-    assert waits.taken() is None
+        assert waits.take_seconds() == 0.0
+    assert waits.take_seconds() is None
 
 
 @dataclass
@@ -51,20 +51,20 @@ class Mark:
 def test_an_accelerator_that_is_behind_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[Mark] = []
     stream = SimpleNamespace(record_event=recorded.append)
-    monkeypatch.setattr(accelerator, "Arrival", Mark)
+    monkeypatch.setattr(accelerator, "DeviceEvent", Mark)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
-    waits = Waits()
-    with waits.counting(torch.device("cuda")):
+    waits = WaitTimer()
+    with waits.enable(torch.device("cuda")):
         for _ in range(2):
-            with waits.counted():
+            with waits.measure():
                 pass
-        assert waits.taken() == 0.0
+        assert waits.take_seconds() == 0.0
         for mark, at in zip(recorded, (1000.0, 1250.0), strict=False):
             mark.at = at
-        assert waits.taken() == 0.25
+        assert waits.take_seconds() == 0.25
         for mark, at in zip(recorded[2:], (2000.0, 4000.0), strict=True):
             mark.at = at
-        assert waits.taken() == 2.0
+        assert waits.take_seconds() == 2.0
 
 
 @pytest.mark.distributed

@@ -143,7 +143,7 @@ def test_a_run_is_planned_as_its_expert_divided_it(family: str) -> None:
         "j": 1,
     }
     assert len(cuts["model.layers.0.input_layernorm"]) == 2
-    assert any(chunk.communication.computed_again for chunk in partitioned.chunks)
+    assert any(chunk.communication.recomputed_ops for chunk in partitioned.chunks)
     assert run.seconds() == predict(partitioned, run.cluster, blocking=True).seconds
     assert run.seconds() > predict(partitioned, run.cluster).seconds
 
@@ -175,5 +175,5 @@ def test_what_is_kept_of_blocks_is_counted_besides_what_they_need_as_a_whole() -
 def test_sharded_parameters_are_gathered_in_every_micro_batch() -> None:
     (whole,) = predict(planned(sharded="none").candidate.partitioned, load_cluster("h100")).chunks
     (shards,) = predict(planned().candidate.partitioned, load_cluster("h100")).chunks
-    assert whole.gathers_each == 0 < shards.gathers_each
+    assert whole.gathers_per_micro_batch == 0 < shards.gathers_per_micro_batch
     assert planned().memory < planned(sharded="none").memory

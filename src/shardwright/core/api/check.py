@@ -43,7 +43,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_loss_weighting
 from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.micro_batches import HOW_CUT, micro_batch, with_samples
+from shardwright.core.runtime.micro_batches import SPLIT_NOTE, micro_batch, with_samples
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, PlanError
 
@@ -182,7 +182,7 @@ def _in_float64(micro_batches: int) -> Iterator[None]:
         where = "" if isinstance(error, CaptureError) else f"{line_of_error(error)}: "
         pieces = ""
         if micro_batches > 1:
-            pieces = f", called with one of {micro_batches} micro-batches ({HOW_CUT})"
+            pieces = f", called with one of {micro_batches} micro-batches ({SPLIT_NOTE})"
         raise PlanError(
             "the module itself fails in float64, in which `check` computes it (an operator without "
             "float64, or a tensor that a function has cached in another dtype, can be trained, but "

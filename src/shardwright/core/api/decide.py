@@ -28,7 +28,7 @@ from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.pipeline import Pipeline, merged_options, micro_batch_example
 from shardwright.core.planner.ranking import Ranking, requested_kind
 from shardwright.core.runtime.accelerator import device_of_group
-from shardwright.core.runtime.micro_batches import HOW_CUT, numbers_of_pieces, with_samples
+from shardwright.core.runtime.micro_batches import SPLIT_NOTE, valid_num_micro_batches, with_samples
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, StrategyError, with_note
 from shardwright.progress import nested_progress
@@ -105,7 +105,7 @@ def decide_model(
             "micro_batches='auto' needs the model, but not a graph of one micro-batch"
             "\nplan the model, or give the number: micro_batches=4"
         )
-    numbers = numbers_of_pieces(pytree.tree_leaves((args, dict(kwargs or {}))))
+    numbers = valid_num_micro_batches(pytree.tree_leaves((args, dict(kwargs or {}))))
 
     def decided(number: int) -> Candidate:
         nonlocal weighting
@@ -181,7 +181,7 @@ def _captured(
             if count == 1:
                 raise
             raise CaptureError(
-                with_note(error, f" (captured for one of {count} micro-batches: {HOW_CUT})")
+                with_note(error, f" (captured for one of {count} micro-batches: {SPLIT_NOTE})")
             ) from error
     if options.compute_dtype is not None and net.compute_dtype != dtype:
         raise StrategyError(

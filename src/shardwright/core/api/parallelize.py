@@ -84,7 +84,7 @@ def parallelize(
             dtensor_axes(partitioned),
             named_ranges=named_ranges,
         )
-        if sync and devices.several:
+        if sync and devices.is_distributed:
             take_state_of_rank_0(net, where)
         parallel = parallel_module(net, partitioned, devices, copy=copy, release=release)
     if parallel.training != net.training:

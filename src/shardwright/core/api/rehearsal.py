@@ -26,8 +26,8 @@ from shardwright.core.cost.tensor_tracking import PARAMETERS, FusedAttention
 from shardwright.core.parallel.loss_weights import weighing_bytes
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
-from shardwright.core.runtime.accelerator import AllocatedPeak, accelerator_kind
-from shardwright.core.runtime.dtensor import own_tensor
+from shardwright.core.runtime.accelerator import AllocatedPeak, accelerator_type
+from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals.distributed import GroupClock
 from shardwright.errors import PlanError
 
@@ -138,7 +138,7 @@ def rehearse_rank(
     """
     if not 0 <= rank < plan.devices:
         raise PlanError(f"no rank {rank}: {plan.devices} devices are ranks 0 to {plan.devices - 1}")
-    kind = accelerator_kind()
+    kind = accelerator_type()
     valid = ["meta", "cpu", *([kind.type] if kind is not None else [])]
     if device.type not in valid:
         raise PlanError(f"a rank cannot be rehearsed on '{device}': valid are {' or '.join(valid)}")
@@ -183,8 +183,8 @@ def rehearse_rank(
         traffic=lone.traffic,
         sent_bytes=tuple(sent),
         planned_bytes=_planned_bytes(net),
-        parameter_bytes=sum(own_tensor(p).nbytes for p in net.parameters()),
-        optimizer_bytes=sum(own_tensor(t).nbytes for t in state),
+        parameter_bytes=sum(detached_local(p).nbytes for p in net.parameters()),
+        optimizer_bytes=sum(detached_local(t).nbytes for t in state),
         peak_bytes=sum(lone.bytes_between(lone.peak(end=happened[-1])).values()),
         planned_peak=memory(net.execution.partitioned, optimizer, plan.dry_runs).stages[stage].peak,
         allocated_peak=max(peaks, default=None),
@@ -229,7 +229,7 @@ def _observe(trainee: Trainee, lone: LoneRank, clock: _Clock) -> list[int]:
     """Looks on while a model is trained: seconds, tensors, and what each step sends, which is added
     to the result."""
     net, optimizer, sent = trainee.net, trainee.optimizer, list[int]()
-    lone.track([own_tensor(parameter) for parameter in net.parameters()], PARAMETERS)
+    lone.track([detached_local(parameter) for parameter in net.parameters()], PARAMETERS)
     lone.track(list(net.buffers()), "")
 
     def train_step(*args: Any, **kwargs: Any) -> Tensor:

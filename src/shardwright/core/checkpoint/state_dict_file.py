@@ -23,7 +23,7 @@ from shardwright.core.checkpoint.storage import CheckpointReader
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
 from shardwright.core.parallel.uninitialized import give_memory
-from shardwright.core.runtime.dtensor import own_tensor
+from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.errors import CheckpointError
 
@@ -114,7 +114,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
         for key, tensor in checkpoint_state.model_tensors(net).items():
             name = key.removeprefix(f"{checkpoint_state.MODEL}.")
             if name in names:
-                own_tensor(tensor).copy_(local_part_of(saved[names[name]], tensor))
+                detached_local(tensor).copy_(local_part_of(saved[names[name]], tensor))
 
 
 def _files_of_index(folder: Path) -> list[Path]:

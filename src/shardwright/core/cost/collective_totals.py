@@ -77,7 +77,7 @@ def _chunk_calls(chunk: Chunk, micro_batches: int) -> Iterator[_Calls]:
         for each in inner:
             reduction = each.reduction
             forward, backward = reduction.num_collectives(flow.mesh.size(each.axes), trained)
-            calls = forward + backward + (forward if name in flow.computed_again else 0)
+            calls = forward + backward + (forward if name in flow.recomputed_ops else 0)
             size = prod(reduction.shape) * reduction.dtype.itemsize
             yield reduction.collective, each.axes, calls * micro_batches, size
     for bucket in flow.buckets:
@@ -89,7 +89,7 @@ def _transfer_calls(transfer: Transfer, micro_batches: int) -> Iterator[_Calls]:
     size = max(prod(side.shard_shape(value.shape)) for side in (step.source, step.target))
     if step.forward is not None:
         # Recomputation in the backward pass repeats the forward collective.
-        runs = 2 if transfer.again else 1
+        runs = 2 if transfer.is_repeated else 1
         yield step.forward, step.axes, runs * micro_batches, size * value.itemsize
     if step.backward is not None and transfer.trained:
         yield step.backward, step.axes, micro_batches, size * value.itemsize
@@ -99,7 +99,7 @@ def _bucket_calls(bucket: Bucket, micro_batches: int) -> Iterator[_Calls]:
     """Calls of a bucket: one gather over all its axes, and one reduction of its gradients per
     collective."""
     gathers = micro_batches if bucket.level == "level3" else 1
-    gathers += micro_batches if bucket.again else 0
+    gathers += micro_batches if bucket.regathers else 0
     stored = bucket.numel * bucket.members[0].value.itemsize
     steps = {
         "all_gather": [step for step in bucket.steps if step.kind == "all_gather"],
@@ -109,7 +109,7 @@ def _bucket_calls(bucket: Bucket, micro_batches: int) -> Iterator[_Calls]:
     for kind, kind_steps in steps.items():
         if kind_steps and (kind == "all_gather" or bucket.trained):
             axes = tuple({axis for step in kind_steps for axis in step.axes})
-            calls = gathers if kind == "all_gather" else 1 if bucket.once else micro_batches
+            calls = gathers if kind == "all_gather" else 1 if bucket.reduces_once else micro_batches
             group = prod(step.group_size for step in kind_steps)
             size = stored if kind == "all_reduce" else stored * group
             yield kind, axes, calls, size

@@ -40,7 +40,7 @@ UPDATE_PASSES = 7
 """Memory passes of AdamW over each stored parameter: it reads parameter, gradient and two moments,
 and writes parameter and moments."""
 
-PARAMETER_OPERATORS, MEMBER_OPERATORS, AGAIN_OPERATORS = 4.5, 2.5, 1.7
+PARAMETER_OPERATORS, MEMBER_OPERATORS, RECOMPUTE_OPERATORS = 4.5, 2.5, 1.7
 """Host time in units of an operator's overhead: AdamW's update of a parameter; copying a parameter
 or gradient into a bucket and out of it; bookkeeping of `torch.utils.checkpoint` per recomputed
 operator. Only CPUs pay it, as an accelerator computes meanwhile. Measured with steps of a small
@@ -64,8 +64,9 @@ class StepTime:
         gathers: gathers of sharded parameters made once per step.
         gradients: reductions of parameter gradients made once per step.
         update: optimizer step.
-        gathers_each: gathers made in each forward pass.
-        gradients_each: reductions made in each backward pass, and gathers repeated there.
+        gathers_per_micro_batch: gathers made in each forward pass.
+        gradients_per_micro_batch: reductions made in each backward pass, and gathers repeated
+            there.
         micro_batches: number of micro-batches per step.
         bubble: fraction of the step in which a pipeline stage is idle.
         forward_hidden, backward_hidden: part of the redistributions that overlaps computation.
@@ -80,8 +81,8 @@ class StepTime:
     gathers: float
     gradients: float
     update: float
-    gathers_each: float = 0.0
-    gradients_each: float = 0.0
+    gathers_per_micro_batch: float = 0.0
+    gradients_per_micro_batch: float = 0.0
     micro_batches: int = 1
     bubble: float = 0.0
     forward_hidden: float = 0.0
@@ -92,13 +93,17 @@ class StepTime:
     def forward_seconds(self) -> float:
         """Forward pass of one micro-batch, with exposed communication."""
         gained = (1 - self.slowdown) * self.forward_hidden
-        return self.forward + self.forward_redistributions - gained + self.waits_each[0]
+        return (
+            self.forward + self.forward_redistributions - gained + self.exposed_per_micro_batch[0]
+        )
 
     @property
     def backward_seconds(self) -> float:
         """Backward pass of one micro-batch, with exposed communication."""
         gained = (1 - self.slowdown) * self.backward_hidden
-        return self.backward + self.backward_redistributions - gained + self.waits_each[1]
+        return (
+            self.backward + self.backward_redistributions - gained + self.exposed_per_micro_batch[1]
+        )
 
     @property
     def computation(self) -> float:
@@ -106,25 +111,25 @@ class StepTime:
         return self.micro_batches * (self.forward + self.backward) + self.update
 
     @property
-    def waits_each(self) -> ForwardBackward:
+    def exposed_per_micro_batch(self) -> ForwardBackward:
         """Exposed communication of parameters and gradients in each micro-batch."""
         return (
-            self._waits(self.gathers_each, self.forward - self.forward_hidden),
-            self._waits(self.gradients_each, self.backward - self.backward_hidden),
+            self._waits(self.gathers_per_micro_batch, self.forward - self.forward_hidden),
+            self._waits(self.gradients_per_micro_batch, self.backward - self.backward_hidden),
         )
 
     @property
-    def waits_once(self) -> ForwardBackward:
+    def exposed_per_step(self) -> ForwardBackward:
         """Exposed communication of parameters and gradients that is made once per step."""
         # It overlaps the forward pass of the first micro-batch and the backward pass of the last.
-        forward = max(0.0, self.forward - self.forward_hidden - self.gathers_each)
-        backward = max(0.0, self.backward - self.backward_hidden - self.gradients_each)
+        forward = max(0.0, self.forward - self.forward_hidden - self.gathers_per_micro_batch)
+        backward = max(0.0, self.backward - self.backward_hidden - self.gradients_per_micro_batch)
         return self._waits(self.gathers, forward), self._waits(self.gradients, backward)
 
     @property
     def exposed(self) -> float:
         """Exposed communication that is made once per step, forward and backward together."""
-        return sum(self.waits_once)
+        return sum(self.exposed_per_step)
 
     def _waits(self, communication: float, computation: float) -> float:
         """Exposed part of `communication`, plus the slowdown of `computation` by the rest."""
@@ -149,8 +154,8 @@ class TimeModel:
 
     Args:
         stages: number of pipeline stages, each with its own device matrix of this shape.
-        sharing: number of replicas of a parameter over which optimizer state is sharded; -1 for
-            all, None without ZeRO.
+        optimizer_shard_size: number of replicas of a parameter over which optimizer state is
+            sharded; -1 for all, None without ZeRO.
         parameter_weight: weight of seconds spent on gathering, reducing and updating parameters in
             the objective of a search; 1 for a prediction.
 
@@ -163,7 +168,7 @@ class TimeModel:
         cluster: Cluster,
         mesh: DeviceMatrix,
         stages: int = 1,
-        sharing: int | None = None,
+        optimizer_shard_size: int | None = None,
         parameter_weight: float = 1.0,
     ) -> None:
         self.mesh = mesh
@@ -173,7 +178,7 @@ class TimeModel:
         self.device = self.links.cluster.device
         self.shared = cluster.device.shared(devices)
         self.slowdown = 1.0 if self.shared else self.device.overlap_slowdown
-        self.sharing = sharing
+        self.optimizer_shard_size = optimizer_shard_size
         self._operators: dict[tuple[object, ...], ForwardBackward] = {}
         self._steps: dict[tuple[RedistributionStep, Shape, int], ForwardBackward] = {}
 
@@ -187,12 +192,12 @@ class TimeModel:
             known = self._operators[key] = self.work(work, counts)
         return known
 
-    def again(self, op: Op, cuts: Cuts) -> float:
+    def recompute_seconds(self, op: Op, cuts: Cuts) -> float:
         """Seconds to recompute one device's shard of `op` in the backward pass."""
-        count = AGAIN_OPERATORS if work_of(op).forward_bytes else 0
-        return self.operator(op, cuts)[0] + self.on_host(count)
+        count = RECOMPUTE_OPERATORS if work_of(op).forward_bytes else 0
+        return self.operator(op, cuts)[0] + self.host_seconds(count)
 
-    def on_host(self, operators: float) -> float:
+    def host_seconds(self, operators: float) -> float:
         """Host time of `operators` operator launches; 0 on an accelerator, which hides it."""
         return 0.0 if self.device.at_full_rate is None else operators * self.device.overhead
 
@@ -235,7 +240,7 @@ class TimeModel:
         there, back = self._steps[key]
         return there, back if differentiable else 0.0
 
-    def inside(
+    def inner_collective(
         self,
         reduction: Reduction,
         axes: Axes,
@@ -283,7 +288,7 @@ class TimeModel:
             whole: other axes on which the parameter is replicated.
             num_bytes: bytes of the shard that a device uses.
         """
-        if self.sharing is None:
+        if self.optimizer_shard_size is None:
             return 0.0, self.bucketed(varying, num_bytes)
         gather = self.bucketed((*varying, *whole), num_bytes, "all_gather")
         return gather, self.bucketed(varying, num_bytes, "reduce_scatter")
@@ -291,20 +296,20 @@ class TimeModel:
     def update(self, num_bytes: float, count: int = 0) -> float:
         """Seconds of the optimizer step over `count` stored parameters of `num_bytes` in total."""
         moving = UPDATE_PASSES * num_bytes / self.device.stream
-        return moving + self.on_host(PARAMETER_OPERATORS * count)
+        return moving + self.host_seconds(PARAMETER_OPERATORS * count)
 
-    def update_of(self, num_bytes: float, num_shards: int) -> float:
+    def parameter_update(self, num_bytes: float, num_shards: int) -> float:
         """Seconds of the optimizer step over a parameter, divided among its replicas by ZeRO.
 
         Args:
             num_bytes: bytes of the shard that a device uses.
             num_shards: number of shards it is used in.
         """
-        if self.sharing is None:
+        if self.optimizer_shard_size is None:
             return self.parameter_weight * self.update(num_bytes)
         sharers = self.mesh.num_devices // num_shards
-        if self.sharing > 0:
-            sharers = min(sharers, self.sharing)
+        if self.optimizer_shard_size > 0:
+            sharers = min(sharers, self.optimizer_shard_size)
         return self.parameter_weight * self.update(num_bytes / sharers)
 
 
@@ -333,8 +338,8 @@ def step_time(
         beside: computation that overlaps redistributions; by default none.
     """
     forward, backward = _summed(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
-    again = [op for op in graph.ops if op.name in flow.computed_again]
-    backward += sum(model.again(op, cuts.get(op.name, {})) for op in again)
+    recomputed = [op for op in graph.ops if op.name in flow.recomputed_ops]
+    backward += sum(model.recompute_seconds(op, cuts.get(op.name, {})) for op in recomputed)
     there, back = _summed(seconds for *_, seconds in activation_seconds(graph, flow, cuts, model))
     hidden = _summed(hidden_seconds(beside, cuts, model).values()) if beside else (0.0, 0.0)
     buckets: dict[tuple[bool, int], float] = defaultdict(float)
@@ -350,8 +355,8 @@ def step_time(
         gathers=buckets[True, 0],
         gradients=buckets[True, 1],
         update=model.update(stored, len(trained)),
-        gathers_each=buckets[False, 0],
-        gradients_each=buckets[False, 1],
+        gathers_per_micro_batch=buckets[False, 0],
+        gradients_per_micro_batch=buckets[False, 1],
         micro_batches=micro_batches,
         bubble=bubble,
         forward_hidden=hidden[0],
@@ -389,7 +394,7 @@ def hidden_seconds(
         there = hide(sent, "forward", overlap.beside)
         back = hide(returned, "weight", overlap.linears)
         back += hide(returned - back, "backward", overlap.beside)
-        hidden[transfer] = there, back + (there if transfer.again else 0.0)
+        hidden[transfer] = there, back + (there if transfer.is_repeated else 0.0)
     return hidden
 
 
@@ -402,15 +407,15 @@ def activation_seconds(
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         beside = model.operator(graph.by_name[name], cuts.get(name, {}))
         for one in inner:
-            there, back = model.inside(one.reduction, one.axes, differentiable, beside)
-            again = there if name in flow.computed_again else 0.0
-            yield None, tuple(one.axes), (there, back + again)
+            there, back = model.inner_collective(one.reduction, one.axes, differentiable, beside)
+            repeated = there if name in flow.recomputed_ops else 0.0
+            yield None, tuple(one.axes), (there, back + repeated)
     bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
     for transfer in flow.transfers:
         if id(transfer) not in bucketed:
             there, back = model.step(transfer.step, transfer.value, transfer.trained)
-            again = there if transfer.again else 0.0
-            yield transfer, transfer.step.axes, (there, back + again)
+            repeated = there if transfer.is_repeated else 0.0
+            yield transfer, transfer.step.axes, (there, back + repeated)
 
 
 def bucket_seconds(
@@ -422,8 +427,8 @@ def bucket_seconds(
     for bucket in flow.buckets:
         gather, reduce = _bucket(bucket, model)
         yield bucket, "parameters", bucket.level != "level3", 0, gather
-        yield bucket, "gradients", bucket.once, 1, reduce
-        if bucket.again:
+        yield bucket, "gradients", bucket.reduces_once, 1, reduce
+        if bucket.regathers:
             yield bucket, "parameters", False, 1, gather
 
 
@@ -437,7 +442,7 @@ def _summed(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
 def _bucket(bucket: Bucket, model: TimeModel) -> ForwardBackward:
     """Seconds of gathering a bucket once, and of reducing its gradients once."""
     gather = reduce = 0.0
-    joining = model.on_host(MEMBER_OPERATORS * len(bucket.members))
+    joining = model.host_seconds(MEMBER_OPERATORS * len(bucket.members))
     local = bucket.numel * bucket.members[0].value.itemsize
     for step in bucket.steps:
         if step.kind == "all_gather":

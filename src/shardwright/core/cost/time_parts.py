@@ -91,8 +91,8 @@ def _of_chunk(
         cuts = chunk.decisions.cuts.get(op.name, {})
         forward, backward = model.operator(op, cuts)
         yield work_of(op).kind, (), times * (forward + backward), 0.0
-        if op.name in flow.computed_again:
-            yield "recomputation", (), times * model.again(op, cuts), 0.0
+        if op.name in flow.recomputed_ops:
+            yield "recomputation", (), times * model.recompute_seconds(op, cuts), 0.0
     yield "optimizer", (), time.update, 0.0
     gained = 1 - time.slowdown
     of_chunk = chunk.decisions.cuts
@@ -103,10 +103,10 @@ def _of_chunk(
         hides = (0.0, 0.0) if transfer is None else beside.get(transfer, (0.0, 0.0))
         for kind, seconds, hidden in zip(kinds, both_ways, hides, strict=True):
             yield kind, axes, times * seconds, times * gained * hidden
-    waits = {True: time.waits_once, False: time.waits_each}
+    waits = {True: time.exposed_per_step, False: time.exposed_per_micro_batch}
     whole = {
         True: (time.gathers, time.gradients),
-        False: (time.gathers_each, time.gradients_each),
+        False: (time.gathers_per_micro_batch, time.gradients_per_micro_batch),
     }
     for bucket, kind, once, way, seconds in bucket_seconds(flow, model):
         if seconds:

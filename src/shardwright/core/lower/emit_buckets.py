@@ -44,7 +44,7 @@ class BucketLines:
     unsharded: bool
     source: Source
     bound: tuple[BoundBucket, ...] = ()
-    again: BackwardRegather | None = None
+    regather: BackwardRegather | None = None
     _entered: dict[Bucket, str] = field(default_factory=dict)
     _started: dict[Bucket, str] = field(default_factory=dict)
     _members: dict[Member, str] = field(default_factory=dict)
@@ -57,8 +57,8 @@ class BucketLines:
         for bucket in self.flow.buckets:
             for member in bucket.members:
                 self._known[member.value, _ids(member.transfers)] = (bucket, member)
-        if any(bucket.again and bucket.segment is None for bucket in self.flow.buckets):
-            self.again = BackwardRegather()
+        if any(bucket.regathers and bucket.segment is None for bucket in self.flow.buckets):
+            self.regather = BackwardRegather()
 
     def enter(self) -> None:
         """Emits the first lines of a program, whose backward runs last."""
@@ -75,7 +75,7 @@ class BucketLines:
         return tuple(each for each in self.bound if self._is_here(each.bucket))
 
     def _is_here(self, bucket: Bucket) -> bool:
-        return not (self.unsharded and bucket.once)
+        return not (self.unsharded and bucket.reduces_once)
 
     def _enter(self, bound: BoundBucket) -> str:
         number = bound.bucket.number
@@ -122,8 +122,8 @@ class BucketLines:
                 self._start(following)
         before = self._started.get(bucket) or self._entered[bucket]
         if bucket.gathers and not held:
-            again = self.again if bucket.again and bucket.segment is None else None
-            function = self.source.refer(f"finish_{number}", FinishGather(bound, again))
+            regather = self.regather if bucket.regathers and bucket.segment is None else None
+            function = self.source.refer(f"finish_{number}", FinishGather(bound, regather))
         else:
             function = self.source.refer(f"finish_{number}", UseAsStored(bound, held))
         names = [self.source.name(member.name) for member in bucket.members]
@@ -171,6 +171,6 @@ def _described(bound: BoundBucket) -> str:
         back = f" / {step.backward}" if step.backward is not None else ""
         words.append(f"{step.kind} over {over}{back}")
     count = len(bucket.members)
-    again = ", gathered again in the backward pass" if bucket.again else ""
+    regathers = ", gathered again in the backward pass" if bucket.regathers else ""
     parameters = f"{count} parameter{'s' if count > 1 else ''}"
-    return f"bucket {bucket.number} of {parameters}: {', '.join(words)}{again}"
+    return f"bucket {bucket.number} of {parameters}: {', '.join(words)}{regathers}"

@@ -35,13 +35,13 @@ from shardwright.core.rules import is_random, rule_of
 from shardwright.core.rules.rule import Cuts, ShardingRule, TwoPhaseKernel
 from shardwright.core.runtime.buckets import BoundBucket
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.fake_implementations import AsFaked
+from shardwright.core.runtime.fake_implementations import CheckedCustomOp
 from shardwright.core.runtime.overlap import delayed_linear
 from shardwright.core.runtime.random import (
     Seeded,
-    number_of,
     recompute_drawing_segment,
     recompute_segment,
+    stream_number,
 )
 from shardwright.core.runtime.regather import BackwardRegather
 from shardwright.core.torch_internals.operators import OpOverload
@@ -63,7 +63,7 @@ class Program:
         buckets: buckets of `communication`, bound to this rank's process groups.
         unsharded: whether it reads parameters from `UnshardedParameters` instead of gathering them.
         casts: parameters that an unsharded program reads without a bucket, but in another dtype.
-        again: gathers that the backward pass repeats; None if there are none.
+        regather: gathers that the backward pass repeats; None if there are none.
         by_region: returns the function with its repeated blocks compiled once; None without
             repeated blocks.
     """
@@ -75,7 +75,7 @@ class Program:
     buckets: tuple[BoundBucket, ...]
     unsharded: bool = False
     casts: tuple[Value, ...] = ()
-    again: BackwardRegather | None = None
+    regather: BackwardRegather | None = None
     by_region: Callable[[Compiler], Callable[..., Any] | None] = lambda compiler: None
 
     def compiled(self, compiler: Compiler, regional: bool) -> Program:
@@ -103,9 +103,9 @@ class Program:
             The leaves of the model's outputs, and the new values of the graph's `updates`, in the
             layouts of the old ones.
         """
-        if self.again is None or not torch.is_grad_enabled():
+        if self.regather is None or not torch.is_grad_enabled():
             return self.function(parameters, buffers, inputs, seed)
-        with self.again.run():
+        with self.regather.run():
             return self.function(parameters, buffers, inputs, seed)
 
     def __str__(self) -> str:
@@ -169,8 +169,8 @@ class _Lowering:
         )
         if self.devices.named_ranges:
             self.source.refer(NAMED_RANGE, record_function)
-        again = (self.graph.by_name[name] for name in self.flow.segment_of)
-        self.read_after_update = frozenset(value for op in again for value in op.inputs)
+        recomputed = (self.graph.by_name[name] for name in self.flow.segment_of)
+        self.read_after_update = frozenset(value for op in recomputed for value in op.inputs)
         self.read_after_update |= saved_before_update(self.graph)
         self.read_after_update |= returned_before_update(self.graph)
         early = self._start_ahead()
@@ -203,17 +203,17 @@ class _Lowering:
             self.buckets.bound,
             self.unsharded,
             tuple(self.casts),
-            self.buckets.again,
+            self.buckets.regather,
             partial(compile_regions, self.source, lines, (HEADER, returns)),
         )
 
     def _again(self) -> Callable[..., Any]:
         """Function that runs recomputed segments. On one device, random operators draw from torch's
         generator, whose state it has to restore; on several, each draw has its own seed."""
-        if self.devices.several:
+        if self.devices.is_distributed:
             return recompute_segment
-        again = (self.graph.by_name[name] for name in self.flow.segment_of)
-        return recompute_drawing_segment if any(map(is_random, again)) else recompute_segment
+        recomputed = (self.graph.by_name[name] for name in self.flow.segment_of)
+        return recompute_drawing_segment if any(map(is_random, recomputed)) else recompute_segment
 
     # Values
 
@@ -315,7 +315,7 @@ class _Lowering:
             variables[1] = input_variables[1]
         texts = [expression(a, variable) for a in args]
         texts += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
-        if self.devices.several and is_random(op):
+        if self.devices.is_distributed and is_random(op):
             texts.insert(0, "seed")
         if op in self.started:
             texts.insert(0, self.started[op])
@@ -352,11 +352,11 @@ class _Lowering:
         if op in self.started:
             assert isinstance(function, TwoPhaseKernel)
             function = function.finish
-        if self.devices.several and is_random(op):
+        if self.devices.is_distributed and is_random(op):
             layout = self.flow.initial_layouts[op.output]
             sharded = (axis for dim in layout.axes for axis in dim)
             axes = tuple(dict.fromkeys((*sharded, *sorted(layout.partial))))
-            function = Seeded(function, number_of(op.name), self.devices.index(axes))
+            function = Seeded(function, stream_number(op.name), self.devices.index(axes))
             return self.source.refer(f"seeded_{op.short_name}", function)
         if function is op.target and isinstance(function, OpOverload):
             if leaves_out_results(op):
@@ -368,7 +368,9 @@ class _Lowering:
                 return f"torch.ops.{function}"
             layouts = ((v, self.flow.initial_layouts[v]) for v in op.outputs)
             output_specs = tuple((layout.shard_shape(v.shape), v.dtype) for v, layout in layouts)
-            return self.source.refer(f"own_{op.short_name}", AsFaked(function, output_specs))
+            return self.source.refer(
+                f"own_{op.short_name}", CheckedCustomOp(function, output_specs)
+            )
         return self.source.refer(
             f"local_{op.short_name}" if function is not op.target else op.short_name, function
         )

@@ -25,7 +25,7 @@ from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.misuse.ranks import found_by_all, is_due
 from shardwright.core.partition.decisions import CutAxes
-from shardwright.core.runtime.accelerator import Arrival, SideStream, pinned
+from shardwright.core.runtime.accelerator import DeviceEvent, SideStream, pinned
 from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
@@ -83,7 +83,7 @@ class CallComparison:
     rows: Tensor
     hashes: Sequence[Tensor]
     work: Any
-    arrival: Arrival | None
+    arrival: DeviceEvent | None
 
     def has_arrived(self) -> bool:
         return bool(self.work.is_completed() if self.arrival is None else self.arrival.query())
@@ -106,7 +106,7 @@ class BatchGuard:
 
     def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
         self._device, self._waits = devices.device, devices.waits
-        self._active = devices.several and has_other_ranks()
+        self._active = devices.is_distributed and has_other_ranks()
         self._remedy = OWN_PART if arrivals else WHOLE_BATCH
         self._inputs = _shared_inputs(devices, graph, arrivals) if self._active else ()
         self._kinds: dict[Hashable, Tensor] = {}
@@ -207,7 +207,7 @@ class BatchGuard:
         """
         while self._unread and (waits > 0 or self._unread[0].has_arrived()):
             comparison = self._unread.popleft()
-            with self._waits.counted():
+            with self._waits.measure():
                 comparison.wait()
             waits -= 1
             with found_by_all():

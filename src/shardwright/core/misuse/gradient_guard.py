@@ -27,7 +27,7 @@ class GradientGuard:
     """Compare the gradients of outputs between ranks."""
 
     def __init__(self, devices: Devices) -> None:
-        self._active = devices.several and has_other_ranks()
+        self._active = devices.is_distributed and has_other_ranks()
         self._passes = 0
 
     def watch(self, output: Tensor, name: str) -> None:

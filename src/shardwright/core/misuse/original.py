@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwright.core.capture.attributes import BUFFERS, OF_MODULES, SET, content, variable
 from shardwright.core.capture.global_variables import GLOBALS
 from shardwright.core.misuse.ranks import is_due
-from shardwright.core.runtime.adopt_optimizer import is_trained_apart
+from shardwright.core.runtime.adopt_optimizer import is_trained_in_original
 from shardwright.core.torch_internals.modules import observe_calls, own_modules, own_parameters
 from shardwright.core.torch_internals.tensors import version
 
@@ -122,7 +122,7 @@ class OriginalModel:
             parameters = {n: p for n, p in own_parameters(module).items() if p is not None}
             yield (path, PARAMETERS), tuple((n, id(p)) for n, p in parameters.items())
             yield (path, TRAINED), tuple((n, p.requires_grad) for n, p in parameters.items())
-            if self._calls <= 1 and not any(map(is_trained_apart, parameters.values())):
+            if self._calls <= 1 and not any(map(is_trained_in_original, parameters.values())):
                 # Later, in-place changes are normal: a teacher may follow the planned model.
                 yield (path, VALUES), tuple(map(version, parameters.values()))
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.core.misuse.caller import user_line
 from shardwright.core.misuse.partial_state import mark_stage_state
-from shardwright.core.runtime.dtensor import own_tensor
+from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals.norms import before_norms
 from shardwright.core.torch_internals.tensors import storage_id
 from shardwright.errors import PlanError
@@ -95,7 +95,7 @@ def _check_norm(function: str, tensors: Sequence[Tensor], source: nn.Module | No
 
 def _memory(tensor: Tensor) -> int:
     """An id that tensors with shared memory have in common."""
-    own = own_tensor(tensor)
+    own = detached_local(tensor)
     return storage_id(own) if own.layout is torch.strided else id(tensor)
 
 

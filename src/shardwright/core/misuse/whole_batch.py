@@ -100,14 +100,14 @@ def output_batches(
     ]
 
 
-def sizes_of_batch(leaves: Sequence[Any], whole_leaves: Sequence[Any]) -> BatchSizes | None:
+def sizes_of_batch(leaves: Sequence[Any], global_leaves: Sequence[Any]) -> BatchSizes | None:
     """The sizes of the batch of a call; None if this rank passes all rows.
 
     Args:
         leaves: the arguments of this rank.
-        whole_leaves: the same arguments for the global batch.
+        global_leaves: the same arguments for the global batch.
     """
-    for leaf, whole in zip(leaves, whole_leaves, strict=True):
+    for leaf, whole in zip(leaves, global_leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] != whole.shape[0]:
             return BatchSizes(leaf.shape[0], whole.shape[0]) if leaf.shape[0] else None
     return None

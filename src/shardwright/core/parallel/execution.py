@@ -58,7 +58,11 @@ from shardwright.core.runtime.dtensor import (
     local_shards,
     stored_shards,
 )
-from shardwright.core.runtime.micro_batches import micro_batch, most_micro_batches, whole_leaves
+from shardwright.core.runtime.micro_batches import (
+    global_leaves,
+    micro_batch,
+    num_micro_batches_of_call,
+)
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
 from shardwright.core.torch_internals.modules import view_of
@@ -315,7 +319,7 @@ class Execution:
         call = self._planned_call.arranged(args, kwargs)
         leaves, spec = _whole_inputs(call)
         numbers = self._planned_call.planned_inputs(spec)
-        count = most_micro_batches(leaves, self.partitioned.pipeline)
+        count = num_micro_batches_of_call(leaves, self.partitioned.pipeline)
         piece = self._whole_leaves(micro_batch(leaves, 0, count), numbers)
         situation = self._situation(spec, [key_of(leaf) for leaf in piece])
         key = (*situation, count)
@@ -349,7 +353,7 @@ class Execution:
         return GradientAccumulation(partitioned, self._along(partitioned))
 
     def _along(self, partitioned: Partitioned) -> Devices:
-        return self.devices.along(partitioned.mesh, dtensor_axes(partitioned))
+        return self.devices.with_layout(partitioned.mesh, dtensor_axes(partitioned))
 
     def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
         device = self.devices.device
@@ -359,7 +363,7 @@ class Execution:
         graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
         planned = [None if number is None else graph.inputs[number] for number in numbers]
         ordinary_leaves = without_whole_batches(planned, arrivals, leaves)
-        return whole_leaves(planned, self.devices.layout, arrivals, ordinary_leaves)
+        return global_leaves(planned, self.devices.layout, arrivals, ordinary_leaves)
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """What a program depends on: the state of all submodules, the parameters that were frozen

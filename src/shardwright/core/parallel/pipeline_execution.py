@@ -179,7 +179,7 @@ class PipelineExecution(Execution):
             whole = whole.contiguous()
         else:
             whole = torch.empty(shape, dtype=value.dtype, device=self.devices.device)
-        dist.broadcast(whole, group=self.devices.across, group_src=chunk.stage)
+        dist.broadcast(whole, group=self.devices.peers_of_all_stages, group_src=chunk.stage)
         return whole
 
     def _in_order(self, rows: Tensor, count: int) -> Tensor:

@@ -40,7 +40,7 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.named_ranges import PASSES, SCHEDULE, in_range
-from shardwright.core.runtime.random import seed_of
+from shardwright.core.runtime.random import micro_batch_seed
 from shardwright.core.torch_internals.pipelining import (
     SENDS_ONLY_GRADIENTS,
     PipelineStageBase,
@@ -105,7 +105,7 @@ class StageModule(nn.Module):
             self.unsharded.tensors(),
             self.step.buffers,
             self.read(micro_batch, received),
-            seed_of(self.step.seed, micro_batch),
+            micro_batch_seed(self.step.seed, micro_batch),
         )
         # New values in new tensors: autograd may hold the old ones for other micro-batches.
         changed = (buffer.name for buffer, _ in self.chunk.graph.updates)
@@ -197,7 +197,7 @@ class RankStages:
         losses: list[Tensor] = []
         numbers = torch.arange(self.micro_batches)
         named = record_function(SCHEDULE) if self.devices.named_ranges else nullcontext()
-        with named, self.devices.waits.counted():
+        with named, self.devices.waits.measure():
             self._training.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
         gradients: dict[str, Tensor] = {}
         for module in self.modules:
@@ -254,7 +254,7 @@ class RankStages:
         self._trained = {value.name for value in parameters if value.requires_grad}
         for name, stages in sorted(self.partitioned.stages_of_parameters.items()):
             if len(stages) > 1:
-                group = self.devices.among(stages)
+                group = self.devices.peers_of_stages(stages)
                 if self.devices.stage in stages and group is not None:
                     self._shared[name] = group
 
@@ -271,11 +271,11 @@ class RankStages:
             self.devices.device,
             arriving,
             leaving,
-            self.devices.across,
+            self.devices.peers_of_all_stages,
             dw_builder=None if may_halve(module) else _at_once,
         )
         for method, what in PASSES.items():
-            computes = self.devices.waits.apart(getattr(stage, method))
+            computes = self.devices.waits.exclude(getattr(stage, method))
             if self.devices.named_ranges:
                 computes = in_range(f"{what} of chunk {chunk.number}", computes)
             setattr(stage, method, computes)
@@ -301,7 +301,7 @@ class RankStages:
                 total = (
                     torch.zeros_like(shards[name]) if gradient is None else gradient.contiguous()
                 )
-                with self.devices.waits.counted():
+                with self.devices.waits.measure():
                     dist.all_reduce(total, group=group)
                 gradients[name] = total
 
@@ -311,8 +311,8 @@ class RankStages:
         return torch.empty((), dtype=loss.dtype, device=self.devices.device)
 
     def _from_stage(self, stage: int, tensor: Tensor) -> None:
-        with self.devices.waits.counted():
-            dist.broadcast(tensor, group=self.devices.across, group_src=stage)
+        with self.devices.waits.measure():
+            dist.broadcast(tensor, group=self.devices.peers_of_all_stages, group_src=stage)
 
 
 def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
@@ -340,7 +340,7 @@ def may_halve(module: StageModule) -> bool:
         return False
     chunk = module.chunk
     uses = chunk.graph.consumers
-    apart = all(bound.bucket.once for bound in module.program.buckets) and all(
+    apart = all(bound.bucket.reduces_once for bound in module.program.buckets) and all(
         len(uses[value]) == 1 for value in chunk.graph.parameters if value.requires_grad
     )
     apart = apart and not module.program.communication.segments

@@ -28,10 +28,10 @@ from shardwright.core.partition.decisions import Storage
 from shardwright.core.runtime.adopt_optimizer import mark_origins, mark_planned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import (
-    accept_whole_optimizer_states,
+    accept_full_optimizer_states,
     as_dtensor,
     local_shard,
-    shard_whole_tensors,
+    shard_full_tensors,
 )
 from shardwright.core.runtime.dtensor_results import correct_results
 from shardwright.core.runtime.parameter_hooks import take_hooks
@@ -235,7 +235,7 @@ class _References:
 
 def _prepare_dtensors() -> None:
     correct_results()
-    accept_whole_optimizer_states()
+    accept_full_optimizer_states()
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -268,7 +268,7 @@ def _register_state_hooks(module: nn.Module, plan: StoragePlan) -> None:
         module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
         module.register_state_dict_pre_hook(_before_state)  # type: ignore[no-untyped-call]
     if plan.devices.mesh is not None:
-        module.register_load_state_dict_pre_hook(shard_whole_tensors)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(shard_full_tensors)  # type: ignore[no-untyped-call]
 
 
 def _before_load(module: nn.Module, *_: object) -> None:

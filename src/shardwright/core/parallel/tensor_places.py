@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.graph.graph import Value
-from shardwright.core.runtime.dtensor import own_tensor
+from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals.tensors import copy_all_
 
 TensorOwner = tuple[str, nn.Module, str]
@@ -42,7 +42,7 @@ class TensorPlaces:
     def read(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
         """The parameters and the buffers, by name; of parameters that are updated like buffers the
         local tensors."""
-        return self.parameters, {n: own_tensor(getattr(m, leaf)) for n, m, leaf in self.buffers}
+        return self.parameters, {n: detached_local(getattr(m, leaf)) for n, m, leaf in self.buffers}
 
     def write(self, changed: Mapping[str, Tensor]) -> None:
         """Copies new values into buffers and parameters, by name."""
@@ -50,7 +50,7 @@ class TensorPlaces:
             _, buffers = self.read()
             with torch.no_grad():
                 tensors = [
-                    buffers[name] if name in buffers else own_tensor(self.parameters[name])
+                    buffers[name] if name in buffers else detached_local(self.parameters[name])
                     for name in changed
                 ]
                 copy_all_(tensors, list(changed.values()))

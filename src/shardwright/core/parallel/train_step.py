@@ -22,7 +22,7 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.collectives import wait
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import micro_batch
-from shardwright.core.runtime.random import seed_of
+from shardwright.core.runtime.random import micro_batch_seed
 from shardwright.errors import PlanError
 
 
@@ -136,7 +136,9 @@ class GradientAccumulation:
         state, losses = dict(inputs.buffers), []
         for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
             parameters = self.unsharded.tensors()
-            outputs, updates = self.program(parameters, state, piece, seed_of(inputs.seed, number))
+            outputs, updates = self.program(
+                parameters, state, piece, micro_batch_seed(inputs.seed, number)
+            )
             loss: Tensor = outputs[self._place]
             # Others, such as logits, need not stay through the backward pass.
             del outputs

@@ -241,7 +241,7 @@ class Initialization:
         """
         shards = _shards(module)
         wholes = {name: s.whole for name, s in shards.items() if s.whole is not None}
-        if self._devices.several:
+        if self._devices.is_distributed:
             if alone:
                 self._replayed_alone = self._replayed_alone or bool(wholes)
             else:
@@ -334,7 +334,7 @@ class Initialization:
         """
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
         lacking = [n for n, t in tensors.items() if n in self.names & used and is_uninitialized(t)]
-        if self._devices.several:
+        if self._devices.is_distributed:
             lacking = max(values_of_ranks(lacking), key=len)
         if not lacking:
             return

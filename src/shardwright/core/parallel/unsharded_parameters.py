@@ -44,8 +44,10 @@ class UnshardedParameters:
     def __init__(self, program: Program) -> None:
         self._values = program.parameters
         buckets = program.buckets if program.unsharded else ()
-        self._once = [bound for bound in buckets if bound.bucket.once]
-        self._held = [b for b in buckets if not b.bucket.once and b.bucket.level == "level2"]
+        self._once = [bound for bound in buckets if bound.bucket.reduces_once]
+        self._held = [
+            b for b in buckets if not b.bucket.reduces_once and b.bucket.level == "level2"
+        ]
         self._to_cast = program.casts
         self._leaves: dict[str, Tensor] = {}
         self._casts: dict[str, Tensor] = {}
@@ -67,7 +69,7 @@ class UnshardedParameters:
         with torch.no_grad():
             for bound in (*self._once, *self._held):
                 if bound.bucket.gathers:
-                    self._pending[bound.bucket.number] = bound.gather(self._shards(bound))
+                    self._pending[bound.bucket.number] = bound.start_gather(self._shards(bound))
 
     def tensors(self) -> dict[str, Any]:
         """The program's `parameters` for one micro-batch; called once before each forward."""
@@ -127,10 +129,10 @@ class UnshardedParameters:
         if number not in self._used:
             with torch.no_grad():
                 if bound.bucket.gathers:
-                    tensors = bound.gathered(self._pending.pop(number))
+                    tensors = bound.finish_gather(self._pending.pop(number))
                 else:
                     tensors = bound.unsharded(self._shards(bound))
-            leaves = bound.bucket.once and bound.dtype == bound.stored_dtype
+            leaves = bound.bucket.reduces_once and bound.dtype == bound.stored_dtype
             self._used[number] = [
                 tensor.detach().requires_grad_(leaves and member.value.requires_grad)
                 for member, tensor in zip(bound.bucket.members, tensors, strict=True)

@@ -15,7 +15,7 @@ from shardwright.core.misuse.calls_of_parts import explain_calls_of_parts, leave
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
-from shardwright.core.runtime.dtensor import own_tensor
+from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.core.torch_internals.hooks import add_forward_hooks, swap_forward_hooks
 from shardwright.core.torch_internals.tensors import version
@@ -55,7 +55,7 @@ def whole(
     execution, kind = net.execution, type(net)
     execution.take_values()
     parameters = _gathered(execution, device, not rank0_only or _is_rank_0())
-    shards = [(name, own_tensor(parameter)) for name, parameter in net.named_parameters()]
+    shards = [(name, detached_local(parameter)) for name, parameter in net.named_parameters()]
     shard_versions = [version(shard) for _, shard in shards]
     with ExitStack() as undo:
         _put(net, execution, parameters, undo)
@@ -83,7 +83,7 @@ def whole(
                 "do not have it: leave out `rank0_only`, and write the same on every rank"
             )
         if not rank0_only:
-            mine, written = own_tensor(held), local_part_of(parameters[name].detach(), held)
+            mine, written = detached_local(held), local_part_of(parameters[name].detach(), held)
             # Values tell: a write through `.data` is none that a version counts.
             if not torch.equal(written.to(mine.device), mine):
                 mine.copy_(written)
@@ -120,7 +120,7 @@ def _from_stage(execution: Execution, name: str, planned: Tensor, mine: Tensor |
             tensor = torch.empty(planned.shape, dtype=planned.dtype, device=devices.device)
         tensor = tensor.contiguous()
         source = execution.partitioned.first_stages.get(name, 0)
-        dist.broadcast(tensor, group=devices.across, group_src=source)
+        dist.broadcast(tensor, group=devices.peers_of_all_stages, group_src=source)
     assert tensor is not None
     return tensor
 

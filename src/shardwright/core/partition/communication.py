@@ -104,7 +104,7 @@ class Communication:
         return {name: segment for segment in self.segments for name in segment.ops}
 
     @cached_property
-    def computed_again(self) -> frozenset[str]:
+    def recomputed_ops(self) -> frozenset[str]:
         """Names of the operators that the backward pass of the `trained` outputs recomputes."""
         return frozenset(name for name, segment in self.segment_of.items() if segment.trained)
 
@@ -271,6 +271,6 @@ def _count(result: Communication, graph: Graph) -> None:
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         for reduction in inner:
             forward, backward = reduction.bytes(result.mesh, differentiable)
-            again = forward if name in result.computed_again else 0
+            repeated = forward if name in result.recomputed_ops else 0
             result.forward_bytes += forward
-            result.backward_bytes += backward + again
+            result.backward_bytes += backward + repeated

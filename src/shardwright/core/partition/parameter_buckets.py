@@ -56,7 +56,7 @@ class Bucket:
         number: index in order of first use.
         level: ZeRO level; empty without ZeRO.
         segment: recomputed segment that contains all uses of the bucket (`level3` only).
-        again: whether it is gathered again in the backward pass.
+        regathers: whether it is gathered again in the backward pass.
         trained: whether gradients of the graph's `trained` outputs flow into it.
     """
 
@@ -64,7 +64,7 @@ class Bucket:
     members: tuple[Member, ...]
     level: str = ""
     segment: str | None = None
-    again: bool = False
+    regathers: bool = False
     trained: bool = True
 
     @property
@@ -77,7 +77,7 @@ class Bucket:
         return any(step.kind == "all_gather" for step in self.steps)
 
     @property
-    def once(self) -> bool:
+    def reduces_once(self) -> bool:
         """Whether unsharded gradients accumulate over micro-batches and are reduced once a step."""
         return not self.gathers or self.level not in ("level2", "level3")
 
@@ -114,8 +114,8 @@ class Bucket:
         """Bytes that one device sends in a step, forward and backward."""
         runs = micro_batches if self.level == "level3" else 1
         gathered = self.gather_bytes
-        reduces = 1 if self.once else micro_batches
-        back = reduces * self.reduce_bytes + (micro_batches * gathered if self.again else 0)
+        reduces = 1 if self.reduces_once else micro_batches
+        back = reduces * self.reduce_bytes + (micro_batches * gathered if self.regathers else 0)
         return runs * gathered, back
 
 
@@ -220,9 +220,9 @@ def _joined(
         gathers = any(t.step.kind == "all_gather" for t in group[0].route)
         segment = group[0].segment if gathers else None
         trained = group[0].trained
-        again = level == "level3" and gathers and trained
-        again = again and (segment is not None or any(use.needed for use in group))
-        result.append(Bucket(number, tuple(map(member, group)), level, segment, again, trained))
+        regathers = level == "level3" and gathers and trained
+        regathers = regathers and (segment is not None or any(use.needed for use in group))
+        result.append(Bucket(number, tuple(map(member, group)), level, segment, regathers, trained))
     return tuple(result)
 
 

@@ -65,8 +65,8 @@ class OperatorTransfers:
 
     def sends(self, op: Op) -> bool:
         """Whether an operator communicates inside, or a transfer emitted before it sends data."""
-        mine = (t for _, t in self.to(op) if self.maker[t] == op.name)
-        return op.name in self.communicating or any(t.forward_bytes for t in mine)
+        own = (t for _, t in self.to(op) if self.maker[t] == op.name)
+        return op.name in self.communicating or any(t.forward_bytes for t in own)
 
 
 def recompute_segments(
@@ -82,13 +82,13 @@ def recompute_segments(
     counts: dict[str, int] = {}
     result = []
     for run in _runs(graph, recompute, transfers):
-        ops = _trimmed(run, transfers)
+        ops = _ops_to_rerun(run, transfers)
         if ops:
-            number = counts[run.mark.segment] = counts.get(run.mark.segment, 0) + 1
-            name = run.mark.segment if number == 1 else f"{run.mark.segment}/{number}"
-            names, again = tuple(op.name for op in ops), run.mark.communication
+            number = counts[run.recompute.segment] = counts.get(run.recompute.segment, 0) + 1
+            name = run.recompute.segment if number == 1 else f"{run.recompute.segment}/{number}"
+            names, communication = tuple(op.name for op in ops), run.recompute.communication
             trained = any(value.requires_grad for op in ops for value in op.outputs)
-            result.append(Segment(name, names, again, trained))
+            result.append(Segment(name, names, communication, trained))
     return tuple(result)
 
 
@@ -97,22 +97,26 @@ class _OpenSegment:
     """A segment under construction.
 
     Args:
+        recompute: the decision that its operators share.
         inside: outputs of its operators.
-        after: values that other operators computed from those.
-        others: names of the other operators since its first one.
+        dependent: values that skipped operators computed from those.
+        skipped: names of the other operators since its first one.
     """
 
-    mark: Recompute
+    recompute: Recompute
     ops: list[Op] = field(default_factory=list)
     inside: set[Value] = field(default_factory=set)
-    after: set[Value] = field(default_factory=set)
-    others: set[str] = field(default_factory=set)
+    dependent: set[Value] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)
 
-    def takes(self, op: Op, mark: Recompute, transfers: OperatorTransfers) -> bool:
-        if mark != self.mark or not self.after.isdisjoint(op.inputs):
+    def accepts(self, op: Op, recompute: Recompute, transfers: OperatorTransfers) -> bool:
+        # Skipped operators run after the segment if they read from it, so none of its operators
+        # may read from them.
+        if recompute != self.recompute or not self.dependent.isdisjoint(op.inputs):
             return False
         return not any(
-            value in self.inside and (transfers.maker[t] in self.others or not mark.communication)
+            value in self.inside
+            and (transfers.maker[t] in self.skipped or not recompute.communication)
             for value, t in transfers.to(op)
         )
 
@@ -120,13 +124,13 @@ class _OpenSegment:
         self.ops.append(op)
         self.inside.update(op.outputs)
 
-    def pass_by(self, op: Op, transfers: OperatorTransfers) -> None:
-        names = {mine.name for mine in self.ops}
-        self.others.add(op.name)
-        if not (self.inside | self.after).isdisjoint(op.inputs) or any(
+    def skip(self, op: Op, transfers: OperatorTransfers) -> None:
+        names = {own.name for own in self.ops}
+        self.skipped.add(op.name)
+        if not (self.inside | self.dependent).isdisjoint(op.inputs) or any(
             transfers.maker[transfer] in names for _, transfer in transfers.to(op)
         ):
-            self.after.update(op.outputs)
+            self.dependent.update(op.outputs)
 
 
 def _runs(
@@ -134,21 +138,23 @@ def _runs(
 ) -> Iterator[_OpenSegment]:
     run: _OpenSegment | None = None
     for op in graph.ops:
-        mark = recompute.get(op.name)
-        if mark is None or (op.name in transfers.communicating and not mark.communication):
+        op_recompute = recompute.get(op.name)
+        if op_recompute is None or (
+            op.name in transfers.communicating and not op_recompute.communication
+        ):
             if run is not None:
-                run.pass_by(op, transfers)
+                run.skip(op, transfers)
             continue
-        if run is None or not run.takes(op, mark, transfers):
+        if run is None or not run.accepts(op, op_recompute, transfers):
             if run is not None:
                 yield run
-            run = _OpenSegment(mark)
+            run = _OpenSegment(op_recompute)
         run.add(op)
     if run is not None:
         yield run
 
 
-def _trimmed(run: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
+def _ops_to_rerun(run: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
     """Operators up to the last that saves a tensor for backward, and those after it that send
     nothing and read nothing else that would have to be saved, such as the addition of a bias.
 
@@ -161,13 +167,13 @@ def _trimmed(run: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
     ):
         end -= 1
     ops = run.ops[:end]
-    known = {value for op in ops for value in (*op.inputs, *op.outputs)}
+    available = {value for op in ops for value in (*op.inputs, *op.outputs)}
     for op in run.ops[end:] if ops else ():
         reads = {value for value in op.inputs if value.kind in (Kind.ACTIVATION, Kind.INPUT)}
-        if transfers.sends(op) or not reads <= known:
+        if transfers.sends(op) or not reads <= available:
             break
         ops.append(op)
-        known.update(op.outputs)
+        available.update(op.outputs)
     return ops
 
 
@@ -179,23 +185,21 @@ def assign_recomputed_transfers(
     A value from outside is saved where it is smallest on its route: gathers are repeated,
     reductions are not. Parameters are gathered once, unless ZeRO frees them (`level3`).
     """
-    frees = decisions.sharding is not None and decisions.sharding.level == "level3"
+    reshards = decisions.sharding is not None and decisions.sharding.level == "level3"
     for segment in segments:
         ops = [transfers.graph.by_name[name] for name in segment.ops]
         inside = {value for op in ops for value in op.outputs}
         for op in ops:
             for index, value in enumerate(op.inputs):
-                mine = [
-                    t for t in transfers.routes[op.name, index] if transfers.maker[t] == op.name
-                ]
+                own = [t for t in transfers.routes[op.name, index] if transfers.maker[t] == op.name]
                 if value.kind is Kind.PARAMETER:
-                    again = mine if frees else []
+                    repeated = own if reshards else []
                 else:
-                    again = mine if segment.communication else []
+                    repeated = own if segment.communication else []
                     if value not in inside:
-                        again = again[_smallest(again, segment) :]
-                for transfer in again:
-                    transfer.segment, transfer.again = segment.name, segment.trained
+                        repeated = repeated[_smallest(repeated, segment) :]
+                for transfer in repeated:
+                    transfer.segment, transfer.is_repeated = segment.name, segment.trained
 
 
 def _smallest(route: Sequence[Transfer], segment: Segment) -> int:

@@ -19,7 +19,7 @@ class Transfer:
             differentiated.
         segment: recomputed segment that repeats it in the backward pass; None if it is not
             repeated.
-        again: whether it is repeated when the `trained` outputs are differentiated.
+        is_repeated: whether it is repeated when the `trained` outputs are differentiated.
     """
 
     value: Value
@@ -27,7 +27,7 @@ class Transfer:
     before: Transfer | None
     trained: bool
     segment: str | None = None
-    again: bool = False
+    is_repeated: bool = False
 
     @cached_property
     def forward_bytes(self) -> int:
@@ -37,7 +37,7 @@ class Transfer:
     @property
     def backward_bytes(self) -> int:
         """Bytes that one device sends in the backward pass: for the gradient, and to repeat it."""
-        again = self.forward_bytes if self.again else 0
+        repeated_bytes = self.forward_bytes if self.is_repeated else 0
         if not self.trained:
-            return again
-        return again + self.step.backward_bytes(self.value.shape, self.value.itemsize)
+            return repeated_bytes
+        return repeated_bytes + self.step.backward_bytes(self.value.shape, self.value.itemsize)

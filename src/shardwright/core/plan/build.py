@@ -253,7 +253,7 @@ def _inside(op: Op, comm: Communication) -> RedistributionRow:
         steps.append(f"{collective} over {comm.mesh.named(inner.axes)}")
         sum_forward, sum_backward = inner.bytes(comm.mesh, op.output.requires_grad)
         # Activation checkpointing repeats the forward collectives within the backward pass.
-        recomputed = sum_forward if op.name in comm.computed_again else 0
+        recomputed = sum_forward if op.name in comm.recomputed_ops else 0
         forward, backward = forward + sum_forward, backward + sum_backward + recomputed
     return RedistributionRow("", tuple(steps), forward, backward, False)
 

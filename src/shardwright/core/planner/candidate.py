@@ -234,7 +234,7 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
         order=options.order,
         log_costs=options.log_costs,
     )
-    shard_size = None if pricing is None else pricing.sharing
+    shard_size = None if pricing is None else pricing.optimizer_shard_size
     counts = pipeline.stages, pipeline.micro_batches
     search_options = options.search_options.values() if MODES[mode].takes_pricing else ()
     key = (fixed.mesh, mode, *search_options, *counts, shard_size)

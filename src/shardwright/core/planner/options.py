@@ -296,7 +296,7 @@ class PlanOptions(KeywordOptions):
             self.resolved_cluster,
             stages=pipeline.stages,
             micro_batches=pipeline.micro_batches,
-            sharing=None if self.sharding is None else self.sharding.shard_size,
+            optimizer_shard_size=None if self.sharding is None else self.sharding.shard_size,
         )
 
 

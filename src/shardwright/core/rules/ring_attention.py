@@ -193,7 +193,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, pairs: Tensor, ring: _Ring) -> Tensor:
         # `place` is read by the runtime's errors, which name the program's line.
-        ctx.ring, ctx.place = ring, ring.send.call_site()
+        ctx.ring, ctx.call_site = ring, ring.send.call_site()
         merged = _MergedOutput(query, pairs.shape[-1] - ring.key_size)
         receive: Callable[[], Tensor] | None = None
         current = pairs

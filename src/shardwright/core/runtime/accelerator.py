@@ -30,7 +30,7 @@ HOST_BACKEND = "gloo"
 BACKENDS = ("GLOO", "NCCL", "HCCL")
 """Prefixes of the variables `*_SOCKET_IFNAME`, which select the interface of each backend."""
 
-Arrival = torch.Event
+DeviceEvent = torch.Event
 """An event that an accelerator reaches in a stream."""
 
 COLLECTIVE_KERNEL = re.compile("[nrhox]ccl", re.IGNORECASE)
@@ -51,14 +51,14 @@ def loopback_interfaces() -> dict[str, str]:
     return {f"{backend}_SOCKET_IFNAME": name for backend in BACKENDS for name in loopback}
 
 
-def accelerator_kind() -> torch.device | None:
+def accelerator_type() -> torch.device | None:
     """The type of accelerator of this machine; None if there is none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def num_accelerators() -> int:
     """Number of accelerators that this process sees."""
-    return torch.accelerator.device_count() if accelerator_kind() is not None else 0
+    return torch.accelerator.device_count() if accelerator_type() is not None else 0
 
 
 def device_of_rank(local_rank: int, local_size: int) -> torch.device:
@@ -72,15 +72,15 @@ def device_of_rank(local_rank: int, local_size: int) -> torch.device:
     Raises:
         ConfigError: if there are fewer accelerators than processes.
     """
-    kind, count = accelerator_kind(), num_accelerators()
-    if kind is None or (local_size > 1 and not _communicates(kind)):
+    accelerator, count = accelerator_type(), num_accelerators()
+    if accelerator is None or (local_size > 1 and not _has_communication_backend(accelerator)):
         return CPU
     if count >= local_size:
-        return torch.device(kind.type, local_rank)
-    if count == 1 and _visible():
-        return torch.device(kind.type, 0)
+        return torch.device(accelerator.type, local_rank)
+    if count == 1 and _visible_devices():
+        return torch.device(accelerator.type, 0)
     raise ConfigError(
-        f"{local_size} ranks on this machine, but it has {count} {kind.type}"
+        f"{local_size} ranks on this machine, but it has {count} {accelerator.type}"
         f" device{'s' * (count != 1)}\nstart at most {count} here, or compute on the CPU"
         " (train.device: cpu)"
     )
@@ -91,7 +91,7 @@ def hardware_of(device: torch.device) -> str | None:
 
     None for the CPU, which processes may share.
     """
-    return None if device.type == "cpu" else f"{device} of {_visible() or 'all'}"
+    return None if device.type == "cpu" else f"{device} of {_visible_devices() or 'all'}"
 
 
 def device_of_group() -> torch.device:
@@ -100,17 +100,17 @@ def device_of_group() -> torch.device:
     The accelerator if the group has a backend for it, otherwise the CPU. If the program has not
     selected an accelerator, that of `LOCAL_RANK`.
     """
-    kind = accelerator_kind()
-    if kind is None:
+    accelerator = accelerator_type()
+    if accelerator is None:
         return CPU
     index, local_rank = torch.accelerator.current_device_index(), 0
     if dist.is_initialized():
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-        if backends.get(kind.type, HOST_BACKEND) == HOST_BACKEND:
+        if backends.get(accelerator.type, HOST_BACKEND) == HOST_BACKEND:
             return CPU
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = index > 0 or local_rank >= num_accelerators()
-    return torch.device(kind.type, index if chosen else local_rank)
+    return torch.device(accelerator.type, index if chosen else local_rank)
 
 
 def backend_of(device: torch.device) -> str:
@@ -134,8 +134,8 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
 
 def set_generator_states(states: Mapping[str, Tensor], device: torch.device) -> None:
     """Set the default generators to states from `generator_states`."""
-    for kind, state in states.items():
-        if kind == "cpu":
+    for device_type, state in states.items():
+        if device_type == "cpu":
             torch.set_rng_state(state)
         else:
             torch.get_device_module(device).set_rng_state(state, device)
@@ -168,24 +168,24 @@ class Intervals:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds = 0.0
-        self._pending: deque[tuple[Arrival, Arrival, int]] = deque()
+        self._pending: deque[tuple[DeviceEvent, DeviceEvent, int]] = deque()
 
-    def mark(self) -> float | Arrival:
+    def timestamp(self) -> float | DeviceEvent:
         """The current time of the CPU, or an event of the accelerator's current stream."""
         if self._device.type in ("cpu", "meta"):
             return time.perf_counter()
-        event = Arrival(self._device, enable_timing=True)
+        event = DeviceEvent(self._device, enable_timing=True)
         torch.accelerator.current_stream(self._device).record_event(event)
         return event
 
-    def add(self, first: float | Arrival, last: float | Arrival, sign: int = 1) -> None:
-        """Add `sign` times the interval between two marks."""
+    def add(self, first: float | DeviceEvent, last: float | DeviceEvent, sign: int = 1) -> None:
+        """Add `sign` times the interval between two timestamps."""
         if isinstance(first, float) and isinstance(last, float):
             self._seconds += sign * (last - first)
-        elif isinstance(first, Arrival) and isinstance(last, Arrival):
+        elif isinstance(first, DeviceEvent) and isinstance(last, DeviceEvent):
             self._pending.append((first, last, sign))
 
-    def taken(self) -> float:
+    def take_seconds(self) -> float:
         """Seconds of the intervals that have ended since the last call."""
         while self._pending and self._pending[0][1].query():
             first, last, sign = self._pending.popleft()
@@ -253,18 +253,17 @@ class SideStream:
         with self.stream:
             yield
 
-    def event(self) -> Arrival:
+    def event(self) -> DeviceEvent:
         """Record an event after all work launched on this stream."""
         return self.stream.record_event()
 
 
-def _communicates(kind: torch.device) -> bool:
-    """Whether a type of accelerator has a communication backend."""
+def _has_communication_backend(accelerator: torch.device) -> bool:
     try:
-        return backend_of(kind) != HOST_BACKEND
+        return backend_of(accelerator) != HOST_BACKEND
     except ValueError:
         return False
 
 
-def _visible() -> str:
+def _visible_devices() -> str:
     return ",".join(os.environ[name] for name in VISIBLE if name in os.environ)

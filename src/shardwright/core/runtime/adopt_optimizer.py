@@ -1,5 +1,8 @@
-"""Optimizers that were made before their model was parallelized, or over the parameters of the one
-that `parallelize` was given instead of those of what it returned."""
+"""Move optimizers from the parameters of a model to the DTensors that replace them.
+
+An optimizer made before `parallelize` steps over parameters that get no gradients, without an
+error. `adopt` points it at the planned parameters; a hook refuses its steps until then.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,18 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 class Origin:
     """The identity of a parameter of a user's model, which planned parameters inherit.
 
-    It is an attribute of all parameters that stand for the same one, and keeps no tensor alive.
+    Parameters with the same origin have it as their attribute `origin`. It keeps no tensor alive:
+    an optimizer may outlive the model that it was made for.
 
     Args:
         name: name of the parameter in the model.
         models: the model and the planned models made of it.
-        trained_apart: whether an optimizer trains the parameter in the original model.
+        trained_in_original: whether an optimizer trains the parameter in the original model.
     """
 
     name: str
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    trained_apart: bool = False
+    trained_in_original: bool = False
 
     def parameters_of_models(self) -> Iterator[nn.Parameter]:
         """The parameters with this origin."""
@@ -45,14 +49,14 @@ class Origin:
 
 
 def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
-    """Gives each parameter of a model that is about to be planned an `Origin`.
+    """Give each parameter of a model that is about to be planned an `Origin`.
 
     Args:
-        module: the model with the parameters that an optimizer may have.
-        planned: what `parallelize` makes of it: the same object in place, else a copy.
+        module: the user's model, whose parameters an optimizer may hold.
+        planned: the planned model; `module` itself if planned in place, else a copy.
 
     Returns:
-        The origins by the names of the parameters.
+        The origin of each parameter, by its name.
     """
     origins = {}
     for name, parameter in module.named_parameters():
@@ -62,53 +66,56 @@ def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
 
 
 def mark_planned(parameters: Mapping[str, nn.Parameter], origins: Mapping[str, Origin]) -> None:
-    """Gives planned parameters, by name, the origins of those that they replace."""
-    family = frozenset(origins.values())
+    """Give planned parameters, by name, the origins of the parameters that they replace."""
+    model_origins = frozenset(origins.values())
     for name, parameter in parameters.items():
         parameter.origin = origins[name]  # type: ignore[attr-defined]
-        parameter.family = family  # type: ignore[attr-defined]
-    _refuse_steps_of_others()
+        parameter.model_origins = model_origins  # type: ignore[attr-defined]
+    _refuse_steps_without_gradients()
 
 
 def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
-    """Points an optimizer, made over the parameters of a model, at those of its parallel module.
+    """Replace the parameters of an optimizer by those of the planned model.
 
-    Groups and their options, schedulers and hooks stay. Parameters that lie on other devices
-    (in another pipeline stage) leave their groups.
+    Parameter groups, their options, schedulers and hooks stay. Parameters of other pipeline stages
+    leave their groups.
 
     Args:
-        optimizer: made over parameters of the model that `net` was made from, no step taken.
-        net: what `parallelize` returned for that model.
+        optimizer: made over parameters of the model that was given to `parallelize`; it has taken
+            no step.
+        net: the planned model that `parallelize` returned.
 
     Returns:
         `optimizer`.
 
     Raises:
-        PlanError: if it has state already, or a parameter that the model did not have.
+        PlanError: if the optimizer has state, or a parameter that is not the model's.
     """
     if optimizer.state:
         raise PlanError(
-            f"{type(optimizer).__name__} has state of the parameters it was made for, which adopt "
-            "does not split: make it over the parameters of the parallel module"
+            f"{type(optimizer).__name__} has state, which `adopt` does not shard\nadopt it before "
+            "its first step, or make a new one over the parameters of the planned model"
         )
-    own = list(net.parameters())
-    successors = {_origin(parameter): parameter for parameter in own}
-    successors.pop(None, None)
-    family = frozenset[Origin]().union(*(getattr(p, "family", ()) for p in own))
+    planned = list(net.parameters())
+    planned_by_origin = {_origin(parameter): parameter for parameter in planned}
+    planned_by_origin.pop(None, None)
+    # Origins of all stages: parameters of other stages are dropped, unknown ones refused.
+    model_origins = frozenset[Origin]().union(*(getattr(p, "model_origins", ()) for p in planned))
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         parameters = []
-        for place, parameter in enumerate(group["params"]):
+        for index, parameter in enumerate(group["params"]):
             origin = _origin(parameter)
-            if origin not in family:
+            if origin not in model_origins:
                 raise PlanError(
-                    f"parameter {place} of group {number} of the optimizer, of shape "
-                    f"{tuple(parameter.shape)}, is none of the model that was parallelized: make "
-                    "the optimizer over the parameters of that model, or of the parallel module"
+                    f"parameter {index} of group {number} of the optimizer, of shape "
+                    f"{tuple(parameter.shape)}, is not a parameter of the model that was planned\n"
+                    "make the optimizer over the parameters of that model, or of the planned model"
                 )
-            if origin in successors:
-                parameters.append(successors[origin])
+            if origin in planned_by_origin:
+                parameters.append(planned_by_origin[origin])
         groups.append(parameters)
+    # Only after all checks, so that an error leaves the optimizer unchanged.
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = parameters
     return optimizer
@@ -118,27 +125,28 @@ def _origin(parameter: Tensor) -> Origin | None:
     return getattr(parameter, "origin", None)
 
 
-def is_trained_apart(parameter: Tensor) -> bool:
-    """Whether a parameter of a model that was given to `parallelize` is trained in that itself."""
+def is_trained_in_original(parameter: Tensor) -> bool:
+    """Whether a parameter of a model that was given to `parallelize` is trained in that model
+    instead of the planned one."""
     origin = _origin(parameter)
-    return parameter.grad is not None or (origin is not None and origin.trained_apart)
+    return parameter.grad is not None or (origin is not None and origin.trained_in_original)
 
 
 def _is_planned(parameter: Tensor) -> bool:
-    return hasattr(parameter, "family")
+    return hasattr(parameter, "model_origins")
 
 
 @cache
-def _refuse_steps_of_others() -> None:
-    """Lets optimizers of this process refuse to step over parameters without gradients where those
-    that they were taken for have some.
+def _refuse_steps_without_gradients() -> None:
+    """Register a hook that raises PlanError before a step of an optimizer whose parameters have no
+    gradients while their counterparts in the planned or original model have.
 
-    Raises:
-        PlanError: before such a step.
+    Such a step would change nothing, silently.
     """
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # The first is itself.
+        # args[0] is the optimizer. A closure computes the gradients within the step.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         first = next(parameters, None)
         if closure is not None or first is None or _origin(first) is None:
@@ -149,21 +157,19 @@ def _refuse_steps_of_others() -> None:
 
 
 def _check_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
-    ours = [(parameter, origin) for parameter in parameters if (origin := _origin(parameter))]
-    is_planned = _is_planned(ours[0][0])
-    if any(parameter.grad is not None for parameter, _ in ours):
-        for parameter, origin in ours if not is_planned else ():
-            origin.trained_apart = origin.trained_apart or parameter.grad is not None
+    with_origin = [(p, origin) for p in parameters if (origin := _origin(p))]
+    is_planned = _is_planned(with_origin[0][0])
+    if any(parameter.grad is not None for parameter, _ in with_origin):
+        for parameter, origin in with_origin if not is_planned else ():
+            origin.trained_in_original = origin.trained_in_original or parameter.grad is not None
         return
-    for _, origin in ours:
-        others = (
-            other for other in origin.parameters_of_models() if _is_planned(other) != is_planned
-        )
-        if any(other.grad is not None for other in others):
-            raise PlanError(_ours_and_theirs(optimizer, origin.name, is_planned))
+    for _, origin in with_origin:
+        counterparts = (p for p in origin.parameters_of_models() if _is_planned(p) != is_planned)
+        if any(parameter.grad is not None for parameter in counterparts):
+            raise PlanError(_no_gradients(optimizer, origin.name, is_planned))
 
 
-def _ours_and_theirs(optimizer: str, name: str, is_planned: bool) -> str:
+def _no_gradients(optimizer: str, name: str, is_planned: bool) -> str:
     if is_planned:
         return (
             f"no parameter of this {optimizer}, made over those of the planned model, has a "

@@ -69,7 +69,7 @@ class StartGather:
 
     def __call__(self, entered: EnteredBucket) -> StartedGather:
         token = _Start.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
-        pending = self.bound.gather(entered.shards)
+        pending = self.bound.start_gather(entered.shards)
         return StartedGather(token, entered.shards, entered.without_gradient, pending)
 
 
@@ -90,16 +90,16 @@ class FinishGather:
 
     Args:
         bound: the bucket.
-        again: gathers the members again in the backward pass (reshard after forward), if set.
+        regather: gathers the members again in the backward pass (reshard after forward), if set.
     """
 
     bound: BoundBucket
-    again: BackwardRegather | None = None
+    regather: BackwardRegather | None = None
 
     def __call__(self, started: StartedGather) -> tuple[Tensor, ...]:
-        tensors = self.bound.gathered(started.pending)
-        if self.again is not None:
-            self.again.gathered(self.bound, started.shards, tensors)
+        tensors = self.bound.finish_gather(started.pending)
+        if self.regather is not None:
+            self.regather.record(self.bound, started.shards, tensors)
         return _finish(self.bound, started, tensors)
 
 

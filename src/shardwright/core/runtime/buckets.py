@@ -73,16 +73,16 @@ class BoundBucket:
 
     # Forward
 
-    def gather(self, shards: Sequence[Tensor]) -> Tensor:
-        """Start the first all-gather, in the dtype of use; pass the result to `gathered`."""
+    def start_gather(self, shards: Sequence[Tensor]) -> Tensor:
+        """Start the first all-gather, in the dtype of use; pass the result to `finish_gather`."""
         pieces = [shard.to(self.dtype).reshape(-1) for shard in shards]
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         group = self.gathers[0].group
         out: Tensor = c10d.all_gather_into_tensor(sendable(flat), group.size, group.name)
         return out
 
-    def gathered(self, pending: Tensor) -> list[Tensor]:
-        """Wait for `gather`, perform the other all-gathers, and return the unsharded members."""
+    def finish_gather(self, pending: Tensor) -> list[Tensor]:
+        """Wait for `start_gather`, run the other all-gathers, and return the unsharded members."""
         out = self._complete(pending)
         for number, gather in enumerate(self.gathers):
             if number:

@@ -46,8 +46,8 @@ def clip_grad_norm_(
         holders = [_holders(gradients[name]) for name in counted]
         weights = torch.tensor(holders, dtype=torch.float64, device=norms.device)
         squares = (norms.double().square() / weights).sum()
-    if devices.several:
-        with devices.waits.counted():
+    if devices.is_distributed:
+        with devices.waits.measure():
             dist.all_reduce(squares)
     own_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
     norm = squares.sqrt().to(dtype or own_dtype)

@@ -26,13 +26,13 @@ PROGRAM = "<program>"
 TEXT = "__program__"
 """The global variable of a program that holds its text."""
 
-SHOWN = 4
+MAX_NAMES = 4
 """Largest number of parameters of a bucket that an error names."""
 
-LENGTH = 120
+MAX_LENGTH = 120
 """Largest number of characters of a line that an error shows."""
 
-NEAR = 6
+MAX_FRAMES = 6
 """Largest number of frames between a program and the function that it calls."""
 
 
@@ -50,8 +50,8 @@ class ProgramLine:
 
     def __str__(self) -> str:
         lines = [line.strip() for line in self.text.splitlines()]
-        here = shorten(lines[self.line - 1].partition("; del ")[0], LENGTH, placeholder=" …")
-        return f"`{here}` (line {self.line} of the program{self._operator(lines)})"
+        shown = shorten(lines[self.line - 1].partition("; del ")[0], MAX_LENGTH, placeholder=" …")
+        return f"`{shown}` (line {self.line} of the program{self._operator(lines)})"
 
     @property
     def computes(self) -> bool:
@@ -80,7 +80,7 @@ def program_line() -> ProgramLine | None:
     if torch.compiler.is_compiling():
         return None
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(NEAR):
+    for _ in range(MAX_FRAMES):
         if frame is None:
             return None
         if frame.f_code.co_filename == PROGRAM:
@@ -116,51 +116,57 @@ def naming_redistributions() -> Iterator[None]:
 def _where(error: BaseException) -> str | None:
     """Description of the collective that failed; None if the error is not from a collective."""
     frames = list(walk_tb(error.__traceback__))
-    rooms = [frame.f_globals.get("__name__", "") for frame, _ in frames]
-    if rooms[-1] == _GUARD:
-        return "the comparison of what the ranks call"
-    if not (_CONVERTING.intersection(rooms) or rooms[-1].startswith("torch.distributed.")):
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    if modules[-1] == _GUARD:
+        return "the comparison of the ranks' calls"
+    if not (_COLLECTIVES.intersection(modules) or modules[-1].startswith("torch.distributed.")):
         return None
-    words = []
+    # From the outermost frame to the innermost: a redistribution, then its bucket.
+    descriptions = []
     for frame, line in frames:
-        held = getattr(frame.f_locals.get("ctx"), "place", None)
-        if isinstance(held, ProgramLine) and frame.f_code.co_name == "backward":
-            words.append(f"the gradient of {held}")
+        call_site = getattr(frame.f_locals.get("ctx"), "call_site", None)
+        if isinstance(call_site, ProgramLine) and frame.f_code.co_name == "backward":
+            descriptions.append(f"the gradient of {call_site}")
         elif frame.f_code.co_filename == PROGRAM:
-            words.append(str(ProgramLine(frame.f_globals[TEXT], line)))
+            descriptions.append(str(ProgramLine(frame.f_globals[TEXT], line)))
         bound = frame.f_locals.get("self")
         if frame.f_globals.get("__name__") == _BUCKETS and bound is not None:
-            words.append(_described(bound.bucket))
-    if not words and _STAGES.intersection(rooms):
-        words = ["an exchange between pipeline stages"]
-    if not words and _GONE.search(str(error)):
-        words = [_caller(frames)]
-    return ", ".join(dict.fromkeys(words)) or None
+            descriptions.append(_bucket_description(bound.bucket))
+    if not descriptions and _STAGES.intersection(modules):
+        descriptions = ["an exchange between pipeline stages"]
+    # Other errors of torch.distributed, such as a wrong argument, are no failed communication.
+    if not descriptions and _PEER_FAILURE.search(str(error)):
+        descriptions = [_caller(frames)]
+    return ", ".join(dict.fromkeys(descriptions)) or None
 
 
 def _caller(frames: Sequence[tuple[FrameType, int]]) -> str:
-    """Who called torch.distributed."""
+    """Description of the function that called torch.distributed."""
     for frame, line in reversed(frames):
-        code, room = frame.f_code, frame.f_globals.get("__name__", "")
-        if room.startswith("shardwright.core.checkpoint.checkpoint"):
+        code, module = frame.f_code, frame.f_globals.get("__name__", "")
+        if module.startswith("shardwright.core.checkpoint.checkpoint"):
             return "saving or loading a checkpoint"
-        if not room.startswith(("torch.", "concurrent.")):
+        if not module.startswith(("torch.", "concurrent.")):
             return f"`{code.co_name}` ({code.co_filename}, line {line})"
     return "a collective"
 
 
-def _described(bucket: Bucket) -> str:
+def _bucket_description(bucket: Bucket) -> str:
     names = [member.value.name for member in bucket.members]
-    shown = ", ".join(names[:SHOWN]) + (" …" if len(names) > SHOWN else "")
+    shown = ", ".join(names[:MAX_NAMES]) + (" …" if len(names) > MAX_NAMES else "")
     return f"bucket {bucket.number} of {shown}"
 
 
 _BUCKETS = "shardwright.core.runtime.buckets"
-_CONVERTING = {"shardwright.core.runtime.collectives", "shardwright.core.runtime.overlap", _BUCKETS}
+_COLLECTIVES = {
+    "shardwright.core.runtime.collectives",
+    "shardwright.core.runtime.overlap",
+    _BUCKETS,
+}
 _GUARD = "shardwright.core.misuse.batch_guard"
 _STARTED = re.compile(r"(\w+) = start_([a-z]\w+)\(")
-_GONE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
-"""What gloo and stores say of another process that is gone, or does not answer."""
+_PEER_FAILURE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
+"""Matches errors of gloo and stores about a process that is gone or does not answer."""
 _STAGES = {
     "shardwright.core.parallel.pipeline_stage",
     "shardwright.core.parallel.pipeline_execution",

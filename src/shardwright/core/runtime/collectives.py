@@ -30,7 +30,7 @@ from shardwright.core.layout.redistribution import RedistributionStep
 from shardwright.core.rules.rule import MIRROR, PREVIOUS, RING, Function, Reduce
 from shardwright.core.runtime.collective_errors import program_line
 from shardwright.core.runtime.devices import Devices, Group, Index
-from shardwright.core.runtime.exposed_communication import Waits
+from shardwright.core.runtime.exposed_communication import WaitTimer
 from shardwright.core.torch_internals.distributed import functional_collectives as c10d
 
 
@@ -174,11 +174,11 @@ def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     return placed
 
 
-def wait(x: Tensor, waits: Waits) -> Tensor:
+def wait(x: Tensor, waits: WaitTimer) -> Tensor:
     """Wait for a collective and return its result; counts the time in `waits`."""
     if torch.compiler.is_compiling():
         return c10d.wait_tensor(x)  # type: ignore[no-any-return]
-    with waits.counted():
+    with waits.measure():
         return c10d.wait_tensor(x)  # type: ignore[no-any-return]
 
 
@@ -204,7 +204,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Function, backward: Function) -> Tensor:
-        ctx.backward_function, ctx.place = backward, program_line()
+        ctx.backward_function, ctx.call_site = backward, program_line()
         out = forward(x)
         return out.view_as(x) if out is x else out
 
@@ -319,7 +319,7 @@ def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Fu
 
         def entry(column: int) -> Index:
             return devices.per_rank(
-                lambda place: table[shard_index(group.axes, sizes, place)][column]
+                lambda coordinates: table[shard_index(group.axes, sizes, coordinates)][column]
             )
 
         return [entry(column) for column in range(len(table[0]))]
@@ -342,7 +342,9 @@ def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Fu
 def _one_where(devices: Devices, group: Group, position: int) -> Index:
     """1 on the rank at `position` of the group, else 0."""
     sizes = devices.layout.device_matrix
-    return devices.per_rank(lambda place: int(shard_index(group.axes, sizes, place) == position))
+    return devices.per_rank(
+        lambda coordinates: int(shard_index(group.axes, sizes, coordinates) == position)
+    )
 
 
 BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = {

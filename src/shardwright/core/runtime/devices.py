@@ -21,7 +21,7 @@ from shardwright.core.layout.axes import Axes, shard_index
 from shardwright.core.layout.joined_axes import joined_layout
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.runtime import worker_threads
-from shardwright.core.runtime.exposed_communication import Waits
+from shardwright.core.runtime.exposed_communication import WaitTimer
 from shardwright.core.torch_internals.distributed import (
     group_named,
     group_timeout,
@@ -54,7 +54,7 @@ class Group:
     name: str
     size: int
     order: tuple[int, ...]
-    waits: Waits = field(default_factory=Waits, compare=False, repr=False)
+    waits: WaitTimer = field(default_factory=WaitTimer, compare=False, repr=False)
 
     @property
     def in_order(self) -> bool:
@@ -93,11 +93,11 @@ class Devices:
     mesh_axes: tuple[Axes, ...] = ()
     mesh_layout: DeviceMatrix | None = None
     named_ranges: bool = False
-    waits: Waits = field(default_factory=Waits)
+    waits: WaitTimer = field(default_factory=WaitTimer)
     _subgroups: Subgroups = field(default_factory=dict)
     _names: dict[Axes, str] = field(default_factory=dict)
-    _along: dict[tuple[DeviceMatrix, tuple[Axes, ...]], Devices] = field(default_factory=dict)
-    _among: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    _by_layout: dict[tuple[DeviceMatrix, tuple[Axes, ...]], Devices] = field(default_factory=dict)
+    _by_stages: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     @classmethod
     def of_process(
@@ -139,12 +139,14 @@ class Devices:
             )
         worker_threads.make_safe()
         stage, rank = divmod(dist.get_rank(), layout.num_devices)
-        place = layout.coordinates(rank)
-        devices = cls(layout, device, lambda function: function(place), rank, stage, stages, True)
+        coordinates = layout.coordinates(rank)
+        devices = cls(
+            layout, device, lambda function: function(coordinates), rank, stage, stages, True
+        )
         groups = {} if subgroups is None else subgroups
         devices = replace(devices, _subgroups=groups, named_ranges=named_ranges)
         if stages > 1:
-            devices.among(tuple(range(stages)))
+            devices.peers_of_stages(tuple(range(stages)))
         if mesh_axes is None:
             mesh_axes = tuple((axis,) for axis in range(len(layout.device_matrix)))
         return devices._with_mesh(mesh_axes)
@@ -152,17 +154,17 @@ class Devices:
     @classmethod
     def of_rank(cls, layout: DeviceMatrix, rank: int) -> Devices:
         """The devices of `rank` without a process group, to print its program."""
-        place = layout.coordinates(rank)
-        return cls(layout, torch.device("cpu"), lambda function: function(place), rank)
+        coordinates = layout.coordinates(rank)
+        return cls(layout, torch.device("cpu"), lambda function: function(coordinates), rank)
 
-    def along(self, layout: DeviceMatrix, mesh_axes: tuple[Axes, ...]) -> Devices:
+    def with_layout(self, layout: DeviceMatrix, mesh_axes: tuple[Axes, ...]) -> Devices:
         """The same devices with another device matrix or mesh. Collective at the first request, so
         every rank must make the same requests in the same order."""
         key = layout, mesh_axes
         if key == (self.layout, self.mesh_axes) or not self.connected:
             return self
-        if key not in self._along:
-            self._along[key] = (
+        if key not in self._by_layout:
+            self._by_layout[key] = (
                 self._with_mesh(mesh_axes)
                 if layout == self.layout
                 else replace(
@@ -177,40 +179,40 @@ class Devices:
                     waits=self.waits,
                 )
             )
-        return self._along[key]
+        return self._by_layout[key]
 
     def _with_mesh(self, mesh_axes: tuple[Axes, ...]) -> Devices:
         """Copy with a `DeviceMesh` of these axes, sharing the process groups."""
         if self.layout.num_devices == 1:
             return self
         # A mesh looks its devices up; the meta device has none.
-        kind = "cpu" if self.device.type == "meta" else self.device.type
-        coarse = joined_layout(self.layout, mesh_axes)
-        ranks = torch.tensor(coarse.ranks).reshape(coarse.device_matrix)
+        device_type = "cpu" if self.device.type == "meta" else self.device.type
+        joined = joined_layout(self.layout, mesh_axes)
+        ranks = torch.tensor(joined.ranks).reshape(joined.device_matrix)
         mesh = DeviceMesh.from_group(
             [group_named(self.group(axes).name) for axes in mesh_axes],
-            kind,
+            device_type,
             ranks + self.stage * self.layout.num_devices,
-            mesh_dim_names=coarse.alias_names,
+            mesh_dim_names=joined.alias_names,
         )
         _planned_meshes()[hash(mesh)] = self.stages
-        return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_layout=coarse)
+        return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_layout=joined)
 
     def group(self, axes: Axes) -> Group:
         """The group over the joined `axes`. Collective at the first request, so every rank must
         request its groups in the same order."""
         key = tuple(sorted(axes))
         if key not in self._names:
-            self._names[key] = self._create(key)
+            self._names[key] = self._create_group(key)
         order, sizes = [0] * self.layout.size(axes), self.layout.device_matrix
-        for place in places(self.layout):
-            order[shard_index(axes, sizes, place)] = shard_index(key, sizes, place)
+        for coordinates in all_coordinates(self.layout):
+            order[shard_index(axes, sizes, coordinates)] = shard_index(key, sizes, coordinates)
         return Group(axes, self._names[key], len(order), tuple(order), self.waits)
 
     def index(self, axes: Axes) -> Index:
         """The number of this rank's block along the joined `axes`."""
         sizes = self.layout.device_matrix
-        return self.per_rank(lambda place: shard_index(axes, sizes, place))
+        return self.per_rank(lambda coordinates: shard_index(axes, sizes, coordinates))
 
     def common_seed(self) -> int:
         """Broadcast the seed of rank 0's process. Collective.
@@ -221,7 +223,7 @@ class Devices:
         return value_of_rank(seed) if self.connected else seed
 
     @property
-    def several(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether there is more than one device, over all stages."""
         return self.layout.num_devices * self.stages > 1
 
@@ -230,33 +232,36 @@ class Devices:
         """The joined axes of all groups requested so far, in the same order on all ranks."""
         return tuple(sorted(self._names, key=lambda axes: (len(axes), axes)))
 
-    def among(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def peers_of_stages(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of this rank's peers in some stages; None on ranks of other stages. Collective
         at the first request, so every rank must request the same stages in the same order."""
-        if stages not in self._among:
+        if stages not in self._by_stages:
             size = self.layout.num_devices
-            peers = [[stage * size + place for stage in stages] for place in range(size)]
-            self._among[stages] = self._subgroup(peers)
-        return self._among[stages]
+            peers = [[stage * size + rank for stage in stages] for rank in range(size)]
+            self._by_stages[stages] = self._subgroup(peers)
+        return self._by_stages[stages]
 
     @property
-    def across(self) -> dist.ProcessGroup | None:
+    def peers_of_all_stages(self) -> dist.ProcessGroup | None:
         """The group of this rank's peers in all stages, which have the same coordinates; None with
         one stage."""
-        return self.among(tuple(range(self.stages))) if self.stages > 1 else None
+        return self.peers_of_stages(tuple(range(self.stages))) if self.stages > 1 else None
 
-    def _create(self, axes: Axes) -> str:
+    def _create_group(self, axes: Axes) -> str:
         layout = self.layout
         if not self.connected:
             return f"over {layout.named(axes)}"
-        joined: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for stage in range(self.stages):
-            for rank, place in zip(layout.ranks, places(layout), strict=True):
-                others = (stage, *(c for axis, c in enumerate(place) if axis not in axes))
-                joined.setdefault(others, []).append(stage * layout.num_devices + rank)
-        mine = self._subgroup(list(joined.values()))
-        assert mine is not None
-        return str(mine.group_name)
+            for rank, coordinates in zip(layout.ranks, all_coordinates(layout), strict=True):
+                fixed_coordinates = (
+                    stage,
+                    *(c for axis, c in enumerate(coordinates) if axis not in axes),
+                )
+                groups.setdefault(fixed_coordinates, []).append(stage * layout.num_devices + rank)
+        own_group = self._subgroup(list(groups.values()))
+        assert own_group is not None
+        return str(own_group.group_name)
 
     def _subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
         """Create or reuse process groups of these ranks, and return this rank's; None if it is in
@@ -282,7 +287,7 @@ def stages_of_plan(mesh: DeviceMesh) -> int | None:
     return _planned_meshes().get(hash(mesh))
 
 
-def places(layout: DeviceMatrix) -> Iterator[tuple[int, ...]]:
+def all_coordinates(layout: DeviceMatrix) -> Iterator[tuple[int, ...]]:
     """The coordinates of every device, in the order of `layout.ranks`."""
     return product(*(range(size) for size in layout.device_matrix))
 
@@ -301,14 +306,14 @@ def _new_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessG
         return world
     if splits(world):
         return dist.split_group(world, ranks, timeout=world_timeout())
-    if sum(map(len, ranks)) == world.size() and _name_groups_alike(device):
-        mine = next(each for each in ranks if world.rank() in each)
-        return dist.new_group(mine, timeout=world_timeout(), use_local_synchronization=True)  # type: ignore[no-any-return]
+    if sum(map(len, ranks)) == world.size() and _can_create_own_group_only(device):
+        own_ranks = next(each for each in ranks if world.rank() in each)
+        return dist.new_group(own_ranks, timeout=world_timeout(), use_local_synchronization=True)  # type: ignore[no-any-return]
     member, _ = dist.new_subgroups_by_enumeration(ranks, timeout=world_timeout())  # type: ignore[no-untyped-call]
     return member  # type: ignore[no-any-return]
 
 
-def _name_groups_alike(device: torch.device) -> bool:
+def _can_create_own_group_only(device: torch.device) -> bool:
     """Whether each rank can create its own group only, with local synchronization.
 
     PyTorch names such a group by the number of groups of the rank. If a program has created groups

@@ -58,7 +58,7 @@ def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Device
     )
 
 
-def shard_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def shard_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """State dict pre-hook: replace full tensors, as one device saves them, by this rank's shards.
 
     Raises:
@@ -97,7 +97,7 @@ def _check_is_own(name: str, part: DTensor, parameter: DTensor) -> None:
 
 
 @cache
-def accept_whole_optimizer_states() -> None:
+def accept_full_optimizer_states() -> None:
     """Make optimizers of this process accept states of full tensors, as one device saves them: each
     rank takes its shard."""
     seen = WeakSet[Optimizer]()
@@ -147,14 +147,14 @@ def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict
     return dict(zip(parameters, shards, strict=True))
 
 
-def own_tensor(tensor: Tensor) -> Tensor:
+def detached_local(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor, or a plain tensor itself, detached."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def stored_shards(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The local shard of each parameter, detached."""
-    return {name: own_tensor(parameter) for name, parameter in parameters.items()}
+    return {name: detached_local(parameter) for name, parameter in parameters.items()}
 
 
 def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
@@ -168,7 +168,7 @@ def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tens
                     gradient = with_spec(gradient, spec_of(parameter))
                 torch.autograd.backward(parameter, gradient)
             elif before is not None:
-                own_tensor(before).add_(gradient)
+                detached_local(before).add_(gradient)
             elif isinstance(parameter, DTensor):
                 parameter.grad = with_spec(gradient, spec_of(parameter))
             else:

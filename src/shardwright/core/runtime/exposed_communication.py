@@ -1,9 +1,9 @@
-"""Measure the exposed communication of a rank: the seconds that its computation waits.
+"""Measure the exposed communication of a rank: the seconds for which its computation waits.
 
-What waits for a collective does so within `counted`: on the CPU its thread is blocked there, on an
-accelerator the stream that computes. `Devices` and their groups share one `Waits`, so that all
-programs, backward passes on threads of autograd's included, count into the same. In a pipeline's
-schedule all counts in which no chunk is at work: the wait for another stage's micro-batch too.
+All code that waits for a collective does so within `WaitTimer.measure`: a wait blocks the thread on
+a CPU, and the compute stream on an accelerator. `Devices` and its groups share one timer, so waits
+of all programs and of autograd's threads add up. In a pipeline schedule, all time outside of chunks
+counts, including the wait for another stage's micro-batch.
 """
 
 from __future__ import annotations
@@ -19,51 +19,53 @@ from shardwright.core.runtime.accelerator import Intervals
 
 
 @dataclass
-class Waits:
-    """The waits of one rank; none are counted by itself, and then they cost nothing.
+class WaitTimer:
+    """Sums up the waits of one rank; disabled by default, and then without cost.
 
     Args:
-        intervals: those that are counted since the last `taken`.
+        intervals: intervals since the last `take_seconds`; None while disabled.
     """
 
     intervals: Intervals | None = None
 
     @contextmanager
-    def counting(self, device: torch.device) -> Iterator[None]:
-        """Measure waits of `device` in this context, by the device's clock."""
+    def enable(self, device: torch.device) -> Iterator[None]:
+        """Measure the waits of `device` in this context, by the device's clock."""
         self.intervals = Intervals(device)
         try:
             yield
         finally:
             self.intervals = None
 
-    def taken(self) -> float | None:
-        """The seconds since it was last asked; None if none are counted. Nothing waits for an
-        accelerator: what it has not come to yet counts the next time."""
-        return None if self.intervals is None else self.intervals.taken()
+    def take_seconds(self) -> float | None:
+        """Seconds of waits since the last call; None while disabled.
+
+        Does not synchronize: waits that an accelerator has not finished count in the next call.
+        """
+        return None if self.intervals is None else self.intervals.take_seconds()
 
     @contextmanager
-    def counted(self, sign: int = 1) -> Iterator[None]:
-        """Measure the wait in this context.
+    def measure(self, sign: int = 1) -> Iterator[None]:
+        """Add the duration of this context to the waits.
 
         Args:
-            sign: -1 around what does not, within what does.
+            sign: -1 to subtract computation within a measured wait.
         """
         intervals = self.intervals
         if intervals is None:
             yield
             return
-        began = intervals.mark()
+        start = intervals.timestamp()
         try:
             yield
         finally:
-            intervals.add(began, intervals.mark(), sign)
+            intervals.add(start, intervals.timestamp(), sign)
 
-    def apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Exclude the time of a function that computes within a measured wait."""
+    def exclude(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that computes within a measured wait, so that its time does not count."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self.counted(-1):
+            with self.measure(-1):
                 return function(*args, **kwargs)
 
         return call

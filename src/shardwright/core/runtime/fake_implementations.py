@@ -17,7 +17,7 @@ FakeResults = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 @dataclass(frozen=True)
-class AsFaked:
+class CheckedCustomOp:
     """A custom operator with the expected local shapes and dtypes of its results.
 
     Raises:

@@ -15,10 +15,10 @@ from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.errors import PlanError
 
-HOW_CUT = "tensors with as many rows as the first are cut, others are given whole"
+SPLIT_NOTE = "tensors with as many rows as the first are split, others are passed in full"
 
 
-def of_the_batch(leaves: Sequence[Any]) -> list[bool]:
+def split_mask(leaves: Sequence[Any]) -> list[bool]:
     """For each leaf of a call, whether it is split into micro-batches.
 
     These are the tensors whose dimension 0 has the size of that of the first tensor with
@@ -37,7 +37,7 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
         PlanError: if the batch cannot be split into so many equal pieces.
     """
     result = []
-    for leaf, cut in zip(leaves, of_the_batch(leaves), strict=True):
+    for leaf, cut in zip(leaves, split_mask(leaves), strict=True):
         if cut and leaf.is_nested:
             raise PlanError("an argument is a nested tensor, which cannot be cut: pad its rows")
         if cut:
@@ -62,11 +62,11 @@ def with_samples(leaves: Sequence[Any], samples: int) -> list[Any]:
         )
         if cut
         else leaf
-        for leaf, cut in zip(leaves, of_the_batch(leaves), strict=True)
+        for leaf, cut in zip(leaves, split_mask(leaves), strict=True)
     ]
 
 
-def most_micro_batches(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
+def num_micro_batches_of_call(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
     """Number of micro-batches of a call: as planned or, for another batch size, the largest number
     that divides it and that the schedule supports."""
     rows = _rows(leaves)
@@ -77,14 +77,14 @@ def most_micro_batches(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
     )
 
 
-def numbers_of_pieces(leaves: Sequence[Any]) -> list[int]:
+def valid_num_micro_batches(leaves: Sequence[Any]) -> list[int]:
     """Valid numbers of micro-batches of a call: the divisors of its batch size."""
     return _divisors(_rows(leaves))
 
 
 def _rows(leaves: Sequence[Any]) -> int:
     """Number of samples of the batch; 1 if no leaf is split."""
-    cut = of_the_batch(leaves)
+    cut = split_mask(leaves)
     return next((leaf.shape[0] for leaf, is_cut in zip(leaves, cut, strict=True) if is_cut), 1)
 
 
@@ -93,7 +93,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def whole_leaves(
+def global_leaves(
     planned: Sequence[Any],
     mesh: DeviceMatrix,
     arrivals: Mapping[str, CutAxes],

@@ -179,13 +179,13 @@ class RangedBucket(BoundBucket):
     def _range(self) -> record_function:
         return record_function(f"bucket {self.bucket.number}")
 
-    def gather(self, shards: Sequence[Tensor]) -> Tensor:
+    def start_gather(self, shards: Sequence[Tensor]) -> Tensor:
         with self._range, self._gather.send(self._stored):
-            return super().gather(shards)
+            return super().start_gather(shards)
 
-    def gathered(self, pending: Tensor) -> list[Tensor]:
+    def finish_gather(self, pending: Tensor) -> list[Tensor]:
         with self._range, self._gather.wait():
-            return super().gathered(pending)
+            return super().finish_gather(pending)
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
         with self._range:

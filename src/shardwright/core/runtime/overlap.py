@@ -68,7 +68,7 @@ class FinishCollective:
 class _StartWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bound: BoundCollective) -> Tensor:
-        ctx.backward_collective, ctx.dtype, ctx.place = bound.backward, x.dtype, program_line()
+        ctx.backward_collective, ctx.dtype, ctx.call_site = bound.backward, x.dtype, program_line()
         return x.new_empty(()).expand(bound.backward.pending_shape(x.shape))
 
     @staticmethod
@@ -81,7 +81,7 @@ class _FinishWithGradient(torch.autograd.Function):
     def forward(
         ctx: Any, token: Tensor, tensor: Tensor, dtype: torch.dtype, bound: BoundCollective
     ) -> Tensor:
-        ctx.backward_collective, ctx.place = bound.backward, program_line()
+        ctx.backward_collective, ctx.call_site = bound.backward, program_line()
         out = bound.forward.finish(tensor, dtype)
         return out.view_as(out) if out is tensor else out
 

@@ -1,9 +1,9 @@
-"""Random operators on shards: seeded, so that a plan gives the same numbers at every run.
+"""Random operators on shards, seeded by step, operator and shard, so that runs are reproducible.
 
-Devices that hold the same block of the output draw the same numbers, others draw their own. The
-numbers are not those that one device would draw for the whole tensor. Operators that are recomputed
-in the backward pass must draw what they drew before: seeded ones do, and on one device, where
-nothing is seeded, checkpoints restore the state of PyTorch's generator.
+Replicas of a shard draw equal numbers, different shards draw independent ones. The numbers differ
+from those that one device would draw for the full tensor. Operators that are recomputed in the
+backward pass must draw the same numbers again: seeded ones do; on one device, where operators are
+not seeded, activation checkpointing restores the state of PyTorch's generator.
 """
 
 from __future__ import annotations
@@ -25,24 +25,31 @@ _SEEDS = 1_099_511_627_791
 """Prime, larger than any operator's number."""
 
 
-def number_of(name: str) -> int:
-    """A number for an operator, from its name: the same in every chunk and mode of a model."""
+def stream_number(name: str) -> int:
+    """Hash of an operator's name, equal in every chunk, mode and process."""
+    # Python's `hash` of strings differs between processes.
     return int.from_bytes(blake2b(name.encode(), digest_size=5).digest())
 
 
-def seed_of(step: int, micro_batch: int) -> int:
-    """The seed of one micro-batch in the step with the seed `step`."""
+def micro_batch_seed(step: int, micro_batch: int) -> int:
+    """Seed of a micro-batch.
+
+    Args:
+        step: seed of the step.
+        micro_batch: index of the micro-batch.
+    """
+    # A prime, larger than any number of micro-batches: those of two steps have distinct seeds.
     return step * 65_537 + micro_batch
 
 
 @dataclass(frozen=True)
 class Seeded:
-    """A random operator with its own stream of numbers.
+    """A random operator with its own stream of random numbers.
 
     Args:
-        function: draws from the global generators.
-        number: of the operator; see `number_of`.
-        shard: which block of the output this rank computes.
+        function: the operator, which draws from the default generators.
+        number: `stream_number` of the operator.
+        shard: index of the block of the output that this rank computes.
     """
 
     function: Callable[..., Any]
@@ -51,16 +58,18 @@ class Seeded:
 
     def __call__(self, seed: int, *args: Any, **kwargs: Any) -> Any:
         stream = (seed * _SEEDS + self.number) * _STRIDE % 2**62
+        # Forked, so that draws outside of the program do not depend on the plan.
         with torch.random.fork_rng():
             torch.manual_seed(self.shard + stream)
             return self.function(*args, **kwargs)
 
 
 def recompute_segment(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`. Random operators inside must draw the same numbers by themselves."""
+    """Run `function(*args)` with activation checkpointing; random operators must be `Seeded`."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def recompute_drawing_segment(function: Callable[..., Any], *args: Any) -> Any:
-    """Likewise where operators inside draw from PyTorch's own generator: its state is restored."""
+    """Run `function(*args)` with activation checkpointing, and restore the state of PyTorch's
+    generators for the recomputation."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)

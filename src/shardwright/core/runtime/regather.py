@@ -1,9 +1,9 @@
-"""Gathered parameters that are not kept for the backward pass, but gathered again in it.
+"""Reshard after forward: free gathered parameters and gather them again in the backward pass.
 
-What autograd would keep of a gathered parameter, it or a view of it, is kept as a reference: which
-member of which bucket, and the view's geometry. The first reference that the backward pass
-resolves gathers the bucket again, and starts the gather of the one before it; after the last one
-the bucket is freed.
+Saved-tensor hooks replace each gathered parameter that autograd saves, or a view of it, by a
+reference: its bucket, its member, and the size, stride and offset of the view. The first reference
+that the backward pass unpacks gathers the bucket and prefetches the bucket before it; after the
+last one the bucket is freed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from shardwright.core.torch_internals.tensors import storage_id, version
 
 @dataclass(frozen=True)
 class GatheredView:
-    """A view of a gathered parameter."""
+    """A reference to a gathered parameter, or to a view of it, in place of the saved tensor.
+
+    Args:
+        member: index of the parameter in its bucket.
+    """
 
     packed: PackedBucket
     member: int
@@ -33,35 +37,44 @@ class GatheredView:
 
 @dataclass(eq=False)
 class PackedBucket:
-    """A bucket of which the backward pass of one run needs something.
+    """A gathered bucket that the backward pass of one run reads.
 
     Args:
-        versions: of the shards, as they were gathered.
-        references: how many there are; `left` of them are not resolved yet.
-        done: whether this backward pass has resolved all.
+        versions: version counters of the shards when they were gathered.
+        references: number of saved tensors that refer to it.
+        unresolved: number of references that the backward pass has not unpacked.
+        is_resolved: whether the backward pass has unpacked all of them.
+        pending: result of a gather that was started and not waited for.
+        tensors: the gathered members.
     """
 
     bound: BoundBucket
     shards: tuple[Tensor, ...]
     versions: tuple[int, ...]
     references: int = 0
-    left: int = 0
-    done: bool = False
+    unresolved: int = 0
+    is_resolved: bool = False
     pending: Tensor | None = None
     tensors: list[Tensor] | None = None
 
     def start(self) -> None:
-        """Starts the gather, unless it was."""
+        """Start the gather unless it was started already."""
         if self.tensors is None and self.pending is None:
-            self.pending = self.bound.gather(self.shards)
+            self.pending = self.bound.start_gather(self.shards)
 
     def free(self) -> None:
-        self.pending, self.tensors, self.left, self.done = None, None, self.references, True
+        self.pending, self.tensors = None, None
+        # With `retain_graph=True`, the next backward pass unpacks all references again.
+        self.unresolved, self.is_resolved = self.references, True
 
 
 @dataclass(eq=False)
 class RegatherRun:
-    """One run of a program: its saved tensors go through `pack` and `unpack`."""
+    """Saved-tensor hooks of one run of a program.
+
+    Args:
+        order: buckets in the order of their last use in the forward pass.
+    """
 
     order: list[PackedBucket] = field(default_factory=list)
     _owners: dict[int, tuple[PackedBucket, int, StorageWeakRef]] = field(default_factory=dict)
@@ -69,10 +82,10 @@ class RegatherRun:
     def add(
         self, bound: BoundBucket, shards: tuple[Tensor, ...], tensors: Sequence[Tensor]
     ) -> None:
-        """Takes note of a bucket that was gathered."""
+        """Register the members of a gathered bucket, so that `pack` recognizes them."""
         packed = PackedBucket(bound, shards, tuple(map(version, shards)))
         for member, tensor in enumerate(tensors):
-            # While there is a weak reference, no other storage gets the same identity.
+            # While a weak reference exists, the address of the storage is not reused.
             weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._owners[weak.cdata] = (packed, member, weak)
 
@@ -82,8 +95,8 @@ class RegatherRun:
             return tensor
         packed, member, _ = owner
         packed.references += 1
-        packed.left += 1
-        # In the order of last use: the backward pass goes through it from the end.
+        packed.unresolved += 1
+        # Ordered by last use, as the backward pass reads buckets in reverse.
         if packed in self.order:
             self.order.remove(packed)
         self.order.append(packed)
@@ -91,12 +104,15 @@ class RegatherRun:
         return GatheredView(packed, member, *geometry)
 
     def unpack(self, saved: Tensor | GatheredView) -> Tensor:
-        """Raises:
-        RuntimeError: as autograd does, if the parameter was changed in place since.
+        """Return a saved tensor, gathering its bucket if necessary.
+
+        Raises:
+            RuntimeError: if the parameter was changed in place since the forward pass.
         """
         if isinstance(saved, Tensor):
             return saved
         packed = saved.packed
+        # Autograd's own check does not see the shards, and would compute a wrong gradient.
         if version(packed.shards[saved.member]) != packed.versions[saved.member]:
             name = packed.bound.bucket.members[saved.member].value.name
             raise RuntimeError(
@@ -109,34 +125,38 @@ class RegatherRun:
             assert packed.tensors is not None
             member = packed.tensors[saved.member]
             view = member.as_strided(saved.size, saved.stride, saved.offset)
-        packed.left -= 1
-        if not packed.left:
+        packed.unresolved -= 1
+        if not packed.unresolved:
             packed.free()
         return view
 
     def _gather(self, packed: PackedBucket) -> None:
-        if packed.done:
-            # The backward pass runs once more.
-            for other in self.order:
-                other.done = False
+        if packed.is_resolved:
+            # Another backward pass through the same graph (`retain_graph=True`).
+            for bucket in self.order:
+                bucket.is_resolved = False
         packed.start()
-        place = self.order.index(packed)
-        if place and not self.order[place - 1].done:
-            self.order[place - 1].start()
+        # Prefetch the bucket that the backward pass reads next.
+        index = self.order.index(packed)
+        if index and not self.order[index - 1].is_resolved:
+            self.order[index - 1].start()
         assert packed.pending is not None
-        packed.tensors, packed.pending = packed.bound.gathered(packed.pending), None
+        packed.tensors, packed.pending = packed.bound.finish_gather(packed.pending), None
 
 
 class BackwardRegather:
-    """Where a program tells what it gathered; in compiled programs, and within operators that are
-    computed again, nobody listens."""
+    """Records what a program gathers while it runs eagerly.
+
+    Nothing is recorded in compiled programs, nor in recomputed segments, which gather their
+    parameters again themselves.
+    """
 
     def __init__(self) -> None:
         self._run: RegatherRun | None = None
 
     @contextmanager
     def run(self) -> Iterator[RegatherRun]:
-        """What is saved for the backward pass meanwhile goes through the hooks of one run."""
+        """Context of one run of the program, which passes saved tensors through the hooks."""
         run = RegatherRun()
         self._run = run
         try:
@@ -145,7 +165,7 @@ class BackwardRegather:
         finally:
             self._run = None
 
-    def gathered(
+    def record(
         self, bound: BoundBucket, shards: tuple[Tensor, ...], tensors: Sequence[Tensor]
     ) -> None:
         if not torch.compiler.is_compiling() and self._run is not None:

@@ -1,6 +1,6 @@
-"""What the two worker threads of a gloo process group do wrong, and how programs avoid it.
+"""Workarounds for two bugs of the worker threads of gloo process groups (PyTorch 2.11 to 2.13).
 
-Both faults are PyTorch's (2.11 to 2.13), and both end the process; no value is ever changed.
+Both bugs end the process; neither changes a value.
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from shardwright.core.torch_internals.distributed import functional_collectives
 
 
 def make_safe() -> None:
-    """Avoids both faults in this process; further calls do nothing."""
+    """Apply both workarounds to this process; further calls do nothing."""
     _let_threads_finish_at_exit()
     _gather_under_a_short_name()
 
 
 @cache
 def _let_threads_finish_at_exit() -> None:
-    """A worker thread of gloo drops the tensors of its last collective some time after that has
-    ended, and needs the interpreter's lock for it; one that still waits for the lock when the
-    interpreter ends aborts the process. So the end of the program leaves them a moment."""
+    """Wait a moment at exit until worker threads have released their tensors.
+
+    A worker thread releases the tensors of its last collective some time after the collective has
+    finished, and needs the GIL for it. A thread that still waits for the GIL when the interpreter
+    ends aborts the process.
+    """
     atexit.register(time.sleep, 0.2)
 
 
 @cache
 def _gather_under_a_short_name() -> Library:
-    """Has functional all-gathers of host tensors run under a name of at most 15 characters.
+    """Replace the CPU kernels of functional all-gathers by ones that gloo names `ALLGATHER`.
 
-    After each collective, a worker thread notes its name in a string that both threads share and
-    no lock guards (`ProcessGroupGloo::runLoop`). A longer name lies on the heap, where both may
-    free the same memory. Of the functional collectives only all-gathers have such a name,
-    `ALLGATHER_COALESCED`; the variant that writes to a given tensor is called `ALLGATHER`.
+    After each collective, a worker thread assigns its name to a string that both threads share
+    without a lock (`ProcessGroupGloo::runLoop`). Names of at most 15 characters are stored in the
+    string itself; longer ones are allocated, and both threads may free the same memory. Of the
+    functional collectives, only all-gathers have a longer name, `ALLGATHER_COALESCED`; the variant
+    that writes to a given tensor is called `ALLGATHER`.
     """
     kernels = Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in (
@@ -49,7 +53,7 @@ def _gather_under_a_short_name() -> Library:
 
 
 def _all_gather(x: Tensor, size: int, name: str) -> Tensor:
-    if x.is_complex():  # gloo has no complex numbers; PyTorch's own kernel sends them so too.
+    if x.is_complex():  # gloo supports no complex numbers; PyTorch's kernel does the same
         return torch.view_as_complex(_all_gather(torch.view_as_real(x.resolve_conj()), size, name))
     out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
     gathered: Tensor = functional_collectives.all_gather_into_tensor_out(x, size, name, out=out)

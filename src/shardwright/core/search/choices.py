@@ -145,7 +145,7 @@ def _choices_by_time(
     all_cuts = {op.name: decisions.cuts.get(op.name, {}) for op in graph.ops}
     problem = search_problem(graph, all_cuts, decisions.outputs, decisions.arrivals)
     weight = pricing.parameter_weight(mem_coeff)
-    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.sharing, weight)
+    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.optimizer_shard_size, weight)
     objective, edges = Objective(problem, model), problem.edges_around()
     names: dict[int, list[str]] = {}
     for op, number in zip(graph.ops, problem.variable_of, strict=True):

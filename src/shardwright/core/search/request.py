@@ -31,14 +31,14 @@ class Pricing:
     Args:
         stages: number of pipeline stages, each with the full device matrix.
         micro_batches: the number of the graph's batches in a step.
-        sharing: the number of devices over which optimizer state is sharded (ZeRO); -1 for all that
-            replicate a parameter, None if it is not sharded.
+        optimizer_shard_size: the number of devices over which optimizer state is sharded (ZeRO); -1
+            for all that replicate a parameter, None if it is not sharded.
     """
 
     cluster: Cluster
     stages: int = 1
     micro_batches: int = 1
-    sharing: int | None = None
+    optimizer_shard_size: int | None = None
 
     def parameter_weight(self, mem_coeff: float) -> float:
         """Return the weight of seconds for gathering and updating parameters and reducing

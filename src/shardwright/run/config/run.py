@@ -32,7 +32,11 @@ from shardwright.core.planner.choose_micro_batches import with_best_micro_batche
 from shardwright.core.planner.mean_of_samples import with_loss_weighting
 from shardwright.core.planner.options import FileOptions, PlanOptions
 from shardwright.core.planner.ranking import Ranking, options_to_rank
-from shardwright.core.runtime.micro_batches import micro_batch, numbers_of_pieces, with_samples
+from shardwright.core.runtime.micro_batches import (
+    micro_batch,
+    valid_num_micro_batches,
+    with_samples,
+)
 from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models.expert_sharding import expert_stages, pin_expert
 from shardwright.progress import OnProgress, ignore_progress, nested_progress
@@ -250,7 +254,7 @@ class Run:
 
         if not self.config.parallel.chooses_micro_batches:
             return decide(self)
-        numbers = numbers_of_pieces(self._with_num_micro_batches(1).micro_batch_to_plan())
+        numbers = valid_num_micro_batches(self._with_num_micro_batches(1).micro_batch_to_plan())
         return with_best_micro_batches(numbers, with_number)
 
     def _with_num_micro_batches(self, number: int) -> Run:

@@ -162,7 +162,7 @@ class RankTraining:
                 checkpoints.save(net, optimizer, position, self.plan, numbers)
 
         devices = net.execution.devices
-        waits = devices.waits.counting(devices.device) if devices.several else nullcontext()
+        waits = devices.waits.enable(devices.device) if devices.is_distributed else nullcontext()
         with self._profiling() as step_profile, waits:
             train(
                 net,

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.core.agreement.collective import has_other_ranks, values_of_ranks
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.runtime.collective_errors import ProgramLine, program_line
-from shardwright.core.runtime.dtensor import own_tensor
+from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals import pytree
 
 NOWHERE = 2**62
@@ -45,7 +45,9 @@ def earliest_of_ranks(net: torch.nn.Module, order: int, text: str) -> str | None
         text: the description of this rank's finding.
     """
     if not (
-        isinstance(net, ParallelModule) and net.execution.devices.several and has_other_ranks()
+        isinstance(net, ParallelModule)
+        and net.execution.devices.is_distributed
+        and has_other_ranks()
     ):
         return None if order == NOWHERE else text
     order, rank, text = min(
@@ -66,7 +68,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
     checker = _ResultChecker()
     order, text = NOWHERE, ""
     for index, (name, tensor) in enumerate(_inputs(net, batch)):
-        value = non_finite_value(own_tensor(tensor))
+        value = non_finite_value(detached_local(tensor))
         if value is not None:
             order, text = min((order, text), (index, f"{name} holds {value}"))
     # Without finite inputs, the first operator would be blamed.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.core.checkpoint.position import BEGINNING, Position
 from shardwright.core.parallel.module import ParallelModule
-from shardwright.core.runtime.exposed_communication import Waits
+from shardwright.core.runtime.exposed_communication import WaitTimer
 from shardwright.run.data.data import Batches
 from shardwright.run.data.evaluation import Evaluation
 from shardwright.run.loop.non_finite import NonFinite, NonFiniteSteps, is_finite
@@ -60,10 +60,10 @@ def train(
     net.train()
     remaining = None if max_steps is None else max(0, max_steps - start.step)
     steps = NonFiniteSteps(net, optimizer, non_finite)
-    waits = net.execution.devices.waits if isinstance(net, ParallelModule) else Waits()
+    waits = net.execution.devices.waits if isinstance(net, ParallelModule) else WaitTimer()
     for position, batch in islice(_steps(batches, epochs, start), remaining):
         # Reset: waits during an evaluation or a checkpoint do not belong to the step.
-        waits.taken()
+        waits.take_seconds()
         started = perf_counter()
         inputs = [tensor.to(device) for tensor in batch]
         steps.save_state()
@@ -76,7 +76,7 @@ def train(
             optimizer.zero_grad()
         else:
             steps.undo(inputs, loss, norm, _describe(batches, position))
-        speed, exposed = batches.batch_size / (perf_counter() - started), waits.taken()
+        speed, exposed = batches.batch_size / (perf_counter() - started), waits.take_seconds()
         next_position = batches.after(position)
         evaluation_loss = (
             None if evaluation is None else evaluation.after(next_position.step, net, device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwright.core.checkpoint.state import device_of
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.runtime.accelerator import generator_states, set_generator_states
-from shardwright.core.runtime.dtensor import own_tensor
+from shardwright.core.runtime.dtensor import detached_local
 from shardwright.errors import NonFiniteError
 from shardwright.run.loop.first_non_finite import (
     NOWHERE,
@@ -51,7 +51,10 @@ class NonFiniteSteps:
     def save_state(self) -> None:
         """Save the state that forward and backward change; to be called before each step."""
         self._before = {n: t.detach().clone() for n, t in _changed_by_forward(self.net).items()}
-        if not isinstance(self.net, ParallelModule) or not self.net.execution.devices.several:
+        if (
+            not isinstance(self.net, ParallelModule)
+            or not self.net.execution.devices.is_distributed
+        ):
             # With several ranks each random operator has its own seed; a single device draws from
             # PyTorch's global generators.
             self._generators = generator_states(device_of(self.net))
@@ -89,7 +92,7 @@ class NonFiniteSteps:
     def _restore(self) -> None:
         current = _changed_by_forward(self.net)
         for name, before in self._before.items():
-            own_tensor(current[name]).copy_(own_tensor(before))
+            detached_local(current[name]).copy_(detached_local(before))
         set_generator_states(self._generators, device_of(self.net))
         self.optimizer.zero_grad()
 
@@ -102,7 +105,7 @@ def check_finite_state(net: nn.Module, optimizer: torch.optim.Optimizer, where: 
     """
     order, text = NOWHERE, ""
     for index, (name, tensor) in enumerate(_training_state(net, optimizer)):
-        value = non_finite_value(own_tensor(tensor))
+        value = non_finite_value(detached_local(tensor))
         if value is not None:
             order, text = index, f"{name} holds {value}"
             break

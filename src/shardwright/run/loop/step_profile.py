@@ -13,7 +13,7 @@ from torch.profiler import profile, schedule, supported_activities
 
 from shardwright.core.plan.measured import MeasuredRank
 from shardwright.core.runtime.accelerator import peak_bytes, restart_peak
-from shardwright.core.runtime.dtensor import own_tensor
+from shardwright.core.runtime.dtensor import detached_local
 from shardwright.run.loop.step_summary import StepSummary, peak_allocated
 
 TRACE = "trace.json.gz"
@@ -84,7 +84,7 @@ def _persistent_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of a rank between steps: its shards of parameters, buffers and optimizer state."""
     states = (value for state in optimizer.state.values() for value in state.values())
     tensors = (t for t in (*net.parameters(), *net.buffers(), *states) if torch.is_tensor(t))
-    storages = (own_tensor(tensor).untyped_storage() for tensor in tensors)
+    storages = (detached_local(tensor).untyped_storage() for tensor in tensors)
     # By address, because tied parameters and views share storage.
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -129,7 +129,10 @@ def test_a_small_mem_coeff_gives_data_parallel_a_large_one_tensor_parallel(
     found = {
         mem_coeff: searches_by_time(
             SearchRequest(
-                language_model, mesh, pricing=Pricing(cluster, sharing=-1), mem_coeff=mem_coeff
+                language_model,
+                mesh,
+                pricing=Pricing(cluster, optimizer_shard_size=-1),
+                mem_coeff=mem_coeff,
             )
         )[0]
         for mem_coeff in (0.01, 1000.0)
@@ -209,7 +212,7 @@ def test_parameters_that_are_stored_sharded_are_gathered_where_devices_use_them_
     graph, mesh = captured(mlp), prime_mesh(4)
     sharding = OptimizerParallel("level1", threshold=0)
     every = search_problem(graph, {}, fold=False)
-    model = TimeModel(TOY, mesh, sharing=sharding.shard_size)
+    model = TimeModel(TOY, mesh, optimizer_shard_size=sharding.shard_size)
     half = {name: {f: axes[:1] for f, axes in cut.items()} for name, cut in _along(graph).items()}
     for cuts in (_along(graph), half):
         storage = sharded_storage(graph, mesh, cuts, storage_as_used(graph, mesh, cuts), sharding)

@@ -189,7 +189,7 @@ class AxisTables:
         if rule is not None and rule.reductions is not no_reductions and choice != NO_CUT:
             for reduction in rule.reductions(variable.op, counts_by_factor):
                 if op_type.factors[choice] in reduction.factors:
-                    seconds = self.model.inside(
+                    seconds = self.model.inner_collective(
                         reduction, (self.axis,), variable.differentiable, (forward, backward)
                     )
                     cost += weights.redistributions * sum(seconds)
@@ -213,7 +213,7 @@ class AxisTables:
         parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
         cost = self.weights.parameter_bytes * parameter_bytes
         if value.requires_grad:
-            cost += self.model.update_of(parameter_bytes, num_shards)
+            cost += self.model.parameter_update(parameter_bytes, num_shards)
             if choice not in carried:
                 shard_bytes = value.numel * value.itemsize / num_shards
                 is_partial = choice != NO_CUT and variable.differentiable
@@ -309,7 +309,7 @@ class AxisTables:
         def cost_of(size: int) -> float:
             cost = self.weights.parameter_bytes * parameter_bytes / size
             if edge.value.requires_grad:
-                cost += self.model.update_of(parameter_bytes / size, num_shards * size)
+                cost += self.model.parameter_update(parameter_bytes / size, num_shards * size)
             return cost
 
         storage_variable = len(sizes)

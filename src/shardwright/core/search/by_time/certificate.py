@@ -73,7 +73,7 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
     # If the tables for the cluster's links are too large, those with equal links may not be.
     models = (
         unfolded.model,
-        TimeModel(fast, request.mesh, pricing.stages, pricing.sharing, weight),
+        TimeModel(fast, request.mesh, pricing.stages, pricing.optimizer_shard_size, weight),
     )
     for model in models:
         try:

@@ -194,7 +194,7 @@ class CountTables:
                     op_type.factors.index(f) for f in reduction.factors if f in op_type.factors
                 ]
                 axes = pick_axes(self.axis_groups, counts[factors].sum(0))
-                inside = self.model.inside(
+                inside = self.model.inner_collective(
                     reduction, axes, variable.differentiable, tuple(seconds[row])
                 )
                 costs[number] += weights.redistributions * sum(inside)
@@ -229,7 +229,9 @@ class CountTables:
 
     def _parameter_byte_cost(self, value: Value, num_shards: int) -> float:
         parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
-        update = self.model.update_of(parameter_bytes, num_shards) if value.requires_grad else 0.0
+        update = (
+            self.model.parameter_update(parameter_bytes, num_shards) if value.requires_grad else 0.0
+        )
         return self.weights.parameter_bytes * parameter_bytes + update
 
     # Redistributions between operators.

@@ -158,7 +158,9 @@ class Objective:
                 axes = tuple(axis for f in reduction.factors for axis in cuts.get(f, ()))
                 computation = forward, backward
                 reduction_seconds += sum(
-                    self.model.inside(reduction, axes, variable.differentiable, computation)
+                    self.model.inner_collective(
+                        reduction, axes, variable.differentiable, computation
+                    )
                 )
         total = ObjectiveCost(forward, backward, reduction_seconds)
         read, _ = self.layouts(variable, cuts)
@@ -168,7 +170,7 @@ class Objective:
             parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
             gathers = gradients = update = 0.0
             if value.requires_grad:
-                update = self.model.update_of(parameter_bytes, num_shards)
+                update = self.model.parameter_update(parameter_bytes, num_shards)
                 reduce_axes = tuple(layout.varying) if variable.differentiable else ()
                 used_axes = {*layout.sharded, *reduce_axes}
                 gather_axes = tuple(
@@ -265,6 +267,8 @@ class Objective:
             return ObjectiveCost(redistributions=seconds)
         num_shards = self.model.mesh.size(source.sharded)
         parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
-        update = self.model.update_of(parameter_bytes, num_shards) if value.requires_grad else 0.0
+        update = (
+            self.model.parameter_update(parameter_bytes, num_shards) if value.requires_grad else 0.0
+        )
         seconds *= self.model.parameter_weight
         return ObjectiveCost(gradients=seconds, update=update, parameter_bytes=parameter_bytes)

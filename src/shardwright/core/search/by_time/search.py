@@ -83,7 +83,9 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
         raise StrategyError("a search by seconds needs a cluster: the request has no pricing")
     problem = search_problem(request.graph, request.pinned, request.outputs, request.arrivals, fold)
     weight = pricing.parameter_weight(request.mem_coeff)
-    model = TimeModel(pricing.cluster, request.mesh, pricing.stages, pricing.sharing, weight)
+    model = TimeModel(
+        pricing.cluster, request.mesh, pricing.stages, pricing.optimizer_shard_size, weight
+    )
     return TimedSearch(
         problem, model, pricing, pricing.seconds_per_parameter_byte(request.mem_coeff)
     )
@@ -337,7 +339,7 @@ class TimedSearch:
         micro_batches = self.pricing.micro_batches
         slowdown = self.model.slowdown
         exposed_weight = (1 - slowdown) * exposed_share
-        gather_weight = 0.0 if self.model.sharing is None else exposed_weight
+        gather_weight = 0.0 if self.model.optimizer_shard_size is None else exposed_weight
         return Weights(
             micro_batches - gather_weight,
             micro_batches - exposed_weight,

@@ -224,7 +224,7 @@ class RecomputeBlocks:
         segments with which these are repeated.
         """
         for transfer in self._plain_flow.transfers:
-            transfer.segment, transfer.again = None, False
+            transfer.segment, transfer.is_repeated = None, False
         recompute = {**self.decisions.recompute, **recompute_by_op}
         segments = recompute_segments(self.graph, recompute, self._transfers)
         assign_recomputed_transfers(segments, self._transfers, self.decisions)
