@@ -2,7 +2,7 @@
 #   make demo       plan a model for 8 devices, train it in 8 local processes, compare with one
 #   make test       the default test suite       make test-times  the same, and what its files cost
 #   make test-slow  what takes long, in 45 minutes on 2 cores; SEED=7 draws other random cases
-#   make golden     write the texts of tests/golden anew, to be read as a diff
+#   make golden     write the texts of tests/golden and the pages made from the code anew, to be read as a diff
 #   make check      lint, format, types, import order
 #   make bench      the benchmarks, in an hour; with FULL=1 all of their cases, into docs/benchmarks.md
 #   make docs       the site, into build/site    make docs-serve  the same at localhost:8000

@@ -34,7 +34,7 @@ class SourceText:
 
 def docstrings() -> Iterator[SourceText]:
     """Docstrings of modules, classes, functions and, below an assignment, of constants."""
-    for file, tree in _modules():
+    for file, tree in modules():
         for node in ast.walk(tree):
             # A statement that is only a string is a docstring.
             match node:
@@ -44,13 +44,13 @@ def docstrings() -> Iterator[SourceText]:
 
 def messages() -> Iterator[SourceText]:
     """The texts of exceptions and warnings, with `{}` for what is filled in."""
-    for file, tree in _modules():
+    for file, tree in modules():
         for node in ast.walk(tree):
             match node:
                 case ast.Raise(exc=ast.Call(args=[first, *_])):
-                    text = _literal(first)
+                    text = literal(first)
                 case ast.Call(func=ast.Attribute(attr="warn"), args=[first, *_]):
-                    text = _literal(first)
+                    text = literal(first)
                 case _:
                     continue
             if text.replace("{}", "").strip():
@@ -59,30 +59,36 @@ def messages() -> Iterator[SourceText]:
 
 def private_names() -> Iterator[SourceText]:
     """Names of private functions, methods and classes, each with its first line."""
-    for file, tree in _modules():
+    for file, tree in modules():
         lines = file.read_text(encoding="utf-8").splitlines()
         for node in ast.walk(tree):
             if isinstance(node, Definition) and re.match("_[^_]", node.name):
                 yield _source_text(file, node.lineno, lines[node.lineno - 1].strip())
 
 
-def _modules() -> Iterator[tuple[Path, ast.Module]]:
+def modules() -> Iterator[tuple[Path, ast.Module]]:
+    """The files of the package, each with its syntax tree."""
     for file in sorted(PACKAGE.rglob("*.py")):
         yield file, ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _source_text(file: Path, line: int, text: str) -> SourceText:
+def room_of(file: Path) -> str:
+    """The folder or module of a file, as in `SourceText.room`."""
     *folders, name = file.relative_to(PACKAGE).with_suffix("").parts
-    return SourceText("/".join(folders[:2]) or name, file, line, text)
+    return "/".join(folders[:2]) or name
 
 
-def _literal(node: ast.expr) -> str:
+def _source_text(file: Path, line: int, text: str) -> SourceText:
+    return SourceText(room_of(file), file, line, text)
+
+
+def literal(node: ast.expr) -> str:
     """The text of a string, an f-string or a sum of these; empty for another expression."""
     match node:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=parts):
-            return "".join(_literal(part) or "{}" for part in parts)
+            return "".join(literal(part) or "{}" for part in parts)
         case ast.BinOp(op=ast.Add(), left=left, right=right):
-            return _literal(left) + _literal(right)
+            return literal(left) + literal(right)
     return ""

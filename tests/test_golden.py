@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from commands_page import commands_page
+from errors_page import errors_page
 from markdown_fences import ROOT
 from operators_page import operators_page
 from sample_models import mlp, network
@@ -162,3 +163,7 @@ def test_the_page_of_commands() -> None:
 
 def test_the_page_of_operators() -> None:
     compare_file(ROOT / "docs" / "operators.md", operators_page())
+
+
+def test_the_page_of_errors() -> None:
+    compare_file(ROOT / "docs" / "errors.md", errors_page())
