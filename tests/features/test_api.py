@@ -105,7 +105,7 @@ def test_a_call_with_other_arguments_than_planned_is_refused() -> None:
         parallel(x, y, z=1)
     with pytest.raises(sw.PlanError, match=r"is \(16,\), planned for \(8, 16\)"):
         parallel(x[0], y)
-    with pytest.raises(sw.PlanError, match="is None, planned for a tensor"):
+    with pytest.raises(sw.PlanError, match="is None, but was planned as a tensor"):
         parallel(x, None)
 
 

@@ -37,7 +37,7 @@ from shardwright.core.cost.tensor_tracking import (
 from shardwright.core.graph.graph import Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.lower.program import lower
-from shardwright.core.parallel.pipeline_stage import StageModule, StepContext, may_halve
+from shardwright.core.parallel.pipeline_stage import StageModule, StepContext, can_split_backward
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.chunk_key import chunk_key
 from shardwright.core.partition.partitioned import Partitioned
@@ -178,7 +178,7 @@ class _MetaChunk:
             {v.name: local(v, v.stored_dtype) for v in chunk.graph.parameters},
             arriving,
             returning,
-            halves and may_halve(module),
+            halves and can_split_backward(module),
             DryRunMode(known),
         )
         chunk_inputs = set(chunk.graph.input_values)

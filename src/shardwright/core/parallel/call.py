@@ -1,5 +1,5 @@
-"""Calls of a parallel module: bound by the signature of the model's `forward`, and compared with
-the call that was planned."""
+"""Bind calls of a parallel module to the signature of `forward`, and compare them with the planned
+call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def key_of(leaf: Any) -> Any:
-    """What the program depends on of one argument."""
+    """What a program depends on of one argument: shape, dtype and gradient, or a Python value."""
     if isinstance(leaf, Value):
         return leaf.shape, leaf.stored_dtype, leaf.differentiable
     if isinstance(leaf, Tensor):
@@ -31,8 +31,8 @@ class PlannedCall:
     """The call that a model was planned for.
 
     Args:
-        forward: of the model.
-        graph: that was captured from the call.
+        forward: the model's `forward`.
+        graph: the graph that was captured from the call.
     """
 
     def __init__(self, forward: Callable[..., Any], graph: Graph) -> None:
@@ -49,8 +49,9 @@ class PlannedCall:
         self._numbers_of: dict[pytree.TreeSpec, list[int | None]] = {}
 
     def arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The arguments of a call in the planned order, if it gives those that were planned; else
-        as keywords. It makes no difference whether a default is left out.
+        """Order the arguments as in the planned call if they are the same ones, else by keyword.
+
+        Whether an argument with a default is passed makes no difference.
 
         Raises:
             PlanError: if `forward` does not take them.
@@ -76,16 +77,15 @@ class PlannedCall:
         return (), {name: named[name] for name in sorted(named, key=[*keywords, *named].index)}
 
     def planned_inputs(self, spec: pytree.TreeSpec) -> list[int | None]:
-        """For each leaf of a call of this structure the number of the leaf that was planned in its
-        place."""
+        """Index of the planned leaf for each leaf of a call of this structure; None if new."""
         if spec not in self._numbers_of:
             self._numbers_of[spec] = [self._numbers.get(path) for path in self._paths(spec)]
         return self._numbers_of[spec]
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises:
-        PlanError: if in place of a planned tensor there is none, or one of another dtype or number
-            of dimensions.
+        PlanError: if an argument that was planned as a tensor is not a tensor, or has another
+            dtype or number of dimensions.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for number, leaf in zip(self.planned_inputs(spec), leaves, strict=True):
@@ -93,7 +93,7 @@ class PlannedCall:
             if not isinstance(wanted, Value):
                 continue
             if not isinstance(leaf, Tensor):
-                raise PlanError(f"input {wanted.name!r} is {leaf!r}, planned for a tensor")
+                raise PlanError(f"input {wanted.name!r} is {leaf!r}, but was planned as a tensor")
             if leaf.dtype != wanted.stored_dtype:
                 raise PlanError(
                     f"input {wanted.name!r} has dtype {leaf.dtype}, planned for "

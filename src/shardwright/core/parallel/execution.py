@@ -1,4 +1,4 @@
-"""How this rank executes a planned model: a program for each situation in which it is called."""
+"""Execute calls of a planned model on this rank, with one program per situation."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ from shardwright.core.torch_internals.modules import view_of
 log = logging.getLogger(__name__)
 
 MOST_SITUATIONS = 64
-"""So many programs are kept; a model that is called with more shapes is captured again."""
+"""Number of cached programs; the least recently used one is dropped."""
 
 Bound = TypeVar("Bound")
 
 
 @dataclass(frozen=True)
 class BoundProgram:
-    """A program with the tensors of the module that it works on."""
+    """A program and the tensors of the module that it reads and updates."""
 
     graph: Graph
     program: Program
@@ -90,7 +90,7 @@ class BoundProgram:
 
 @dataclass(frozen=True)
 class BoundStep:
-    """A training step with the tensors of the module that it works on."""
+    """A training step and the tensors of the module that it reads and updates."""
 
     step: TrainStep
     places: TensorPlaces
@@ -99,15 +99,14 @@ class BoundStep:
 class Execution:
     """Runs calls of a parallel module on the devices of the running process group.
 
-    In another mode (`eval()`), or for other arguments of `forward` or inputs of other shapes than
-    the plan's, it captures the model once more and runs it with the plan's cuts as far as they
-    divide.
+    For another mode (`eval()`), other arguments of `forward` or other shapes than planned, it
+    captures the model once more, and keeps the plan's sharding where it divides the shapes.
 
     Args:
-        module: a copy of the model, its parameters stored as planned.
+        module: the model, with parameters stored as planned.
         template: a copy on the meta device, to capture from.
-        partitioned: the model in the mode and for the shapes of the plan.
-        hooks: the forward hooks of the model itself, whose handles the user has.
+        partitioned: the partitioned graph for the mode and shapes of the plan.
+        hooks: the forward hooks of the given model, whose handles the user has.
     """
 
     def __init__(
@@ -122,14 +121,13 @@ class Execution:
         self.template = template
         self.devices = devices
         self.inside = nn.Module()
-        """Bears what the programs have inside: the forward hooks of the model itself, and what was
-        set as its `forward`."""
+        """Has the forward hooks and the instance's `forward` that programs contain."""
         self.random_seed = devices.common_seed()
         self.random_step = 0
         self.original: OriginalModel | None = None
-        """The model that `module` is a copy of."""
+        """The model that `module` was copied from with `copy=True`."""
         self.initialization: Initialization | None = None
-        """What parameters wait for that were on the meta device; None once they have values."""
+        """Pending initialization of parameters from the meta device; None once they have values."""
         self._compiler: Callable[[Program], Program] | None = None
         self._user_module = view_of(module)
         self.partitioned = partitioned = self._with_local_maps(partitioned)
@@ -153,10 +151,11 @@ class Execution:
         return (self._forwards[self._planned_situation].program,)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns.
+        """Run a call and return what the model returns.
 
         Raises:
-            PlanError: if a transform of `torch.func` calls, or a backward pass what draws numbers.
+            PlanError: if called by a transform of `torch.func`, or by a backward pass for a model
+                that draws random numbers.
             CaptureError: if the model cannot be captured in another situation than planned.
         """
         several = self.devices.layout.num_devices > 1
@@ -172,7 +171,7 @@ class Execution:
         kind = ("forward", self.module.training, torch.is_grad_enabled(), *situation)
         self._guard.begin(kind, inputs, numbers)
         if situation not in self._forwards:
-            with torch.inference_mode(False):  # A later call may train what this one makes.
+            with torch.inference_mode(False):  # A later call may train this program.
                 captured = self._capture(*pytree.tree_unflatten(whole, spec))
                 self._make_room(self._forwards)
                 self._forwards[situation] = self._compiled(self._bind_program(captured))
@@ -197,7 +196,7 @@ class Execution:
         return result
 
     def train_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Forward and backward over all micro-batches; gradients are added to the parameters'.
+        """Run forward and backward over all micro-batches, and accumulate gradients.
 
         Returns:
             The loss of the whole batch, on every rank.
@@ -219,18 +218,18 @@ class Execution:
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm over all devices is at most `max_norm`.
+        """Clip the norm of all gradients, over all devices, to `max_norm`.
 
         Returns:
-            The norm before, on every rank.
+            The norm before clipping, on every rank.
         """
         return clip_grad_norm_(self.module.named_parameters(), max_norm, self.devices)
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], regional: bool) -> None:
-        """Compiles the programs with `torch.compile`, which takes the arguments.
+        """Compile the programs with `torch.compile` and its arguments.
 
         Args:
-            regional: whether only the equal blocks of a program are compiled, as one function.
+            regional: whether only the repeated blocks of a program are compiled, once.
         """
         self._compiler = lambda program: program.compiled(
             lambda function: torch.compile(function, *args, **kwargs), regional
@@ -240,11 +239,12 @@ class Execution:
             bound.step.compile(self._compiler)
 
     def take_values(self) -> None:
-        """Gives parameters that were planned on the meta device the values that the model's own
-        initialization gives them. Collective, and does nothing once they have them.
+        """Complete the initialization of parameters from the meta device. Collective.
+
+        Does nothing once they have values.
 
         Raises:
-            PlanError: if one that the program reads has none.
+            PlanError: if a parameter or buffer that the program reads has no values.
         """
         if self.initialization is None:
             return
@@ -274,7 +274,7 @@ class Execution:
         return result
 
     def _bind_tensors(self) -> None:
-        """Lets all programs read the tensors that the module has now."""
+        """Bind all programs to the current tensors of the module."""
         module = self.module
         self._parameters_as_planned = PlannedParameters(module, self.partitioned.graph.frozen)
         self._forwards = {
@@ -287,11 +287,11 @@ class Execution:
         }
 
     def forget_removed_hooks(self) -> None:
-        """Takes from `module` and `inside` the forward hooks that were removed from the model."""
+        """Remove the forward hooks that the user has removed from the model."""
         self._state.forget_removed_hooks()
 
     def _bind_planned(self) -> None:
-        """Makes what runs in the situation of the plan, before the first call."""
+        """Make the program for the situation of the plan, before the first call."""
         self._forwards[self._planned_situation] = self._bind_program(self.partitioned)
 
     def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
@@ -299,7 +299,7 @@ class Execution:
         places = TensorPlaces.of(self.module, graph.parameters, graph.buffers)
         recomputes, devices = bool(partitioned.decisions.recompute), self._along(partitioned)
         draws, program = bool(random_operators(graph)), lower(whole, devices)
-        # Outputs of the whole batch are marked, which is one more step of autograd.
+        # Outputs of the whole batch are marked by one more autograd function.
         marked = bool(self.partitioned.decisions.arrivals)
         off_path = OutputsOffPath(graph, program.communication, all_off_path=marked)
         return BoundProgram(graph, program, places, recomputes, draws, devices, off_path)
@@ -314,7 +314,7 @@ class Execution:
     def _step_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[BoundStep, list[Any]]:
-        """What runs a training step in the situation of a call, and the call's leaves."""
+        """Return the training step for the situation of a call, and the leaves of its arguments."""
         self.take_values()
         call = self._planned_call.arranged(args, kwargs)
         leaves, spec = _whole_inputs(call)
@@ -366,11 +366,11 @@ class Execution:
         return global_leaves(planned, self.devices.layout, arrivals, ordinary_leaves)
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
-        """What a program depends on: the state of all submodules, the parameters that were frozen
-        or unfrozen since the plan, the region of autocast of the call, and what it is given.
+        """The key of a program: Python state of all submodules, parameters frozen or unfrozen since
+        the plan, the autocast dtype, and the arguments of the call.
 
         Raises:
-            PlanError: for a parameter, a hook or a submodule that is not what was planned.
+            PlanError: for a parameter, hook or submodule that was replaced since the plan.
         """
         if self.original is not None:
             self.original.look(self.module)
@@ -382,14 +382,14 @@ class Execution:
 
     @property
     def _autocast(self) -> Autocast:
-        """In which the module is called. Programs run without: their casts are operators."""
+        """The caller's autocast region. Programs run outside of it: their casts are operators."""
         return Autocast.around(self.devices.device)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
-        """The model in a situation that the plan was not made for, with its decisions adapted.
+        """Capture the model in another situation than planned, and adapt the plan's decisions.
 
         Raises:
-            PlanError: if the call has a tensor of another dtype than the planned one.
+            PlanError: if a tensor has another dtype than planned.
             CaptureError: if the model cannot be captured in this situation.
         """
         planned, template = self.partitioned, self.template
@@ -398,7 +398,7 @@ class Execution:
         self._state.copy_to(template)
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
-        # Where the user's code keeps what autograd saves, it shall not see what capture does.
+        # The user's saved-tensor hooks must not see the tensors of capture.
         with without_saved_tensor_hooks():
             graph = self._captures.graph(call, planned.graph.compute_dtype, self._module_state())
         self._state.watch(graph.attributes)
@@ -418,8 +418,7 @@ class Execution:
         return partitioned if graph is partitioned.graph else replace(partitioned, graph=graph)
 
     def _make_room(self, bound: dict[tuple[Any, ...], Any]) -> None:
-        """Forgets the situation that was not used for longest of many, but not that of the
-        plan."""
+        """Drop the least recently used programs, except those of the planned situation."""
         others = [
             key for key in bound if key[: len(self._planned_situation)] != self._planned_situation
         ]
@@ -427,13 +426,13 @@ class Execution:
             del bound[key]
 
     def _pipeline_of(self, graph: Graph) -> PipelineSpec:
-        """The planned stages of another capture."""
+        """Assign another captured graph to the planned stages."""
         return self.partitioned.pipeline
 
     def _returned(
         self, bound: BoundProgram, outputs: list[Any], sizes: BatchSizes | None
     ) -> list[Any]:
-        """Outputs that were left in parts become DTensors."""
+        """Wrap sharded and partial outputs in DTensors."""
         flow, name = bound.program.communication, type(self.module).__name__
         batches = output_batches(name, bound.graph.out_spec, sizes, self._gradients.watch)
         result = []
@@ -450,12 +449,12 @@ class Execution:
 
 
 def _used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
-    """What runs in a situation, from now on the last to be forgotten."""
+    """Return the entry of `key`, and mark it as the most recently used."""
     bound[key] = bound.pop(key)
     return bound[key]
 
 
 def _whole_inputs(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a call, of which outputs of an earlier one may lie in parts, and its form."""
+    """Leaves and structure of a call; DTensors, such as outputs of earlier calls, are gathered."""
     leaves, spec = pytree.tree_flatten(call)
     return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec

@@ -1,4 +1,4 @@
-"""The module that `parallelize` returns: the user's model, whose calls the planned program runs."""
+"""The class of planned modules: the user's model, whose calls run the planned program."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ COMPILE = "`net.compile()` of a planned model compiles its programs"
 
 
 class Copied:
-    """How a planned model is copied. It is not pickled, as it is bound to the process groups of
-    this process."""
+    """Copies planned models; refuses to pickle them, as they are bound to process groups."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A planned model with parameters of its own, cut alike. It communicates nothing."""
+        """Copy the planned model, with parameters of its own in equal shards. Not collective."""
         assert isinstance(self, ParallelModule)
         if self.execution.initialization is not None:
             self.execution.initialization.take_values(self, alone=True)
@@ -65,46 +64,45 @@ class Copied:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise PlanError(
             f"a {type(self).__name__} that is planned cannot be pickled, as it is bound to this "
-            "process: save its parameters by `sw.save_state_dict(net, path)` or a checkpoint, and "
+            "process\nsave its parameters by `sw.save_state_dict(net, path)` or a checkpoint, and "
             "load them into another model; `copy.deepcopy` copies it"
         )
 
 
 class ParallelModule(Copied, nn.Module):
-    """A model split over the devices of the running process group.
+    """A model that is sharded over the devices of the running process group.
 
-    It is an instance of a class that is derived from this one and from the user's, and has the
-    methods, attributes, parameters, buffers and names of the model that it was made from; on more
-    than one device its parameters are DTensors. Those that only other pipeline stages read are
-    None.
+    Its class is derived from this one and from the user's. It has the methods, attributes,
+    parameters, buffers and names of the user's model; on several devices its parameters are
+    DTensors. Parameters that only other pipeline stages read are None.
 
-    Called with the whole batch on every rank, it returns what the model returns: numbers
-    replicated; other tensors replicated if there is no loss, else as DTensors, which communicate
-    only when they are asked to (`full_tensor()`) or meet ordinary tensors (`OutputTensor`). Each
-    takes its gradient as it was handed out, so any of them can be trained, together or apart, by
-    what is computed from them: the same on all ranks. Where each rank gives its own part of the
-    batch, outputs are of the whole batch, and refuse labels of a part (`WholeBatchTensor`). With
-    pipeline stages it is called under `torch.no_grad()`, and trained by `train_step`.
+    Called with the whole batch on every rank, it returns what the model returns: scalars
+    replicated; other tensors replicated if there is no loss, else as DTensors that are gathered
+    only on request (`full_tensor()`) or with ordinary tensors (`OutputTensor`). Gradients may start
+    from any output, in its layout, and must be equal on all ranks. Where each rank passes its own
+    part of the batch, outputs are those of the whole batch, and refuse labels of a part
+    (`WholeBatchTensor`). With pipeline stages it is called under `torch.no_grad()`, and trained by
+    `train_step`.
     """
 
     execution: Execution
-    """What runs its calls on this rank."""
+    """Runs the calls on this rank."""
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """What this rank runs in the mode and for the shapes of the plan; `print` shows them."""
+        """The programs of this rank for the mode and shapes of the plan; `print` shows the code."""
         return self.execution.programs
 
     @property
     def program(self) -> Program:
-        """The first of `programs`, and without pipeline stages the only one."""
+        """The first of `programs`; the only one without pipeline stages."""
         return self.programs[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.execution.forward(args, kwargs)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward over all micro-batches; gradients are added to the parameters'.
+        """Run forward and backward over all micro-batches, and accumulate gradients.
 
         Returns:
             The loss of the whole batch, on every rank.
@@ -116,11 +114,10 @@ class ParallelModule(Copied, nn.Module):
         return self.execution.train_step(args, kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm over all devices and stages is at most
-        `max_norm`.
+        """Clip the norm of all gradients, over all devices and stages, to `max_norm`.
 
         Returns:
-            The norm before, on every rank.
+            The norm before clipping, on every rank.
         """
         return self.execution.clip_grad_norm_(max_norm)
 
@@ -135,11 +132,12 @@ class ParallelModule(Copied, nn.Module):
         return self
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
-        """Compiles the programs with `torch.compile`, in place; takes its arguments.
+        """Compile the programs with `torch.compile`, in place. Takes its arguments.
+
         Redistributions are part of the compiled graph.
 
         Args:
-            regional: whether only the equal blocks of a program are compiled, as one function.
+            regional: whether only the repeated blocks of a program are compiled, once.
         """
         self.execution.compile(args, kwargs, regional)
 
@@ -171,7 +169,8 @@ def parallel_module(
         `module`, whose class is now derived from its own and from `ParallelModule`; or the copy.
 
     Raises:
-        PlanError: if the model has an attribute or a method with the name of one of ours.
+        PlanError: if the model has an attribute or a method with the name of one of
+            `ParallelModule`.
     """
     _check_names(module)
     if caching_configs(module):
@@ -192,7 +191,7 @@ def parallel_module(
     make = Execution if partitioned.pipeline.stages == 1 else PipelineExecution
     execution = make(stored, template, partitioned, devices, hooks)
     execution.initialization = initialization if initialization.names else None
-    # The program has its forward hooks, and what was set as its `forward`, inside.
+    # The program contains the forward hooks and a `forward` that was set on the instance.
     swap_forward_hooks(stored, execution.inside)
     if "forward" in vars(stored):
         vars(execution.inside)["forward"] = vars(stored).pop("forward")
@@ -205,22 +204,25 @@ def parallel_module(
 
 
 def _parallel_class(module: nn.Module, original: Callable[..., Any]) -> type[ParallelModule]:
-    """Has the name of the model's own class, by which libraries look a model up, and the signature
-    of its `forward`."""
+    """Derive the class of a planned model from the user's.
+
+    It has the name of the user's class, by which libraries look models up, and the signature of its
+    `forward`.
+    """
     own = type(module)
 
     @functools.wraps(original)
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         return self.execution.forward(args, kwargs)
 
-    # It would hold the original model with its parameters.
+    # It refers to the original model, and would keep its parameters alive.
     del forward.__wrapped__
     signature = inspect.signature(original)
     bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [bound, *signature.parameters.values()]
     forward.__dict__["__signature__"] = signature.replace(parameters=parameters)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    calls = {"forward": forward, "__call__": _left_by_compilers(own.__call__)}
+    calls = {"forward": forward, "__call__": _excluded_from_compile(own.__call__)}
     for name in INITIALIZERS:
         if callable(getattr(own, name, None)):
             calls[name] = _recorded_initializer(getattr(own, name))
@@ -241,8 +243,8 @@ def _recorded_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
     return initializer
 
 
-def _left_by_compilers(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, which `torch.compile` leaves as it is: it says so once."""
+def _excluded_from_compile(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Exclude `call` from `torch.compile`, and warn once."""
     said = False
 
     def uncompiled(is_compiled: bool, *args: Any, **kwargs: Any) -> Any:
@@ -266,18 +268,18 @@ def _check_names(module: nn.Module) -> None:
         of_class = getattr(type(module), name, None) is not getattr(nn.Module, name, None)
         if name in vars(module) or of_class:
             raise PlanError(
-                f"{type(module).__name__} has an attribute {name!r}, which is the name of one of "
-                "those that a planned model gets: rename it"
+                f"{type(module).__name__} has an attribute {name!r}, a name that planned models "
+                "use themselves\nrename it"
             )
 
 
 def _of_other_stages(module: nn.Module, partitioned: Partitioned, devices: Devices) -> set[str]:
-    """Names of the parameters and buffers that this rank's stage does not hold."""
+    """Names of the parameters and buffers that only other pipeline stages own."""
     if partitioned.pipeline.stages == 1:
         return set()
     graph = partitioned.graph
     of_stage = {v.name for values in partitioned.tensors_of(devices.stage) for v in values}
     used = {v.name for v in (*graph.parameters, *graph.buffers)}
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
-    # What no operator reads lies in the first stage.
+    # Tensors that no operator reads belong to the first stage.
     return {n for n in names if n not in of_stage and (n in used or devices.stage)}

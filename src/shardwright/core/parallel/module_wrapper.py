@@ -1,4 +1,4 @@
-"""Modules that stand for another one: what users read and set on them is the other's."""
+"""Modules that wrap another one and share its parameters, buffers and attributes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ _OF_ANY_MODULE = frozenset(dir(nn.Module()))
 
 
 class ModuleWrapper(nn.Module):
-    """Bears the parameters, buffers, submodules, mode and attributes of another module under their
-    own names.
+    """Has the parameters, buffers, submodules, mode and attributes of another module.
 
-    What the wrapper has when `wrap` is called stays its own. It has the other module's methods if
-    that is planned: else they would run that module, and not what stands for it.
+    Attributes that the wrapper has when `wrap` is called stay its own. Methods of the wrapped
+    module are available once it is planned: before, they would run it without the wrapper.
     """
 
     _wrapped: tuple[nn.Module]
-    """In a tuple, so that it is no submodule."""
+    """A tuple, so that `nn.Module` does not register it as a submodule."""
 
     def wrap(self, module: nn.Module) -> None:
-        """Takes `module` as the one that it stands for.
+        """Wrap `module`.
 
         Raises:
             PlanError: if an attribute of the model has the name of one of the wrapper's own.
@@ -39,7 +38,7 @@ class ModuleWrapper(nn.Module):
         for name in sorted((vars(model).keys() & own) - _OF_ANY_MODULE):
             raise PlanError(
                 f"{type(model).__name__} has an attribute {name!r}, which is the name of one of "
-                f"the {type(self).__name__}'s that is to stand for it: rename it"
+                f"the {type(self).__name__}'s that wraps it\nrename it"
             )
         self._wrapped = (module,)
 
@@ -68,7 +67,7 @@ class ModuleWrapper(nn.Module):
 
 
 def wrapped_model(module: nn.Module) -> nn.Module:
-    """The model that a wrapper, or a wrapper of a wrapper, stands for."""
+    """The model inside of a wrapper, or of nested wrappers."""
     while isinstance(module, ModuleWrapper):
         (module,) = module._wrapped
     return module

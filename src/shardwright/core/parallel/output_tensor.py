@@ -1,9 +1,9 @@
-"""Outputs of a planned model that lie in parts, and are gathered where they meet ordinary tensors.
+"""Sharded outputs of a planned model, which are gathered where they meet ordinary tensors.
 
-What is computed from such outputs alone stays in parts, as of any DTensor. Labels, weights and
-losses of the user's own code are ordinary tensors: where one comes in, where Python or numpy reads
-values, and where DTensors lack an operator, all ranks gather the output, and go on with ordinary
-tensors. Gradients take the same way back.
+Results of operators on such outputs alone stay sharded, as of any DTensor. Labels, weights and
+losses of the user's code are ordinary tensors: where an operator has one as input, where Python or
+numpy reads values, and where DTensors lack an operator, all ranks gather the output and continue
+with ordinary tensors. Gradients are sharded again on the way back.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _READS = {
     *("item", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
     *("__contains__", "__format__"),
 }
-"""Methods that give values to Python."""
+"""Methods by which Python reads values."""
 
 _WRITES = {
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
     *("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__", "__set__"),
 }
-"""Methods that change their tensor, beside those whose names end with `_`."""
+"""In-place methods whose names do not end with `_`."""
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
 
@@ -45,7 +45,7 @@ def in_parts(
         batch: the whole batch it belongs to, if each rank passes its own part.
         dims: batch dimensions of `tensor`; by default the first of the batch's size.
     """
-    # The object itself: a new one would have an autograd graph of its own.
+    # In place, as a new object would have a different autograd history.
     tensor.__class__ = OutputTensor
     assert isinstance(tensor, OutputTensor)
     if batch is not None:
@@ -55,7 +55,7 @@ def in_parts(
 
 
 class OutputTensor(DTensor):
-    """A DTensor that becomes whole where an ordinary tensor, or Python, meets it: on all ranks."""
+    """A DTensor that all ranks gather where an ordinary tensor meets it or Python reads it."""
 
     __slots__ = ()
 
@@ -63,7 +63,7 @@ class OutputTensor(DTensor):
     batch_dims: BatchDims = frozenset()
 
     def full_tensor(self, **options: Any) -> Tensor:
-        """The whole, on all ranks."""
+        """Gather the full tensor on all ranks."""
         full = super().full_tensor(**options)
         return full if self.batch is None else self.batch.marked(full, self.batch_dims)
 
@@ -98,8 +98,8 @@ class OutputTensor(DTensor):
                 return results
         if _changed(name, args, kwargs):
             raise MixedTensorsError(
-                f"{name or func} would change an output of a planned model, which lies in parts on"
-                " the devices, by ordinary tensors or by an operator that DTensors lack: compute a"
+                f"{name or func} would change an output of a planned model, which is sharded,"
+                " by ordinary tensors or by an operator that DTensors lack\ncompute a"
                 " new tensor instead (`y = y + x` for `y += x`), or change `y.full_tensor()`"
             ) from reason
         args, kwargs = pytree.tree_map_only(cls, cls.full_tensor, (args, kwargs))
@@ -107,8 +107,8 @@ class OutputTensor(DTensor):
 
 
 def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A backward pass, which adds to `.grad` of its `inputs` themselves; gradients that are given
-    as ordinary tensors are those of gathered outputs."""
+    """Run a backward pass. Gradients that are passed as ordinary tensors are those of gathered
+    outputs; `inputs` are not gathered, as their own `.grad` is accumulated into."""
     inputs = {key: kwargs[key] for key in ("inputs",) if key in kwargs}
     given = args, {key: value for key, value in kwargs.items() if key not in inputs}
     tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
@@ -121,7 +121,7 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _stay_in_parts(
     results: Any, func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]
 ) -> None:
-    """Makes outputs of the DTensors that a function returns."""
+    """Make `OutputTensor`s of the DTensors that a function returns."""
     leaves = pytree.tree_leaves(results)
     outputs = [one for one in given if isinstance(one, OutputTensor)]
     batch = next((one.batch for one in outputs if one.batch), None)
@@ -134,7 +134,7 @@ def _stay_in_parts(
 
 
 def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function of this name changes an output."""
+    """Whether a function of this name modifies an output in place."""
     changes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
     written = [*args[:1]] if changes else []
     return any(

@@ -1,4 +1,4 @@
-"""How this rank executes its chunks of a model in pipeline stages."""
+"""Execute this rank's chunks of a model in pipeline stages."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class PipelineExecution(Execution):
     """Runs the chunks of a model on stages of the running process group.
 
     Parameters and buffers that only other stages read are None. `train_step` runs forward and
-    backward over all micro-batches; called under `torch.no_grad()`, it returns what the model
-    returns, whole on every rank.
+    backward over all micro-batches. A call under `torch.no_grad()` returns full outputs on every
+    rank.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +62,7 @@ class PipelineExecution(Execution):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             raise PlanError(
-                "a model in pipeline stages has no gradients between calls: train it with"
+                "a model in pipeline stages has no gradients between calls\ntrain it with"
                 " train_step(*args), which runs forward and backward; to evaluate it call it under"
                 " torch.no_grad()"
             )
@@ -84,11 +84,11 @@ class PipelineExecution(Execution):
         return pytree.tree_unflatten(outputs, graph.out_spec)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm over all devices and stages is at most
-        `max_norm`; a parameter that several stages hold counts once.
+        """Clip the norm of all gradients, over all devices and stages, to `max_norm`. A parameter
+        that several stages own counts once.
 
         Returns:
-            The norm before, on every rank.
+            The norm before clipping, on every rank.
         """
         elsewhere = {
             name
@@ -127,7 +127,7 @@ class PipelineExecution(Execution):
             for name, parameter in TensorPlaces.of(self.module, values, ()).parameters.items():
                 if parameter is None:
                     raise PlanError(
-                        f"{name!r} is read in this mode by stage {stage}, which does not hold it"
+                        f"{name!r} is read in this mode by stage {stage}, which does not own it"
                     )
         return RankStages(partitioned, self._along(partitioned))
 
@@ -147,7 +147,7 @@ class PipelineExecution(Execution):
         return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
 
     def _marked(self, outputs: list[Any], graph: Graph, call: Call) -> list[Any]:
-        """Outputs that refuse to be combined with the part of the batch that this rank gave."""
+        """Mark outputs so that they refuse operators with this rank's part of the batch."""
         parts, spec = pytree.tree_flatten(call)
         whole = self._whole_leaves(parts, self._planned_call.planned_inputs(spec))
         sizes, name = sizes_of_batch(parts, whole), type(self.module).__name__
@@ -160,8 +160,11 @@ class PipelineExecution(Execution):
     def _whole(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
     ) -> Tensor:
-        """A value that the model returns, for the whole batch, on every rank: a tensor of the
-        batch's rows is joined, the loss reduced, and of others the first micro-batch's is taken."""
+        """Return an output for the whole batch on every rank.
+
+        Tensors with the rows of the batch are concatenated, the loss is reduced, and of others the
+        first micro-batch's is taken.
+        """
         partitioned = stages.partitioned
         chunk = next(c for c in partitioned.chunks if value.name in {v.name for v in c.returned})
         rows = [v.shape[0] for v in partitioned.graph.input_values if v.shape]
@@ -183,8 +186,10 @@ class PipelineExecution(Execution):
         return whole
 
     def _in_order(self, rows: Tensor, count: int) -> Tensor:
-        """The rows of the batch: where each rank is passed its own rows, each micro-batch has some
-        of each rank's."""
+        """Restore the order of the batch's rows.
+
+        Where each rank passes its own rows, a micro-batch has some rows of each rank.
+        """
         arrivals = self.partitioned.decisions.arrivals.values()
         layouts = (TensorLayout(self.devices.layout, axes) for axes in arrivals if axes)
         ranks = max((layout.shard_counts[0] for layout in layouts), default=1)

@@ -1,12 +1,12 @@
 """Runs the chunks of a model that this rank's stage owns, on `torch.distributed.pipelining`.
 
-PyTorch's schedules decide when a chunk works on which micro-batch, and send what crosses. Sender
-and receiver stand at the same place of their stages, and a value crosses in the layout that its
-chunk says, so its local shape is known to both before anything is sent.
+PyTorch's schedules decide when a chunk runs which micro-batch, and send activations and gradients
+between stages. Sender and receiver have the same rank within their stages, and a value is sent in
+the layout of its chunk, so both know its local shape before anything is sent.
 
-A chunk takes its share of the model's inputs from the whole batch itself: the schedule tells it the
-number of the micro-batch only. What arrives and what leaves passes a border (`border`), where
-tensors become tensors of their own and gradients come back in one piece.
+A chunk slices the model's inputs from the whole batch itself: the schedule passes it only the index
+of the micro-batch. Received and sent tensors pass a `border`, where they are detached from views
+and their gradients become contiguous.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 @dataclass
 class StepContext:
-    """What the chunks of one stage share while they work on a batch.
+    """State that the chunks of one stage share during a step.
 
     Args:
-        pieces: for each micro-batch the leaves of the call's arguments.
-        buffers: by name; a chunk that updates one puts its new value here.
-        seed: of the step.
-        returned: for each returned value what each micro-batch gave, if outputs are wanted.
+        pieces: leaves of the call's arguments, for each micro-batch.
+        buffers: buffers by name; chunks put updated values here.
+        seed: random seed of the step.
+        returned: results of all micro-batches for each returned value; None in training.
     """
 
     pieces: Sequence[Sequence[Any]]
@@ -76,7 +76,7 @@ class StageModule(nn.Module):
     """One chunk of a model, as PyTorch's schedules call it.
 
     Args:
-        whole: the model's graph, whose inputs the chunk reads.
+        whole: the graph of the model, whose inputs the chunk reads.
     """
 
     step: StepContext
@@ -107,7 +107,7 @@ class StageModule(nn.Module):
             self.read(micro_batch, received),
             micro_batch_seed(self.step.seed, micro_batch),
         )
-        # New values in new tensors: autograd may hold the old ones for other micro-batches.
+        # Not in place: autograd may have saved the old values for other micro-batches.
         changed = (buffer.name for buffer, _ in self.chunk.graph.updates)
         self.step.buffers.update(zip(changed, updates, strict=True))
         tensors = dict(zip(self.chunk.graph.outputs, outputs, strict=True))
@@ -124,17 +124,17 @@ class StageModule(nn.Module):
         return border(leaving, follows[:1])
 
     def read(self, micro_batch: int, arrived: Sequence[Tensor]) -> list[Any]:
-        """The inputs of the program: those of the model that it reads, then what has arrived."""
+        """The inputs of the program: the model's inputs that it reads, then received tensors."""
         piece = self.step.pieces[micro_batch]
         return [*(piece[index] for index in self._inputs), *arrived]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The tensors in which gradients add up."""
+        """The leaf tensors in which gradients accumulate."""
         return iter(self.unsharded.leaves())  # type: ignore[arg-type]
 
 
 def _with_gradient(value: Value, tensor: Tensor) -> Tensor:
-    """A tensor through which a gradient flows only if one of the loss flows into the value."""
+    """Detach the tensor unless a gradient of the loss flows into the value."""
     return tensor if value.requires_grad else tensor.detach()
 
 
@@ -143,7 +143,7 @@ class RankStages:
     """A training step in several stages: this rank's chunks, run by PyTorch's schedule.
 
     Args:
-        partitioned: the model, for so many micro-batches as the batch is cut into.
+        partitioned: the model, with the number of micro-batches of the step.
     """
 
     partitioned: Partitioned
@@ -209,11 +209,11 @@ class RankStages:
         return loss, gradients, inputs.changed(step.buffers)
 
     def evaluate(self, inputs: StepInputs) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
-        """Forward over all micro-batches.
+        """Run forward over all micro-batches.
 
         Returns:
-            For each value that this stage returns what each micro-batch gave, as it lies on this
-            rank; the new values of buffers.
+            For each value that this stage returns, the local tensors of all micro-batches; and the
+            new values of buffers.
         """
         with torch.no_grad():
             step = self._begin(inputs)
@@ -245,7 +245,7 @@ class RankStages:
     # Groups and schedules
 
     def _create_groups(self) -> None:
-        """Every rank creates the groups of every stage, in the same order."""
+        """Create the groups of all stages, in the same order on every rank. Collective."""
         needed, counted = groups_of(self.partitioned), self._arrival_axes
         for axes in dict.fromkeys((*needed, *([counted] if counted else []))):
             self.devices.group(axes)
@@ -272,7 +272,7 @@ class RankStages:
             arriving,
             leaving,
             self.devices.peers_of_all_stages,
-            dw_builder=None if may_halve(module) else _at_once,
+            dw_builder=None if can_split_backward(module) else _at_once,
         )
         for method, what in PASSES.items():
             computes = self.devices.waits.exclude(getattr(stage, method))
@@ -291,10 +291,10 @@ class RankStages:
             _forward_only(many)
         return many
 
-    # What every rank is to have
+    # Communication between stages
 
     def _sum_shared(self, shards: Mapping[str, Tensor], gradients: dict[str, Tensor]) -> None:
-        """Sums the gradients of parameters that several stages hold."""
+        """All-reduce the gradients of parameters that several stages own."""
         for name, group in self._shared.items():
             if name in self._trained:
                 gradient = gradients.get(name)
@@ -324,18 +324,20 @@ def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
 
 
 def _like(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
-    """A tensor like the one that crosses, without numbers."""
+    """A meta tensor with the local shape of a value that is sent between stages."""
     shape = TensorLayout(chunk.mesh, axes).shard_shape(value.shape)
     empty = torch.empty(shape, dtype=value.dtype, device="meta")
     return empty.requires_grad_(value.requires_grad)
 
 
-def may_halve(module: StageModule) -> bool:
-    """Whether a backward pass can come in two halves, first of inputs and then of parameters: some
-    input must have a gradient, no bucket join the parameters of operators apart, no parameter be
-    read twice, as PyTorch would run what lies between the two again, and no operators be computed
-    again in the backward pass, as each half would do so. Torch 2.11 never halves right: it wants a
-    gradient of all that leaves, and counts some of parameters twice."""
+def can_split_backward(module: StageModule) -> bool:
+    """Whether the backward pass can be split into gradients of inputs and gradients of parameters.
+
+    Some input must require a gradient. No bucket may join parameters of different operators, and no
+    parameter may be read twice, as PyTorch would run the operators between the reads twice. No
+    operator may be recomputed, as each half would recompute it. PyTorch 2.11 never splits
+    correctly: it needs a gradient of all sent tensors, and counts some of parameters twice.
+    """
     if not SENDS_ONLY_GRADIENTS:
         return False
     chunk = module.chunk
@@ -348,7 +350,7 @@ def may_halve(module: StageModule) -> bool:
 
 
 def _at_once() -> Any:
-    """For chunks whose parameters' gradients come with those of their inputs."""
+    """`dw_builder` of chunks that compute gradients of parameters with those of inputs."""
     return _nothing
 
 
@@ -357,13 +359,13 @@ def _nothing(*_: Any) -> None:
 
 
 def _forward_only(schedule: PipelineScheduleMulti) -> None:
-    """Lets a schedule of several chunks a stage leave out what its backward passes would do."""
+    """Replace the backward passes of a schedule with several chunks per stage by nothing."""
     for kind in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
         schedule.register_custom_function(kind, _nothing)  # type: ignore[attr-defined]
 
 
 class _Border(torch.autograd.Function):
-    """Passes tensors on as tensors of their own, and their gradients back in one piece each."""
+    """Detaches tensors, and makes their gradients contiguous."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -378,12 +380,12 @@ class _Border(torch.autograd.Function):
 
 
 def border(tensors: Sequence[Tensor], follows: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-    """The tensors, ready to be sent or received.
+    """Make tensors contiguous and independent of views, to send or receive them.
 
     Args:
-        follows: what all of them depend on in the eyes of autograd, with no gradient. A backward
-            pass in two halves, first of inputs and then of parameters, sees only parameters whose
-            results meet what depends on an input; so each result is made to depend on one.
+        follows: tensors that autograd sees as inputs of all results, with no gradient. A split
+            backward pass only finds parameters whose results meet a tensor that depends on an
+            input of the stage; so each result is made to depend on one.
     """
     with_gradient = [tensor for tensor in tensors if tensor.requires_grad]
     passed = iter(())

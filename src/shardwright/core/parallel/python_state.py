@@ -1,7 +1,7 @@
-"""What a captured program depends on besides tensors: attributes, global variables, modes, hooks
-and submodules.
+"""Watch the Python state that a captured program depends on: attributes, global variables, training
+modes, hooks and submodules.
 
-A step looks whether anything differs from what it last saw, and only then at what does.
+Each call first checks cheaply whether anything has changed, and only then compares in detail.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from shardwright.core.torch_internals.modules import own_buffers, own_modules
 from shardwright.errors import PlanError
 
 Attributes = Iterable[tuple[str, str, str]]
-"""Path, name and text of attributes, as a graph has them."""
+"""Path, name and content of attributes, as in `Graph.attributes`."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateKey:
-    """A state, told from others by what it is, as to compare texts takes long.
+    """Key of a state. Compared by identity, as comparing the texts is slow.
 
     Args:
-        texts: of the attributes that have one.
-        number: of the states that its module had before.
+        texts: contents of the watched attributes.
+        number: how many states the module had before.
     """
 
     texts: tuple[str, ...]
@@ -57,13 +57,13 @@ class StateKey:
 
 
 class SetByForward:
-    """What stands for an attribute that `forward` sets: it refuses to be used."""
+    """Placeholder of an attribute that `forward` sets, which refuses every use."""
 
     def __init__(self, path: str, name: str) -> None:
         self._name = f"{path}.{name}".removeprefix(".")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python asks for what an object need not have.
+        if name.startswith("__"):  # Python looks up optional protocol methods.
             raise AttributeError(name)
         self._refuse()
 
@@ -87,17 +87,16 @@ class SetByForward:
 
 
 class PythonState:
-    """The state of a module that users may change between steps.
+    """The Python state of a module, which users may change between steps.
 
     Args:
-        module: whose submodules are those of the captured model.
-        attributes: that `forward` reads or sets; what it sets is `SetByForward`, as only a captured
-            call had its value.
-        hooks: the forward hooks of the model that `module` is a copy of, whose handles remove them
-            there.
+        module: the planned module.
+        attributes: attributes that `forward` reads or sets. Those that it sets are replaced by
+            `SetByForward`, as only the captured call had their values.
+        hooks: the forward hooks of the given model, from whose dictionaries handles remove them.
 
     Attributes:
-        changed_buffers: names of those whose values differ from what was captured first.
+        changed_buffers: names of watched buffers whose values differ from the first capture.
     """
 
     changed_buffers: list[str]
@@ -118,10 +117,10 @@ class PythonState:
         self.watch(attributes)
 
     def of_copy(self, module: nn.Module, inside: nn.Module) -> PythonState:
-        """The state of a copy of the module, which has the keys of this one for what is the same.
+        """The state of a copy of the module, with equal keys for equal states.
 
         Args:
-            inside: bears the hooks that the copy itself has captured.
+            inside: module with the root's forward hooks that the programs contain.
         """
         result = copy(self)
         result._by_path = dict(module.named_modules())
@@ -150,7 +149,7 @@ class PythonState:
         self._planned_children = list(map(dict, self._parents))
 
     def watch(self, attributes: Attributes) -> None:
-        """Adds what another capture reads."""
+        """Watch further attributes, which another capture reads."""
         for path, name, text in attributes:
             if name in OF_MODULES:
                 continue
@@ -161,11 +160,11 @@ class PythonState:
         self._see()
 
     def key(self) -> StateKey:
-        """What a program depends on of this state; the same if nothing has changed, with the same
-        text on all ranks if the same has.
+        """The key of the current state: the same object if nothing has changed, with the same texts
+        on all ranks if the same has changed.
 
         Raises:
-            PlanError: for a hook or a submodule that is not part of what was captured.
+            PlanError: for a hook or submodule that was added or replaced since capture.
         """
         if self._parents != self._planned_children:
             self._refuse_replaced()
@@ -177,13 +176,13 @@ class PythonState:
         return self._key
 
     def forget_removed_hooks(self) -> None:
-        """Takes from the copy of the model the hooks that were removed from the model."""
+        """Remove hooks that the user has removed from the given model."""
         for _, _, of_model, mine in self._captured_hooks:
             for number in mine.keys() - of_model.keys():
                 del mine[number]
 
     def copy_to(self, template: nn.Module) -> None:
-        """Gives another copy of the captured model the attributes that this one has."""
+        """Copy attributes, modes, buffers and removed hooks to the template, before a capture."""
         copies = dict(template.named_modules())
         of_modules = (p for p in self._names if not p[0].startswith((GLOBALS, BUFFERS)))
         for path, name in of_modules:
@@ -213,9 +212,9 @@ class PythonState:
                 )
 
     def _see(self) -> None:
-        """Takes the state as it is, and prepares to find whether it changes.
+        """Record the current state, and prepare to detect changes.
 
-        As most steps find nothing, what looks at every module is a loop in C.
+        Most steps find none, so the loops over all modules run in C (`map`, `itemgetter`).
         """
         self._registered = hooks_registered()
         by_module: dict[str, list[str]] = {}
@@ -228,7 +227,7 @@ class PythonState:
         for (path, name), captured in self._names.items():
             own, value = variables_at(self._by_path, path), variable(self._by_path, path, name)
             of_buffer = path.startswith(BUFFERS)
-            # Another stage holds what is None here.
+            # None here means that another pipeline stage owns it.
             text = captured if of_buffer and value is None else state_text(path, value)
             seen.append((path, name, text if of_buffer else content(value)))
             texts.append(text)
@@ -251,7 +250,7 @@ class PythonState:
             seen.append((path, place, tuple(number for number in mine if number in of_model)))
         key = StateKey(tuple(texts), len(self._keys))
         self._key = self._keys.setdefault((key.texts, *seen), key)
-        # The first name is read twice, as of one name a getter would return no tuple.
+        # The first name is read twice, as an `itemgetter` of one name returns no tuple.
         self._readers = [itemgetter(*names, names[0]) for names in by_module.values()]
         self._owners = [variables_at(self._by_path, path) for path in by_module]
         self._values = list(self._read())
@@ -265,17 +264,21 @@ class PythonState:
         if list(map(len, self._hooks_left)) != self._counts_left:
             return False
         try:
-            # An equal number may be of another type, which is another program.
+            # By identity: 1 == 1.0 == True, but each is another program.
             if not all(map(is_, self._read(), self._values)):
                 return False
             if any(map(contains, *self._missing)):
                 return False
             return all(unchanged() for unchanged in self._unchanged)
-        except (KeyError, RuntimeError, ValueError):  # Deleted, another tensor, another array.
+        except (
+            KeyError,
+            RuntimeError,
+            ValueError,
+        ):  # Deleted, or a tensor or array that `==` cannot compare.
             return False
 
     def _hook_counts(self) -> dict[str, tuple[int, int]]:
-        """Of the submodules; calls of the module itself go by its hooks."""
+        """Hooks before and after forward and backward, by path; the root's hooks run as usual."""
         return {
             path: (sum(map(len, forward_hooks(child))), sum(map(len, backward_hooks(child))))
             for path, child in self._by_path.items()
@@ -284,7 +287,8 @@ class PythonState:
 
     def _check_hooks(self) -> None:
         """Raises:
-        PlanError: for a hook that was registered since, where no call of the module comes by.
+        PlanError: for a hook that was registered on a submodule since, as programs do not call
+            submodules.
         """
         if any_global_hook():
             raise PlanError("a hook was registered for all modules, which has no effect in a plan")
@@ -298,7 +302,7 @@ class PythonState:
 
 
 def _still_of_class(kind: type, name: str, before: Any) -> Callable[[], bool]:
-    """Of a number or a text, or `MISSING`; what else a class has is not watched."""
+    """Detects a changed class attribute, if it is a number, a string or `MISSING`."""
     return lambda: before in (MISSING, getattr(kind, name, MISSING))
 
 

@@ -1,8 +1,8 @@
-"""Runs a program on simulated ranks in one process, and compares it with one device.
+"""Run a program on simulated ranks in one process.
 
-PyTorch's `LocalTensorMode` holds each tensor once per rank and carries out the collectives between
-them, so that the very program that real processes run is tested, its collectives and gradients
-included. Every byte that it sends is counted.
+PyTorch's `LocalTensorMode` keeps one copy of each tensor per rank and computes the collectives
+between them. So the very program that real processes run is tested, with its collectives and
+gradients, and every byte that it sends is counted.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from shardwright.errors import PlanError
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated step gave, put together from all ranks.
+    """Results of a simulated step, assembled from all ranks.
 
     Args:
-        outputs: the leaves of the model's outputs, tensors whole.
-        gradients: of the parameters that have one, whole.
-        updates: the new values of buffers.
-        replica_difference: largest difference between ranks that should hold the same numbers.
-        stage_bytes: for each stage what one of its devices sent, forward and backward.
+        outputs: leaves of the model's outputs, as full tensors.
+        gradients: full gradients of the parameters that have one.
+        updates: new values of buffers.
+        replica_difference: largest difference between replicas.
+        stage_bytes: bytes that one device of each stage sent, forward and backward.
     """
 
     outputs: list[Any]
@@ -57,7 +57,7 @@ class Outcome:
 
 @contextmanager
 def simulated_devices(layout: DeviceMatrix) -> Iterator[tuple[Devices, LocalTensorMode | None]]:
-    """Simulated ranks on a fake process group, for as long as the context lasts.
+    """Context with simulated ranks on a fake process group.
 
     Raises:
         PlanError: if a real process group is running.
@@ -84,11 +84,11 @@ def simulated_devices(layout: DeviceMatrix) -> Iterator[tuple[Devices, LocalTens
 
 @dataclass
 class Ranks:
-    """Simulated ranks that the tensors of a model are spread over and put together from.
+    """Simulated ranks, which tensors of a model are sharded over and gathered from.
 
     Args:
-        partitioned: the model, its constants spread as well.
-        difference: largest difference of what several ranks hold, of all that was put together.
+        partitioned: the model; its constants become one copy per rank.
+        difference: largest difference between replicas in all gathered tensors.
     """
 
     partitioned: Partitioned
@@ -97,13 +97,13 @@ class Ranks:
     difference: float = 0.0
 
     def __post_init__(self) -> None:
-        # Each rank slices its block of a constant: there must be one for each.
+        # Each rank slices its block of a constant, so each rank needs a copy.
         graph, whole = self.partitioned.graph, self.partitioned.mesh.replicated
         constants = {v: self.place(t, whole(t.ndim)) for v, t in graph.constants.items()}
         self.partitioned = replace(self.partitioned, graph=replace(graph, constants=constants))
 
     def place(self, tensor: Tensor, layout: TensorLayout) -> Tensor:
-        """The block of each rank."""
+        """Shard a full tensor over the ranks."""
 
         def block(rank: int) -> Tensor:
             return tensor.detach()[layout.slices(rank, tuple(tensor.shape))].clone()
@@ -113,10 +113,10 @@ class Ranks:
     def place_all(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Any]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:
-        """Parameters as they are stored, buffers and the leaves of a call as they arrive.
+        """Shard parameters as stored, and buffers and leaves of a call in their initial layouts.
 
         Args:
-            parameters, buffers: whole tensors by name.
+            parameters, buffers: full tensors by name.
         """
         graph = self.partitioned.graph
         shards = {v.name: self._placed(parameters[v.name], v) for v in graph.parameters}
@@ -130,7 +130,7 @@ class Ranks:
         return shards, state, leaves
 
     def whole(self, tensor: Tensor, layout: TensorLayout, shape: tuple[int, ...]) -> Tensor:
-        """The tensor from the blocks of all ranks."""
+        """Assemble the full tensor from the blocks of all ranks."""
         with _disabled(self.mode):
             blocks = by_rank(tensor) or {0: tensor}
             count = self.partitioned.mesh.num_devices
@@ -147,11 +147,11 @@ class Ranks:
         updates: Mapping[str, Tensor],
         stage_bytes: Sequence[tuple[int, int]],
     ) -> Outcome:
-        """What a step gave.
+        """Assemble the results of a step.
 
         Args:
-            outputs: put together already.
-            gradients, updates: as they lie on the ranks.
+            outputs: full outputs.
+            gradients, updates: sharded tensors by name.
         """
         graph = self.partitioned.graph
         by_name = {value.name: value for value in (*graph.parameters, *graph.buffers)}
@@ -174,8 +174,7 @@ class Ranks:
 
 @contextmanager
 def simulated_ranks(partitioned: Partitioned) -> Iterator[Ranks]:
-    """The ranks of one stage, for as long as the context lasts; PyTorch's random generators are
-    afterwards as before.
+    """Context with the simulated ranks of one stage; restores PyTorch's random generators.
 
     Raises:
         PlanError: if a real process group is running.
@@ -193,16 +192,16 @@ def simulate(
     seed: int = 0,
     output_gradients: Sequence[Tensor | None] | None = None,
 ) -> Outcome:
-    """One forward and backward pass of the planned program on the ranks of its mesh.
+    """Run forward and backward of the planned program on the simulated ranks of its mesh.
 
     Args:
         partitioned: in one stage.
-        parameters, buffers: whole tensors by name.
+        parameters, buffers: full tensors by name.
         inputs: leaves of the call's arguments.
         output_gradients: one for each output value, None for those without; by default 1 for the
             graph's loss. Bytes are counted with those of `graph.trained` only.
     """
-    # Made outside of the simulation, where a tensor is one tensor.
+    # Outside of the simulation, where `torch.ones` makes one tensor, not one per rank.
     starts = _of_loss(partitioned.graph) if output_gradients is None else output_gradients
     with simulated_ranks(partitioned) as ranks:
         graph, (chunk,) = ranks.partitioned.graph, ranks.partitioned.chunks
@@ -239,11 +238,11 @@ def simulate_step(
     *,
     seed: int = 0,
 ) -> Outcome:
-    """One training step on the ranks of its mesh, with all its micro-batches.
+    """Run one training step with all its micro-batches on the simulated ranks of its mesh.
 
     Args:
         partitioned: in one stage.
-        parameters, buffers: whole tensors by name.
+        parameters, buffers: full tensors by name.
         inputs: leaves of the call's arguments, with the whole batch.
     """
     with simulated_ranks(partitioned) as ranks:
@@ -261,7 +260,8 @@ def simulate_step(
 def assemble_shards(
     blocks: Mapping[int, Tensor], layout: TensorLayout, shape: tuple[int, ...]
 ) -> tuple[Tensor, float]:
-    """The whole tensor from every rank's block, and the largest difference between its copies."""
+    """Assemble a full tensor from the ranks' blocks; returns it and the largest difference between
+    replicas."""
     mesh = layout.layout
     full = torch.zeros(shape, dtype=blocks[0].dtype)
     copies: dict[tuple[int, ...], Tensor] = {}
@@ -282,7 +282,7 @@ def assemble_shards(
 
 
 def rank_at(layout: DeviceMatrix, place: tuple[int, ...]) -> int:
-    """The rank that stands at `place` of the device matrix."""
+    """The rank with these coordinates on the device matrix."""
     number = 0
     for coordinate, size in zip(place, layout.device_matrix, strict=True):
         number = number * size + coordinate
@@ -290,7 +290,7 @@ def rank_at(layout: DeviceMatrix, place: tuple[int, ...]) -> int:
 
 
 def _of_loss(graph: Graph) -> list[Tensor | None]:
-    """The gradients of the outputs where the loss alone is trained, be it returned twice."""
+    """Gradients of the outputs if only the loss is trained: 1 for its first occurrence."""
     outputs = graph.output_values
     place = outputs.index(graph.loss) if graph.loss is not None else None
     return [torch.ones((), dtype=v.dtype) if n == place else None for n, v in enumerate(outputs)]
@@ -298,7 +298,7 @@ def _of_loss(graph: Graph) -> list[Tensor | None]:
 
 @dataclass(frozen=True)
 class _GradientStart:
-    """An output with the gradient that starts there, in the layout of the output."""
+    """An output and the gradient that the backward pass starts from, in the output's layout."""
 
     value: Value
     tensor: Tensor
@@ -311,7 +311,7 @@ def _ends(
     outputs: Sequence[Any],
     gradients: Sequence[Tensor | None],
 ) -> list[_GradientStart]:
-    """Where gradients start; that of a partial sum is whole on each rank."""
+    """Outputs with the gradients they start from. The gradient of a partial sum is replicated."""
     graph, mesh = ranks.partitioned.graph, ranks.partitioned.mesh
     pairs = [(v, t) for v, t in zip(graph.outputs, outputs, strict=True) if isinstance(v, Value)]
     ends = []
@@ -338,8 +338,9 @@ def _disabled(mode: LocalTensorMode | None) -> Iterator[None]:
 
 
 class ByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes that one device sends, for each collective that is called inside; apart
-    those of them that autograd makes in a backward pass.
+    """Dispatch mode that counts the bytes that one device sends in collectives.
+
+    `backward` counts those called by autograd in a backward pass; `sent` counts all.
 
     Ring algorithms: all-gather (p-1)/p of the result, reduce-scatter (p-1)/p of the input,
     all-reduce twice that, all-to-all (p-1)/p of the tensor, a permutation the whole tensor.
@@ -360,7 +361,7 @@ class ByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
-    """Bytes that one device sends in a call of a functional collective."""
+    """Bytes that one device sends in a functional collective."""
     if collective == "wait_tensor":
         return 0
     tensor: Tensor = args[0]

@@ -1,4 +1,4 @@
-"""The copy of a model that is captured again."""
+"""A copy of the model on the meta device, from which calls in other situations are captured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwright.core.deferred import copies_of_attributes
 
 
 def template_of(module: nn.Module) -> nn.Module:
-    """A copy on the meta device."""
+    """Copy `module` to the meta device, with shapes, strides and dtypes of its tensors."""
 
     def meta(tensor: Tensor) -> Tensor:
         shape, stride = tensor.shape, tensor.stride()

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a module that a program reads and updates."""
+"""Find the parameters and buffers of a module that a program reads and updates."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals.tensors import copy_all_
 
 TensorOwner = tuple[str, nn.Module, str]
-"""Name of a buffer, the module that owns it, and its name there."""
+"""Full name of a buffer, the module that owns it, and its name in that module."""
 
 
 @dataclass(frozen=True)
 class TensorPlaces:
     """The parameters that a graph reads, and the owners of its buffers.
 
-    A buffer is looked up at each call, as `forward` may replace it; a parameter is not.
+    Buffers are looked up in each call, as `forward` may replace them; parameters are not.
     """
 
     parameters: Mapping[str, Tensor]
@@ -30,7 +30,7 @@ class TensorPlaces:
     def of(
         cls, module: nn.Module, parameters: Sequence[Value], buffers: Sequence[Value]
     ) -> TensorPlaces:
-        """Found by their names."""
+        """Look parameters and buffers up by their names."""
 
         def owner(value: Value) -> TensorOwner:
             path, _, name = value.name.rpartition(".")
@@ -40,12 +40,11 @@ class TensorPlaces:
         return cls(held, tuple(map(owner, buffers)))
 
     def read(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
-        """The parameters and the buffers, by name; of parameters that are updated like buffers the
-        local tensors."""
+        """Parameters, and local tensors of buffers and of parameters updated like buffers."""
         return self.parameters, {n: detached_local(getattr(m, leaf)) for n, m, leaf in self.buffers}
 
     def write(self, changed: Mapping[str, Tensor]) -> None:
-        """Copies new values into buffers and parameters, by name."""
+        """Copy new values into buffers and parameters, by name."""
         if changed:
             _, buffers = self.read()
             with torch.no_grad():

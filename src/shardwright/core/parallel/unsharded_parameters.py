@@ -24,16 +24,16 @@ from shardwright.core.torch_internals.tensors import prioritize_gradient
 
 
 class UnshardedParameters:
-    """What a program that was lowered with `unsharded=True` reads as its `parameters`.
+    """The `parameters` of a program that was lowered with `unsharded=True`.
 
     All tensors are local. How a bucket of parameters is kept depends on the plan's level:
 
-    - without, and at `level1`: gathered (and cast) once a step; `tensors()` gives leaves, whose
-      gradients add up whole, in the dtype in which the parameters are stored; `end_step()` reduces
-      them, once a step.
-    - at `level2`: gathered once; `tensors()` gives the same for each micro-batch, in whose backward
-      pass gradients are reduced as soon as a bucket is complete.
-    - at `level3`: the program gathers by itself; `tensors()` gives the stored shards as leaves.
+    - without one, and at `level1`: gathered (and cast) once per step; `tensors()` gives leaves
+      whose unsharded gradients accumulate in the dtype of storage; `end_step()` reduces them, once
+      per step.
+    - at `level2`: gathered once per step; `tensors()` gives the same tensors for each micro-batch,
+      whose backward pass reduces gradients as soon as a bucket is complete.
+    - at `level3`: the program gathers itself; `tensors()` returns the stored shards as leaves.
 
     Buckets that are not gathered are reduced once a step at every level. Parameters that need no
     bucket are cast once a step at every level, if at all; through the cast, each micro-batch adds
@@ -56,10 +56,10 @@ class UnshardedParameters:
         self._sums: dict[int, list[Tensor]] = {}
 
     def begin_step(self, shards: Mapping[str, Tensor]) -> None:
-        """Begins a step: starts the gathers; their results are waited for in `tensors`.
+        """Begin a step and start the gathers, which `tensors` waits for.
 
         Args:
-            shards: by name this rank's shard of each parameter as it is stored.
+            shards: this rank's stored shard of each parameter, by name.
         """
         self._leaves = {
             value.name: shards[value.name].detach().requires_grad_(value.requires_grad)
@@ -72,16 +72,16 @@ class UnshardedParameters:
                     self._pending[bound.bucket.number] = bound.start_gather(self._shards(bound))
 
     def tensors(self) -> dict[str, Any]:
-        """The program's `parameters` for one micro-batch; called once before each forward."""
+        """The program's `parameters` for one micro-batch; call it once before each forward."""
         if not self._casts:
-            # Its node in the graph keeps no tensor, so all backward passes may go through it.
+            # The cast saves no tensor, so the backward passes of all micro-batches may share it.
             casts = ((v, self._leaves[v.name].to(v.dtype)) for v in self._to_cast)
             self._casts = {cast_name(v): prioritize_gradient(cast) for v, cast in casts}
         by_name: dict[str, Any] = {**self._leaves, **self._casts}
         for bound in self._once:
             tensors: Sequence[Tensor] = self._as_used(bound)
             if bound.dtype != bound.stored_dtype:
-                # One by one: a backward pass in two halves must not find them joined.
+                # One by one: a split backward pass must not find them joined in one node.
                 sums = zip(tensors, self._sums_of(bound), strict=True)
                 tensors = [
                     prioritize_gradient(_Summed.apply(tensor, total))  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ class UnshardedParameters:
         return by_name
 
     def leaves(self) -> list[Tensor]:
-        """The tensors in which gradients add up, of those that `tensors` has asked for."""
+        """The tensors in which gradients accumulate, of those that `tensors` has returned."""
         tensors = [
             *self._leaves.values(),
             *chain(*self._used.values()),
@@ -103,9 +103,11 @@ class UnshardedParameters:
         return [tensor for tensor in tensors if tensor.requires_grad]
 
     def end_step(self) -> dict[str, Tensor]:
-        """Ends the step, after the last backward: reduces what is left to reduce, frees what was
-        gathered, and returns the gradients of the stored shards, in their dtype, by name; of those
-        that have one."""
+        """End the step after the last backward pass: reduce the remaining gradients, free gathered
+        parameters, and return the gradients of stored shards by name, in their dtype.
+
+        Parameters without a gradient are absent.
+        """
         gradients = {name: leaf.grad for name, leaf in self._leaves.items()}
         with torch.no_grad():
             flat = [(bound, self._reduced(bound)) for bound in self._once]
@@ -123,8 +125,8 @@ class UnshardedParameters:
         return [self._leaves[member.value.name].detach() for member in bound.bucket.members]
 
     def _as_used(self, bound: BoundBucket) -> list[Tensor]:
-        """Its members, as leaves unless only their gradients go through the program; waits at the
-        first call."""
+        """The gathered members of a bucket, as leaves if their gradients accumulate here; waits in
+        the first call."""
         number = bound.bucket.number
         if number not in self._used:
             with torch.no_grad():
@@ -140,7 +142,7 @@ class UnshardedParameters:
         return self._used[number]
 
     def _sums_of(self, bound: BoundBucket) -> list[Tensor]:
-        """Leaves without numbers of their own, whose gradients add up in the dtype of storage."""
+        """Leaves without data, whose gradients accumulate in the dtype of storage."""
         number = bound.bucket.number
         if number not in self._sums:
             self._sums[number] = [
@@ -152,7 +154,7 @@ class UnshardedParameters:
         return self._sums[number]
 
     def _reduced(self, bound: BoundBucket) -> Tensor | None:
-        """Starts to reduce what has added up, if anything has."""
+        """Start to reduce the accumulated gradients of a bucket; None without any."""
         number = bound.bucket.number
         leaves = self._sums.get(number) or self._used.get(number, [])
         gradients = [None if leaf.grad is None else leaf.grad.to(bound.dtype) for leaf in leaves]
@@ -164,7 +166,7 @@ class UnshardedParameters:
 
 
 class _Summed(torch.autograd.Function):
-    """Gives out the first tensor; its gradient goes to the second, in the dtype of that."""
+    """Returns the first tensor; its gradient goes to the second, cast to the dtype of that."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, total: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The original model with whole parameters, for a while: to generate, to save, to look inside."""
+"""Turn a planned model into the original with full parameters for a while."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from shardwright.errors import PlanError
 def whole(
     net: nn.Module, *, rank0_only: bool = False, device: str | torch.device | None = None
 ) -> Iterator[nn.Module]:
-    """Within it `net` is an instance of the user's own class with whole, ordinary parameters, which
-    runs eagerly: it generates, is saved, or is looked into. It ends with the shards back in place.
+    """Context in which `net` is an eager instance of the user's class with full parameters.
 
-    Every rank must enter it: the parameters of all stages are gathered, one after another. What is
-    written to a parameter under `torch.no_grad()` inside is kept, so every rank must write the
-    same. A module that is not planned stays as it is.
+    Use it to generate, to save, or to inspect the model. The shards are restored at the end.
+
+    Collective: the parameters of all stages are gathered, one after another. Writes to parameters
+    under `torch.no_grad()` are kept, so every rank must write the same. A module that is not
+    planned is left as it is.
 
     Args:
-        net: what `parallelize` returned, or an `AutoParallel`.
-        rank0_only: whether only rank 0 has the values, to save memory; on others the parameters
-            are on the meta device, and what is written is not kept.
-        device: where the whole parameters are, if not where the model computes.
+        net: a planned model, or an `AutoParallel`.
+        rank0_only: whether only rank 0 gets the values, to save memory. Other ranks have parameters
+            on the meta device, and writes are refused.
+        device: device of the full parameters; by default the device of the model.
 
     Yields:
-        The module: `net` itself, or the model that an `AutoParallel` stands for.
+        `net` itself, or the model inside of an `AutoParallel`.
 
     Raises:
         PlanError: for a backward pass inside, a parameter that is replaced inside, or one that is
@@ -84,7 +85,7 @@ def whole(
             )
         if not rank0_only:
             mine, written = detached_local(held), local_part_of(parameters[name].detach(), held)
-            # Values tell: a write through `.data` is none that a version counts.
+            # Compare values: writes through `.data` do not change the version counter.
             if not torch.equal(written.to(mine.device), mine):
                 mine.copy_(written)
 
@@ -96,7 +97,7 @@ def _is_rank_0() -> bool:
 def _gathered(
     execution: Execution, device: str | torch.device | None, has_values: bool
 ) -> dict[str, nn.Parameter]:
-    """The whole parameters of all stages by name, without `has_values` on the meta device."""
+    """Gather the parameters of all stages, by name; on the meta device without `has_values`."""
     held, devices = dict(execution.module.named_parameters()), execution.devices
     where = torch.device(device) if device is not None else devices.device
     result = {}
@@ -110,7 +111,7 @@ def _gathered(
 
 
 def _from_stage(execution: Execution, name: str, planned: Tensor, mine: Tensor | None) -> Tensor:
-    """A whole tensor, which the first of the stages that hold it sends to the others."""
+    """Gather a tensor in its stage; the first stage that owns it broadcasts it to the others."""
     devices = execution.devices
     tensor = mine.detach() if mine is not None else None
     if isinstance(tensor, DTensor):
@@ -128,7 +129,7 @@ def _from_stage(execution: Execution, name: str, planned: Tensor, mine: Tensor |
 def _put(
     net: nn.Module, execution: Execution, parameters: dict[str, nn.Parameter], undo: ExitStack
 ) -> None:
-    """Puts whole parameters, and the buffers of other stages, where `net` has its own."""
+    """Replace the shards in `net` by full parameters, and add the buffers of other stages."""
     template = execution.template
     first = {id(parameter): name for name, parameter in template.named_parameters()}
     for name, planned in template.named_parameters(remove_duplicate=False):
@@ -149,7 +150,7 @@ def _set(net: nn.Module, name: str, tensor: Tensor, undo: ExitStack) -> None:
 
 
 def _be_original(net: nn.Module, execution: Execution, undo: ExitStack) -> None:
-    """Gives `net` what its programs have inside, and takes away what trains it."""
+    """Restore the hooks and `forward` that the programs contain, and refuse training."""
     own = nn.Module()
     swap_forward_hooks(net, own)
     undo.callback(swap_forward_hooks, net, own)
@@ -170,6 +171,6 @@ def _be_original(net: nn.Module, execution: Execution, undo: ExitStack) -> None:
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise PlanError(
-        "a model is to be trained inside of `shardwright.whole`, where its parameters are copies "
-        "that no optimizer has: train it outside"
+        "a model cannot be trained inside of `shardwright.whole`, where its parameters are copies "
+        "that no optimizer has\ntrain it outside"
     )
