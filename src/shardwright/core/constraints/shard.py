@@ -77,10 +77,11 @@ def shard(
     """Pin the sharding of an operator, so that the search does not change it.
 
     Args:
-        target: a module, or a function. Of a module without submodules the main operator is pinned,
-            in every call; of a module with submodules its arguments and results are. A later
-            `shard` of the same module replaces this one. Of a function, call the returned one in
-            `forward`.
+        target: a module, or a function. Of a function or a module without submodules the main
+            operator is pinned, in every call; if there are several operators, or none as in
+            `nn.Identity`, its arguments and results are, as those of a module with submodules. A
+            later `shard` of the same module replaces this one. Of a function, call the returned one
+            in `forward`.
         in_strategy: one entry per tensor input, in the order of the operator or of the signature of
             `forward`: a tuple with the number of shards of each dimension, a `TensorLayout`, or
             None if it follows from the other entries. Weights have torch's shape, for `nn.Linear`

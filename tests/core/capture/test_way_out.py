@@ -1,0 +1,72 @@
+"""Every refusal of capture ends with a call of `sw.local_map` that makes it needless."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwright as sw
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if x.isnan().any():
+            return x
+        y: Tensor = self.linear(x) * mask[:, None]
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Branching()])
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](x, mask)
+        return y.mean()
+
+
+class Selecting(nn.Module):
+    """Its shapes depend on values, which shows once it is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0].sum()
+
+
+ARGS = (torch.randn(8, 4), torch.ones(8))
+
+
+def remedy(net: nn.Module, *args: Tensor) -> str:
+    with pytest.raises(sw.CaptureError) as raised:
+        sw.capture(net, args)
+    found = re.search(r"`(sw\.local_map\(.*\))`$", str(raised.value))
+    assert found is not None, raised.value
+    return found[1]
+
+
+def test_the_innermost_refused_module_is_named_and_the_call_helps() -> None:
+    net = Net()
+    call = remedy(net, *ARGS)
+    assert call == "sw.local_map(net.get_submodule('layers.0'), \"b _h, b -> b _h\")"
+    eval(call)
+    assert sw.check(net, ARGS, None, sw.plan(net, ARGS, devices=2)).passes()
+
+
+def test_the_whole_model_is_named_where_it_is_refused_itself() -> None:
+    net = Selecting()
+    call = remedy(net, ARGS[0])
+    assert call == 'sw.local_map(net, "b _ -> ()", partial="mean")'
+    eval(call)
+    assert len(sw.capture(net, ARGS[:1]).ops) == 1
+
+
+def test_a_module_of_which_traced_operators_are_refused_is_named() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Selecting())
+    assert remedy(net, ARGS[0]).startswith("sw.local_map(net.get_submodule('1')")
