@@ -180,7 +180,7 @@ def test_nested_tensors_are_refused_with_what_to_use() -> None:
     rows = torch.nested.nested_tensor([x()[:1], x()[1:]], layout=torch.jagged)
     with pytest.raises(CaptureError, match=r"^an argument: nested tensors .* Pad to the longest"):
         capture(Function(jagged), (rows,))
-    with pytest.raises(PlanError, match="a nested tensor, which cannot be cut"):
+    with pytest.raises(PlanError, match="a nested tensor, which cannot be split"):
         micro_batch([rows], 0, 2)
 
 

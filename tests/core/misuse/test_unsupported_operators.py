@@ -38,8 +38,8 @@ def trained(make: Make) -> DTensor:
     [
         (lambda p: torch.optim.SGD(p, 0.1, fused=True), "leave out `fused=True` of `SGD`"),
         (lambda p: torch.optim.Adagrad(p, 0.1, fused=True), "leave out `fused=True` of `Adag"),
-        (lambda p: torch.optim.Rprop(p, 0.1), "`Rprop` does so: use another optimizer"),
-        (lambda p: torch.optim.Adafactor(p, 0.1), "`Adafactor` does so: use another optimizer"),
+        (lambda p: torch.optim.Rprop(p, 0.1), "`Rprop` calls it: use another optimizer"),
+        (lambda p: torch.optim.Adafactor(p, 0.1), "`Adafactor` calls it: use another optimizer"),
     ],
 )
 def test_an_optimizer_that_dtensors_cannot_run_is_refused(make: Make, remedy: str) -> None:
@@ -75,7 +75,7 @@ def test_a_parameter_that_meets_an_ordinary_tensor_says_what_to_do(
 ) -> None:
     local = torch.ones(2, 4, requires_grad=True)
     parameter = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)])
-    with pytest.raises(MixedTensorsError, match=r"take the whole parameter \(`p.full_tensor\(\)`"):
+    with pytest.raises(MixedTensorsError, match=r"take the full parameter \(`p.full_tensor\(\)`"):
         meet(parameter)
 
 

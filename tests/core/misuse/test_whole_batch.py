@@ -1,4 +1,4 @@
-"""Outputs of the whole batch refuse parts of it, and nothing else."""
+"""Outputs of the global batch reject shards of it, and nothing else."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_error_names_operator_output_shapes_line_and_remedy() -> None:
         F.mse_loss(output.relu(), torch.zeros(1, 4))
     for part in (
         f"torch.nn.functional.mse_loss ({__file__}:{line}) combines output 'logits', here [2, 4]",
-        "with a tensor of shape [1, 4]: by dataset_strategy this rank gave 1 of 2 rows",
+        "with a tensor of shape [1, 4]: by dataset_strategy this rank passed 1 of 2 rows",
         "`sw.WithLoss`",
         "gather the labels",
     ):

@@ -1,4 +1,4 @@
-"""What `test_whole_batch.py` runs on every rank, which gives its own part of a batch."""
+"""Run by `test_whole_batch.py` on every rank, which passes its shard of the batch."""
 
 from __future__ import annotations
 

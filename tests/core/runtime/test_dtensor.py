@@ -109,8 +109,8 @@ def test_what_fsdp_and_tensor_parallelism_make_together_is_understood():
     ("given", "text"),
     [
         ((Shard(0),), "1 placements .* of 2 axes"),
-        ((Shard(2), Replicate()), "cuts a dimension that 2 dimensions lack"),
-        ((Partial("max"), Replicate()), "a layout can say Shard"),
+        ((Shard(2), Replicate()), "shards a dimension of a tensor with 2 dimensions"),
+        ((Partial("max"), Replicate()), "has no layout\\nvalid are Shard"),
         ((_StridedShard(0, split_factor=3), Shard(0)), "have 3 devices together"),
     ],
 )

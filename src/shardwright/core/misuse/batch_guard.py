@@ -41,14 +41,14 @@ MOST_KINDS = 256
 UNREAD = 2
 """Number of pending comparisons from which on a call waits for the oldest."""
 
-WHOLE_BATCH = (
-    "every rank must be given the whole batch, the same on all: let each draw it in one order from"
-    " one seed, as shardwright.run.BatchSampler does, without a DistributedSampler; or, if each"
-    " rank is to get its own part, plan with dataset_strategy='data_parallel'"
+GLOBAL_BATCH = (
+    "every rank must pass the same global batch: draw it in one order from one seed, as"
+    " shardwright.run.BatchSampler does, without a DistributedSampler; to pass a shard of the batch"
+    " on each rank, plan with dataset_strategy='data_parallel'"
 )
-OWN_PART = (
-    "dataset_strategy says which ranks are given the same part: use shardwright.run.BatchSampler"
-    " or shardwright.run.local_batch"
+SHARD_OF_BATCH = (
+    "dataset_strategy decides which ranks pass the same shard of the batch: use"
+    " shardwright.run.BatchSampler or shardwright.run.local_batch"
 )
 
 
@@ -107,7 +107,7 @@ class BatchGuard:
     def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
         self._device, self._waits = devices.device, devices.waits
         self._active = devices.is_distributed and has_other_ranks()
-        self._remedy = OWN_PART if arrivals else WHOLE_BATCH
+        self._remedy = SHARD_OF_BATCH if arrivals else GLOBAL_BATCH
         self._inputs = _shared_inputs(devices, graph, arrivals) if self._active else ()
         self._kinds: dict[Hashable, Tensor] = {}
         self._calls = 0

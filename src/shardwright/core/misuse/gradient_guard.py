@@ -49,11 +49,12 @@ class GradientGuard:
             rank = int(differences.nonzero()[0])
             with found_by_all():
                 raise DataError(
-                    f"rank {rank} and rank 0 train {name} by other losses: by dataset_strategy each"
-                    " rank gives its own part of the batch, but outputs are of all of it, and what"
-                    " is computed from them outside of the model must be the same on all ranks\nput"
-                    " the loss into the model (`sw.WithLoss`, or return it from `forward`), or"
-                    " gather the labels of all ranks (`torch.distributed.all_gather`)"
+                    f"rank {rank} and rank 0 train {name} with different losses: by"
+                    " dataset_strategy each rank passes a shard of the batch, but outputs are of"
+                    " the global batch, so a loss outside of the model must be the same on all"
+                    " ranks\nput the loss into the model (`sw.WithLoss`, or return it from"
+                    " `forward`), or gather the labels of all ranks"
+                    " (`torch.distributed.all_gather`)"
                 )
 
 

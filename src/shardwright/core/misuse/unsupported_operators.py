@@ -22,9 +22,9 @@ REMEDIES: dict[OpOverload, str] = {
     aten._fused_sgd_.tensor_lr: "leave out `fused=True` of `SGD`",
     aten._fused_adagrad_.default: "leave out `fused=True` of `Adagrad`",
     aten._fused_adagrad_.tensor_lr: "leave out `fused=True` of `Adagrad`",
-    aten.pow_.Scalar: "`Adafactor` does so: use another optimizer, in code of your own `pow`",
+    aten.pow_.Scalar: "`Adafactor` calls it: use another optimizer; in your own code, use `pow`",
     aten.index_put_.default: (
-        "`Rprop` does so: use another optimizer, in code of your own `masked_fill_` or `where`"
+        "`Rprop` calls it: use another optimizer; in your own code, use `masked_fill_` or `where`"
     ),
 }
 
@@ -72,17 +72,17 @@ def _explained(
 def _mixed(operator: OpOverload | str) -> MixedTensorsError:
     return MixedTensorsError(
         f"{operator}: got mixed torch.Tensor and DTensor; the parameters of a planned model, their"
-        " gradients and what is computed from them are DTensors, and do not mix with ordinary"
-        " tensors: take the whole parameter (`p.full_tensor()`, through which gradients flow back),"
-        " or give the tensor the same parts (`torch.distributed.tensor.distribute_tensor(tensor,"
-        " p.device_mesh, p.placements)`); write `loss = loss + penalty` for `loss += penalty`;"
-        " inside `with shardwright.whole(net):` all are ordinary"
+        " gradients and what is computed from them are DTensors\ntake the full parameter"
+        " (`p.full_tensor()`, which is differentiable), or shard the tensor like it"
+        " (`torch.distributed.tensor.distribute_tensor(tensor, p.device_mesh, p.placements)`);"
+        " write `loss = loss + penalty` instead of `loss += penalty`; inside"
+        " `with shardwright.whole(net):` all tensors are ordinary"
     )
 
 
 def _refused(operator: OpOverload, *_: object) -> NoReturn:
     raise PlanError(
         f"{operator} of parameters or gradients that are DTensors: a planned model reduces its"
-        " gradients by itself, so leave out `DistributedDataParallel` and collectives of your own"
-        " (`mode='data_parallel'` plans what they do); others take `p.full_tensor()`"
+        " gradients itself\nleave out `DistributedDataParallel` and your own reductions of"
+        " gradients (`mode='data_parallel'` plans them); pass other collectives `p.full_tensor()`"
     )

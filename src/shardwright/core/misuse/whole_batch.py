@@ -36,8 +36,9 @@ EXISTING = (base_getter, grad_getter)
 
 REMEDY = (
     "put the loss into the model (`sw.WithLoss`, or return it from `forward`), which is given the"
-    " labels of this rank; or gather the labels of all ranks (`torch.distributed.all_gather`); of a"
-    " constant for all samples take its row (`c[0]`) or expand it (`c.expand(len(output), -1)`)"
+    " labels of this rank; or gather the labels of all ranks (`torch.distributed.all_gather`); if"
+    " the tensor is one row for all samples, take its row (`c[0]`) or expand it"
+    " (`c.expand(len(output), -1)`)"
 )
 
 
@@ -131,9 +132,9 @@ def without_whole_batches(
         if name in arrivals and isinstance(leaf, WholeBatchTensor) and 0 in leaf.batch_dims:
             assert leaf.batch is not None
             raise DataError(
-                f"input {name!r}{user_line()} is {leaf.batch.output}, which is of the whole batch,"
-                " but by dataset_strategy each rank gives its own part of it\nmake one model of"
-                " both, or plan with dataset_strategy='full_batch'"
+                f"input {name!r}{user_line()} is {leaf.batch.output}, which has the rows of the"
+                " global batch, but by dataset_strategy each rank passes a shard of the batch\n"
+                "make one model of both, or plan with dataset_strategy='full_batch'"
             )
     return [ordinary(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
@@ -157,17 +158,17 @@ class WholeBatchTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # a sharded output (a DTensor) handles the call
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         call = _batch_call(func, args, kwargs, given)
         if call is not None:
-            _refuse_parts(call, given)
+            _refuse_shards(call, given)
         with without_torch_function_of_subclasses():
             results = func(*args, **kwargs)
         if func in EXISTING:
             return results
-        batch = next((one.batch for one in given if isinstance(one, cls) and one.batch), None)
+        batch = next((t.batch for t in given if isinstance(t, cls) and t.batch), None)
         return results if batch is None else _of_batch(results, batch, call, given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -206,12 +207,12 @@ def _batch_call(
     )
 
 
-def _refuse_parts(call: BatchCall, given: Sequence[Tensor]) -> None:
+def _refuse_shards(call: BatchCall, given: Sequence[Tensor]) -> None:
     """Raise DataError if the function would pair rows of the global batch with those of a shard."""
     with without_torch_function_of_subclasses():
         parts = call.paired_parts() or _parts_as_indices(call)
     if parts:
-        output = next(one for one in given if id(one) in call.batch_dims)
+        output = next(tensor for tensor in given if id(tensor) in call.batch_dims)
         assert isinstance(output, WholeBatchTensor) and output.batch is not None
         _refuse(call, output.batch, output, parts)
 
@@ -241,7 +242,7 @@ def _refuse(
     raise DataError(
         f"{resolve_name(call.function) or call.function}{user_line()} combines {batch.output},"
         f" here {list(output.shape)}, with a tensor of shape {shapes}: by dataset_strategy this"
-        f" rank gave {sizes.local} of {sizes.whole} rows, but outputs are of all of them\n{REMEDY}"
+        f" rank passed {sizes.local} of {sizes.whole} rows, but outputs have all rows\n{REMEDY}"
     )
 
 

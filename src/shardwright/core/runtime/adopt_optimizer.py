@@ -26,8 +26,8 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 class Origin:
     """The identity of a parameter of a user's model, which planned parameters inherit.
 
-    Parameters with the same origin have it as their attribute `origin`. It keeps no tensor alive:
-    an optimizer may outlive the model that it was made for.
+    Parameters with the same origin have it as their attribute `origin`. It keeps no tensor
+    alive, so that the original model can be freed after planning.
 
     Args:
         name: name of the parameter in the model.

@@ -79,9 +79,9 @@ class ReuseGathered:
 
     bound: BoundBucket
 
-    def __call__(self, entered: EnteredBucket, held: Sequence[Tensor]) -> EnteredBucket:
+    def __call__(self, entered: EnteredBucket, cached: Sequence[Tensor]) -> EnteredBucket:
         token = _Start.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
-        return EnteredBucket(token, tuple(held), entered.without_gradient)
+        return EnteredBucket(token, tuple(cached), entered.without_gradient)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class FinishGather:
 
     Args:
         bound: the bucket.
-        regather: gathers the members again in the backward pass (reshard after forward), if set.
+        regather: frees the members and gathers them again in the backward pass (reshard after
+            forward); None to keep them.
     """
 
     bound: BoundBucket
@@ -108,10 +109,10 @@ class UseAsStored:
     """Return the members of a bucket that needs no gather, or whose gathered members are cached."""
 
     bound: BoundBucket
-    held: bool = False
+    is_cached: bool = False
 
     def __call__(self, entered: EnteredBucket) -> tuple[Tensor, ...]:
-        tensors = entered.shards if self.held else self.bound.unsharded(entered.shards)
+        tensors = entered.shards if self.is_cached else self.bound.unsharded(entered.shards)
         return _finish(self.bound, entered, tensors)
 
 

@@ -45,8 +45,8 @@ class BoundBucket:
     replicas: Group | None
 
     def __post_init__(self) -> None:
-        # Computed here because torch.compile cannot trace the lock of a cached property.
-        _ = self.sizes, self.dtype, self.stored_dtype, self._parts, self._alone
+        # Compute now, because torch.compile cannot trace the lock of a cached property.
+        _ = self.sizes, self.dtype, self.stored_dtype, self._num_blocks, self._needs_no_copy
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -89,13 +89,14 @@ class BoundBucket:
                 size, name = gather.group.size, gather.group.name
                 out = c10d.all_gather_into_tensor(sendable(out), size, name)
                 out = self._complete(out)
+            # Ranks are in the order of the device matrix, which may differ from that of the blocks.
             if not gather.group.in_order:
                 blocks = out.chunk(gather.group.size)
                 out = torch.cat([blocks[position] for position in gather.group.order])
-        if self._alone:
-            return [out.view(self._used_shape(0))]
-        split = torch.split(out.view(*self._parts, self.numel), self.sizes, -1)
-        return [self._joined(number, piece) for number, piece in enumerate(split)]
+        if self._needs_no_copy:
+            return [out.view(self._unsharded_shape(0))]
+        split = torch.split(out.view(*self._num_blocks, self.numel), self.sizes, -1)
+        return [self._join_blocks(number, piece) for number, piece in enumerate(split)]
 
     def unsharded(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The members of a bucket without all-gathers, in the dtype of use."""
@@ -106,33 +107,35 @@ class BoundBucket:
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Start to reduce the members' gradients; pass the result to `sum_replicas`."""
         flat = self._flat_gradient(gradients)
-        started = False
+        is_pending = False
         for gather in reversed(self.gathers):
-            if started:
+            if is_pending:
                 flat = self._complete(flat)
             blocks = flat.view(gather.group.size, -1)
             if not gather.reduces:
                 flat = slice_block(blocks, 0, gather.index, gather.group.size).reshape(-1)
                 continue
             if not gather.group.in_order:
-                rows = [gather.group.order.index(place) for place in range(gather.group.size)]
+                rows = [gather.group.order.index(rank) for rank in range(gather.group.size)]
                 blocks = torch.stack([blocks[row] for row in rows])
             name = gather.group.name
-            whole = sendable(blocks.view(-1))
-            flat = c10d.reduce_scatter_tensor(whole, "sum", gather.group.size, name)
-            flat = self._started(flat)
-            started = True
-        if self.replicas is not None and not self._scatters:
-            return self._started(_start_all_reduce(flat, self.replicas, owned=not self._alone))
+            unreduced = sendable(blocks.view(-1))
+            flat = c10d.reduce_scatter_tensor(unreduced, "sum", gather.group.size, name)
+            flat = self._as_pending(flat)
+            is_pending = True
+        if self.replicas is not None and not self._reduce_scatters:
+            return self._as_pending(
+                _start_all_reduce(flat, self.replicas, owned=not self._needs_no_copy)
+            )
         return flat
 
     def sum_replicas(self, flat: Tensor) -> Tensor:
         """After a reduce-scatter, start the all-reduce over replicas of the shards, if any; pass
         the result to `shard_gradients`."""
-        if self.replicas is None or not self._scatters:
-            return self._complete(flat) if self._scatters else flat
+        if self.replicas is None or not self._reduce_scatters:
+            return self._complete(flat) if self._reduce_scatters else flat
         flat = self._complete(flat)
-        return self._started(_start_all_reduce(flat, self.replicas, owned=True))
+        return self._as_pending(_start_all_reduce(flat, self.replicas, owned=True))
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
         """Wait for the reduction, and return the gradients of the stored shards."""
@@ -150,25 +153,28 @@ class BoundBucket:
         assert group is not None
         return complete(pending, self.dtype, group)
 
-    def _started(self, flat: Tensor) -> Tensor:
-        """The pending result as autograd may pass it on. Complex numbers are sent as pairs of real
-        ones, whose shape autograd would reject, so they are waited for."""
+    def _as_pending(self, flat: Tensor) -> Tensor:
+        """Return a pending result that autograd accepts as a gradient.
+
+        Complex numbers are sent as pairs of real ones, whose shape autograd would reject, so they
+        are waited for.
+        """
         return self._complete(flat) if self.dtype.is_complex else flat
 
     # Layout of the flat buffers
 
     @property
-    def _scatters(self) -> bool:
+    def _reduce_scatters(self) -> bool:
         return any(gather.reduces for gather in self.gathers)
 
     @cached_property
-    def _parts(self) -> tuple[int, ...]:
+    def _num_blocks(self) -> tuple[int, ...]:
         """Numbers of blocks of each all-gather, the last one first."""
         return tuple(gather.group.size for gather in reversed(self.gathers))
 
     @cached_property
-    def _orders(self) -> list[tuple[int, ...]]:
-        """For each member, the permutation that puts the blocks, in the order of `_parts`, next to
+    def _block_orders(self) -> list[tuple[int, ...]]:
+        """For each member, the permutation that puts blocks, in the order of `_num_blocks`, next to
         the dimensions of the shard that they divide."""
         orders = []
         count = len(self.gathers)
@@ -182,39 +188,47 @@ class BoundBucket:
         return orders
 
     @cached_property
-    def _alone(self) -> bool:
+    def _needs_no_copy(self) -> bool:
         """Whether the flat buffer is the only member in the layout of its use, without a copy."""
-        order = self._orders[0]
+        order = self._block_orders[0]
         return len(self.sizes) == 1 and order == tuple(range(len(order)))
 
-    def _used_shape(self, number: int) -> tuple[int, ...]:
+    def _unsharded_shape(self, number: int) -> tuple[int, ...]:
         member = self.bucket.members[number]
         return member.used.shard_shape(member.value.shape)
 
-    def _joined(self, number: int, piece: Tensor) -> Tensor:
+    def _join_blocks(self, number: int, piece: Tensor) -> Tensor:
         """Join the blocks of a member to a contiguous tensor."""
-        blocks = _unflat(piece, self.shapes[number])
-        return blocks.permute(self._orders[number]).reshape(self._used_shape(number)).contiguous()
+        blocks = _unflatten(piece, self.shapes[number])
+        return (
+            blocks.permute(self._block_orders[number])
+            .reshape(self._unsharded_shape(number))
+            .contiguous()
+        )
 
     def _flat_gradient(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        known = next(gradient for gradient in gradients if gradient is not None)
-        if self._alone:
-            return known.reshape(-1)
+        example = next(gradient for gradient in gradients if gradient is not None)
+        if self._needs_no_copy:
+            return example.reshape(-1)
         if not self.gathers:
             pairs = zip(gradients, self.sizes, strict=True)
             return torch.cat(
-                [known.new_zeros(size) if g is None else g.reshape(-1) for g, size in pairs]
+                [example.new_zeros(size) if g is None else g.reshape(-1) for g, size in pairs]
             )
-        flat = known.new_empty(*self._parts, self.numel)
+        flat = example.new_empty(*self._num_blocks, self.numel)
         for number, piece in enumerate(torch.split(flat, self.sizes, -1)):
-            gradient, order, shape = gradients[number], self._orders[number], self.shapes[number]
+            gradient, order, shape = (
+                gradients[number],
+                self._block_orders[number],
+                self.shapes[number],
+            )
             if gradient is None:
                 piece.zero_()
                 continue
-            extents = (*self._parts, *shape)
-            apart = gradient.reshape([extents[place] for place in order])
-            back = [order.index(place) for place in range(len(order))]
-            _unflat(piece, shape).copy_(apart.permute(back))
+            sizes = (*self._num_blocks, *shape)
+            blocks = gradient.reshape([sizes[dim] for dim in order])
+            inverse = [order.index(dim) for dim in range(len(order))]
+            _unflatten(piece, shape).copy_(blocks.permute(inverse))
         return flat.view(-1)
 
 
@@ -232,7 +246,7 @@ def bind_bucket(bucket: Bucket, devices: Devices) -> BoundBucket:
     )
 
 
-def _unflat(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _unflatten(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A view of `piece` with the last dimension unflattened to `shape`."""
     return piece.view(*piece.shape[:-1], *shape)
 

@@ -40,24 +40,25 @@ def clip_grad_norm_(
     gradients = {name: p.grad for name, p in named if p.grad is not None}
     shards = stored_shards(gradients)
     counted = [name for name in gradients if name not in counted_elsewhere]
+    # In float64: squares of many gradients would overflow or lose digits in the dtype of gradients.
     squares = torch.zeros((), dtype=torch.float64, device=devices.device)
     if counted:
         norms = torch.stack(each_norm([shards[name] for name in counted]))
-        holders = [_holders(gradients[name]) for name in counted]
-        weights = torch.tensor(holders, dtype=torch.float64, device=norms.device)
+        replicas = [_num_replicas(gradients[name]) for name in counted]
+        weights = torch.tensor(replicas, dtype=torch.float64, device=norms.device)
         squares = (norms.double().square() / weights).sum()
     if devices.is_distributed:
         with devices.waits.measure():
             dist.all_reduce(squares)
-    own_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
-    norm = squares.sqrt().to(dtype or own_dtype)
+    gradient_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
+    norm = squares.sqrt().to(dtype or gradient_dtype)
     if shards and math.isfinite(max_norm):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_all_(list(shards.values()), scale)
     return norm
 
 
-def _holders(gradient: Tensor) -> int:
+def _num_replicas(gradient: Tensor) -> int:
     """Number of devices of the stage that have the same shard of a gradient."""
     if not isinstance(gradient, DTensor):
         return 1

@@ -3,16 +3,16 @@
 Each kind of step is a pair of plain functions, forward and backward, over PyTorch's functional
 collectives; one autograd function joins any pair. The gradient of each step is another step:
 
-| step | what it does | its gradient |
+| step | forward | backward |
 |---|---|---|
 | slice | keep this rank's block of a replicated tensor | all-gather |
 | vary | nothing | all-reduce |
 | all_reduce | sum the terms | nothing |
 | reduce_scatter | sum the terms, keep a block | all-gather |
 | all_gather | join the blocks | reduce-scatter if varying, else slice |
-| all_to_all | join along one dimension, cut another | all-to-all, the other way |
-| permute | exchange whole blocks | permute, the other way |
-| all_to_all_v | exchange parts of blocks | all-to-all-v, the other way |
+| all_to_all | join along one dimension, split another | all-to-all, in reverse |
+| permute | exchange whole blocks | permute, in reverse |
+| all_to_all_v | exchange parts of blocks | all-to-all-v, in reverse |
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwright.core.torch_internals.distributed import functional_collectives 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective in two halves, between which others compute; a call runs both.
+    """A collective in two halves, which computation can overlap; a call runs both.
 
     Args:
         start: starts the collective and returns the pending result.
@@ -62,14 +62,16 @@ class Collective:
         return pending
 
 
-def at_once(function: Function) -> Collective:
-    """A function without halves: it does not communicate, or waits for its own result."""
+def blocking(function: Function) -> Collective:
+    """A collective that is not split: it sends nothing, or waits for its own result."""
     return Collective(function, lambda out, dtype: out)
 
 
 def all_reduce(group: Group, kind: str = "sum") -> Collective:
     """All-reduce over the group: sum or maximum."""
-    return Collective(lambda x: c10d.all_reduce(sendable(x), kind, group.name), _ending(group))
+    return Collective(
+        lambda x: c10d.all_reduce(sendable(x), kind, group.name), _finish_in_shape(group)
+    )
 
 
 def all_gather(dim: int, group: Group) -> Collective:
@@ -79,7 +81,7 @@ def all_gather(dim: int, group: Group) -> Collective:
         out: Tensor = c10d.all_gather_into_tensor(sendable(x), group.size, group.name)
         return out
 
-    return Collective(start, _joining(dim, group), (dim, group.size))
+    return Collective(start, _finish_blocks(dim, group), (dim, group.size))
 
 
 def reduce_scatter(dim: int, group: Group) -> Collective:
@@ -87,31 +89,31 @@ def reduce_scatter(dim: int, group: Group) -> Collective:
 
     def start(x: Tensor) -> Tensor:
         if dim != 0 or not group.in_order:
-            x = torch.cat(_by_position(x.chunk(group.size, dim), group), 0)
+            x = torch.cat(_in_group_order(x.chunk(group.size, dim), group), 0)
         out: Tensor = c10d.reduce_scatter_tensor(sendable(x), "sum", group.size, group.name)
         return out
 
-    return Collective(start, _ending(group))
+    return Collective(start, _finish_in_shape(group))
 
 
 def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
     """All-to-all over the group: from sharded along `dim` to sharded along `to_dim`."""
 
     def start(x: Tensor) -> Tensor:
-        parts = torch.cat(_by_position(x.chunk(group.size, to_dim), group), 0)
+        parts = torch.cat(_in_group_order(x.chunk(group.size, to_dim), group), 0)
         sizes = [parts.shape[0] // group.size] * group.size
         out: Tensor = c10d.all_to_all_single(sendable(parts), sizes, sizes, group.name)
         return out
 
-    return Collective(start, _joining(dim, group), (dim, group.size))
+    return Collective(start, _finish_blocks(dim, group), (dim, group.size))
 
 
-def _ending(group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
+def _finish_in_shape(group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
     """The finish of a collective whose result arrives in its final shape."""
     return lambda pending, dtype: complete(pending, dtype, group)
 
 
-def _joining(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
+def _finish_blocks(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
     """The finish of a collective whose blocks arrive along dimension 0; joins them along `dim`."""
 
     def finish(pending: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,11 +169,11 @@ def join_cells(cells: Tensor, cuts: Sequence[int]) -> Tensor:
     return x.reshape([count * size for count, size in zip(cuts, sizes, strict=True)])
 
 
-def _by_position(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
-    placed = list(blocks)
-    for part, position in zip(blocks, group.order, strict=True):
-        placed[position] = part
-    return placed
+def _in_group_order(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
+    ordered = list(blocks)
+    for block, position in zip(blocks, group.order, strict=True):
+        ordered[position] = block
+    return ordered
 
 
 def wait(x: Tensor, waits: WaitTimer) -> Tensor:
@@ -233,15 +235,15 @@ def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
 
 def _bind_slice(step: RedistributionStep, devices: Devices) -> BoundCollective:
     group = devices.group(step.axes)
-    return BoundCollective(_cut(step, devices), all_gather(_dim(step), group))
+    return BoundCollective(_slice(step, devices), all_gather(_dim(step), group))
 
 
 def _bind_vary(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    return BoundCollective(at_once(identity), all_reduce(devices.group(step.axes)))
+    return BoundCollective(blocking(identity), all_reduce(devices.group(step.axes)))
 
 
 def _bind_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    return BoundCollective(all_reduce(devices.group(step.axes)), at_once(identity))
+    return BoundCollective(all_reduce(devices.group(step.axes)), blocking(identity))
 
 
 def _bind_reduce_scatter(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -253,7 +255,7 @@ def _bind_all_gather(step: RedistributionStep, devices: Devices) -> BoundCollect
     group, dim = devices.group(step.axes), _dim(step)
     if step.backward == "reduce_scatter":
         return BoundCollective(all_gather(dim, group), reduce_scatter(dim, group))
-    return BoundCollective(all_gather(dim, group), _cut(step, devices))
+    return BoundCollective(all_gather(dim, group), _slice(step, devices))
 
 
 def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -262,10 +264,10 @@ def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollect
     return BoundCollective(all_to_all(dim, to_dim, group), all_to_all(to_dim, dim, group))
 
 
-def _cut(step: RedistributionStep, devices: Devices) -> Collective:
+def _slice(step: RedistributionStep, devices: Devices) -> Collective:
     """Slice this rank's block along the step's dimension."""
     dim, parts, index = _dim(step), devices.layout.size(step.axes), devices.index(step.axes)
-    return at_once(lambda x: slice_block(x, dim, index, parts))
+    return blocking(lambda x: slice_block(x, dim, index, parts))
 
 
 def _dim(step: RedistributionStep) -> int:
@@ -276,7 +278,7 @@ def _dim(step: RedistributionStep) -> int:
 def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
     """Bind an all-reduce whose pending result is returned; the consumer waits for it."""
     start = all_reduce(devices.group(step.axes)).start
-    return BoundCollective(at_once(start), at_once(identity))
+    return BoundCollective(blocking(start), blocking(identity))
 
 
 def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -285,33 +287,34 @@ def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective
 
 def _permute(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
     """Send the full block of each position of the group, in the order of the mesh, to another."""
-    group, send, receive = _ways(to, axes, devices)
+    group, send, receive = _send_and_receive(to, axes, devices)
     return BoundCollective(
-        at_once(lambda x: exchange(x, send, receive, group)),
-        at_once(lambda g: exchange(g, receive, send, group)),
+        blocking(lambda x: exchange(x, send, receive, group)),
+        blocking(lambda g: exchange(g, receive, send, group)),
     )
 
 
-def _ways(
+def _send_and_receive(
     to: Sequence[int], axes: Axes, devices: Devices
 ) -> tuple[Group, list[Index], list[Index]]:
-    """The group, and per rank of it 1 if this rank sends to it, and 1 if it receives from it."""
+    """The group, and for each of its ranks whether this rank sends to it and receives from it, as 0
+    or 1. `to` is the position that receives the block of each position."""
     group = devices.group(tuple(sorted(axes)))
-    came_from = [to.index(position) for position in range(group.size)]
-    send = [_one_where(devices, group, source) for source in came_from]
-    return group, send, [_one_where(devices, group, target) for target in to]
+    sources = [to.index(position) for position in range(group.size)]
+    send = [_is_at_position(devices, group, source) for source in sources]
+    return group, send, [_is_at_position(devices, group, target) for target in to]
 
 
 def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundCollective:
     group = devices.group(step.axes)
     forward = cell_exchange(step.source, step.target)
     return BoundCollective(
-        at_once(_exchange_of_cells(forward, group, devices)),
-        at_once(_exchange_of_cells(forward.backward, group, devices)),
+        blocking(_bind_cell_exchange(forward, group, devices)),
+        blocking(_bind_cell_exchange(forward.backward, group, devices)),
     )
 
 
-def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Function:
+def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) -> Function:
     sizes = devices.layout.device_matrix
 
     def row(table: tuple[tuple[int, ...], ...]) -> list[Index]:
@@ -324,22 +327,22 @@ def _exchange_of_cells(plan: CellExchange, group: Group, devices: Devices) -> Fu
 
         return [entry(column) for column in range(len(table[0]))]
 
-    send, receive = row(plan.send_counts), row(plan.receive_counts)
-    sent, placed = row(plan.send_order), row(plan.receive_order)
+    send, receive = row(exchange.send_counts), row(exchange.receive_counts)
+    send_order, receive_order = row(exchange.send_order), row(exchange.receive_order)
 
     def exchange_cells(x: Tensor) -> Tensor:
-        cells = split_cells(x, plan.send_cuts)
+        cells = split_cells(x, exchange.send_cuts)
         shape = cells.shape[1:]
-        flat = torch.cat([torch.narrow(cells, 0, n, 1) for n in sent]).flatten(1)
+        flat = torch.cat([torch.narrow(cells, 0, n, 1) for n in send_order]).flatten(1)
         out = c10d.all_to_all_single(sendable(flat), receive, send, group.name)
         out = complete(out, x.dtype, group)
-        ordered = torch.cat([torch.narrow(out, 0, n, 1) for n in placed])
-        return join_cells(ordered.view(-1, *shape), plan.receive_cuts)
+        ordered = torch.cat([torch.narrow(out, 0, n, 1) for n in receive_order])
+        return join_cells(ordered.view(-1, *shape), exchange.receive_cuts)
 
     return exchange_cells
 
 
-def _one_where(devices: Devices, group: Group, position: int) -> Index:
+def _is_at_position(devices: Devices, group: Group, position: int) -> Index:
     """1 on the rank at `position` of the group, else 0."""
     sizes = devices.layout.device_matrix
     return devices.per_rank(
@@ -368,14 +371,14 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
         to = dict(
             zip(blocks, reversed(blocks) if kind == MIRROR else (*blocks[1:], 0), strict=True)
         )
-        placed = {group.order[block]: group.order[to[block]] for block in blocks}
-        targets = [placed[position] for position in blocks]
-        exchanged = _permute(targets, axes, devices)
+        target_of = {group.order[block]: group.order[to[block]] for block in blocks}
+        targets = [target_of[position] for position in blocks]
+        permute = _permute(targets, axes, devices)
         if kind != RING:
-            return Reduce(exchanged, exchanged.forward.start, identity)
-        group, send, receive = _ways(targets, axes, devices)
+            return Reduce(permute, permute.forward.start, identity)
+        group, send, receive = _send_and_receive(targets, axes, devices)
         return Reduce(
-            exchanged,
+            permute,
             lambda x: start_exchange(x, send, receive, group),
             lambda pending: wait(pending, group.waits),
             program_line,
@@ -384,13 +387,13 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
     def start(x: Tensor) -> Tensor:
         return c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]
 
-    def end(x: Tensor) -> Tensor:
+    def finish(x: Tensor) -> Tensor:
         return wait(x, group.waits)
 
-    def whole(x: Tensor) -> Tensor:
-        return end(start(x))
+    def run(x: Tensor) -> Tensor:
+        return finish(start(x))
 
     if kind != "sum":
-        return Reduce(whole, start, end)
-    backward = all_reduce(group) if varying else at_once(identity)
-    return Reduce(BoundCollective(at_once(whole), backward), start, end)
+        return Reduce(run, start, finish)
+    backward = all_reduce(group) if varying else blocking(identity)
+    return Reduce(BoundCollective(blocking(run), backward), start, finish)

@@ -34,7 +34,7 @@ def local_shard(
     """Shard a full `tensor` without communication, and return this rank's shard as a DTensor.
 
     Args:
-        copy: False if a block that is the whole may share its memory.
+        copy: False to share memory with `tensor` if the block is the full tensor.
     """
     block = tensor.detach()[where.slices(devices.rank, tuple(tensor.shape))]
     local = block.to(devices.device, copy=copy or block.shape != tensor.shape)
@@ -45,7 +45,7 @@ def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Device
     """A DTensor of the shape of `like` with this shard on this rank; communicates nothing.
 
     Raises:
-        LayoutError: if `where` parts axes that are one in the mesh of the devices.
+        LayoutError: if `where` separates axes that the mesh of the devices joins.
     """
     assert devices.mesh is not None and devices.mesh_layout is not None
     return DTensor.from_local(
@@ -62,37 +62,38 @@ def shard_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_
     """State dict pre-hook: replace full tensors, as one device saves them, by this rank's shards.
 
     Raises:
-        PlanError: for the part of another rank.
+        PlanError: for the shard of another rank.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        whole = state.get(prefix + name)
-        if not isinstance(parameter, DTensor) or not isinstance(whole, Tensor):
+        full = state.get(prefix + name)
+        if not isinstance(parameter, DTensor) or not isinstance(full, Tensor):
             continue
-        if isinstance(whole, DTensor):
-            _check_is_own(prefix + name, whole, parameter)
-        elif whole.shape == parameter.shape:
-            mine = local_part_of(whole.detach(), parameter).to(local_tensor(parameter), copy=True)
-            state[prefix + name] = with_spec(mine.contiguous(), spec_of(parameter))
+        if isinstance(full, DTensor):
+            _check_coordinates(prefix + name, full, parameter)
+        elif full.shape == parameter.shape:
+            shard = local_part_of(full.detach(), parameter).to(local_tensor(parameter), copy=True)
+            state[prefix + name] = with_spec(shard.contiguous(), spec_of(parameter))
 
 
-def _check_is_own(name: str, part: DTensor, parameter: DTensor) -> None:
+def _check_coordinates(name: str, saved: DTensor, parameter: DTensor) -> None:
     """Check that a DTensor that one rank saved is loaded at the same coordinates of the mesh.
 
     Raises:
-        PlanError: if `part` has another place than `parameter`.
+        PlanError: if `saved` has other coordinates than `parameter`.
     """
-    theirs, mine = (
+    saved_at, loaded_at = (
         (tuple(tensor.device_mesh.shape), tuple(tensor.device_mesh.get_coordinate() or ()))
-        for tensor in (part, parameter)
+        for tensor in (saved, parameter)
     )
-    is_cut = not all(isinstance(placement, Replicate) for placement in part.placements)
-    if is_cut and theirs != mine:
+    is_sharded = not all(isinstance(placement, Replicate) for placement in saved.placements)
+    if is_sharded and saved_at != loaded_at:
         raise PlanError(
-            f"{name!r} in the state to load is the part at {theirs[1]} of a mesh {theirs[0]}, but "
-            f"this rank is at {mine[1]} of {mine[0]}: another rank has saved it. Use "
-            "`shardwright.save_checkpoint` and `load_checkpoint`; or let all ranks enter `with "
-            "shardwright.whole(net, rank0_only=True) as model:`, where rank 0 saves whole tensors "
-            "(`model.state_dict()`)"
+            f"{name!r} in the state to load is the shard at {saved_at[1]} of a mesh "
+            f"{saved_at[0]}, but this rank is at {loaded_at[1]} of {loaded_at[0]}: "
+            "another rank has saved it\nuse `shardwright.save_checkpoint` and "
+            "`load_checkpoint`; or save full tensors on rank 0: `with "
+            "shardwright.whole(net, rank0_only=True) as model:` "
+            "on all ranks, and in it `model.state_dict()` on rank 0"
         )
 
 
@@ -100,28 +101,29 @@ def _check_is_own(name: str, part: DTensor, parameter: DTensor) -> None:
 def accept_full_optimizer_states() -> None:
     """Make optimizers of this process accept states of full tensors, as one device saves them: each
     rank takes its shard."""
-    seen = WeakSet[Optimizer]()
+    registered = WeakSet[Optimizer]()
 
+    # States may be loaded before the first step: they are sharded there, later ones when loaded.
     def before_step(optimizer: Optimizer, *_: object) -> None:
-        if optimizer not in seen:
-            seen.add(optimizer)
-            _cut_whole_states(optimizer)
-            optimizer.register_load_state_dict_post_hook(_cut_whole_states)
+        if optimizer not in registered:
+            registered.add(optimizer)
+            _shard_full_states(optimizer)
+            optimizer.register_load_state_dict_post_hook(_shard_full_states)
 
     register_optimizer_step_pre_hook(before_step)
 
 
-def _cut_whole_states(optimizer: Optimizer) -> None:
+def _shard_full_states(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor):
             continue
-        for key, whole in state.items():
-            if isinstance(whole, DTensor):
-                _check_is_own(key, whole, parameter)
-            is_whole = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
-            if is_whole and whole.ndim and whole.shape == parameter.shape:
-                mine = local_part_of(whole, parameter).clone(memory_format=torch.contiguous_format)
-                state[key] = with_spec(mine, spec_of(parameter))
+        for key, full in state.items():
+            if isinstance(full, DTensor):
+                _check_coordinates(key, full, parameter)
+            is_full = isinstance(full, Tensor) and not isinstance(full, DTensor)
+            if is_full and full.ndim and full.shape == parameter.shape:
+                shard = local_part_of(full, parameter).clone(memory_format=torch.contiguous_format)
+                state[key] = with_spec(shard, spec_of(parameter))
 
 
 class _LocalShards(torch.autograd.Function):
@@ -162,13 +164,14 @@ def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tens
     with torch.no_grad():
         for name, gradient in gradients.items():
             parameter = parameters[name]
-            before = parameter.grad
+            accumulated = parameter.grad
+            # Only autograd calls hooks; without any, its overhead is avoided.
             if has_hooks(parameter):
                 if isinstance(parameter, DTensor):
                     gradient = with_spec(gradient, spec_of(parameter))
                 torch.autograd.backward(parameter, gradient)
-            elif before is not None:
-                detached_local(before).add_(gradient)
+            elif accumulated is not None:
+                detached_local(accumulated).add_(gradient)
             elif isinstance(parameter, DTensor):
                 parameter.grad = with_spec(gradient, spec_of(parameter))
             else:
@@ -185,8 +188,10 @@ def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
     for axis in tensor_layout.partial:
         result[axis] = Partial("sum")
     for dim, axes in enumerate(tensor_layout.axes):
-        for place, axis in enumerate(axes):
-            coarser = layout.size(other for other in axes[:place] if other > axis)
+        for position, axis in enumerate(axes):
+            # DTensor shards by mesh axes from left to right. An axis that shards after one to its
+            # right needs a strided shard.
+            coarser = layout.size(other for other in axes[:position] if other > axis)
             strided = coarser > 1
             result[axis] = StridedShard(dim, split_factor=coarser) if strided else Shard(dim)
     return tuple(result)
@@ -198,17 +203,18 @@ def from_placements(
     """The layout of a DTensor with `ndim` dimensions on a mesh with the axes of `layout`.
 
     Raises:
-        LayoutError: if there is not one placement for each axis, a sum is none, a dimension does
-            not exist, or a `split_factor` fits no order of the axes.
+        LayoutError: if the number of placements is not that of the axes, a partial placement is no
+            sum, a dimension does not exist, or a `split_factor` fits no order of the axes.
     """
     if len(placements) != len(layout.device_matrix):
         raise LayoutError(
             f"{len(placements)} placements {tuple(placements)} on a device matrix of"
-            f" {len(layout.device_matrix)} axes {layout.device_matrix}; give one for each axis"
+            f" {len(layout.device_matrix)} axes {layout.device_matrix}\n"
+            "give one placement for each axis"
         )
     dims: list[Axes] = [()] * ndim
     partial = set()
-    # From the right, as then each axis finds those that may stand before it.
+    # From right to left, as the axes that shard a dimension before `axis` are to its right.
     for axis, placement in reversed(list(enumerate(placements))):
         if isinstance(placement, Shard | StridedShard):
             dim = _dimension(placement, ndim)
@@ -217,8 +223,8 @@ def from_placements(
             partial.add(axis)
         elif not isinstance(placement, Replicate):
             raise LayoutError(
-                f"placement {placement} on axis {layout.alias_names[axis]!r}: a layout can say"
-                " Shard, _StridedShard, Replicate and Partial('sum')"
+                f"placement {placement} on axis {layout.alias_names[axis]!r} has no layout\n"
+                "valid are Shard, _StridedShard, Replicate and Partial('sum')"
             )
     return TensorLayout(layout, tuple(dims), frozenset(partial))
 
@@ -226,18 +232,20 @@ def from_placements(
 def _dimension(placement: Shard | StridedShard, ndim: int) -> int:
     dim = placement.dim
     if not -ndim <= dim < ndim:
-        raise LayoutError(f"placement {placement} cuts a dimension that {ndim} dimensions lack")
+        raise LayoutError(
+            f"placement {placement} shards a dimension of a tensor with {ndim} dimensions"
+        )
     return dim % ndim
 
 
 def _inserted(axes: Axes, axis: int, placement: Placement, layout: DeviceMatrix) -> Axes:
-    """Insert `axis` into `axes`, which are all to its right, behind as many shards as its placement
-    (a `_StridedShard`) has before it."""
+    """Insert `axis` into `axes`, which are all to its right, after those whose sizes multiply to
+    the `split_factor` of its placement; first without one."""
     coarser = placement.split_factor if isinstance(placement, StridedShard) else 1
-    for place in range(len(axes) + 1):
-        if layout.size(axes[:place]) == coarser:
-            return (*axes[:place], axis, *axes[place:])
+    for position in range(len(axes) + 1):
+        if layout.size(axes[:position]) == coarser:
+            return (*axes[:position], axis, *axes[position:])
     raise LayoutError(
         f"placement {placement} on axis {layout.alias_names[axis]!r}: no axes to its right that"
-        f" cut the same dimension have {coarser} devices together"
+        f" shard the same dimension have {coarser} devices together"
     )

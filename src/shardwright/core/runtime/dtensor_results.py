@@ -15,7 +15,7 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
 
-DRAWS = (
+RANDOM_OPERATORS = (
     *(aten.uniform_.default, aten.normal_.default, aten.exponential_.default),
     *(aten.bernoulli_.float, aten.log_normal_.default, aten.cauchy_.default),
     *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to),
@@ -26,31 +26,32 @@ DRAWS = (
 
 def correct_results() -> None:
     """Make DTensors of this process return correct sums and draw the numbers of one device."""
-    handle(aten._local_scalar_dense.default, _whole_number)
-    for operator in DRAWS:
-        handle(operator, partial(_drawn_whole, operator))
+    handle(aten._local_scalar_dense.default, _full_item)
+    for operator in RANDOM_OPERATORS:
+        handle(operator, partial(_draw_full_tensor, operator))
 
 
-def _whole_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _full_item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`item()` of the full tensor; PyTorch returns this rank's term of a partial sum."""
     return args[0].full_tensor().item()
 
 
-def _drawn_whole(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the full tensor on the first rank of the mesh, as one device does, and keep the local
     shard of it."""
     tensor: DTensor = args[0]
     local, mesh = local_tensor(tensor), tensor.device_mesh
     if mesh.device_type != "cpu" or type(local) is not Tensor:
         return operator(*args, **kwargs)
-    whole = operator(local.new_empty(tensor.shape), *args[1:], **kwargs)
+    full = operator(local.new_empty(tensor.shape), *args[1:], **kwargs)
+    # One broadcast per mesh axis reaches every rank from the first rank of the mesh.
     for dim in range(mesh.ndim):
-        torch.distributed.broadcast(whole, group=mesh.get_group(dim), group_src=0)
-    mine = local_part_of(whole, tensor).contiguous()
+        torch.distributed.broadcast(full, group=mesh.get_group(dim), group_src=0)
+    shard = local_part_of(full, tensor).contiguous()
     if schema_of(operator).is_mutable:
-        local.copy_(mine)
+        local.copy_(shard)
         return tensor
     meta = torch.empty(tensor.shape, device="meta")
     return DTensor.from_local(
-        *(mine, mesh, tensor.placements), shape=meta.shape, stride=meta.stride()
+        *(shard, mesh, tensor.placements), shape=meta.shape, stride=meta.stride()
     )

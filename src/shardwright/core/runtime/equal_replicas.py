@@ -1,4 +1,4 @@
-"""Compares the first results of user code that runs as it is, on ranks that must hold the same."""
+"""Check that the first results of a `local_map` are equal on all ranks that hold the same shard."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardwright.core.torch_internals.distributed import by_rank, group_named
 from shardwright.errors import CaptureError
 
 TOLERANCE = 1e-4
-"""Of a difference, relative to the sum of magnitudes: atomic additions on an accelerator reorder
-sums, and other values on another rank differ by more."""
+"""Largest difference relative to the sum of absolute values. Atomic additions on an accelerator
+reorder sums; results that really differ between ranks differ by more."""
 
 _SAMPLE = 1 << 16
-"""First elements of a tensor whose order counts."""
+"""Number of leading elements that are summed with weights, so that a permutation is found."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class EqualReplicas:
 
     Args:
         function: returns a tensor or a tuple of tensors.
-        name: names it in the error.
+        name: name of the function for errors.
     """
 
     function: Callable[..., Any]
@@ -44,7 +44,8 @@ class EqualReplicas:
         return result
 
     def _check(self, results: Sequence[Tensor]) -> None:
-        """
+        """Compare digests of the results over the group.
+
         Raises:
             CaptureError: on every rank of the group, if results differ.
         """
@@ -60,17 +61,16 @@ class EqualReplicas:
                     raise CaptureError(
                         f"local_map {self.name!r}: result {number} differs between ranks that hold"
                         f" the same shard (0 and {rank} of {self.group.size}): it depends on more"
-                        " than its inputs\nif it draws random numbers from `torch`, write "
-                        "`random=True`; draw others, and read what differs between ranks, outside"
+                        " than its inputs\npass `random=True` if it draws random numbers from"
+                        " `torch`; compute everything else that differs between ranks outside of it"
                     )
 
 
 def _digest(result: Tensor) -> Tensor:
-    """A few numbers that are equal for equal tensors: sums, of magnitudes and of some elements by
-    their places."""
+    """The sum, the sum of absolute values, and a sum of leading elements weighted by position."""
     values = torch.view_as_real(result) if result.is_complex() else result
     values = values.nan_to_num() if values.is_floating_point() else values.long()
     flat = values.flatten()[:_SAMPLE].double()
-    places = torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)
+    weights = torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)
     sums = values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)
-    return torch.stack([*sums, (flat * places).sum()])
+    return torch.stack([*sums, (flat * weights).sum()])

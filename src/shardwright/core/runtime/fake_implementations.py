@@ -25,33 +25,37 @@ class CheckedCustomOp:
     """
 
     function: Callable[..., Any]
-    said: FakeResults
+    expected: FakeResults
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.function(*args, **kwargs)
         parts = result if isinstance(result, (tuple, list)) else (result,)
         returned = tuple((tuple(p.shape), p.dtype) for p in parts if isinstance(p, Tensor))
-        if returned != self.said and not self._is_in_float64(returned):
+        if returned != self.expected and not self._differs_by_float64(returned):
             raise CaptureError(
-                f"the fake implementation of `{self.function}` says that it returns"
-                f" {_text(self.said, returned)}, but it returns {_text(returned, self.said)}: give"
-                " `torch.library.register_fake` the shapes and dtypes that the operator returns"
+                f"the fake implementation of `{self.function}` returns"
+                f" {_describe(self.expected, returned)}, but the operator returns"
+                f" {_describe(returned, self.expected)}\n"
+                "return the shapes and dtypes of the operator from the function registered with"
+                " `torch.library.register_fake`"
             )
         return result
 
-    def _is_in_float64(self, returned: FakeResults) -> bool:
-        """Whether results differ only as an operator that computes in one dtype does where all
-        others are computed in float64."""
-        if [shape for shape, _ in returned] != [shape for shape, _ in self.said]:
+    def _differs_by_float64(self, returned: FakeResults) -> bool:
+        """Whether the dtypes differ only where float64 is expected.
+
+        A comparison in float64 converts all operators; one with a fixed dtype keeps its own.
+        """
+        if [shape for shape, _ in returned] != [shape for shape, _ in self.expected]:
             return False
-        pairs = zip(returned, self.said, strict=True)
+        pairs = zip(returned, self.expected, strict=True)
         return all(
-            mine == said or (said is torch.float64 and mine.is_floating_point)
-            for (_, mine), (_, said) in pairs
+            dtype == expected or (expected is torch.float64 and dtype.is_floating_point)
+            for (_, dtype), (_, expected) in pairs
         )
 
 
-def _text(results: FakeResults, others: FakeResults) -> str:
+def _describe(results: FakeResults, others: FakeResults) -> str:
     """The shapes of `results` as text or, if they equal those of `others`, the dtypes."""
     shapes = [str(shape) for shape, _ in results]
     differ = shapes != [str(shape) for shape, _ in others]

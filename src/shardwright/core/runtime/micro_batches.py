@@ -34,12 +34,12 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
     """The leaves of a call for one of `count` micro-batches, as views.
 
     Raises:
-        PlanError: if the batch cannot be split into so many equal pieces.
+        PlanError: if `count` does not divide the batch size, or an argument is a nested tensor.
     """
     result = []
     for leaf, cut in zip(leaves, split_mask(leaves), strict=True):
         if cut and leaf.is_nested:
-            raise PlanError("an argument is a nested tensor, which cannot be cut: pad its rows")
+            raise PlanError("an argument is a nested tensor, which cannot be split\npad its rows")
         if cut:
             rows, rest = divmod(leaf.shape[0], count)
             if rest:
@@ -47,7 +47,7 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
                 valid = ", ".join(divisors[:12] + ["…"] * (len(divisors) > 12))
                 raise PlanError(
                     f"a batch of {leaf.shape[0]} rows cannot be split into {count} equal"
-                    f" micro-batches; valid numbers are {valid}"
+                    f" micro-batches\nvalid numbers are {valid}"
                 )
             leaf = leaf[number * rows : (number + 1) * rows]
         result.append(leaf)
@@ -99,11 +99,14 @@ def global_leaves(
     arrivals: Mapping[str, CutAxes],
     leaves: Sequence[Any],
 ) -> list[Any]:
-    """The leaves of a call as the model is to see them: in place of shards of inputs that arrive
-    sharded, tensors of the whole shape without data.
+    """The leaves of a call with global shapes: inputs that arrive sharded are replaced by meta
+    tensors of the full shape.
 
     Args:
-        planned: what was planned in the place of each leaf; None where nothing was.
+        planned: the planned value of each leaf; None for a leaf that the planned call lacks.
+        mesh: device matrix.
+        arrivals: layouts of inputs that arrive sharded, by name.
+        leaves: the leaves of the call.
 
     Raises:
         PlanError: if it is not known whether a tensor arrives sharded.
@@ -114,8 +117,8 @@ def global_leaves(
     for value, leaf in zip(planned, leaves, strict=True):
         if value is None and isinstance(leaf, Tensor) and leaf.ndim:
             raise PlanError(
-                "a call has a tensor that the planned call has not, and other inputs arrive in "
-                "parts: plan with an example that has it, or without dataset_strategy"
+                "a call has a tensor that the planned call has not, and other inputs arrive "
+                "sharded\nplan with an example that has it, or without dataset_strategy"
             )
         cut = isinstance(value, Value) and value.name in arrivals
         if cut and isinstance(leaf, Tensor) and leaf.ndim == len(value.shape):

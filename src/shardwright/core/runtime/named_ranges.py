@@ -1,16 +1,15 @@
 """Named ranges in a trace of `torch.profiler`: operators, conversions, buckets and stages.
 
-| range | what happens in it |
+| range | contents |
 |---|---|
 | `net.hidden1` | an operator, by its module path |
-| `send all_reduce over tp, 4096 B` | a collective is started, or made at once |
+| `send all_reduce over tp, 4096 B` | a collective is started, or run in one call |
 | `wait for all_reduce over tp` | its result is waited for |
 | `bucket 2` | a bucket of parameters is gathered, or its gradients reduced |
-| `schedule` | all chunks of a pipeline stage work on all micro-batches, and wait for others |
-| `forward of chunk 1, micro-batch 0` | one of them; likewise `backward`, and `weights` of a half |
+| `schedule` | a pipeline stage runs its chunks on all micro-batches, and waits for other stages |
+| `forward of chunk 1, micro-batch 0` | one pass of a chunk; or `backward`, or `weights` |
 
-They are part of programs that are made for `Devices` with `named_ranges`. All others are made
-without them, so that they cost nothing.
+Only programs lowered for `Devices` with `named_ranges` contain them, so others pay no overhead.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class CollectiveRange:
     """The ranges of one kind of collective over some axes.
 
     Args:
-        over: the names of the axes.
-        size: of their group.
+        over: names of the axes.
+        size: number of ranks in their group.
     """
 
     kind: str
@@ -66,8 +65,9 @@ class CollectiveRange:
         """Range around the start of the collective.
 
         Args:
-            num_bytes: of what this device gives to it.
+            num_bytes: bytes of this device's input to the collective.
         """
+        # An all-gather is counted by its output, which is larger than its input.
         larger = num_bytes * self.size if self.kind == "all_gather" else num_bytes
         sent = COLLECTIVES[self.kind].sent(larger, self.size)
         return record_function(f"send {self.kind} over {self.over}, {sent} B")
@@ -100,7 +100,7 @@ def around_both(
     """Wrap a redistribution step in ranges, forward and backward.
 
     Args:
-        forward, backward: the kinds of its collectives; None for what sends nothing.
+        forward, backward: kinds of its collectives; None for a pass without communication.
     """
 
     def around(collective: Collective, kind: str | None) -> Collective:
@@ -117,20 +117,20 @@ def around_reduction(
     reduce: Reduce, reduction: Reduction, axes: Axes, layout: DeviceMatrix
 ) -> Reduce:
     """Wrap a collective of a kernel in its ranges."""
-    kind, whole = reduction.collective, reduce.run
-    which = CollectiveRange.of(kind, axes, layout)
+    kind, run = reduction.collective, reduce.run
+    ranges = CollectiveRange.of(kind, axes, layout)
 
     def start(x: Tensor) -> Tensor:
-        with which.send(x.nbytes):
+        with ranges.send(x.nbytes):
             return reduce.start(x)
 
     def end(x: Tensor) -> Tensor:
-        with which.wait():
+        with ranges.wait():
             return reduce.end(x)
 
-    if isinstance(whole, BoundCollective):
+    if isinstance(run, BoundCollective):
         back = kind if reduction.varying else None
-        return Reduce(around_both(whole, kind, back, axes, layout), start, end, reduce.call_site)
+        return Reduce(around_both(run, kind, back, axes, layout), start, end, reduce.call_site)
     return Reduce(lambda x: end(start(x)), start, end, reduce.call_site)
 
 
@@ -155,61 +155,61 @@ class RangedBucket(BoundBucket):
         return cls(bound.bucket, bound.gathers, bound.replicas, layout)
 
     @cached_property
-    def _gather(self) -> CollectiveRange:
-        return self._over("all_gather", [gather.group.axes for gather in self.gathers])
+    def _gather_range(self) -> CollectiveRange:
+        return self._range_over("all_gather", [gather.group.axes for gather in self.gathers])
 
     @cached_property
-    def _scatter(self) -> CollectiveRange:
+    def _scatter_range(self) -> CollectiveRange:
         axes = [gather.group.axes for gather in self.gathers if gather.reduces]
-        return self._over("reduce_scatter", axes)
+        return self._range_over("reduce_scatter", axes)
 
     @cached_property
-    def _sum(self) -> CollectiveRange:
+    def _all_reduce_range(self) -> CollectiveRange:
         assert self.replicas is not None
-        return self._over("all_reduce", [self.replicas.axes])
+        return self._range_over("all_reduce", [self.replicas.axes])
 
-    def _over(self, kind: str, axes: Sequence[Axes]) -> CollectiveRange:
+    def _range_over(self, kind: str, axes: Sequence[Axes]) -> CollectiveRange:
         return CollectiveRange.of(kind, tuple({a for each in axes for a in each}), self.layout)
 
     @property
-    def _stored(self) -> int:
+    def _stored_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
     @property
-    def _range(self) -> record_function:
+    def _bucket_range(self) -> record_function:
         return record_function(f"bucket {self.bucket.number}")
 
     def start_gather(self, shards: Sequence[Tensor]) -> Tensor:
-        with self._range, self._gather.send(self._stored):
+        with self._bucket_range, self._gather_range.send(self._stored_bytes):
             return super().start_gather(shards)
 
     def finish_gather(self, pending: Tensor) -> list[Tensor]:
-        with self._range, self._gather.wait():
+        with self._bucket_range, self._gather_range.wait():
             return super().finish_gather(pending)
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        with self._range:
-            if self._scatters:
-                with self._scatter.send(self._stored * self._scatter.size):
+        with self._bucket_range:
+            if self._reduce_scatters:
+                with self._scatter_range.send(self._stored_bytes * self._scatter_range.size):
                     return super().reduce(gradients)
             if self.replicas is not None:
-                with self._sum.send(self._stored):
+                with self._all_reduce_range.send(self._stored_bytes):
                     return super().reduce(gradients)
             return super().reduce(gradients)
 
     def sum_replicas(self, flat: Tensor) -> Tensor:
-        if not self._scatters:
+        if not self._reduce_scatters:
             return super().sum_replicas(flat)
-        with self._range:
-            with self._scatter.wait():
+        with self._bucket_range:
+            with self._scatter_range.wait():
                 flat = self._complete(flat)
             if self.replicas is None:
                 return flat
-            with self._sum.send(flat.nbytes):
+            with self._all_reduce_range.send(flat.nbytes):
                 return super().sum_replicas(flat)
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
         if self.replicas is None:
             return super().shard_gradients(flat)
-        with self._range, self._sum.wait():
+        with self._bucket_range, self._all_reduce_range.wait():
             return super().shard_gradients(flat)

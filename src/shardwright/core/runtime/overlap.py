@@ -1,17 +1,16 @@
-"""Redistributions that are started in one line of a program and finished in another, and linear
-layers that compute the gradient of their weight while that of their input is under way.
+"""Redistributions that overlap computation, and linear layers that delay their weight gradients.
 
 | line | forward | backward |
 |---|---|---|
-| `start` | starts the collective | waits for that of the gradient |
+| `start` | starts the collective | waits for the collective of the gradient |
 | `delay` | nothing | computes the weight's gradient |
-| `finish` | waits for the collective | starts that of the gradient |
+| `finish` | waits for the collective | starts the collective of the gradient |
 | `linear` | the product | the gradient of its input only |
 
-Autograd runs the lines backwards. So what stands between `start` and `finish` goes on beside the
-collective in both directions, and the gradient of a weight that is delayed there beside that of the
-gradient, as in Megatron-LM (Korthikanti et al., "Reducing activation recomputation in large
-transformer models", 2022).
+Autograd runs the lines in reverse, so computation between `start` and `finish` overlaps the
+collective in both directions. A weight gradient that is delayed to a line between them overlaps the
+collective of the input gradient, as in Megatron-LM (Korthikanti et al., "Reducing activation
+recomputation in large transformer models", 2022).
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Pending(NamedTuple):
     """A redistribution that has been started.
 
     Args:
-        token: through which its gradient flows, without numbers; None if there is none.
-        tensor: what `Collective.start` gave.
-        dtype: of what was sent.
+        token: empty tensor through which the gradient flows; None without a gradient.
+        tensor: the pending result of `Collective.start`.
+        dtype: dtype of the input of the collective.
     """
 
     token: Tensor | None
@@ -94,8 +93,8 @@ class DelayedWeight(NamedTuple):
     """A weight whose gradient is computed at the line that delayed it.
 
     Args:
-        gradient, x: through which the gradient of the product and its input come there, without
-            numbers; None if the weight has no gradient.
+        gradient, x: empty tensors whose gradients carry the gradient of the product and the input
+            of the layer to that line; None if the weight has no gradient.
     """
 
     weight: Tensor
@@ -108,7 +107,7 @@ class DelayGradient:
     """Delay the gradient of a linear layer's weight.
 
     Args:
-        x_shape, shape: of the layer's input and output.
+        x_shape, shape: shapes of the layer's input and output.
     """
 
     x_shape: tuple[int, ...]
@@ -134,8 +133,9 @@ class _Delay(torch.autograd.Function):
     def forward(
         ctx: Any, weight: Tensor, x_shape: tuple[int, ...], shape: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        nothing = weight.new_empty(())
-        return nothing.expand(shape), nothing.expand(x_shape)
+        # Expanded from one element, so that they take no memory.
+        token = weight.new_empty(())
+        return token.expand(shape), token.expand(x_shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -157,4 +157,5 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         x_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
+        # `gradient` and `x` go to the tokens, so that `_Delay` computes the weight gradient later.
         return x_gradient, None, bias, gradient, x

@@ -24,8 +24,8 @@ def has_hooks(parameter: Tensor) -> bool:
 def take_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
     """Register the hooks of a full `parameter` on the `stored` DTensor that replaces it.
 
-    Gradient hooks see the gradient whole, and what they return is sharded again; hooks after
-    accumulation are passed the stored parameter. Removing a hook from `parameter` removes it here.
+    Gradient hooks are passed the full gradient, and their result is sharded; post-accumulation
+    hooks are passed the stored parameter. Removing a hook from `parameter` removes it here.
     """
     if not stored.requires_grad:
         return
@@ -34,11 +34,12 @@ def take_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
         (accumulation_hooks(parameter), stored.register_post_accumulate_grad_hook),
     ):
         for number in hooks:
-            register(_moved(hooks, number, shard))  # type: ignore[no-untyped-call]
+            register(_convert_hook(hooks, number, shard))  # type: ignore[no-untyped-call]
 
 
-def _moved(hooks: Mapping[int, Hook], number: int, shard: Shard) -> Hook:
-    def moved(tensor: Tensor) -> Tensor | None:
+def _convert_hook(hooks: Mapping[int, Hook], number: int, shard: Shard) -> Hook:
+    def converted(tensor: Tensor) -> Tensor | None:
+        # The hook was removed through the handle that the user has of the original parameter.
         if number not in hooks:
             return None
         if tensor.is_leaf or not isinstance(tensor, DTensor):
@@ -47,4 +48,4 @@ def _moved(hooks: Mapping[int, Hook], number: int, shard: Shard) -> Hook:
         result = hooks[number](tensor.full_tensor())
         return None if result is None else shard(result)
 
-    return moved
+    return converted

@@ -112,7 +112,7 @@ class RegatherRun:
         if isinstance(saved, Tensor):
             return saved
         packed = saved.packed
-        # Autograd's own check does not see the shards, and would compute a wrong gradient.
+        # Autograd checks the versions of tensors that it saves itself; this one is a reference.
         if version(packed.shards[saved.member]) != packed.versions[saved.member]:
             name = packed.bound.bucket.members[saved.member].value.name
             raise RuntimeError(
