@@ -61,6 +61,8 @@ def balanced_stages(
     limit = (1 + tolerance) * _least_largest(total, weights, count)
     crossing = _crossing_bytes(graph)
     ends = _cheapest_ends(total, [crossing[position] for position in positions], count, limit)
+    # Operator `index` ends at position `index + 1`, so that the first chunk that ends there or
+    # later has it.
     chunk_ends = [positions[end] for end in ends]
     return {op.name: bisect_left(chunk_ends, index + 1) for index, op in enumerate(graph.ops)}
 
@@ -77,9 +79,9 @@ def _chunk_boundaries(graph: Graph) -> list[int]:
         producer = graph.producer.get(value)
         if producer is not None:
             readers = (numbers[op.name] for op, _ in graph.consumers[buffer])
-            together = [numbers[producer.name], *readers]
-            joined.update(range(min(together) + 1, max(together) + 1))
-    return [place for place in range(len(graph.ops) + 1) if place not in joined]
+            connected = [numbers[producer.name], *readers]
+            joined.update(range(min(connected) + 1, max(connected) + 1))
+    return [position for position in range(len(graph.ops) + 1) if position not in joined]
 
 
 def operator_work(graph: Graph) -> list[float]:
@@ -102,6 +104,7 @@ def _multiply_adds(op: Op) -> int:
     if rule is None or rule.main is None:
         return 0
     if op.target is experts:
+        # A multiply-add is two floating-point operations.
         return int(forward_flops(op, rule) / 2)
     sizes: dict[str, int] = {}
     for dims, value in zip((*rule.inputs, *rule.outputs), (*op.inputs, *op.outputs), strict=True):
@@ -117,6 +120,7 @@ def _least_largest(total: Sequence[float], weights: Sequence[float], count: int)
     low, high = max(max(weights), total[-1] / count), total[-1]
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
+        # Filling each chunk up to the limit needs the fewest chunks for it.
         chunks, filled = 1, 0.0
         for weight in weights:
             if filled + weight > middle:
@@ -138,8 +142,8 @@ def _crossing_bytes(graph: Graph) -> list[int]:
                 change[index + 1] += value.numel * value.itemsize
                 change[max(readers) + 1] -= value.numel * value.itemsize
     bytes_at, crossing = [], 0
-    for step in change[: len(graph.ops) + 1]:
-        crossing += step
+    for added_bytes in change[: len(graph.ops) + 1]:
+        crossing += added_bytes
         bytes_at.append(crossing)
     return bytes_at
 
@@ -181,12 +185,17 @@ def _cheapest_starts(
         best: for each start the fewest bytes that cross the ends of all chunks before it.
         chunks: the number of chunks from this one on, which must hold the remaining work.
     """
+    # Differences of running totals round otherwise than the sums that gave the limit.
     max_weight = limit * (1 + 1e-9)
     waiting: deque[int] = deque()
     starts, start = [], 0
     for weight in total:
+        # Strictly less: from a start with an equal total on, the chunk would have no work.
         while total[start] < weight:
+            # Starts that leave later chunks more work than they can hold lead nowhere.
             if best[start] < float("inf") and total[-1] - total[start] <= chunks * max_weight:
+                # A later start that is cheaper outlives earlier ones in the window. Strictly
+                # cheaper, so that the first of equal starts is taken.
                 while waiting and best[waiting[-1]] > best[start]:
                     waiting.pop()
                 waiting.append(start)
@@ -248,6 +257,7 @@ def _check_names(graph: Graph, stage_config: StageConfig, modules: Iterable[str]
     unmatched = [name for name in stage_config if name not in valid_names]
     if not unmatched:
         return
+    # cutoff=0.0: the nearest names are shown even if none is similar.
     nearest = get_close_matches(unmatched[0], list(valid_names), n=3, cutoff=0.0)
     raise StrategyError(
         f"stage_config: no module is named {_listed(list(map(repr, unmatched)))}\n"
@@ -294,6 +304,7 @@ def _check_parameters(graph: Graph, stage_config: StageConfig) -> None:
     omitted = []
     for value in graph.parameters:
         owners = [name.rpartition(".")[0] for name in (value.name, *tied_names.get(value.name, ()))]
+        # A tied parameter needs a stage under one of its names only.
         if all(owner and _stage_of_module(owner, stage_config) is None for owner in owners):
             omitted.append(owners[0])
     if omitted:
@@ -310,12 +321,12 @@ def _chunked(
     if schedule.v_shaped:
         runs = _split_last_stage(graph, runs, stages)
     chunks = schedule.max_chunks or max(1, len(runs) // stages)
-    wanted = [schedule.stage_of(chunk, stages) for chunk in range(stages * chunks)]
+    required = [schedule.stage_of(chunk, stages) for chunk in range(stages * chunks)]
     order = [stage for stage, _ in runs]
-    if order != wanted:
+    if order != required:
         raise StrategyError(
             f"stage_config: the modules run through stages {_shown(order)} in the order of"
-            f" execution\nwith schedule {schedule.name!r} it must be {_shown(wanted)}"
+            f" execution\nwith schedule {schedule.name!r} it must be {_shown(required)}"
         )
     return {op.name: chunk for chunk, (_, ops) in enumerate(runs) for op in ops}, (
         len(runs) // stages

@@ -52,6 +52,7 @@ def _data_parallel_cuts(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGrap
     cuts: CutsOfGraph = {}
     for axis, axis_size in enumerate(mesh.device_matrix):
         level = AxisLevel(indexed, shard_counts, axis_size)
+        # Nothing is decided by cost, so that all operators follow the batch of the inputs.
         level.decide_remaining()
         record_axis(indexed, level.choice, axis, cuts)
         shard_counts = level.next_shard_counts()

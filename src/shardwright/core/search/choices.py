@@ -87,20 +87,25 @@ def choices(
 
 
 def _axis_choice(
-    names: tuple[str, ...], axis: str, chosen: str, others: list[str], cost: Cost, symbolic: bool
+    names: tuple[str, ...],
+    axis: str,
+    chosen: str,
+    other_factors: list[str],
+    cost: Cost,
+    symbolic: bool,
 ) -> AxisChoice:
     chosen_cost = cost(chosen, {})
     knobs = (MEM_COEFF,) if symbolic else KNOBS
     alternatives = []
-    for factor in others:
-        added = cost(factor, {}) - chosen_cost
-        turns = (
+    for factor in other_factors:
+        added_cost = cost(factor, {}) - chosen_cost
+        scales = (
             {knob: _break_even_scale(cost, chosen, factor, knob) for knob in knobs}
-            if added > 0
+            if added_cost > 0
             else {}
         )
-        found_scales = {knob: turn for knob, turn in turns.items() if turn is not None}
-        alternatives.append(OtherChoice(factor, added, found_scales))
+        scales_found = {knob: scale for knob, scale in scales.items() if scale is not None}
+        alternatives.append(OtherChoice(factor, added_cost, scales_found))
     ranked = sorted(alternatives, key=lambda each: each.cost)
     return AxisChoice(names, axis, chosen, tuple(ranked), symbolic)
 
@@ -108,17 +113,19 @@ def _axis_choice(
 def _break_even_scale(cost: Cost, chosen: str, factor: str, knob: str) -> float | None:
     """The scale of a knob at which `factor` becomes cheaper than `chosen`, by bisection."""
 
-    def wins(scale: float) -> bool:
+    def is_cheaper(scale: float) -> bool:
         return cost(factor, {knob: scale}) < cost(chosen, {knob: scale})
 
-    step = 1.0
-    while step < MAX_SCALE:
-        step *= 2
-        for low, high in ((step / 2, step), (2 / step, 1 / step)):
-            if wins(high):
+    outermost = 1.0
+    while outermost < MAX_SCALE:
+        outermost *= 2
+        # Up and down by factors of two, so that the scale nearest to 1 is found.
+        for low, high in ((outermost / 2, outermost), (2 / outermost, 1 / outermost)):
+            if is_cheaper(high):
+                # In log space: 12 halvings of a factor of two leave an error of 0.02%.
                 for _ in range(12):
                     middle = (low * high) ** 0.5
-                    low, high = (low, middle) if wins(middle) else (middle, high)
+                    low, high = (low, middle) if is_cheaper(middle) else (middle, high)
                 return high
     return None
 
@@ -127,16 +134,18 @@ def _alternative_cuts(
     op_type: OpType, cuts: Cuts, mesh: DeviceMatrix, axis: int
 ) -> Iterator[tuple[str, Cuts]]:
     """The factors that may be cut over `axis`, and none, each with the operator's new cuts."""
-    current = factor_of_axis(cuts)
-    rest = {a: factor for a, factor in current.items() if a != axis}
-    yield "", axes_of_factors(rest)
+    current_factors = factor_of_axis(cuts)
+    other_axes = {a: factor for a, factor in current_factors.items() if a != axis}
+    yield "", axes_of_factors(other_axes)
     for factor, limit in zip(op_type.factors, op_type.limits, strict=True):
-        moved = axes_of_factors({**rest, axis: factor})
+        new_cuts = axes_of_factors({**other_axes, axis: factor})
         pairs = ({op_type.factors[n] for n in pair} for pair in op_type.joined)
-        if any(pair <= {*moved} for pair in pairs):
+        if any(pair <= {*new_cuts} for pair in pairs):
             continue
-        if limit % mesh.size(moved[factor]) == 0:
-            yield factor, cuts if current.get(axis) == factor else moved
+        if limit % mesh.size(new_cuts[factor]) == 0:
+            # The chosen cuts unchanged: a pin may order the axes of a factor otherwise than
+            # outermost first.
+            yield factor, cuts if current_factors.get(axis) == factor else new_cuts
 
 
 def _choices_by_time(
@@ -165,6 +174,8 @@ def _choices_by_time(
         links, batch = knobs.get(COMMUNICATION, 1.0), knobs.get(BATCH, 1.0)
         mem_coeff_scale = knobs.get(MEM_COEFF, 1.0)
         per_step = pricing.parameter_weight(mem_coeff * mem_coeff_scale) / weight
+        # A larger batch computes and sends more activations, but gathers, reduces and updates the
+        # same parameters. Terms of parameters contain `weight` already, hence the ratio.
         scaled = replace(
             cost,
             forward=cost.forward * batch,
@@ -179,15 +190,17 @@ def _choices_by_time(
     for number, variable in enumerate(problem.variables):
         if not variable.op_type.is_main:
             continue
+        # The objective is a sum over operators and edges up to the overlap of communication, which
+        # is why whole costs are compared and not those around the operator.
         other_cost = total_cost.plus(cost_around(number, variable, cuts[number]), -1)
         for axis, name in enumerate(mesh.alias_names):
             alternatives = dict(_alternative_cuts(variable.op_type, cuts[number], mesh, axis))
             costs = {
-                f: other_cost.plus(cost_around(number, variable, m), 1)
-                for f, m in alternatives.items()
+                factor: other_cost.plus(cost_around(number, variable, new_cuts), 1)
+                for factor, new_cuts in alternatives.items()
             }
             chosen = factor_of_axis(cuts[number]).get(axis, "")
-            others = [factor for factor in costs if factor != chosen]
+            other_factors = [factor for factor in costs if factor != chosen]
             if chosen not in costs:  # Pins may cut factors that a search may not.
                 continue
 
@@ -196,7 +209,9 @@ def _choices_by_time(
             ) -> float:
                 return total(costs[factor], knobs)
 
-            yield _axis_choice(tuple(names[number]), name, chosen, others, cost, symbolic=False)
+            yield _axis_choice(
+                tuple(names[number]), name, chosen, other_factors, cost, symbolic=False
+            )
 
 
 def _symbolic_choices(
@@ -211,6 +226,7 @@ def _symbolic_choices(
         equal_ops: dict[object, list[int]] = {}
 
         def costs(op: int, scale: float, level: AxisLevel = level) -> dict[str, float]:
+            # One recursion for each scale, since it caches costs with its `mem_coeff`.
             if scale not in recursions:
                 recursions[scale] = Recursion(indexed, mem_coeff * scale, "weight", None)
             recursion, factors = recursions[scale], indexed.op_types[op].factors
@@ -240,9 +256,9 @@ def _symbolic_choices(
             def cost(factor: str, knobs: Mapping[str, float], op: int = first) -> float:
                 return costs(op, knobs.get(MEM_COEFF, 1.0))[factor]
 
-            others = [factor for factor in op_costs if factor != chosen]
+            other_factors = [factor for factor in op_costs if factor != chosen]
             names = tuple(indexed.names[op] for op in ops)
-            yield _axis_choice(names, name, chosen, others, cost, symbolic=True)
+            yield _axis_choice(names, name, chosen, other_factors, cost, symbolic=True)
 
 
 def _choices_without(level: AxisLevel, choice: list[int], op: int) -> list[int]:
@@ -255,17 +271,17 @@ def _choices_without(level: AxisLevel, choice: list[int], op: int) -> list[int]:
     region, borders, queue = {op}, set[int](), deque([op])
     while queue:
         current = queue.popleft()
-        makers = (graph.producer[value] for value in graph.inputs[current])
-        neighbors = [source[0] for source in makers if source is not None]
+        producers = (graph.producer[value] for value in graph.inputs[current])
+        neighbors = [producer[0] for producer in producers if producer is not None]
         neighbors += [
             reader for value in graph.outputs[current] for reader, _ in graph.consumers[value]
         ]
-        for other in neighbors:
-            if graph.op_types[other].is_main:
-                borders.add(other)
-            elif other not in region:
-                region.add(other)
-                queue.append(other)
+        for neighbor in neighbors:
+            if graph.op_types[neighbor].is_main:
+                borders.add(neighbor)
+            elif neighbor not in region:
+                region.add(neighbor)
+                queue.append(neighbor)
     level.choice = [UNDECIDED if current in region else each for current, each in enumerate(choice)]
     level.propagate(sorted(borders - region))
     return level.choice
@@ -284,6 +300,6 @@ def _state_before(
             for factor in op_type.factors
         )
         shard_counts.append(tuple(sizes))
-        on = [factor for factor, axes in cuts.items() if axis in axes]
-        choice.append(op_type.factors.index(on[0]) if on else NO_CUT)
+        factors_on_axis = [factor for factor, axes in cuts.items() if axis in axes]
+        choice.append(op_type.factors.index(factors_on_axis[0]) if factors_on_axis else NO_CUT)
     return shard_counts, choice

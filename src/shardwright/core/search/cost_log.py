@@ -42,6 +42,8 @@ def log_choice(
     """
     log(f"{name}, level {axis + 1} ({axis_size} devices along the axis)")
     for each in alternatives:
+        # As in MindSpore: an impossible choice has no line of its own, and is the largest float in
+        # the list of costs below.
         if each.operator_cost < IMPOSSIBLE:
             condition = (
                 "If do NOT cut the axis" if each.factor == NO_CUT else f"If the {each.label} is cut"

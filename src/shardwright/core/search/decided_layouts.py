@@ -69,6 +69,7 @@ class TensorContext:
         path, sizes = self._steps_and_bytes(source, target)
         if not path:
             return []
+        # A program runs equal first steps of several redistributions of a value once.
         shared = max(
             (_num_common_steps(path, self._steps_and_bytes(source, o)[0]) for o in other_reads),
             default=0,
@@ -141,6 +142,8 @@ class DecidedLayouts:
         self.outputs = outputs
         self.cuts: CutsOfGraph = {}
         self.rules = {op.name: rule_of(op) for op in graph.ops}
+        # Every rank receives whole inputs, buffers and constants; callers replace the layouts of
+        # inputs that arrive sharded.
         arriving = (*graph.input_values, *graph.buffers, *graph.constants)
         self.sources = {value: mesh.replicated(len(value.shape)) for value in arriving}
         self.reads: dict[Value, dict[tuple[str, int], TensorLayout]] = {
@@ -172,6 +175,7 @@ class DecidedLayouts:
 
     def other_reads(self, op: Op, value: Value) -> tuple[TensorLayout, ...]:
         """Return the layouts in which other operators read `value`; none for parameters."""
+        # Each use of a parameter may have its own layout; how it is stored follows from the uses.
         if value.kind is Kind.PARAMETER:
             return ()
         reads = self.reads[value].items()
@@ -183,6 +187,8 @@ class DecidedLayouts:
         if value in self.sources:
             reads = tuple(dict.fromkeys(self.reads[value].values()))
             for number, target in enumerate(reads):
+                # Each redistribution is charged only for the steps that earlier readers do not
+                # have.
                 yield self.sources[value], target, reads[:number]
 
 

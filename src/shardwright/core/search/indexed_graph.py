@@ -106,6 +106,7 @@ class OpType:
         """
         if self.limits[factor] % (shard_counts[factor] * axis_size):
             return False
+        # Joined factors cut the same dim of the queries: cut by both, it would be sharded twice.
         pairs = (pair for pair in self.joined if factor in pair)
         return all(shard_counts[other] == 1 for pair in pairs for other in pair if other != factor)
 
@@ -133,6 +134,7 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
         for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True)
     )
     factors_and_none = (*factors, None)
+    # As J and K of a product: one that is cut on K is not cut on J too, nor the other way around.
     excluded: list[list[int]] = [[] for _ in index]
     for one, other in main.exclusive if main is not None else ():
         excluded[index[one]].append(index[other])
@@ -269,6 +271,7 @@ def _indexed(graph: Graph) -> IndexedGraph:
     data = [False] * len(number)
     for value in graph.input_values:
         data[number[value]] = True
+        # An input with another dim 0, such as a table of positions, has no batch to shard.
         batch[number[value]] = bool(value.shape) and value.shape[0] == batch_size
     producer: list[tuple[int, int] | None] = [None] * len(number)
     consumers: list[list[tuple[int, int]]] = [[] for _ in number]
@@ -304,6 +307,8 @@ def _op_types(graph: Graph) -> tuple[OpType, ...]:
         if rule is None:
             op_types.append(op_type_of(None, op))
             continue
+        # `rule_of` returns one object for all operators with equal shapes and arguments, so that
+        # the layers of a deep model share their types.
         if id(rule) not in by_rule:
             by_rule[id(rule)] = op_type_of(rule, op)
         op_types.append(by_rule[id(rule)])

@@ -32,7 +32,7 @@ def check_takes_pins(mode: str, pinned: Mapping[str, object]) -> None:
     """
     if pinned and not MODES[mode].takes_pins:
         names = ", ".join(list(pinned)[:5]) + (" …" if len(pinned) > 5 else "")
-        valid = ", ".join(name for name, other in MODES.items() if other.takes_pins)
+        valid = ", ".join(name for name, search_mode in MODES.items() if search_mode.takes_pins)
         raise StrategyError(
             f"mode={mode!r} decides every operator itself, but `shard` pins {names}\n"
             f"modes that support pinned operators are {valid}"

@@ -71,11 +71,13 @@ class NearbyCuts:
         for axis in axes:
             for factor in (*self.limits, None):
                 if factor != factors.get(axis):
-                    rest = {a: f for a, f in factors.items() if a != axis}
+                    other_axes = {a: f for a, f in factors.items() if a != axis}
                     if factor is not None:
                         pairs = [{*pair} for pair in self.joined.items() if factor in pair]
-                        rest = {a: factor if {f, factor} in pairs else f for a, f in rest.items()}
-                    yield rest if factor is None else {**rest, axis: factor}
+                        other_axes = {
+                            a: factor if {f, factor} in pairs else f for a, f in other_axes.items()
+                        }
+                    yield other_axes if factor is None else {**other_axes, axis: factor}
 
     def divisible(
         self, factors: FactorOfAxis, preferred: Mapping[str, Axes] = NO_AXES

@@ -44,6 +44,7 @@ def sharded_storage(
     cached: dict[object, CutAxes] = {}
     for value in graph.parameters:
         size = value.numel * value.stored_dtype.itemsize
+        # Gathering a small parameter takes a latency, whatever little memory it saves.
         if value.name in pinned or size < sharding.threshold * KB:
             continue
         used_axes = cut_axes[value].union(*map(frozenset, used[value.name]))
@@ -81,6 +82,8 @@ def _sharded(
             )
     if shard_size != -1:
         subsets = [axes for axes in subsets if shard_size % mesh.size(axes) == 0]
+    # In order of preference: most devices, a dim that nothing shards yet, the first such dim, and
+    # the innermost axes, whose links are the fastest.
     valid_shardings = [
         (mesh.size(axes), not used[dim], -dim, axes)
         for axes in subsets

@@ -43,6 +43,7 @@ def ring_cuts(
         assert rule is not None
         for factor, other in rule.joined.items():
             axes = op_cuts.get(other)
+            # The ring also cuts the keys and values, whose length may not be divisible.
             if not axes or rule.capacity[factor] % mesh.size(axes):
                 continue
             if _gathered_bytes(op, rule, mesh, op_cuts, factor) >= MIN_MEMORY_SHARE * limit:

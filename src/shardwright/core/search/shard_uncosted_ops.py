@@ -58,6 +58,7 @@ def shard_uncosted_ops(request: SearchRequest, cuts: Mapping[str, Cuts]) -> Cuts
     """
     ops, uncosted = request.graph.ops, _UncostedOps(request, cuts)
     free = [op for op in ops if op.name not in request.pinned and uncosted.is_uncosted(op)]
+    # Forward, then backward: an operator may follow its reader only once that one is cut.
     for op in (*free, *reversed(free)):
         uncosted.shard_further(op)
     exhausted = set()
@@ -139,6 +140,7 @@ class _UncostedOps(DecidedLayouts):
 
         def spread() -> None:
             members = {op.name: op for op in region}
+            # An operator that has been cut enables its neighbors, so these are visited again.
             queue = deque(region)
             while queue:
                 op = queue.popleft()
@@ -165,6 +167,7 @@ class _UncostedOps(DecidedLayouts):
         messages, sent_bytes, gradient_bytes, activation_bytes = map(
             sub, self._communication_costs(ops), costs
         )
+        # Fewer bytes in more messages can take longer: small tensors are bound by latency.
         sends_more = (
             sent_bytes > 0
             or sent_bytes + BYTES_PER_MESSAGE * messages > 0

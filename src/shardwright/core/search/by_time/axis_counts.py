@@ -70,6 +70,8 @@ def enumerate_cut_counts(
         distributions = np.array(
             list(_axis_distributions(len(group.axes), len(limits))), dtype=np.int64
         )
+        # Before the invalid cuts are filtered out, of which there may be many: the factor of 20
+        # only limits memory.
         if len(cut_counts) * len(distributions) > 20 * max_cuts:
             return None
         repeated = np.repeat(cut_counts, len(distributions), axis=0)
@@ -98,6 +100,8 @@ class CountedRedistributionBound:
         fastest_rates = [max(level.rate for level in levels[n:]) for n in range(len(levels))]
         self._latency = [min(level.latency for level in levels[n:]) for n in range(len(levels))]
         seconds_per_byte = [1 / rate for rate in fastest_rates]
+        # Bytes that cross slower links are among those counted at faster ones, so that each level
+        # adds only what it takes longer.
         self._added_seconds_per_byte = [
             after - before for before, after in pairwise([0.0, *seconds_per_byte])
         ]
@@ -105,6 +109,7 @@ class CountedRedistributionBound:
         # empty parts (see `Links`), so that the latencies of all hops are no lower bound there.
         self._few_elements_bytes = ELEMENT * links.mesh.num_devices**2 if links.shared else 0
         self._level = np.array([group.level for group in axis_groups])
+        # Products of sizes as sums of logarithms: one matrix product for all layouts.
         self._log_size = np.log2([group.size for group in axis_groups])
         self._num_axes = np.array([len(group.axes) for group in axis_groups])
         self._cached_rates: dict[object, tuple[LayoutTable, LayoutTable]] = {}
@@ -160,7 +165,7 @@ class CountedRedistributionBound:
     def _received_share(
         self, source: Counts, reader: Counts, crossed: npt.NDArray[np.bool_]
     ) -> LayoutTable:
-        """What a device receives over links of the crossed groups, as a share of the full value."""
+        """The share of the full value that a device receives over links of the crossed groups."""
         log_crossing = np.where(crossed, self._log_size, 0.0)
         devices_inside = 2.0 ** (self._num_axes * (self._log_size - log_crossing)).sum()
         num_groups = 2.0 ** (self._num_axes * log_crossing).sum()

@@ -127,6 +127,8 @@ class AxisTables:
             try:
                 if key not in eliminations:
                     eliminations[key] = Elimination(sizes, scopes)
+            # Densely connected graphs, such as a value that all layers read. Fixing few operators
+            # keeps the others exact.
             except TooWideError:
                 self._fix_most_connected(scopes)
                 continue
@@ -150,6 +152,8 @@ class AxisTables:
         if variable.pinned is not None:
             return (self.choices[number][self.axis],)
         op_type, shard_counts = variable.op_type, self.shard_counts[number]
+        # A factor only where the cuts of all other axes leave it divisible by this one; `NO_CUT`
+        # last, so that ties prefer cuts.
         divides = [
             f for f in range(len(op_type.factors)) if op_type.divides(f, shard_counts, self.size)
         ]
@@ -248,6 +252,8 @@ class AxisTables:
                 len(edge.value.shape), num_bytes, edge.differentiable, edge.is_shared_parameter
             )
             costs = costs[[table_index(layout) for layout in source.layouts]]
+            # No table: the edge costs nothing, and need not connect its operators in the
+            # elimination.
             if not costs.any():
                 continue
             reads: dict[int, ReadLayouts] = {}
@@ -284,6 +290,8 @@ class AxisTables:
         for choice in self.options[number]:
             dim = op_type.output_dims[choice][output_index]
             if dim == NO_CUT and choice != NO_CUT:
+                # Cutting a factor that an output lacks leaves partial sums, unless the rule says
+                # that the operator completes them itself.
                 dim = REPLICATED if op_type.factors[choice] in complete else PARTIAL
             layouts.append(dim)
         return _EdgeSource(num_shards, number, tuple(layouts))
@@ -312,6 +320,8 @@ class AxisTables:
                 cost += self.model.parameter_update(parameter_bytes / size, num_shards * size)
             return cost
 
+        # Behind all operators: `decide` reads only the choices of the first `len(options)`
+        # variables.
         storage_variable = len(sizes)
         sizes.append(len(dims) + 1)
         table = np.array([cost_of(self.size)] * len(dims) + [cost_of(1)])
@@ -385,6 +395,8 @@ class AxisTables:
             factors.append(factor_between(source, reader, costs @ column_sums(layouts, columns)))
             return
         all_sets, serves = layout_sets(tuple(sorted(reads.values(), key=repr)), returned)
+        # Without it, a table over the source and all readers would be needed, which grows
+        # exponentially with the readers; sets keep all tables at two variables.
         set_variable = len(sizes)
         sizes.append(len(all_sets))
         factors.append(factor_between(source, set_variable, costs @ column_sums(all_sets, columns)))

@@ -185,7 +185,7 @@ def _unfolded_bound(
 def _edge_key(
     edge: TensorEdge, readers: tuple[tuple[int, int], ...], source: tuple[int, int] | None
 ) -> Hashable:
-    """What must be equal for two values to share an edge."""
+    """A key that is equal for values that may share an edge."""
     name = edge.value.name if source is None else None
     properties = source, edge.fixed_axes, readers, edge.returned, edge.differentiable
     return name, properties, edge.value.shape, edge.value.dtype

@@ -321,6 +321,8 @@ class CountTables:
         all_layouts[:, -1] = 0
         storage_layouts, _ = _distinct(np.concatenate([all_layouts, 0 * all_layouts[:1]]))
         num_shards = num_shards_of(self.axis_groups, storage_layouts[:, :-1].sum(1))
+        # A parameter may be stored as one of its readers reads it or replicated; other layouts
+        # would only add redistributions.
         storage_costs = np.array(
             [self._parameter_byte_cost(edge.value, int(number)) for number in num_shards]
         )

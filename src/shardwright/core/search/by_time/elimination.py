@@ -136,6 +136,7 @@ class Elimination:
         sizes = self._sizes
         scope = tuple(sorted({v for _, variables in bucket for v in variables}))
         elements = prod(sizes[v] for v in scope)
+        # A single table exists already, and its minimum needs no larger one.
         if len(bucket) > 1 and elements > limit:
             raise TooWideError(elements, limit)
         bucket = sorted(bucket, key=lambda entry: prod(sizes[v] for v in entry[1]))
@@ -161,6 +162,7 @@ class Elimination:
             best_choices.append(total.argmin(axis=step.axis))
             all_tables.append(np.minimum.reduce(total, axis=step.axis))
         choices = [0] * len(self._sizes)
+        # Backwards: the best choice of a variable depends on those eliminated after it.
         for step, best in zip(reversed(self._steps), reversed(best_choices), strict=True):
             choices[step.variable] = int(best[tuple(choices[v] for v in step.rest)])
         return Minimum(sum(float(all_tables[number]) for number in self._constants), tuple(choices))
@@ -188,6 +190,7 @@ def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]
             for i, neighbor in enumerate(adjacent)
             for other in adjacent[i + 1 :]
         )
+        # The number of the variable breaks ties, so that plans are the same in every run.
         return fill, prod(sizes[v] for v in adjacent), variable
 
     keys = [key(variable) for variable in range(count)]
@@ -198,6 +201,8 @@ def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]
     while heap:
         entry = heappop(heap)
         variable = entry[2]
+        # A heap cannot update entries: a variable is pushed again when its key changes, and
+        # outdated entries are skipped.
         if is_eliminated[variable] or entry != keys[variable]:
             continue
         is_eliminated[variable] = True
@@ -210,6 +215,7 @@ def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]
             missing = adjacent - neighbors[neighbor] - {neighbor}
             if missing:
                 neighbors[neighbor] |= missing
+                # New connections between neighbors can also change the fill of their neighbors.
                 touched.update(neighbors[neighbor])
         for neighbor in touched:
             if not is_eliminated[neighbor]:

@@ -68,6 +68,7 @@ def search_exactly(request: SearchRequest) -> CertifiedCuts:
     search_part, joint_part, bound_part = (
         subrange(request.on_share, number, 3) for number in range(3)
     )
+    # The heuristic plan first: it is the result if the tables are too large.
     plans = [cuts_of_graph(graph, search.problem, search.best(search_part))]
     unfolded_search = timed_search(request, fold=False)
     try:
@@ -86,6 +87,7 @@ def search_exactly(request: SearchRequest) -> CertifiedCuts:
         logger.info("mode='exact' stops early: %s", reason)
     best = min(plans, key=lambda plan: unfolded_search.total(unfolded_search.cost(plan)))
     certified = certify(replace(request, on_share=bound_part), best)
+    # Both bounds hold, and the larger says more. No bound may exceed the cost by rounding.
     return replace(certified, bound=max(certified.bound, min(bound, certified.cost)))
 
 
@@ -122,7 +124,7 @@ class _JointTables:
         """Return the cuts with the least sum of the tables, and a lower bound for all cuts.
 
         Raises:
-            TooLargeError: if tables would be too large.
+            TablesTooLargeError: if tables would be too large.
         """
         sizes = [len(all_cuts) for all_cuts in self.all_cuts]
         factors: list[Factor] = [
@@ -183,12 +185,14 @@ class _JointTables:
             for cuts in (self.all_cuts[source_variable] if source_variable is not None else [{}])
         ]
         readers: list[tuple[int | None, list[TensorLayout]]] = []
-        for n, place in edge.readers:
+        for n, input_index in edge.readers:
             variable = self.problem.variables[n]
             layouts = [self.objective.layouts(variable, cuts) for cuts in self.all_cuts[n]]
-            readers.append((n, [inputs[place] for inputs, _ in layouts]))
+            readers.append((n, [inputs[input_index] for inputs, _ in layouts]))
         if edge.returned:
             readers.append((None, [mesh.replicated(ndim)]))
+        # A table for two operators cannot know what other readers read: 1/n of each is at most what
+        # they cost together.
         share = edge.count / len(readers)
         factors = []
         for reader, targets in readers:

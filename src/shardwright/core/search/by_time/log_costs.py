@@ -30,7 +30,7 @@ def log_costs(
     Args:
         cuts: the decided cuts of each variable.
     """
-    around = problem.edges_around()
+    edges_around = problem.edges_around()
     mesh = objective.model.mesh
     for number, variable in enumerate(problem.variables):
         if not variable.op_type.is_main or variable.pinned is not None:
@@ -39,24 +39,30 @@ def log_costs(
         for axis in axes:
             alternatives: list[CutAlternative] = []
             for factor in (*op_type.choices, NO_CUT):
-                rest = {a: f for a, f in current.items() if a != axis}
-                added = {} if factor == NO_CUT else {axis: op_type.factors[factor]}
-                moved = axes_of_factors({**rest, **added})
+                other_axes = {a: f for a, f in current.items() if a != axis}
+                on_axis = {} if factor == NO_CUT else {axis: op_type.factors[factor]}
+                new_cuts = axes_of_factors({**other_axes, **on_axis})
                 limits = dict(zip(op_type.factors, op_type.limits, strict=True))
-                if any(limits[f] % mesh.size(over) for f, over in moved.items()):
+                # Only choices that the search had.
+                if any(limits[f] % mesh.size(over) for f, over in new_cuts.items()):
                     continue
-                every = [*cuts[:number], moved, *cuts[number + 1 :]]
+                all_cuts = [*cuts[:number], new_cuts, *cuts[number + 1 :]]
                 label = (
                     "no_cut" if factor == NO_CUT else op_type.labels[op_type.choices.index(factor)]
                 )
-                sent = sum(weights.of(objective.edge(edge, every)) for edge in around[number])
-                own = weights.of(objective.operator(variable, moved))
-                alternatives.append(CutAlternative(factor, label, own, sent))
-            here = current.get(axis)
+                redistribution_seconds = sum(
+                    weights.of(objective.edge(edge, all_cuts)) for edge in edges_around[number]
+                )
+                operator_seconds = weights.of(objective.operator(variable, new_cuts))
+                alternatives.append(
+                    CutAlternative(factor, label, operator_seconds, redistribution_seconds)
+                )
+            current_factor = current.get(axis)
             chosen = [
                 each
                 for each in alternatives
-                if (None if each.factor == NO_CUT else op_type.factors[each.factor]) == here
+                if (None if each.factor == NO_CUT else op_type.factors[each.factor])
+                == current_factor
             ]
             if chosen:
                 size = mesh.device_matrix[axis]

@@ -127,6 +127,7 @@ class Objective:
         cached start at their lower bound, and are priced one by one, the largest bound first, until
         the total reaches `bound`.
         """
+        # A bound above the best total discards a candidate without pricing any of its edges.
         unpriced: list[tuple[float, TensorEdge]] = []
         for edge in edges:
             cost, is_priced = self.lower_bound(edge, cuts)
@@ -135,6 +136,7 @@ class Objective:
             else:
                 unpriced.append((edge.count * cost.redistributions, edge))
         remaining = sum(least for least, _ in unpriced)
+        # The largest bound first: its price is most likely to exceed what is left.
         for least, edge in sorted(unpriced, key=lambda each: -each[0]):
             if total(base.plus(ObjectiveCost(redistributions=remaining), 1)) >= bound:
                 return None
@@ -173,6 +175,8 @@ class Objective:
                 update = self.model.parameter_update(parameter_bytes, num_shards)
                 reduce_axes = tuple(layout.varying) if variable.differentiable else ()
                 used_axes = {*layout.sharded, *reduce_axes}
+                # ZeRO shards over axes over which every use is replicated: those that neither cut
+                # the parameter nor leave its gradient partial.
                 gather_axes = tuple(
                     a for a in range(len(self.model.mesh.device_matrix)) if a not in used_axes
                 )
@@ -236,6 +240,8 @@ class Objective:
     ) -> TensorLayout:
         mesh = self.model.mesh
         if edge.is_shared_parameter:
+            # Stored as the first reader that shards it reads it; the others redistribute from
+            # there.
             axes = next((read.axes for read in reads if read.sharded), None)
             return TensorLayout(mesh, axes) if axes else mesh.replicated(len(edge.value.shape))
         return self.source_layout(edge, cuts[edge.source[0]] if edge.source is not None else {})
@@ -260,6 +266,8 @@ class Objective:
         for target in reads:
             path = redistribution_steps(source, target, value.shape, edge.differentiable)
             for length, step in enumerate(path, start=1):
+                # Readers share the first steps of their paths, as the lowered program runs them
+                # once.
                 if path[:length] not in priced_paths:
                     priced_paths.add(path[:length])
                     seconds += sum(self.model.step(step, value, edge.differentiable))

@@ -208,7 +208,7 @@ def _search_problem(
 
 
 def _op_key(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) -> Hashable:
-    """What must be equal, besides the rule, for two operators to share a variable."""
+    """A key that, with the rule, is equal for operators that may share a variable."""
     cuts = pinned.get(op.name)
     pin = None if cuts is None else tuple(cuts.items())
     grads = tuple(value.requires_grad for value in (*op.inputs, *op.outputs))
@@ -240,6 +240,7 @@ def _edges(
     for number, value in enumerate(graph.values()):
         consumers = indexed.consumers[number]
         parameter = value.kind is Kind.PARAMETER
+        # A parameter with one reader is stored as it is read; its cost belongs to the operator.
         if (parameter and len(consumers) < 2) or not (consumers or value in replicated):
             continue
         readers = tuple(sorted({(variable_of[op], index) for op, index in consumers}))
@@ -267,6 +268,8 @@ def _edges(
             has_gradient,
         )
         if source is None:
+            # Values without a producer are one edge each: two parameters or inputs of one shape are
+            # not one value.
             key = (key, number)
         representative, count = edges.get(key, (edge, 0))
         edges[key] = (representative, count + 1)
@@ -298,6 +301,8 @@ def representatives(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[
     """
     decided_by = list(range(len(indexed.names)))
     for run in block_runs(indexed, op_keys):
+        # The first block reads from the embedding and the last is read by the head: redistributions
+        # there differ from those between blocks.
         for block in range(2, run.blocks - 1):
             first = run.start + block * run.period
             for offset in range(run.period):
@@ -333,6 +338,7 @@ def _longest_run(
     best_start, length = (0, 0), 0
     segment_keys = keys[start:stop]
     for period in range(1, (stop - start) // MIN_BLOCKS + 1):
+        # A longer period has fewer operators left to compare.
         if length >= stop - start - period:
             break
         equal = segment_keys[period:] == segment_keys[:-period]

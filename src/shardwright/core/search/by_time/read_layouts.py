@@ -52,14 +52,20 @@ def redistribution_table(ndim: int, differentiable: bool, seconds: Callable[[str
     reduce, gather = seconds("all_reduce"), seconds("all_gather")
     scatter, exchange = seconds("reduce_scatter"), seconds("all_to_all")
     table = np.zeros((ndim + 2, ndim + 3))
+    # A partial sum is reduce-scattered to a sharded reader, and the gradient gathered back.
     table[0, :] = scatter + backward * gather
+    # To a reader that leaves the gradient partial both passes all-reduce. To a replicated one only
+    # the forward pass does: Megatron's g.
     table[0, :2] = reduce + backward * reduce, reduce
     table[0, -1] = reduce
+    # Megatron's f: nothing forward, and the partial gradient is all-reduced.
     table[1, 0] = backward * reduce
+    # Slicing a replicated value sends nothing; only the gradient is gathered.
     table[1, 2:-1] = backward * gather
     for dim in range(2, ndim + 2):
         table[dim, 0] = gather + backward * scatter
         table[dim, 1] = gather
+        # Between two dims an all-to-all; between equal dims nothing.
         table[dim, 2:-1] = (1 + backward) * exchange
         table[dim, dim] = 0.0
     return table

@@ -40,6 +40,8 @@ class RedistributionBound:
         levels = links.cluster.levels
         fastest_rates = [max(level.rate for level in levels[n:]) for n in range(len(levels))]
         seconds_per_byte = [1 / rate for rate in fastest_rates]
+        # Bytes that cross slower links are among those counted at faster ones, so that each level
+        # adds only what it takes longer.
         self._added_seconds_per_byte = [
             after - before for before, after in pairwise([0.0, *seconds_per_byte])
         ]
@@ -94,8 +96,8 @@ class RedistributionBound:
     def _received_share(
         self, source: Placement, partial_axes: Collection[int], target: Placement, crossed: int
     ) -> float:
-        """What a device receives over links of level `crossed` and slower ones, as a share of the
-        full value: the mean over all devices, which the slowest device cannot stay below."""
+        """The share of the full value that a device receives over links of level `crossed` and
+        slower ones: the mean over all devices, which the slowest device cannot stay below."""
         devices_inside, num_groups = (
             self._devices_inside[crossed],
             self._devices_inside[-1] / self._devices_inside[crossed],

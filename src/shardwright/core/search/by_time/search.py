@@ -122,6 +122,8 @@ class TimedSearch:
     @property
     def exposed_shares(self) -> tuple[float, ...]:
         """The values of λ to search with."""
+        # Devices that share a processor hide no communication: with a slowdown of 1, λ drops out of
+        # the objective.
         return (1.0,) if self.model.shared else EXPOSED_SHARES
 
     def best(self, on_share: OnShare = ignore_share) -> list[Cuts]:
@@ -143,6 +145,8 @@ class TimedSearch:
             self._search_all_orders(recursion_part), local_search_parts, strict=False
         ):
             local_search(self.objective, cuts, self.total, ROUNDS, GAIN, part)
+            # Local search may lead both starts to the same cuts; the predictor need not compare
+            # these.
             if all(cuts != others for _, others in totals):
                 totals.append((self.total(self.objective.cost(cuts)), cuts))
         totals.sort(key=itemgetter(0))
@@ -160,6 +164,7 @@ class TimedSearch:
         with_copies: list[tuple[float, list[Cuts]]] = []
         is_exposed = False
         for number, (exposed_share, order) in enumerate(runs):
+            # Without exposed communication λ = 0 was exact.
             if exposed_share > smallest and not is_exposed:
                 break
             results = self._search_in_order(
@@ -239,6 +244,8 @@ class TimedSearch:
             for axis in track(self.axes, subrange(on_share, number, ROUNDS)):
                 # Axes with equal links and choices get equal results.
                 properties = (self.model.links.levels[axis], tuple(row[axis] for row in choices))
+                # Deciding an axis takes most of the time of a search: none is decided whose result
+                # is known.
                 if axis in up_to_date or properties in seen:
                     continue
                 seen.add(properties)
@@ -270,6 +277,8 @@ class TimedSearch:
                 self.problem.data_parallel_choices(self.model.mesh.device_matrix[axis]),
                 no_cuts,
             }
+            # Sorted, since the order of a set differs between runs, and each change is the start of
+            # the next.
             for column in sorted(columns - {tuple(row[axis] for row in choices)}):
                 changed = self._with_axis_choices(choices, axis, column)
                 cost = self._cost_below(changed, best_total)
@@ -290,6 +299,7 @@ class TimedSearch:
             divides = choice != NO_CUT and variable.op_type.divides(
                 choice, shard_counts, sizes[axis]
             )
+            # A copied choice may not divide this operator, whose sizes other axes have cut further.
             new = row[axis] if variable.pinned is not None else choice if divides else NO_CUT
             changed.append([*row[:axis], new, *row[axis + 1 :]])
         return changed
@@ -339,6 +349,8 @@ class TimedSearch:
         micro_batches = self.pricing.micro_batches
         slowdown = self.model.slowdown
         exposed_weight = (1 - slowdown) * exposed_share
+        # Without sharded storage (ZeRO) nothing is gathered in the forward pass, so that it hides
+        # nothing.
         gather_weight = 0.0 if self.model.optimizer_shard_size is None else exposed_weight
         return Weights(
             micro_batches - gather_weight,

@@ -62,6 +62,8 @@ def swap_axes(
         properties = _pair_properties(objective, cuts, (first, second))
         if properties in priced_pairs:
             continue
+        # Pairs with equal links and equal uses give equal results, as the many axes of large meshes
+        # do.
         priced_pairs.add(properties)
         swap = _Swap(
             objective, cuts, _with_axes_swapped(objective, cuts, first, second), total_cost, weights
@@ -69,6 +71,7 @@ def swap_axes(
         improved_cuts = swap.best(total, total(total_cost) * (1 - GAIN))
         if improved_cuts is not None:
             cuts[:], total_cost = improved_cuts
+            # Other cuts, other prices: pairs that brought nothing before may bring something now.
             improved, priced_pairs = True, set()
     return improved
 
@@ -158,6 +161,7 @@ class _Swap:
             return None
         for _ in range(MAX_PRICED_COMBINATIONS):
             least = elimination.minimum(tables)
+            # The tables are lower bounds, so that no combination is cheaper than this promises.
             if least.cost >= cost_without_swap - GAIN * bound:
                 return None
             priced_before = self.objective.num_priced

@@ -62,6 +62,8 @@ class LocalProblem:
         """Return the cuts with the least cost, then the least traffic; the first of equal ones."""
         best = self._cheapest_of(self.enumerate_cuts())
         while True:
+            # `best` is the first candidate and wins ties, so that every round but the last
+            # decreases the cost.
             improved = self._cheapest_of(chain((best,), self._one_axis_changes(best)))
             if improved == best:
                 return best
@@ -74,6 +76,7 @@ class LocalProblem:
         move along tensors of equal size, to where they may become cheaper.
         """
         current_cost = self.cost(cuts)
+        # Without redistributions there is nothing to move.
         if current_cost is None or not current_cost[0]:
             return cuts
 
@@ -123,6 +126,8 @@ class LocalProblem:
             self._input_redistributions(read), self._output_redistributions(written)
         ):
             redistribution += context.redistribution(*between)
+            # The search for redistribution steps takes most of the time, so costs above the bound
+            # end it early.
             if bound is not None and (redistribution, reduction_bytes, memory) > bound:
                 return None
         return redistribution, reduction_bytes, memory
@@ -142,6 +147,8 @@ class LocalProblem:
         self, read: tuple[TensorLayout, ...]
     ) -> Iterator[tuple[TensorContext, SharedRedistribution]]:
         for context, layout in zip(self.inputs, read, strict=True):
+            # A parameter is stored as it is read: `redistribution` counts nothing for it, and
+            # `traffic` the reduction of its gradient.
             source = without_partial(layout) if context.is_parameter else context.source
             if source is not None:
                 yield context, (source, layout, context.reads)
@@ -160,6 +167,8 @@ class LocalProblem:
         axes give more than `MAX_CUTS`, only factors that some neighbor cuts.
         """
         layouts = dict.fromkeys(tensor.layout for tensor in self.nearby.shared)
+        # Axes that all neighbors use alike are interchangeable; one choice for the group keeps the
+        # number of combinations independent of the number of devices.
         groups = group_equal_axes(self.mesh, [_placement_of_axis(layout) for layout in layouts])
         neighbor_factors = [self._neighbor_factors(group) for group in groups]
         all_factors = [
@@ -193,8 +202,8 @@ class LocalProblem:
 
     def _neighbor_factors(self, group: Axes) -> tuple[str | None, ...]:
         """The factors that neighbors cut over the axes of `group`, then None for no cut."""
-        nearby = [move for move in self.nearby.matching_neighbors() if group[0] in move]
-        return (*dict.fromkeys(move[group[0]] for move in nearby), None)
+        matching = [factors for factors in self.nearby.matching_neighbors() if group[0] in factors]
+        return (*dict.fromkeys(factors[group[0]] for factors in matching), None)
 
     def _axis_orders(self) -> list[Mapping[str, Axes]]:
         """The orders of axes of each factor in the mesh, then in each neighbor."""
@@ -212,9 +221,11 @@ class LocalProblem:
     def _one_axis_changes(self, cuts: Cuts) -> Iterator[dict[str, Axes]]:
         """`cuts` with one axis cutting another factor or none."""
         axes = [axis for axis, size in enumerate(self.mesh.device_matrix) if size > 1]
-        for move in self.nearby.with_one_axis_changed(factor_of_axis(cuts), axes):
-            yield self.nearby.divisible(move, cuts)
-            yield self.nearby.divisible(move)
+        for factors in self.nearby.with_one_axis_changed(factor_of_axis(cuts), axes):
+            # In the order of axes of the present cuts, then outermost first: where two axes cut one
+            # dim, their order decides which layouts match without redistribution.
+            yield self.nearby.divisible(factors, cuts)
+            yield self.nearby.divisible(factors)
 
 
 def _placement_of_axis(layout: TensorLayout) -> dict[int, object]:

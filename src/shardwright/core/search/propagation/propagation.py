@@ -47,6 +47,7 @@ def propagate(request: SearchRequest) -> CutsOfGraph:
     for op in graph.ops:
         if op.name in pinned:
             propagation.decide(op, pinned[op.name])
+    # All pins are decided by now: an operator between two of them takes both into account.
     propagation.propagate()
     propagation.refine(pinned)
     cuts = propagation.cuts
@@ -93,29 +94,34 @@ class _Propagation(DecidedLayouts):
             if op.name in self.cuts:
                 self._enqueue(op, gradient_queue, other_queue)
         while gradient_queue or other_queue:
+            # An operator may be queued by several neighbors; the first visit decides it.
             op = (gradient_queue or other_queue).popleft()
             if op.name not in self.cuts:
                 self.decide(op, self._cheapest_cuts(op))
                 self._enqueue(op, gradient_queue, other_queue)
 
     def _enqueue(self, op: Op, gradient_queue: deque[Op], other_queue: deque[Op]) -> None:
-        for value, other in self.neighbors(op):
-            if other.name not in self.cuts:
+        for value, neighbor in self.neighbors(op):
+            if neighbor.name not in self.cuts:
                 (
                     gradient_queue if value.requires_grad and value in self.data else other_queue
-                ).append(other)
+                ).append(neighbor)
 
     def refine(self, pinned: Mapping[str, Cuts]) -> None:
         """Step 2, until the bytes of redistributions stop decreasing."""
         free = [op for op in self.graph.ops if op.name in self.cuts and op.name not in pinned]
         before = self._redistribution_bytes()
         for _ in range(ROUNDS):
+            # A redistribution moves only along the direction of a sweep: towards the outputs in a
+            # forward one, towards the inputs in a backward one.
             for ops, forward in ((free, True), (free[::-1], False)):
                 for op in ops:
                     cuts = self._redecided(op, forward)
                     if cuts != self.cuts[op.name]:
                         self.decide(op, cuts)
             redistribution_bytes = self._redistribution_bytes()
+            # Ties may move redistributions without end; the bytes of all of them decrease or the
+            # sweeps end.
             if redistribution_bytes >= before:
                 return
             before = redistribution_bytes
@@ -148,6 +154,7 @@ class _Propagation(DecidedLayouts):
         decide: Callable[[], dict[str, Axes]],
     ) -> dict[str, Axes]:
         """`decide()`, cached: equal operators with equal surroundings get equal cuts."""
+        # Equal operators share one rule object, so that its id stands for shapes and arguments.
         key = (id(problem.rule), problem.inputs, problem.outputs, *extra_key)
         if key not in self._cache:
             self._cache[key] = decide()

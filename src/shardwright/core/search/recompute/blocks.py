@@ -212,6 +212,8 @@ class RecomputeBlocks:
                 recompute_by_block.setdefault(block_of[name], {})[name] = each
             work = self._work(flow, block_of)
             for block, size in freed.items():
+                # An option that frees nothing here is none: recomputing a block of views keeps its
+                # inputs instead.
                 if size > 0 and block in recompute_by_block:
                     item = KnapsackItem(size, work.get(block, 0.0))
                     options.setdefault(block, {})[option] = (item, recompute_by_block[block])
@@ -224,6 +226,8 @@ class RecomputeBlocks:
         segments with which these are repeated.
         """
         for transfer in self._plain_flow.transfers:
+            # Computing routes anew for each option would take longer than all else; only segments
+            # differ.
             transfer.segment, transfer.is_repeated = None, False
         recompute = {**self.decisions.recompute, **recompute_by_op}
         segments = recompute_segments(self.graph, recompute, self._transfers)

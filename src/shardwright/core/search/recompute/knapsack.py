@@ -79,10 +79,12 @@ def _extended(states: _States, block: Sequence[KnapsackItem], needed: int) -> _S
     """The states after one more block."""
     freed = np.array([0, *(option.freed for option in block)], np.int64)[:, None] + states.freed
     cost = np.array([0.0, *(option.cost for option in block)])[:, None] + states.cost
+    # Capped: states that free enough differ only in cost, and all but the cheapest are dominated.
     freed, cost = np.minimum(freed, needed).reshape(-1), cost.reshape(-1)
     order = np.lexsort((cost, -freed))
     freed, cost = freed[order], cost[order]
     cheapest_before = np.minimum.accumulate(np.concatenate(([np.inf], cost[:-1])))
+    # A state is dominated if one that frees as much costs no more.
     worthwhile = np.flatnonzero(cost < cheapest_before)
     options, previous = np.divmod(order[worthwhile], len(states.freed))
     return _States(freed[worthwhile], cost[worthwhile], previous, options - 1)
@@ -110,6 +112,8 @@ def _by_ratio(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int
         _, number, index = min(improvements)
         freed += blocks[number][index].freed - current(number).freed
         chosen[number] = index
+    # The last step may free far more than was missing: options that turn out unnecessary are
+    # returned, the most expensive first.
     for number in sorted(range(len(blocks)), key=lambda n: -current(n).cost):
         if freed - current(number).freed >= needed:
             freed -= current(number).freed

@@ -108,6 +108,7 @@ class StageLevels:
             steps[sum(block.options[option][0].freed for block in self._blocks_with(option))] = (
                 option
             )
+        # Freeing nothing needs no option, even if one happens to free no bytes.
         steps[0] = ""
         return sorted(steps.items())
 
@@ -190,6 +191,7 @@ class StageLevels:
                 yield from block.options[option][1].items()
             return
         indices = cheapest(self._items, needed)
+        # No level frees more than all blocks together.
         assert indices is not None
         for block, index in zip(self._blocks, indices, strict=True):
             if index >= 0:
@@ -199,6 +201,8 @@ class StageLevels:
 def _recomputed_bytes(block: RecomputeBlock) -> int:
     """Bytes that exist at once when the backward pass of a block begins with its recomputation."""
     option, (item, _) = max(block.options.items(), key=lambda option: option[1][0].freed)
+    # A block that is recomputed as a whole exists in full before its backward pass; the cheap
+    # options recompute short segments one by one.
     return item.freed if option in WHOLE_BLOCK_OPTIONS else 0
 
 
@@ -372,6 +376,7 @@ class RecomputeSearch:
 
         Needs no dry run if the estimate fits, and one of a single stage if the largest does not.
         """
+        # A dry run of one stage takes a fraction of one of all; the largest stage mostly decides.
         fits = self.estimate_fits or self.largest_stage.peak <= self._limit
         return fits and (self.estimate_fits or self.fully_recomputed.memory.peak <= self._limit)
 
@@ -403,6 +408,7 @@ class RecomputeSearch:
         """Return the lowest levels that fit, or the last levels if none do."""
         while True:
             measured = zip(self._last_levels, self._peaks, strict=True)
+            # A stage that does not fit with everything recomputed rules out all levels.
             if any(peaks.get(last_level, 0) > self._limit for last_level, peaks in measured):
                 return self.fully_recomputed
             levels = tuple(map(self._next_level, range(len(self._stages))))

@@ -59,6 +59,8 @@ class AxisLevel:
                 if producer is not None and self._is_following(producer[0]):
                     choice[producer[0]] = self.choice_from_output(*producer, dim)
                     self._enqueue(producer[0], dim, queue)
+                # Only where the value depends on the inputs: readers of a table that all layers
+                # share, such as rotary positions, need not agree.
                 elif graph.data[value] and (producer is None or choice[producer[0]] == UNDECIDED):
                     self._propagate_to_readers(value, dim, queue)
 
@@ -83,6 +85,8 @@ class AxisLevel:
         `UNDECIDED` for a replicated input that leaves the operator free, as a broadcast operand.
         """
         factor = self._factor(op, self.graph.op_types[op].inputs[input_index], dim)
+        # A mask or a rotary table that lacks the batch is always replicated; it must not replicate
+        # the activations that it is combined with.
         if factor == NO_CUT and not self.graph.replicates_op[op][input_index]:
             return UNDECIDED
         return factor
@@ -106,6 +110,9 @@ class AxisLevel:
         Inputs of the model count as sharded along the batch, so that a model without any operator
         with a cost is data parallel.
         """
+        # Forward first, since the batch of the inputs decides where no operator with a cost does;
+        # the backward pass reaches operators without a decided input, such as a mask made from
+        # constants.
         undecided = [op for op, choice in enumerate(self.choice) if choice == UNDECIDED]
         for op in undecided:
             self.choice[op] = _preferred_choice(self._choices_of_producers(op))
@@ -140,6 +147,7 @@ class AxisLevel:
                     yield self.choice_from_input(op, input_index, dim)
             elif graph.batch[value]:
                 factor = self._factor(op, graph.op_types[op].inputs[input_index], 0)
+                # An input whose batch is not divisible leaves the choice to the other inputs.
                 yield factor if factor != NO_CUT else UNDECIDED
 
     def _choices_of_consumers(self, op: int) -> Iterator[int]:

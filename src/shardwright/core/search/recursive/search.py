@@ -54,12 +54,16 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
     log = logger.info if request.log_costs else None
     recursion = Recursion(indexed, request.mem_coeff, request.order, log)
     cuts: CutsOfGraph = {}
+    # Outermost axis first: each level sees the shards that earlier levels left, as in the published
+    # logs, whose figures depend on this order.
     for axis, axis_size in enumerate(mesh.device_matrix):
         if axis_size > 1:
             choices = recursion.decide_axis(axis, axis_size, _pinned_on(indexed, pins, axis))
             record_axis(indexed, choices, axis, cuts)
     # A pin may list the axes of a factor in another order than that of decisions.
     cuts.update({name: dict(factors) for name, factors in pinned.items() if factors})
+    # No cuts at all are a plan if replicating was cheapest (a tiny `mem_coeff`), and an error if no
+    # size was divisible.
     if not cuts and not pins and mesh.num_devices > 1 and not recursion.had_valid_choice:
         raise _nothing_divides(indexed, mesh)
     return cuts
@@ -97,9 +101,12 @@ class Recursion:
         level = AxisLevel(self.graph, self.shard_counts, axis_size)
         for op, choice in pinned.items():
             level.choice[op] = choice
+        # Pins first, so that they count as decided neighbors of all others.
         level.propagate(pinned)
         for op in self._undecided_in_order(level):
             alternatives = self.alternatives(level, op)
+            # `min` takes the first of equal totals; `alternatives` is in the order that breaks
+            # ties.
             chosen = min(alternatives, key=lambda alternative: alternative.total)
             level.choice[op] = chosen.factor
             level.propagate((op,))
@@ -118,6 +125,8 @@ class Recursion:
         undecided = [op for op in self.graph.main if level.choice[op] == UNDECIDED]
         if self.order == "weight":
             weights = {op: self._operator_costs(level, op).weight for op in undecided}
+            # The largest operator has most to lose, and redistributions tie later operators to its
+            # choice. Both sorts are stable, so that ties keep the order of the graph.
             undecided.sort(key=lambda op: -weights[op])
         return sorted(undecided, key=lambda op: op_types[op].looks_up)
 
@@ -220,9 +229,12 @@ def _decided_neighbors(
                 dim = graph.op_types[producer].output_dims[choice[producer]][output_index]
                 neighbors.append((_INPUT, input_index, dim, elements[input_index]))
         elif graph.batch[value]:
+            # The batch arrives sharded on dim 0, so that reading it in another layout costs a
+            # redistribution, as in the published figures.
             dim = 0 if level.choice_from_input(op, input_index, 0) >= 0 else _CUT_SOMEWHERE
             neighbors.append((_INPUT, input_index, dim, elements[input_index]))
     for output_index, value in enumerate(graph.outputs[op]):
+        # A set: an operator that reads a value twice, sharded alike, needs one redistribution.
         reads = {
             (consumer, graph.op_types[consumer].input_dims[choice[consumer]][input_index])
             for consumer, input_index in graph.consumers[value]
@@ -240,6 +252,8 @@ def record_axis(
     for name, op_type, choice in zip(indexed.names, indexed.op_types, choices, strict=True):
         if choice != NO_CUT:
             cut, factor = cuts.setdefault(name, {}), op_type.factors[choice]
+            # Axes are decided outermost first, so that appending keeps them in order of
+            # significance.
             cut[factor] = (*cut.get(factor, ()), axis)
 
 
@@ -250,6 +264,8 @@ def _pinned_on(
     for op, cuts in pins.items():
         factors = indexed.op_types[op].factors
         cut = [factors.index(factor) for factor, axes in cuts.items() if axis in axes]
+        # An axis cuts at most one factor of an operator; a pin without it keeps the operator
+        # replicated there.
         choices[op] = cut[0] if cut else NO_CUT
     return choices
 
