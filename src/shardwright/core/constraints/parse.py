@@ -136,6 +136,7 @@ class StrategyParser:
         if joint.axes is None:
             return outer, inner
         lengths = range(len(joint.axes) + 1)
+        # The axes of the outer factor come first in the layout of a joint dimension.
         count = next((n for n in lengths if self.mesh.size(joint.axes[:n]) == outer.num_shards), 0)
         outer_axes, inner_axes = joint.axes[:count], joint.axes[count:]
         if self.mesh.size(outer_axes) != outer.num_shards or outer.axes not in (None, outer_axes):
@@ -149,6 +150,7 @@ class StrategyParser:
             single_axes = tuple((axis,) for axis in range(len(matrix.device_matrix)))
             pieces = axes_on_mesh(self.op.name, TensorLayout(matrix, single_axes), self.mesh)
             for name, piece in zip(matrix.alias_names, pieces, strict=True):
+                # Earlier layouts win: an axis keeps the name that the first one gives it.
                 names = dict.fromkeys(piece, name) | names
         return "·".join(dict.fromkeys(names[axis] for axis in axes if axis in names))
 
@@ -312,6 +314,7 @@ class StrategyParser:
                         " another axis for one of them"
                     )
                 used[axis] = factor
+        # Layouts name their axes, so they choose first; counts take what is left, outermost first.
         free = [a for a in range(len(self.mesh.device_matrix)) if a not in used]
         cuts = {}
         for factor, request in requests.items():

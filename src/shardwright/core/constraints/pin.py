@@ -129,6 +129,8 @@ def _candidate_call(
     try:
         return candidates("returns", result, strategy.outputs)
     except StrategyError as error:
+        # Not raised here: only the captured graph shows whether the candidates become a boundary or
+        # the strategy is that of a single operator.
         call.problems.append(str(error))
         return result
 

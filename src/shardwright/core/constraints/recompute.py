@@ -139,11 +139,13 @@ def add_segments(
         producers = [graph.producer[v].name for v in op.inputs if v in graph.producer]
         index = op_index[op.name]
         previous = [graph.ops[index - 1].name] if index else []
+        # Fewer, larger segments: each boundary saves its inputs.
         neighbors = [segments[name] for name in (*producers, *previous) if name in segments]
         segments[op.name] = neighbors[0] if neighbors else op.name
         members.setdefault(segments[op.name], []).append(op)
     for segment, segment_ops in members.items():
         recomputed.update((op.name, Recompute(segment, communication)) for op in segment_ops)
+    # After all segments are known, so that none takes an operator that belongs to another.
     for segment_ops in members.values():
         _add_readers(graph, recomputed, segment_ops, op_index)
 
@@ -258,6 +260,7 @@ def _add_readers(
                 savers.add(op.name)
     if not savers:
         return
+    # The last saver ends the segment: earlier ones are recomputed to reach it.
     last = max(savers, key=lambda name: op_index[name])
     earlier = {name for name in savers | views if op_index[name] < op_index[last]}
     if last not in recomputed and not any(

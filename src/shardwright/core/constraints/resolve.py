@@ -314,6 +314,7 @@ def cut_axes(
 def _storage_axes_for_counts(
     where: str, request: str, counts: tuple[int, ...], mesh: DeviceMatrix, used: tuple[Axes, ...]
 ) -> tuple[Axes, ...]:
+    # Axes that the operator uses already need no communication to store the parameter.
     reused = [_leading_axes(count, axes, mesh) for count, axes in zip(counts, used, strict=True)]
     used_axes = {axis for axes in reused for axis in axes}
     free = [axis for axis in range(len(mesh.device_matrix)) if axis not in used_axes]

@@ -131,6 +131,7 @@ def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dic
     Raises:
         StrategyError: if the module has no such parameter, or an entry is invalid.
     """
+    # Tied parameters may be named by any of their names.
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for name, entry in plan.items():
         if name not in parameters:
@@ -168,6 +169,8 @@ def pins_of(graph: Graph) -> Pins:
         *_named_strategies(graph),
         *_function_strategies(graph),
     ):
+        # A module that is used twice, or a function in a pinned module, may pin one operator twice
+        # alike.
         if strategies.setdefault(op.name, strategy) != strategy:
             raise StrategyError(
                 f"{op.name} has two conflicting pins, {strategies[op.name]} and {strategy}\n"
@@ -272,6 +275,8 @@ def _main_operator(where: str, ops: Sequence[Operator]) -> Operator:
         op for op in ops if op.target not in _DATA_MOVEMENT_OPS and not op.name.endswith(".bias")
     ]
     main = [op for op in computing if op.target in MAIN]
+    # The pin of a linear layer names its product although capture adds bias and reshape operators;
+    # a module of one reshape pins that.
     for candidates in (main, computing, ops):
         if len(candidates) == 1:
             return candidates[0]

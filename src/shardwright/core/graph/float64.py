@@ -72,6 +72,7 @@ def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
     Casts between floating-point dtypes are ignored: the float64 twin lacks some of them.
     """
     ops, twin_ops = ([op for op in g.ops if not _is_cast(op)] for g in (graph, twin))
+    # A model may branch on dtypes; then nothing of the twin is comparable.
     if [op.target for op in ops] != [op.target for op in twin_ops]:
         return {}
     return dict(zip(ops, twin_ops, strict=True))
@@ -89,6 +90,7 @@ def _with_floats_of(op: Op, twin: Op) -> tuple[Any, Any]:
     twin_leaves = pytree.tree_leaves((twin.args, twin.kwargs))
     if len(leaves) == len(twin_leaves):
         pairs = zip(leaves, twin_leaves, strict=True)
+        # Only floats: integers and flags do not depend on a dtype.
         leaves = [b if isinstance(a, float) and isinstance(b, float) else a for a, b in pairs]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return args, kwargs

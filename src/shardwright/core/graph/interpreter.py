@@ -51,6 +51,7 @@ def interpret(
 def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """Run one operator and return its output tensors; new tensors are created on `device`."""
     args, kwargs = op.arguments(tensors.__getitem__)
+    # The graph was captured on another device than that of the call, such as meta.
     if op.takes_device:
         kwargs["device"] = device
     result = op.target(*args, **kwargs)

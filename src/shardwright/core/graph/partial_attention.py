@@ -140,6 +140,8 @@ def _blocks_backward(
         grad_out, queries = (tensor[..., rows, :].to(precise) for tensor in (gradient, query))
         weights = (scores - lse[..., rows, None]).exp()
         grad_value += weights.mT @ grad_out
+        # rowsum(dO * O) of the merged result: over all keys it equals rowsum(dP * P), which one
+        # part cannot compute.
         row_sums = (grad_out * out[..., rows, :].to(precise)).sum(-1, keepdim=True)
         grad_scores = weights * (grad_out @ values.mT - row_sums) * _scale(query, scale)
         grad_query.append((grad_scores @ keys).to(query.dtype))

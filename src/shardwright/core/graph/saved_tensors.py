@@ -101,6 +101,7 @@ def _classify(packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor])
     location_of: dict[int, tuple[str, int]] = {}
     for side, tensors in (("input", inputs), ("output", outputs)):
         for index, tensor in enumerate(tensors):
+            # Inputs first: an output that is a view of an input takes no memory of its own.
             location_of.setdefault(storage_id(tensor), (side, index))
     locations = [location_of.get(storage_id(saved)) for saved in packed]
     # By storage: a tensor that the gradients of two inputs need is packed twice, but is one.

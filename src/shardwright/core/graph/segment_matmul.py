@@ -33,6 +33,7 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
         out = rows.new_empty(rows.shape[0], matrices.shape[2])
         for group, part in _group_slices(ends):
             torch.mm(rows[part], matrices[group], out=out[part])
+    # The kernels leave rows behind the last group unwritten.
     if tail:
         out[int(ends[-1]) :] = 0
     return out

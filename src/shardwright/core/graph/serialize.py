@@ -56,6 +56,7 @@ def loads(content: bytes, key: str = "") -> Graph:
     header = _HEADER.match(content)
     if header is None:
         raise ValueError("not a graph: no header" if content else "not a graph: empty")
+    # Before the digest, which contains the format: an older file is no damaged one.
     if int(header[1]) != FORMAT:
         raise ValueError(f"not a graph of format {FORMAT}: format {int(header[1])}")
     body = content[header.end() :]
@@ -98,6 +99,7 @@ class _Writer:
             return [type(obj).__name__, *map(self.write, parts)]
         if isinstance(obj, dict):
             return ["dict", *(self.write(part) for item in obj.items() for part in item)]
+        # By exact type: a named tuple would come back as a plain one.
         if isinstance(obj, list) or type(obj) in (tuple, torch.Size):
             name = "list" if isinstance(obj, list) else "tuple"
             return [name, *map(self.write, obj)]
@@ -161,6 +163,7 @@ def _tensor_text(tensor: torch.Tensor) -> str:
 
 
 def _tensor(text: str) -> Any:
+    # weights_only: a pickle could otherwise run code, and this file comes from a cache on disk.
     return torch.load(BytesIO(base64.b64decode(text)), weights_only=True)
 
 

@@ -105,6 +105,8 @@ def _recomputable(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
         if not value.requires_grad and value not in updated
     }
     for op in graph.ops:
+        # A second random draw would differ from the first; with a gradient, each chunk would run a
+        # backward pass of its own through the value.
         can_repeat = op.name not in random and not any(v.requires_grad for v in op.outputs)
         if can_repeat and all(value in repeatable for value in op.inputs):
             repeatable.update(op.outputs)
@@ -277,8 +279,12 @@ def assign_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int
         if op.name in anchored:
             chunk_of[op.name] = anchored[op.name]
         elif chunks := producer_chunks(op):
+            # The latest, since no value may be read in an earlier chunk than the one that computes
+            # it.
             chunk_of[op.name] = max(chunks)
     for op in reversed(graph.ops):
         if op.name not in chunk_of:
+            # Without producers any chunk up to the first reader is valid; in that of the reader the
+            # value need not be sent.
             chunk_of[op.name] = min(consumer_chunks(op.outputs), default=0)
     return chunk_of

@@ -61,6 +61,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     }
     if mask is not None:
         dims["attn_mask"] = (*batch, queries, None)[ndim - len(mask.shape) :]
+    # One key-value head is broadcast to all query heads, whose number is then the only limit.
     grouped = arguments["enable_gqa"] and key.shape[-3] > 1
     capacity = {batch[-1]: key.shape[-3]} if grouped else {}
     if keys:
@@ -129,9 +130,12 @@ def _causal_block(op: Op, local: Local) -> Callable[..., Any]:
         return op.target
     rows, last = local.output_shapes[0][-2], local.shard_counts["s"] - 1
     index, late = local.index("s"), rows // 2
+    # A block of a single query has no second half to swap.
     if not local.reduce:
         return _causal_rows(op, rows, index * rows)
     swap_queries, swap_results = local.reduce
+    # The first half of block i begins as far from the start of the sequence as the second half of
+    # block n - 1 - i ends from its end, so that every device has the same number of pairs.
     early = _causal_rows(op, rows - late, index * rows)
     swapped_half = _causal_rows(op, late, (last - index) * rows + rows - late)
     bind = binder(op)

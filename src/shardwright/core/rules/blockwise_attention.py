@@ -108,6 +108,8 @@ def rows_before(op: Op, blocks: int) -> list[int]:
     # A window of w positions includes the query's own.
     rows, remaining, counts = op.output.shape[-2] // blocks, arguments["window"] - 1, list[int]()
     while remaining > 0 and len(counts) < blocks - 1:
+        # A window wider than a block reaches several blocks back; each transfer forwards what the
+        # previous one brought.
         counts.append(min(remaining, rows))
         remaining -= rows
     return counts

@@ -48,6 +48,8 @@ def matmul(op: Op) -> ShardingRule:
     """Products of vectors, matrices and batches of matrices; batches are broadcast."""
     first, second = (len(value.shape) for value in op.inputs)
     leading = tuple(name for name in NAMES if name not in "ijk")
+    # A matrix on the right is a weight that all leading dimensions share, as in `linear`; a batch
+    # on the right is activations, as in attention scores.
     if second <= 2:
         rows: Dims = leading[: first - 1]
         columns: Dims = ("j",) if second == 2 else ()
@@ -156,6 +158,8 @@ def _group_ends_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
     def multiply(x: Tensor, weight: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Any:
         first: Any = local.index("b") * rows
+        # Rows are sorted by group, so a device has a range of groups: those before it end at 0,
+        # those behind it at the last row, and both are empty.
         ends = (offs - first).clamp(0, rows).to(offs.dtype)
         return op.target(x, weight, ends, *args, **kwargs)
 
@@ -171,9 +175,12 @@ def _terms(op: Op) -> tuple[list[Dims], Dims]:
         for text, value in zip(texts, op.inputs, strict=True)
     ]
     longest = max((n for n, text in zip(lengths, texts, strict=True) if "..." in text), default=0)
+    # Capital letters that the equation does not use, so that they do not collide with its labels.
     ellipsis_names = [name.upper() for name in NAMES if name.upper() not in inputs][:longest]
     labels = sorted(set(inputs) - set(",."))
     if not arrow:
+        # Implicit output of einsum: the labels that occur once, in alphabetical order, behind the
+        # ellipsis.
         output = "..." + "".join(label for label in labels if inputs.count(label) == 1)
 
     def expand(text: str, length: int) -> Dims:
@@ -199,6 +206,7 @@ def _as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> Sharding
     main = Main(
         labels={name: letter for letter, group in letters for name in group},
         weight=weight,
+        # J and K are exclusive in the published search, though a plan may shard both.
         exclusive=tuple(product(columns, summed)),
     )
     return replace(rule, main=main)

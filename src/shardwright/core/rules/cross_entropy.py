@@ -97,10 +97,14 @@ def _sharded_classes_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
+        # Sums over a large vocabulary lose too much in 16 bits.
         scores = arguments["logits"].to(accumulation_dtype(logits.dtype))
         if arguments["weight"] is not None:
             arguments["weight"] = arguments["weight"].to(scores.dtype)
+        # Without a gradient: the loss does not depend on the maximum, which only keeps exp from
+        # overflowing.
         scores = scores - reduce_max(scores.detach().amax(-1)).unsqueeze(-1)
+        # Stacked, so that one all-reduce carries all sums.
         local_sums = (scores.exp().sum(-1), *terms(scores, arguments, first, logits.shape[-1]))
         exponentials, products, *weights = reduce_sum(torch.stack(local_sums)).unbind()
         losses = exponentials.log() * (weights[0] if weights else 1) - products
@@ -134,6 +138,7 @@ def _class_index_terms(
     target = arguments["target"].long()
     elsewhere = in_other_blocks(target, first, scores.shape[-1], classes)
     elsewhere = elsewhere | (target == arguments["ignore_index"])
+    # Any valid row, since the result is masked: `gather` would fail on one out of range.
     row = (target - first).masked_fill(elsewhere, 0)
     score = scores.gather(-1, row.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
     share = smoothing / classes

@@ -147,6 +147,7 @@ def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
         bag_sums = bags(table, row, weights.masked_fill(elsewhere, 0))
         if not mean:
             return bag_sums
+        # The count of all entries, not only of those whose rows this device has.
         count = bags(table.new_ones(1, 1), torch.zeros_like(indices), weights)
         return bag_sums / count.clamp(min=1)
 

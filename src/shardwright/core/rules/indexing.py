@@ -55,6 +55,8 @@ def unbind(op: Op) -> ShardingRule:
 def slice_rule(op: Op) -> ShardingRule:
     """A slice over the full dimension is also the full slice of every shard."""
     x, dim = op.inputs[0], argument(op, "dim")
+    # `x[:, :]` is exported as slices over full dimensions; these must not keep a dimension
+    # replicated.
     is_full = op.output.shape == x.shape and argument(op, "step") == 1
     dims = names(x) if is_full else without(names(x), dim)
     return sharding_rule(op, (dims,), (dims,))
@@ -182,6 +184,7 @@ def index_put(op: Op) -> ShardingRule | None:
         return None
     source, at, result = dims
     *indices, values = op.inputs[1:]
+    # With sharded indices each device would write only some of the rows of its copy.
     written = tuple(None if name in at else name for name in result)
     replicated = [(None,) * len(value.shape) for value in indices]
     return sharding_rule(

@@ -156,6 +156,7 @@ def _pooled_kernel(op: Op, local: Local) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
         x = arguments["x"].to(accumulation_dtype(arguments["x"].dtype))
+        # `count` is that of the global batch.
         mean = reduce_sum(x.sum(pooled_dims)) / count
         centered = x - mean.view(channel)
         variance = reduce_squares((centered * centered).sum(pooled_dims)) / count
@@ -168,6 +169,8 @@ def _pooled_kernel(op: Op, local: Local) -> Callable[..., Any]:
         if arguments["running_mean"] is None:
             return y
         momentum = arguments["momentum"]
+        # As in PyTorch: the batch is normalized by the biased variance, and the running one is
+        # unbiased.
         unbiased = variance.detach() * (count / (count - 1))
         new_mean = _update_running_average(arguments["running_mean"], mean.detach(), momentum)
         return y, new_mean, _update_running_average(arguments["running_var"], unbiased, momentum)

@@ -101,11 +101,13 @@ def sharding_rule(
                 f"{op}: {value} has {len(value.shape)} dimensions, but {dims} names {len(dims)}"
             )
         for name, size in zip(dims, value.shape, strict=True):
+            # The first size above 1: a dimension of size 1 may be broadcast to it.
             if name is not None and sizes.get(name, 1) == 1:
                 sizes[name] = size
     capacities = dict(capacity or {})
     broadcast = tuple(
         tuple(
+            # A broadcast dimension has one element for all shards, so it stays replicated.
             None if name is None or (size == 1 != sizes[name]) else name
             for name, size in zip(dims, value.shape, strict=True)
         )
@@ -184,6 +186,7 @@ def _dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
             raise ValueError(
                 f"{' '.join(tokens)!r} names more dimensions than the {ndim} of the tensor"
             )
+        # Right-aligned, as broadcasting aligns shapes.
         expanded = leading[len(leading) - count :]
         tokens = [*tokens[:ellipsis_index], *expanded, *tokens[ellipsis_index + 1 :]]
     return tuple(None if token in "_." else token for token in tokens)

@@ -101,6 +101,7 @@ def diff_rule(op: Op) -> ShardingRule:
 def histogram(op: Op) -> ShardingRule:
     """Local counts are terms of the sum; without explicit bounds nothing can be sharded."""
     dims = names(op.inputs[0])
+    # Equal bounds mean those of the data, which differ between shards.
     bounded = argument(op, "min") < argument(op, "max")
     reduced = [name for name in dims if name is not None] if bounded else []
     return sharding_rule(op, (dims,), ((None,),), reduced=reduced)

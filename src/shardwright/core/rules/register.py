@@ -71,6 +71,8 @@ def _check(target: OpTarget, maker: RuleMaker, example: tuple[Any, ...]) -> None
         raise StrategyError(f"the sharding rule of {target} does not fit it: {error}") from None
     assert rule is not None
     full_outputs = pytree.tree_leaves(target(*example))
+    # Without values only shapes could be compared, which the notation has already been checked
+    # against.
     if all(output.is_meta for output in full_outputs):
         return
     even_factors = [factor for factor in rule.factors if rule.capacity[factor] % 2 == 0]

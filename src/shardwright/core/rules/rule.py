@@ -231,6 +231,8 @@ class ShardingRule:
         if self.capacity.get(factor, 1) < 2:
             return False
         summed = self.reduced | self.complete
+        # Devices would have different values of an output that lacks the factor, unless these are
+        # terms of a sum.
         return factor in summed or all(factor in self.factors_of(dims) for dims in self.outputs)
 
     def factors_of_dim(self, name: str | None) -> tuple[str, ...]:

@@ -61,17 +61,21 @@ def reshape_segments(
     left: list[str | None] = [None] * len(source)
     right: list[str | None] = [None] * len(target)
     capacity: dict[str, int] = {}
+    # Without elements there is nothing to shard, and sizes of 0 would never agree below.
     if prod(source) == 0:
         return tuple(left), tuple(right), capacity
     # Dimensions of size 1 belong to no segment.
     ahead = [[i for i, size in enumerate(shape) if size > 1] for shape in (source, target)]
     while ahead[0]:
         i, j = ahead[0].pop(0), ahead[1].pop(0)
+        # Shard boundaries must fall between rows on both sides, so that only common divisors of the
+        # leading sizes are valid.
         common = gcd(source[i], target[j])
         if common > 1:
             left[i] = right[j] = name = NAMES[len(capacity)]
             capacity[name] = common
         sizes = [source[i], target[j]]
+        # A segment ends where both sides have taken equally many elements.
         while sizes[0] != sizes[1]:
             if sizes[0] < sizes[1]:
                 sizes[0] *= source[ahead[0].pop(0)]
@@ -143,6 +147,7 @@ def repeat_interleave(op: Op) -> ShardingRule:
 
 
 def _without_output_size(op: Op, local: Local) -> Callable[..., Any]:
+    # PyTorch checks `output_size` against the result, and it is that of the full tensor.
     def repeated(*args: Any, output_size: int | None = None, **kwargs: Any) -> Any:
         return op.target(*args, **kwargs)
 
