@@ -82,6 +82,7 @@ def arrivals(
 def _batch_inputs(graph: Graph) -> list[Value]:
     """The inputs whose dimension 0 has the size of the first non-scalar input's, the batch size."""
     non_scalar = [value for value in graph.input_values if value.shape]
+    # Other inputs, such as positions, are shared by all samples.
     return [value for value in non_scalar if value.shape[0] == non_scalar[0].shape[0]]
 
 

@@ -65,6 +65,7 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
 def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
     """The path of the innermost module that contains the operator or module `name`."""
     owner = _CALL.sub("", name)
+    # From the inside out, so that `a.b.add_1` belongs to `a.b` and not to `a`.
     while owner and not (owner in modules and name.startswith(owner)):
         owner = owner.rpartition(".")[0]
     return owner
@@ -114,6 +115,7 @@ def _merge(earlier: Pin | None, pin: Pin) -> Pin:
     """Returns `earlier` with the settings of `pin`, which take precedence."""
     if earlier is None:
         return pin
+    # The entry "" is the strategy of the module itself, as that of `shard`.
     strategy = None if "" in pin.operators else earlier.strategy
     return Pin(
         strategy,

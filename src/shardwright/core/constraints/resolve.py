@@ -78,6 +78,7 @@ def resolve(
         if bias is not None and bias.inputs[0] is graph.by_name[name].output:
             output = outputs.get(name, (None,))[0]
             axes = _output_axes(graph.by_name[name], mesh, cuts[name]) if output is None else output
+            # A pin of the bias itself takes precedence.
             cuts.setdefault(bias.name, _cuts_for_first_input(bias, axes))
     return ResolvedConstraints(mesh, cuts, outputs)
 
@@ -124,6 +125,7 @@ def _distribute_over_dims(
     for axis, size in zip(axes, sizes, strict=True):
         divisible = (dim for dim, local_size in enumerate(local_shape) if local_size % size == 0)
         dim = next(divisible, len(local_shape) - 1)
+        # Each axis divides what the earlier ones have left.
         local_shape[dim] //= size
         axes_of_dim[dim].append(axis)
     return axes_of_dim

@@ -79,6 +79,7 @@ def _to_json(file_entry: FileEntry, names: dict[Layout, str]) -> dict[str, Any]:
 def _entry_data(entry: Entry, names: dict[Layout, str]) -> Any:
     if not isinstance(entry, TensorLayout):
         return None if entry is None else list(entry)
+    # Layouts are named in the order of their first use, so that a saved file is stable.
     number = len(names) + 1
     name = names.setdefault(entry.layout, "layout" if number == 1 else f"layout{number}")
     dims = ([entry.alias_names[axis] for axis in axes] for axes in entry.axes)

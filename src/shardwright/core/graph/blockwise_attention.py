@@ -141,6 +141,8 @@ class _Mask:
             key_range = slice(begin, self.offset + end if self.causal else self.keys)
             allowed = self._allowed(slice(first, end), key_range)
             if self.terms:
+                # Only where conditions may exclude whole ranges, such as other documents: it reads
+                # values, and waits for the device.
                 key_range, allowed = _trim_to_allowed(key_range, allowed)
             yield (slice(first, end), key_range, key_range), allowed
 

@@ -91,6 +91,7 @@ def _reached(results: Sequence[Tensor], ends: set[Any]) -> set[tuple[Any, int]]:
     seen: set[Any] = set()
     while waiting:
         node, _ = waiting.pop()
+        # What lies behind an input is of another part of the model.
         if node in seen or node in ends:
             continue
         seen.add(node)
@@ -106,6 +107,7 @@ class _Linked(torch.autograd.Function):
         results, missed = tensors[:count], tensors[count:]
         ctx.missed = [(t.shape, t.dtype, t.device) for t in missed]
         ctx.set_materialize_grads(False)
+        # Views: a function of autograd must not return its inputs as they are.
         views = tuple(result.view_as(result) for result in results)
         ctx.mark_non_differentiable(
             *(v for v, r in zip(views, results, strict=True) if not r.requires_grad)

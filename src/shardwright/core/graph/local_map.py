@@ -247,10 +247,12 @@ class LocalCall:
         given = len(self.declaration.inputs)
         leaves: list[Any] = list(tensors[:given])
         for position, constant in self.constants:
+            # In ascending order, so that each position is that of the call.
             leaves.insert(position, constant)
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         state = list(tensors[given:])
         for number in self.changed:
+            # A copy, since the program itself assigns the new value once all shards are combined.
             state[number] = state[number].clone()
         result, after = body.run(args, kwargs, state)
         for number in after:

@@ -38,6 +38,7 @@ def random_like(op: Op) -> ShardingRule:
 def is_active_dropout(op: Op) -> bool:
     """Whether the dropout has an effect: not in evaluation mode, nor with probability 0."""
     arguments = call_arguments(op)
+    # `native_dropout` has train=None, which means that it drops.
     return arguments["train"] is not False and arguments["p"] > 0
 
 

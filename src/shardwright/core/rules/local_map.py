@@ -67,6 +67,7 @@ def _kernel(op: Op, local: Local) -> Callable[..., Any]:
             return result
         if result.is_floating_point() or result.is_complex():
             return result / divisor
+        # As a tensor: on simulated ranks `first` differs between them.
         numbers: Tensor = torch.zeros_like(result) + first  # type: ignore[assignment]
         return torch.where(numbers.eq(0), result, 0)
 

@@ -60,6 +60,7 @@ def elementwise_loss(op: Op) -> ShardingRule:
 def mean_loss_kernel(op: Op, local: Local) -> Callable[..., Any]:
     """The operator itself; a mean is divided by the number of shards, to be a term of the sum."""
     num_shards = prod(local.shard_counts.values())
+    # Shards are of equal size, so that the mean of local means is the global one.
     if call_arguments(op)["reduction"] != MEAN or num_shards == 1:
         return op.target
     return lambda *args, **kwargs: op.target(*args, **kwargs) / num_shards
@@ -129,6 +130,7 @@ def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
     def count(target: Tensor, weight: Tensor | None = None) -> Tensor:
         valid = target != ignored
         if weight is not None:
+            # Ignored targets may be out of range, such as -100.
             valid = weight.to(dtype)[target.masked_fill(~valid, 0)].masked_fill(~valid, 0)
         return reduce_count.start(valid.sum(dtype=dtype))
 

@@ -27,6 +27,7 @@ def leading_dims_rule(num_replicated: int) -> RuleMaker:
 
     def rule(op: Op) -> ShardingRule:
         count = len(op.output.shape) - num_replicated
+        # A single leading dimension is the channels of an image without a batch.
         free: Dims = ("c",) if count == 1 else ("b", "c", "d", "e", "f")[:count]
         dims = (*free, *(None,) * num_replicated)
         return sharding_rule(op, (dims,), (dims,) * len(op.outputs))

@@ -14,6 +14,7 @@ aten = torch.ops.aten
 @rule_for(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrence(op: Op) -> ShardingRule:
     """`b _ _, _ b _, weights -> b _ _, _ b _`, or with the sequence first, or without a batch."""
+    # An LSTM has a hidden and a cell state.
     states = 2 if op.target is aten.lstm.input else 1
     x = op.inputs[0].shape
     if len(x) == 2:

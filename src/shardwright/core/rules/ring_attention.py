@@ -48,6 +48,7 @@ def has_ring(arguments: Mapping[str, Any]) -> bool:
 
 def positions(arguments: Mapping[str, Any]) -> int:
     """The number that the number of devices in a ring must divide."""
+    # Queries and keys are cut into the same number of blocks, also in cross attention.
     return gcd(arguments["query"].shape[-2], arguments["key"].shape[-2])
 
 
@@ -81,6 +82,7 @@ def _num_swapped(arguments: Mapping[str, Any], devices: int, parts: int) -> tupl
         parts: number of shards, by factor `s`, of the queries of a block.
     """
     queries, keys = (arguments[name].shape[-2] // devices for name in ("query", "key"))
+    # Without a causal mask all blocks have equal work.
     swaps = arguments["is_causal"] and queries // parts > 1
     return (queries // parts // 2, keys // 2) if swaps else (0, 0)
 

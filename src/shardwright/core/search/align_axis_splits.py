@@ -44,6 +44,8 @@ def align_axis_splits(
         position for op_cuts in cuts.values() if (position := _split_position(op_cuts, equal_axes))
     }
     for position in sorted(positions) if len(positions) > 1 else ():
+        # Every position is tried, as the predictor of whole plans and not this pass knows which is
+        # cheapest.
         aligned = {name: dict(op_cuts) for name, op_cuts in cuts.items()}
         for name, op_cuts in cuts.items():
             if name not in pinned and _split_position(op_cuts, equal_axes):

@@ -43,6 +43,7 @@ def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> C
     connect operators with different cuts.
     """
     cuts = _data_parallel_cuts(index_graph(graph), mesh)
+    # Only the pinned operators change: neighbors do not follow, unlike in sharding propagation.
     cuts.update({name: dict(factors) for name, factors in pinned.items()})
     return {name: factors for name, factors in cuts.items() if factors}
 

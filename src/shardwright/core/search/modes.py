@@ -12,6 +12,7 @@ from shardwright.core.search.recursive_programming import RecursiveProgramming
 from shardwright.core.search.request import SearchMode
 from shardwright.errors import StrategyError
 
+# The default first; errors list the names in this order.
 _MODES: tuple[SearchMode, ...] = (
     RecursiveProgramming(),
     ExactSearch(),

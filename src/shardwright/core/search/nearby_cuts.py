@@ -73,6 +73,7 @@ class NearbyCuts:
                 if factor != factors.get(axis):
                     other_axes = {a: f for a, f in factors.items() if a != axis}
                     if factor is not None:
+                        # Moving one axis alone would leave the operator cut by both.
                         pairs = [{*pair} for pair in self.joined.items() if factor in pair]
                         other_axes = {
                             a: factor if {f, factor} in pairs else f for a, f in other_axes.items()
@@ -91,6 +92,7 @@ class NearbyCuts:
         cuts: dict[str, Axes] = {}
         axes_of = axes_of_factors(factors)
         for factor, limit in self.limits.items():
+            # Of two joined factors the inner one stays: together they would cut one dim twice.
             if factor not in axes_of or self.joined.get(factor) in axes_of:
                 continue
             axes = [axis for axis in preferred.get(factor, ()) if axis in axes_of[factor]]

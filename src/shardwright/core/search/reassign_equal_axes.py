@@ -82,6 +82,8 @@ def _reassigned(
     """Pairs of an old axis and the axis that replaces it."""
     taken: set[int] = set()
     for rank, axis in ranked_axes:
+        # In the order of ranks: each axis takes the first of its order that no lower rank has
+        # taken.
         new = next(each for each in orders[rank] if each not in taken)
         taken.add(new)
         yield axis, new

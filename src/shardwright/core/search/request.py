@@ -46,10 +46,12 @@ class Pricing:
 
         Below 1 for a `mem_coeff` below the default, which favors replicated parameters.
         """
+        # At most 1: a larger `mem_coeff` weighs memory only (`seconds_per_parameter_byte`).
         return min(1.0, mem_coeff / DEFAULT_MEM_COEFF)
 
     def seconds_per_parameter_byte(self, mem_coeff: float) -> float:
         """Return w in (1): seconds to send `mem_coeff` bytes over the fastest link."""
+        # The fastest link of the cluster, so that the weight does not change with the mesh.
         return mem_coeff / max(level.bandwidth for level in self.cluster.levels)
 
 

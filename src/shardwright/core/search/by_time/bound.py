@@ -72,6 +72,7 @@ class _MessagePassing:
         for _ in track(range(ROUNDS), on_share):
             self._sweep(backward=True)
             bound = self._sweep(backward=False)
+            # Each sweep takes as long as the last and gains less.
             if bound <= best + GAIN * abs(best):
                 return max(best, bound)
             best = bound
@@ -87,9 +88,12 @@ class _MessagePassing:
         numbers = range(len(self.tables.op_costs))
         for variable in reversed(numbers) if backward else numbers:
             total, later = self._costs_with_messages(variable, backward)
+            # A variable adds the share of its least cost that no later table takes over; summed
+            # over all variables each cost counts once.
             bound += (1 - sum(share for *_, share in later)) * float(total.min())
             for number, end, share in later:
                 table, messages = self.tables.edge_tables[number], self._messages[number]
+                # Without the message that came from this table: it must not return to its sender.
                 outgoing = table.table_ends[end].least(share * total) - messages[end]
                 bounds = table.bounds if end == 0 else table.bounds.T
                 scaled = (outgoing / table.scale).astype(np.float32)
@@ -186,6 +190,8 @@ def _edge_key(
     edge: TensorEdge, readers: tuple[tuple[int, int], ...], source: tuple[int, int] | None
 ) -> Hashable:
     """A key that is equal for values that may share an edge."""
+    # Values without a producer are told apart by name: two parameters of one shape are not the
+    # same.
     name = edge.value.name if source is None else None
     properties = source, edge.fixed_axes, readers, edge.returned, edge.differentiable
     return name, properties, edge.value.shape, edge.value.dtype

@@ -77,6 +77,7 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
     )
     for model in models:
         try:
+            # Every λ proves a bound; the largest is the closest to the objective.
             bound = max(
                 _bound(
                     search,
@@ -137,6 +138,7 @@ def to_prime_axes(mesh: DeviceMatrix, levels: Sequence[Spans]) -> tuple[DeviceMa
     for spans in levels:
         primes = [p for _, size in reversed(spans) for p in prime_factors(size)]
         prime_axes_of.append(tuple(range(len(sizes), len(sizes) + len(primes))))
+        # Outermost first: the slowest level of an axis has its most significant factors.
         sizes += primes
     names = tuple(islice(axis_names(), len(sizes)))
     return DeviceMatrix(tuple(sizes), names, mesh.rank_list), prime_axes_of

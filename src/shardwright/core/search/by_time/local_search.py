@@ -54,6 +54,7 @@ def local_search(
     ]
     total_cost = objective.cost(cuts)
     best_total = total(total_cost)
+    # Counted from here: prices of earlier steps are cached, and cost nothing more.
     max_priced = objective.num_priced + MAX_NEW_PRICES
     for round_number in range(rounds):
         before = best_total
@@ -70,6 +71,7 @@ def local_search(
                 return
             number = neighborhood.number
             base = total_cost.plus(neighborhood.cost(cuts), -1)
+            # A list, since `cuts` changes in the loop.
             for changed_cuts in list(neighborhood.nearby_cuts(cuts)):
                 previous, cuts[number] = cuts[number], changed_cuts
                 new_cost = neighborhood.add_edges(base, cuts, total, best_total * (1 - gain))

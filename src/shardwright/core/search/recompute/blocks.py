@@ -126,6 +126,8 @@ class RecomputeBlocks:
         deepest = max((len(op.calls) for op in self._free), default=0)
         saved = {depth: self._bytes_with_all_blocks(depth) for depth in range(1, deepest) or (0,)}
         peaks = {depth: size + self._largest_block_bytes(depth) for depth, size in saved.items()}
+        # Deep blocks save many inputs, shallow ones recompute much at once: the lowest peak is in
+        # between.
         best_depth = min(peaks, key=lambda depth: peaks[depth])
         competing = (
             depth for depth in sorted(peaks) if peaks[depth] <= PEAK_TOLERANCE * peaks[best_depth]
@@ -184,6 +186,8 @@ class RecomputeBlocks:
         for op in self._free:
             saved, makers = self._saved[op.name], map(self.graph.producer.get, op.inputs)
             is_needed = saved.inputs or saved.outputs or saved.others or not lean
+            # Operators without matrix products only move bytes; recomputing them costs little for
+            # what it frees.
             if work_of(op).forward_flops == 0 and (
                 is_needed or any(maker is not None and maker.name in cheap for maker in makers)
             ):
@@ -262,6 +266,7 @@ class RecomputeBlocks:
         It stops once all saved tensors exist: before the last operator that saves any, unless that
         saves its outputs.
         """
+        # PyTorch's checkpointing stops early, once the last saved tensor has been recomputed.
         last = max(number for number, name in enumerate(names) if self._saved[name])
         saves_output = self._saved[names[last]].outputs or self._saved[names[last]].others
         return list(names[: last + 1 if saves_output else last])
@@ -367,6 +372,7 @@ class ActivationEstimate:
     ) -> Iterator[tuple[str, object, int]]:
         """The tensor of an input that is saved: before the redistributions that a segment
         repeats."""
+        # Parameters are stored anyway, and saving one takes no memory.
         value = op.inputs[index]
         if value.kind is Kind.PARAMETER:
             return

@@ -65,6 +65,8 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
     states = [_States(np.zeros(1, np.int64), np.zeros(1), no_choice, no_choice)]
     for block in blocks:
         states.append(_extended(states[-1], block, needed))
+        # Different blocks have different sums, so that states multiply; equal blocks give few
+        # distinct sums.
         if len(states[-1].freed) > MAX_STATES:
             return _by_ratio(blocks, needed)
     # Freed bytes are capped at `needed`, so the first state is the cheapest that frees enough.
@@ -109,6 +111,7 @@ def _by_ratio(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int
             for index, option in enumerate(block)
             if option.freed > current(number).freed
         ]
+        # The least added cost per added byte, also from one option of a block to a larger one.
         _, number, index = min(improvements)
         freed += blocks[number][index].freed - current(number).freed
         chosen[number] = index
