@@ -194,7 +194,7 @@ def experts(
     local_ids = ids.reshape(-1) - first  # type: ignore[operator]
     absent = (local_ids < 0) | (local_ids >= num_local)
     scale = weights.reshape(-1, 1).masked_fill(absent.unsqueeze(-1), 0)
-    # Stable, so that the order of rows, and with it rounding, does not depend on the device.
+    # Stable: devices that replicate the computation must add rows in the same order.
     local_ids, order = local_ids.masked_fill(absent, num_local).sort(stable=True)
     ends = torch.searchsorted(local_ids, torch.arange(num_local, device=x.device), right=True)
     sharded = total is not None and num_local < total

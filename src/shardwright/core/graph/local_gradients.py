@@ -107,7 +107,7 @@ class _Linked(torch.autograd.Function):
         results, missed = tensors[:count], tensors[count:]
         ctx.missed = [(t.shape, t.dtype, t.device) for t in missed]
         ctx.set_materialize_grads(False)
-        # Views: a function of autograd must not return its inputs as they are.
+        # Views, since autograd treats inputs that are returned as they are specially.
         views = tuple(result.view_as(result) for result in results)
         ctx.mark_non_differentiable(
             *(v for v, r in zip(views, results, strict=True) if not r.requires_grad)

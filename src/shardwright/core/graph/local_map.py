@@ -252,7 +252,7 @@ class LocalCall:
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         state = list(tensors[given:])
         for number in self.changed:
-            # A copy, since the program itself assigns the new value once all shards are combined.
+            # A copy: the new value is a result, combined over all shards before it is assigned.
             state[number] = state[number].clone()
         result, after = body.run(args, kwargs, state)
         for number in after:

@@ -88,8 +88,7 @@ class _MessagePassing:
         numbers = range(len(self.tables.op_costs))
         for variable in reversed(numbers) if backward else numbers:
             total, later = self._costs_with_messages(variable, backward)
-            # A variable adds the share of its least cost that no later table takes over; summed
-            # over all variables each cost counts once.
+            # A variable adds the share of its least cost that it does not pass on to later tables.
             bound += (1 - sum(share for *_, share in later)) * float(total.min())
             for number, end, share in later:
                 table, messages = self.tables.edge_tables[number], self._messages[number]
