@@ -32,16 +32,25 @@ def errors_page() -> str:
     rows: dict[str, set[Row]] = {node.name: set() for node in classes}
     base = classes[0].name
     for file, module in modules():
-        texts = _Texts(module)
-        for call in (node for node in ast.walk(module) if isinstance(node, ast.Call)):
-            called = _name(call.func)
-            raised = base if called in CHOSEN_BY_CALLER else called
-            if raised in rows and call.args:
-                for text in texts.of(call.args[0]):
-                    problem, _, remedy = text.strip().partition("\n")
-                    rows[raised].add((room_of(file), problem, remedy))
+        for name, text in _raised(module, {*rows, *CHOSEN_BY_CALLER}):
+            problem, _, remedy = text.strip().partition("\n")
+            if re.search(r"\w", problem):
+                raised = base if name in CHOSEN_BY_CALLER else name
+                rows[raised].add((room_of(file), problem, remedy))
     sections = ("\n".join(_section(node, sorted(rows[node.name]))) for node in classes)
     return INTRODUCTION + "".join(f"\n{section}\n" for section in sections)
+
+
+def _raised(module: ast.Module, classes: set[str]) -> Iterator[tuple[str, str]]:
+    """The class of each exception that a module makes, with each text of its message."""
+    texts = _Texts(module)
+    for node in ast.walk(module):
+        match node:
+            case ast.Call(func=ast.Name(id="needs_extra"), args=[extra, purpose, error_type]):
+                remedy = f"pip install 'shardwright[{literal(extra)}]'"
+                yield _name(error_type), f"{literal(purpose)} ({{}})\n{remedy}"
+            case ast.Call(args=[first, *_]) if _name(node.func) in classes:
+                yield from ((_name(node.func), text) for text in texts.of(first))
 
 
 class _Texts:
