@@ -171,21 +171,12 @@ def _choices_by_time(
         return cost
 
     def total(cost: ObjectiveCost, knobs: Mapping[str, float]) -> float:
-        links, batch = knobs.get(COMMUNICATION, 1.0), knobs.get(BATCH, 1.0)
         mem_coeff_scale = knobs.get(MEM_COEFF, 1.0)
-        per_step = pricing.parameter_weight(mem_coeff * mem_coeff_scale) / weight
-        # A larger batch computes and sends more activations, but gathers, reduces and updates the
-        # same parameters. Terms of parameters contain `weight` already, hence the ratio.
-        scaled = replace(
-            cost,
-            forward=cost.forward * batch,
-            backward=cost.backward * batch,
-            redistributions=cost.redistributions * batch * links,
-            gathers=cost.gathers * links * per_step,
-            gradients=cost.gradients * links * per_step,
-            update=cost.update * per_step,
+        # Terms of parameters contain `weight` already, hence the ratio.
+        parameter_scale = pricing.parameter_weight(mem_coeff * mem_coeff_scale) / weight
+        return _scaled(cost, knobs, parameter_scale).total(
+            pricing.micro_batches, byte_seconds * mem_coeff_scale, model.slowdown
         )
-        return scaled.total(pricing.micro_batches, byte_seconds * mem_coeff_scale, model.slowdown)
 
     for number, variable in enumerate(problem.variables):
         if not variable.op_type.is_main:
@@ -212,6 +203,28 @@ def _choices_by_time(
             yield _axis_choice(
                 tuple(names[number]), name, chosen, other_factors, cost, symbolic=False
             )
+
+
+def _scaled(
+    cost: ObjectiveCost, knobs: Mapping[str, float], parameter_scale: float
+) -> ObjectiveCost:
+    """The cost with scaled communication and batch size.
+
+    Args:
+        parameter_scale: factor of the seconds of parameters.
+    """
+    links, batch = knobs.get(COMMUNICATION, 1.0), knobs.get(BATCH, 1.0)
+    # A larger batch computes and sends more activations, but gathers, reduces and updates the same
+    # parameters.
+    return replace(
+        cost,
+        forward=cost.forward * batch,
+        backward=cost.backward * batch,
+        redistributions=cost.redistributions * batch * links,
+        gathers=cost.gathers * links * parameter_scale,
+        gradients=cost.gradients * links * parameter_scale,
+        update=cost.update * parameter_scale,
+    )
 
 
 def _symbolic_choices(
