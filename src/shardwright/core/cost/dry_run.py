@@ -101,17 +101,17 @@ def dry_run_chunk(
     partitioned: Partitioned,
     chunk: Chunk,
     kinds: Sequence[str],
-    known: dict[Any, Any],
+    cached_results: dict[Any, Any],
     on_share: OnShare = ignore_share,
 ) -> DryRun:
     """Dry-runs one chunk of a model.
 
     Args:
         kinds: kinds of the actions of one micro-batch, in order.
-        known: cached results of operators by their arguments; see `DryRunMode`.
+        cached_results: cached results of operators by their arguments; see `DryRunMode`.
         on_share: receives the share of lowering and of the actions that is done.
     """
-    run = _MetaChunk.of(partitioned, chunk, BACKWARD_INPUT in kinds, known)
+    run = _MetaChunk.of(partitioned, chunk, BACKWARD_INPUT in kinds, cached_results)
     with run.live, FusedAttention():
         stock = run.live.bytes_between(run.mark(BUFFERS))
         begin = run.phase(run.begin, WEIGHTS)
@@ -151,7 +151,7 @@ class _MetaChunk:
 
     @classmethod
     def of(
-        cls, partitioned: Partitioned, chunk: Chunk, halves: bool, known: dict[Any, Any]
+        cls, partitioned: Partitioned, chunk: Chunk, halves: bool, cached_results: dict[Any, Any]
     ) -> _MetaChunk:
         mesh = chunk.mesh
         # The last rank needs most: under causal attention its block of queries reads most keys.
@@ -179,7 +179,7 @@ class _MetaChunk:
             arriving,
             returning,
             halves and can_split_backward(module),
-            DryRunMode(known),
+            DryRunMode(cached_results),
         )
         chunk_inputs = set(chunk.graph.input_values)
         leaves = [
@@ -395,6 +395,6 @@ class DryRunCache:
         several = partitioned.pipeline.micro_batches > 1
         key = (chunk_key(chunk), chunk.mesh, tuple(kinds), several)
         if key not in self._runs:
-            known = self._operators
-            self._runs[key] = dry_run_chunk(partitioned, chunk, kinds, known, on_share)
+            cached_results = self._operators
+            self._runs[key] = dry_run_chunk(partitioned, chunk, kinds, cached_results, on_share)
         return self._runs[key]

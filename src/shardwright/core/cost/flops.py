@@ -67,16 +67,16 @@ class Work:
 
 def work_of(op: Op) -> Work:
     """Work of `op`, cached by its rule and by which inputs need a gradient."""
-    rule, known = rule_of(op), _OF_OPERATORS.get(op)
-    if known is None or known[0] is not rule:
+    rule, cached = rule_of(op), _OF_OPERATORS.get(op)
+    if cached is None or cached[0] is not rule:
         wanted = tuple(value.requires_grad for value in op.inputs)
         differentiable = any(value.requires_grad for value in op.outputs)
         if rule is None:
             work = _work(op, None, wanted, differentiable)
         else:
-            work = _known(_WorkKey(id(rule), wanted, differentiable, rule, op))
-        known = _OF_OPERATORS[op] = rule, work
-    return known[1]
+            work = _cached_work(_WorkKey(id(rule), wanted, differentiable, rule, op))
+        cached = _OF_OPERATORS[op] = rule, work
+    return cached[1]
 
 
 _OF_OPERATORS: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKeyDictionary()
@@ -95,8 +95,8 @@ class _WorkKey:
 
 
 @lru_cache(maxsize=1 << 14)
-def _known(alike: _WorkKey) -> Work:
-    return _work(alike.op, alike.rule, alike.wanted, alike.differentiable)
+def _cached_work(key: _WorkKey) -> Work:
+    return _work(key.op, key.rule, key.wanted, key.differentiable)
 
 
 def _work(

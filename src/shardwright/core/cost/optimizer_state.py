@@ -93,8 +93,8 @@ def optimizer_name(optimizer: str | torch.optim.Optimizer) -> str:
 def _maker(optimizer: str | torch.optim.Optimizer) -> MakeOptimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer)
-        known = inspect.signature(kind).parameters
-        options = {key: value for key, value in optimizer.defaults.items() if key in known}
+        signature = inspect.signature(kind).parameters
+        options = {key: value for key, value in optimizer.defaults.items() if key in signature}
         return lambda parameters: kind(parameters, **options)
     if optimizer not in OPTIMIZERS:
         valid = ", ".join(OPTIMIZERS)

@@ -45,11 +45,11 @@ def _on_cluster(
     chunks: Sequence[Chunk], pipeline: PipelineSpec, model: TimeModel, blocking: bool = False
 ) -> Iterator[tuple[StepTime, ChunkSeconds]]:
     """Seconds of each chunk on the cluster of `model`, per step and per micro-batch."""
-    known: dict[object, StepTime] = {}
+    cached_times: dict[object, StepTime] = {}
     for chunk in chunks:
         key = chunk_key(chunk) if len(chunks) > 1 else None
-        if key not in known:
-            known[key] = step_time(
+        if key not in cached_times:
+            cached_times[key] = step_time(
                 chunk.graph,
                 chunk.communication,
                 chunk.decisions.cuts,
@@ -57,7 +57,7 @@ def _on_cluster(
                 micro_batches=pipeline.micro_batches,
                 beside=None if blocking else chunk.overlaps,
             )
-        time, send = known[key], 0.0
+        time, send = cached_times[key], 0.0
         if chunk.leaving:
             target, devices = pipeline.stage_of(chunk.number + 1), chunk.mesh.num_devices
             link = model.links.cluster.level_between(chunk.stage * devices, target * devices)

@@ -114,8 +114,10 @@ class StepTime:
     def exposed_per_micro_batch(self) -> ForwardBackward:
         """Exposed communication of parameters and gradients in each micro-batch."""
         return (
-            self._waits(self.gathers_per_micro_batch, self.forward - self.forward_hidden),
-            self._waits(self.gradients_per_micro_batch, self.backward - self.backward_hidden),
+            self._exposed_part(self.gathers_per_micro_batch, self.forward - self.forward_hidden),
+            self._exposed_part(
+                self.gradients_per_micro_batch, self.backward - self.backward_hidden
+            ),
         )
 
     @property
@@ -124,14 +126,17 @@ class StepTime:
         # It overlaps the forward pass of the first micro-batch and the backward pass of the last.
         forward = max(0.0, self.forward - self.forward_hidden - self.gathers_per_micro_batch)
         backward = max(0.0, self.backward - self.backward_hidden - self.gradients_per_micro_batch)
-        return self._waits(self.gathers, forward), self._waits(self.gradients, backward)
+        return (
+            self._exposed_part(self.gathers, forward),
+            self._exposed_part(self.gradients, backward),
+        )
 
     @property
     def exposed(self) -> float:
         """Exposed communication that is made once per step, forward and backward together."""
         return sum(self.exposed_per_step)
 
-    def _waits(self, communication: float, computation: float) -> float:
+    def _exposed_part(self, communication: float, computation: float) -> float:
         """Exposed part of `communication`, plus the slowdown of `computation` by the rest."""
         return communication - (1 - self.slowdown) * min(communication, computation)
 
@@ -186,11 +191,11 @@ class TimeModel:
         """Computation of one device's shard of `op`, forward and backward."""
         work = work_of(op)
         key = (id(work), *cuts.items())
-        if (known := self._operators.get(key)) is None:
+        if (seconds := self._operators.get(key)) is None:
             rule = rule_of(op)
             counts = rule.shard_counts(self.mesh, cuts) if rule is not None else {}
-            known = self._operators[key] = self.work(work, counts)
-        return known
+            seconds = self._operators[key] = self.work(work, counts)
+        return seconds
 
     def recompute_seconds(self, op: Op, cuts: Cuts) -> float:
         """Seconds to recompute one device's shard of `op` in the backward pass."""

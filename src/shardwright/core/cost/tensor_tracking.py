@@ -199,12 +199,12 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
     Inputs of collectives are kept alive until `wait_tensor`, as process groups keep them.
 
     Args:
-        known: cached results, by operator and arguments.
+        cached_results: cached results, by operator and arguments.
     """
 
-    def __init__(self, known: dict[Any, Any]) -> None:
+    def __init__(self, cached_results: dict[Any, Any]) -> None:
         super().__init__()
-        self._known = known
+        self._cached_results = cached_results
         self._in_flight: dict[int, list[Tensor]] = {}
 
     def __torch_dispatch__(
@@ -220,15 +220,15 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
                 return self._communicate(func, args, kwargs)
             return func(*args, **kwargs)
         try:
-            key = (func, *map(_described, args), *map(_described, kwargs.items()))
+            key = (func, *map(_argument_key, args), *map(_argument_key, kwargs.items()))
         except _NotPlainError:
             return func(*args, **kwargs)
-        if key in self._known:
-            return _like(self._known[key])
+        if key in self._cached_results:
+            return _like(self._cached_results[key])
         out = func(*args, **kwargs)
         results = out if isinstance(out, list | tuple) else (out,)
         if all(result is None or result.is_meta for result in results):
-            self._known[key] = _described(out)
+            self._cached_results[key] = _argument_key(out)
         return out
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -259,7 +259,7 @@ def _returns_new_tensors(func: Any) -> bool:
     return func.namespace == "aten" and tensors and bool(schema.returns) and not aliases
 
 
-def _described(argument: Any) -> Any:
+def _argument_key(argument: Any) -> Any:
     """Hashable key of an argument; for a tensor its shape, strides and dtype.
 
     Raises:
@@ -272,7 +272,7 @@ def _described(argument: Any) -> Any:
         # promotes dtypes differently.
         return _Like((argument.shape, argument.stride(), argument.dtype, argument.is_meta))
     if isinstance(argument, list | tuple) and len(argument) <= _MAX_LIST_LENGTH:
-        return tuple(map(_described, argument))
+        return tuple(map(_argument_key, argument))
     raise _NotPlainError
 
 

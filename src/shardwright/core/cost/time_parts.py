@@ -62,13 +62,13 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
             stages[chunk.stage][kind, tuple(sorted(axes)), False] += seconds - hidden
             stages[chunk.stage][kind, tuple(sorted(axes)), True] += hidden
     if not model.shared:
-        stages = [max(stages, key=_length)]
+        stages = [max(stages, key=_exposed_seconds)]
     parts: _Parts = defaultdict(float)
     for stage in stages:
         for key, seconds in stage.items():
             parts[key] += seconds / len(stages)
     if pipeline.stages > 1:
-        parts[WAITING, (), False] = max(0.0, predicted.seconds - _length(parts))
+        parts[WAITING, (), False] = max(0.0, predicted.seconds - _exposed_seconds(parts))
     every = (
         TimePart(kind, tuple(names[a] for a in axes), seconds, parts.get((kind, axes, True), 0.0))
         for (kind, axes, hidden), seconds in parts.items()
@@ -78,7 +78,7 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
     return tuple(sorted(needed, key=lambda part: (KINDS.index(part.kind), -part.seconds)))
 
 
-def _length(parts: _Parts) -> float:
+def _exposed_seconds(parts: _Parts) -> float:
     return sum(seconds for (_, _, hidden), seconds in parts.items() if not hidden)
 
 

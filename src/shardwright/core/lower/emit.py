@@ -22,7 +22,7 @@ from shardwright.core.runtime.collective_errors import TEXT
 NAMED_RANGE = "named_range"
 """Name of the context manager that marks a line in profiler traces."""
 
-Again = Callable[..., Any]
+RecomputeFunction = Callable[..., Any]
 """Runs a function so that the backward pass reruns it, such as `torch.utils.checkpoint`."""
 
 
@@ -60,7 +60,7 @@ class Source:
             elif candidate not in self._taken:
                 self.scope[candidate] = target
                 return candidate
-        raise AssertionError("there are more names than things")
+        raise AssertionError("no free name")
 
     def add(
         self,
@@ -75,16 +75,16 @@ class Source:
         line = Line(tuple(names), expression, tuple(reads), comment, unpack, segment, label=label)
         self.lines.append(line)
 
-    def nested(self, outputs: Sequence[str], again: Again) -> list[Line]:
+    def nested(self, outputs: Sequence[str], checkpoint: RecomputeFunction) -> list[Line]:
         """Lines of the function, with each recomputed segment as an inner function.
 
         Args:
             outputs: variables that the function returns.
-            again: runs the inner functions so that the backward pass reruns them.
+            checkpoint: runs the inner functions so that the backward pass reruns them.
         """
         if all(line.segment is None for line in self.lines):
             return self.lines
-        return nested(self.lines, outputs, self.name, self.refer(again.__name__, again))
+        return nested(self.lines, outputs, self.name, self.refer(checkpoint.__name__, checkpoint))
 
     def compile(self, text: str, name: str) -> Callable[..., Any]:
         """Compiles `text` and returns the function `name` that it defines."""
@@ -145,6 +145,7 @@ def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]
     assigned = {name for line in lines for name in line.names}
     last = {name: i for i, line in enumerate(lines) for name in (*line.reads, *line.names)}
     for number, line in enumerate(lines):
+        # One line, so that a name from a file cannot end the comment and inject code.
         if line.comment:
             yield f"    # {''.join(c if c.isprintable() else ' ' for c in line.comment)}"
         if line.body:
@@ -152,8 +153,8 @@ def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]
             yield from (f"    {inner}" for inner in write_body(line.body, line.names))
             yield f"        return {', '.join(line.names)}"
         used = dict.fromkeys((*line.reads, *line.names))
-        done = [n for n in used if n in assigned and last[n] == number and n not in outputs]
-        yield f"    {line.text}" + (f"; del {', '.join(done)}" if done else "")
+        dead = [n for n in used if n in assigned and last[n] == number and n not in outputs]
+        yield f"    {line.text}" + (f"; del {', '.join(dead)}" if dead else "")
 
 
 def nested(
@@ -181,14 +182,17 @@ def nested(
             result.append(lines[position])
             position += 1
             continue
-        before, inside, after = _apart(lines[position : last[segment] + 1], segment)
+        # Segments are lines of one function, so lines between its first and last must move.
+        before, inside, after = _split_at_segment(lines[position : last[segment] + 1], segment)
         function = name(f"compute_{segment}")
-        result += [*before, _joined(inside, readers, function, call), *after]
+        result += [*before, _segment_call(inside, readers, function, call), *after]
         position = last[segment] + 1
     return result
 
 
-def _apart(lines: Sequence[Line], segment: str) -> tuple[list[Line], list[Line], list[Line]]:
+def _split_at_segment(
+    lines: Sequence[Line], segment: str
+) -> tuple[list[Line], list[Line], list[Line]]:
     """Lines to emit before a segment, those of the segment, and those that depend on it."""
     before: list[Line] = []
     inside: list[Line] = []
@@ -207,7 +211,7 @@ def _apart(lines: Sequence[Line], segment: str) -> tuple[list[Line], list[Line],
     return before, inside, after
 
 
-def _joined(
+def _segment_call(
     inside: Sequence[Line], readers: Mapping[str, set[str | None]], function: str, call: str
 ) -> Line:
     """Line that defines and calls a function of the lines `inside`.

@@ -48,7 +48,9 @@ class BucketLines:
     _entered: dict[Bucket, str] = field(default_factory=dict)
     _started: dict[Bucket, str] = field(default_factory=dict)
     _members: dict[Member, str] = field(default_factory=dict)
-    _known: dict[tuple[Value, tuple[int, ...]], tuple[Bucket, Member]] = field(default_factory=dict)
+    _bucket_of: dict[tuple[Value, tuple[int, ...]], tuple[Bucket, Member]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.bound = tuple(bind_bucket(bucket, self.devices) for bucket in self.flow.buckets)
@@ -56,25 +58,26 @@ class BucketLines:
             self.bound = tuple(RangedBucket.of(b, self.devices.layout) for b in self.bound)
         for bucket in self.flow.buckets:
             for member in bucket.members:
-                self._known[member.value, _ids(member.transfers)] = (bucket, member)
+                self._bucket_of[member.value, _ids(member.transfers)] = (bucket, member)
         if any(bucket.regathers and bucket.segment is None for bucket in self.flow.buckets):
             self.regather = BackwardRegather()
 
     def enter(self) -> None:
         """Emits the first lines of a program, whose backward runs last."""
-        for bound in self._here:
+        for bound in self._own_buckets:
             if not bound.bucket.gathers or bound.replicas is not None:
                 self._enter(bound)
-        first = next((b.bucket for b in self._here if _is_ahead(b.bucket)), None)
+        # The first gather has no earlier bucket whose use it could overlap.
+        first = next((b.bucket for b in self._own_buckets if _can_prefetch(b.bucket)), None)
         if first is not None:
             self._start(first)
 
     @cached_property
-    def _here(self) -> tuple[BoundBucket, ...]:
+    def _own_buckets(self) -> tuple[BoundBucket, ...]:
         """Buckets that this program gathers or reduces itself."""
-        return tuple(each for each in self.bound if self._is_here(each.bucket))
+        return tuple(each for each in self.bound if self._is_own(each.bucket))
 
-    def _is_here(self, bucket: Bucket) -> bool:
+    def _is_own(self, bucket: Bucket) -> bool:
         return not (self.unsharded and bucket.reduces_once)
 
     def _enter(self, bound: BoundBucket) -> str:
@@ -82,7 +85,7 @@ class BucketLines:
         name = self._entered[bound.bucket] = self.source.name(f"bucket_{number}")
         function = self.source.refer(f"enter_{number}", EnterBucket(bound))
         shards = ", ".join(f"parameters[{m.value.name!r}]" for m in bound.bucket.members)
-        self.source.add([name], f"{function}({shards})", [], _described(bound))
+        self.source.add([name], f"{function}({shards})", [], _comment(bound))
         return name
 
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
@@ -90,9 +93,9 @@ class BucketLines:
         length = bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
         if not length:
             return None
-        bucket, member = self._known[value, _ids(route[:length])]
+        bucket, member = self._bucket_of[value, _ids(route[:length])]
         if member not in self._members:
-            if self._is_here(bucket):
+            if self._is_own(bucket):
                 self._finish(bucket)
             else:
                 name = self._members[member] = self.source.name(member.name)
@@ -114,32 +117,34 @@ class BucketLines:
 
     def _finish(self, bucket: Bucket) -> None:
         bound, number = self.bound[bucket.number], bucket.number
-        held = self.unsharded and bucket.level == "level2"
+        is_cached = self.unsharded and bucket.level == "level2"
         if bucket.gathers:
             self._start(bucket)
-            following = self._next(bucket)
+            # Before the wait, so that the next gather overlaps the use of this bucket.
+            following = self._next_prefetch(bucket)
             if following is not None:
                 self._start(following)
         before = self._started.get(bucket) or self._entered[bucket]
-        if bucket.gathers and not held:
+        if bucket.gathers and not is_cached:
+            # The rerun of a segment gathers its buckets itself.
             regather = self.regather if bucket.regathers and bucket.segment is None else None
             function = self.source.refer(f"finish_{number}", FinishGather(bound, regather))
         else:
-            function = self.source.refer(f"finish_{number}", UseAsStored(bound, held))
+            function = self.source.refer(f"finish_{number}", UseAsStored(bound, is_cached))
         names = [self.source.name(member.name) for member in bucket.members]
         call = f"{function}({before})"
         self.source.add(names, call, [before], unpack=True, segment=bucket.segment)
         self._members.update(zip(bucket.members, names, strict=True))
 
-    def _next(self, bucket: Bucket) -> Bucket | None:
+    def _next_prefetch(self, bucket: Bucket) -> Bucket | None:
         """The bucket to prefetch: the next one that is gathered ahead of use."""
         if bucket.segment is not None:
             return None
-        later = (b.bucket for b in self._here if b.bucket.number > bucket.number)
-        return next(filter(_is_ahead, later), None)
+        later = (b.bucket for b in self._own_buckets if b.bucket.number > bucket.number)
+        return next(filter(_can_prefetch, later), None)
 
 
-def _is_ahead(bucket: Bucket) -> bool:
+def _can_prefetch(bucket: Bucket) -> bool:
     """Whether a bucket can be prefetched; one inside a recomputed segment is gathered there."""
     return bucket.gathers and bucket.segment is None
 
@@ -163,7 +168,7 @@ def _ids(transfers: Sequence[Transfer]) -> tuple[int, ...]:
     return tuple(id(transfer) for transfer in transfers)
 
 
-def _described(bound: BoundBucket) -> str:
+def _comment(bound: BoundBucket) -> str:
     """`bucket 0 of 3 parameters: vary over dp, all_gather over fsdp / reduce_scatter`."""
     bucket, words = bound.bucket, []
     for step in bucket.steps:

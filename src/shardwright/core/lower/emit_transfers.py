@@ -60,10 +60,12 @@ class TransferLines:
 
     def _convert(self, transfer: Transfer, before: str) -> str:
         if transfer not in self.overlaps or transfer is self.pending:
-            words = "start" if transfer is self.pending else ""
-            return self._line(transfer, words, self._function(transfer), before)
+            prefix = "start" if transfer is self.pending else ""
+            return self._line(transfer, prefix, self._function(transfer), before)
         if transfer not in self._started:
             self._start(transfer, before)
+        # Between start and finish, so that in the backward pass, in reverse order, weight gradients
+        # are computed while the gradient of the input is communicated.
         for op in self.overlaps[transfer].linears:
             self._delay(op, transfer)
         pending = self._started[transfer]
@@ -83,11 +85,11 @@ class TransferLines:
         name = self.delayed[op] = self.source.name(weight)
         self.source.add([name], call, [weight], segment=transfer.segment)
 
-    def _line(self, transfer: Transfer, words: str, function: Any, before: str) -> str:
+    def _line(self, transfer: Transfer, prefix: str, function: Any, before: str) -> str:
         step = transfer.step
         over = self.devices.layout.named(step.axes, "_")
         dims = "_to_".join(f"dim{d}" for d in (step.dim, step.to_dim) if d is not None)
-        wanted = "_".join(part for part in (words, step.kind, dims, over) if part)
+        wanted = "_".join(part for part in (prefix, step.kind, dims, over) if part)
         if step.kind == "all_gather" and step.backward == "reduce_scatter":
             wanted += "_varying"
         redistribution = self.source.refer(wanted, function)
@@ -106,6 +108,7 @@ class TransferLines:
         """Function that executes a transfer, shared by transfers with equal steps."""
         step, pending = transfer.step, transfer is self.pending
         key: tuple[Any, ...] = (pending, step.kind, step.axes, step.dim, step.to_dim, step.backward)
+        # A permutation depends on both layouts, other steps only on their dimensions.
         if step.spec.pattern == "point_to_point":
             key = (*key, step.source.axes, step.target.axes)
         if key not in self._bound:

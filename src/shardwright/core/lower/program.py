@@ -155,6 +155,7 @@ class _Lowering:
         return self.chunk.communication
 
     def program(self) -> Program:
+        # Reserved, so that no variable hides an argument of the program.
         for name in ("parameters", "buffers", "inputs", "seed", "device"):
             self.source.name(name)
         self.buckets = BucketLines(self.flow, self.devices, self.unsharded, self.source)
@@ -192,7 +193,7 @@ class _Lowering:
             for before, value in self.graph.updates
         ]
         returns = f"[{', '.join(outputs)}], [{', '.join(updates)}]"
-        lines = self.source.nested([*outputs, *updates], self._again())
+        lines = self.source.nested([*outputs, *updates], self._checkpoint())
         body = write_body(lines, [*outputs, *updates])
         text = "\n".join([HEADER, *body, f"    return {returns}\n"])
         return Program(
@@ -207,7 +208,7 @@ class _Lowering:
             partial(compile_regions, self.source, lines, (HEADER, returns)),
         )
 
-    def _again(self) -> Callable[..., Any]:
+    def _checkpoint(self) -> Callable[..., Any]:
         """Function that runs recomputed segments. On one device, random operators draw from torch's
         generator, whose state it has to restore; on several, each draw has its own seed."""
         if self.devices.is_distributed:
@@ -291,7 +292,7 @@ class _Lowering:
         variables = []
         for index, value in enumerate(op.inputs):
             if value in self.fused:
-                self._reads(self.fused[value])
+                self._emit_inputs(self.fused[value])
                 continue
             route = self.flow.routes[op.name, index]
             variables.append(self._converted(value, route))
@@ -408,7 +409,7 @@ class _Lowering:
             and self._segment(op) == self._segment(add)
         )
 
-    def _reads(self, layer: Op) -> list[str]:
+    def _emit_inputs(self, layer: Op) -> list[str]:
         """Emits the inputs of a linear layer before those of its bias; returns their variables."""
         return [
             self._converted(value, self.flow.routes[layer.name, index])
@@ -416,7 +417,7 @@ class _Lowering:
         ]
 
     def _with_bias(self, layer: Op, add: Op, bias: str) -> None:
-        reads, function = self._reads(layer), "aten.linear.default"
+        reads, function = self._emit_inputs(layer), "aten.linear.default"
         if layer in self.transfers.delayed:
             function, reads[1] = (
                 self.source.refer("linear", delayed_linear),

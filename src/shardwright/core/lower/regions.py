@@ -17,7 +17,7 @@ REGION = "region"
 """Name of the function of a block in the program."""
 
 _VARIABLE = re.compile(r"(?<![\w.'])[A-Za-z_]\w*(?!=)\b")
-_BRINGS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|hold|finish)_\d+\(")
+_READS_PARAMETERS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|hold|finish)_\d+\(")
 """Expressions that read or gather parameters, buffers and inputs."""
 
 
@@ -47,20 +47,24 @@ def regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
     """
     carried: dict[int, list[Line]] = {}
     own: list[Line] = []
-    brought: set[str] = set()
+    available: set[str] = set()
     for line in lines:
-        if _BRINGS.match(line.expression) and brought.issuperset(line.reads):
+        if _READS_PARAMETERS.match(line.expression) and available.issuperset(line.reads):
             carried.setdefault(len(own), []).append(line)
-            brought.update(line.names)
+            available.update(line.names)
         else:
             own.append(line)
-    span = _longest(own)
+    span = _longest_repetition(own)
     if span is None:
         return None
-    ways = [(_returned(own, way, outputs), way) for way in _aligned(own, *span)]
-    if not ways:
+    candidates = [
+        (_return_positions(own, division, outputs), division)
+        for division in _aligned_blocks(own, *span)
+    ]
+    if not candidates:
         return None
-    places, (length, first, count) = min(ways, key=lambda one: len(one[0]))
+    # Blocks that return the fewest variables begin where a layer begins.
+    positions, (length, first, count) = min(candidates, key=lambda each: len(each[0]))
     blocks = [own[first + n * length :][:length] for n in range(count)]
     result: list[Line] = []
     for number in range(first):
@@ -68,12 +72,12 @@ def regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
     for n, block in enumerate(blocks):
         for number in range(first + n * length, first + (n + 1) * length):
             result += carried.get(number, ())
-        names = tuple(block[line].names[position] for line, position in places)
+        names = tuple(block[line].names[position] for line, position in positions)
         result.append(_call(block, names))
     for number in range(first + count * length, len(own)):
         result += [*carried.get(number, ()), own[number]]
     result += carried.get(len(own), ())
-    returns = tuple(blocks[0][line].names[position] for line, position in places)
+    returns = tuple(blocks[0][line].names[position] for line, position in positions)
     return Regions(result, blocks[0], _arguments(blocks[0]), returns)
 
 
@@ -109,27 +113,28 @@ def _arguments(block: Sequence[Line]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for line in block for n in line.reads if n not in assigned))
 
 
-def _longest(lines: Sequence[Line]) -> tuple[int, int, int] | None:
+def _longest_repetition(lines: Sequence[Line]) -> tuple[int, int, int] | None:
     """(block length, first line, number of lines) of the longest range in which each line equals
     the one a block length before, up to variable names; of several, the one of shortest blocks."""
     numbers: dict[str, int] = {}
-    kinds = [numbers.setdefault(_kind(line), len(numbers)) for line in lines]
+    line_ids = [numbers.setdefault(_anonymous(line), len(numbers)) for line in lines]
     best: tuple[int, int, int] | None = None
-    for length in range(1, len(kinds) // 2 + 1):
+    for length in range(1, len(line_ids) // 2 + 1):
         start = 0
-        if best is not None and best[2] > len(kinds) / 2:
+        # More than half of the program repeats: these are its layers, longer blocks are multiples.
+        if best is not None and best[2] > len(line_ids) / 2:
             break
-        for place in range(len(kinds) - length + 1):
-            if place < len(kinds) - length and kinds[place] == kinds[place + length]:
+        for index in range(len(line_ids) - length + 1):
+            if index < len(line_ids) - length and line_ids[index] == line_ids[index + length]:
                 continue
-            covered = place - start + length
-            if place - start >= length and (best is None or covered > best[2]):
+            covered = index - start + length
+            if index - start >= length and (best is None or covered > best[2]):
                 best = length, start, covered
-            start = place + 1
+            start = index + 1
     return best
 
 
-def _aligned(
+def _aligned_blocks(
     lines: Sequence[Line], length: int, start: int, covered: int
 ) -> Iterator[tuple[int, int, int]]:
     """(block length, first line, number of blocks) for each possible first line of equal blocks."""
@@ -144,12 +149,12 @@ def _aligned(
             yield length, first, count
 
 
-def _returned(
-    lines: Sequence[Line], way: tuple[int, int, int], outputs: Collection[str]
+def _return_positions(
+    lines: Sequence[Line], blocks: tuple[int, int, int], outputs: Collection[str]
 ) -> list[tuple[int, int]]:
     """(line in the block, position in its names) of variables that are read after their block."""
-    length, first, count = way
-    places: dict[tuple[int, int], None] = {}
+    length, first, count = blocks
+    positions: dict[tuple[int, int], None] = {}
     read_by: dict[str, list[int]] = {}
     for number, line in enumerate(lines):
         for name in line.reads:
@@ -158,15 +163,15 @@ def _returned(
         end = first + ((number - first) // length + 1) * length
         for position, name in enumerate(lines[number].names):
             if name in outputs or any(n >= end for n in read_by.get(name, ())):
-                places[(number - first) % length, position] = None
-    return sorted(places)
+                positions[(number - first) % length, position] = None
+    return sorted(positions)
 
 
 def _variables(line: Line) -> Iterator[str]:
     yield from chain(line.reads, *map(_variables, line.body), line.names)
 
 
-def _kind(line: Line) -> str:
+def _anonymous(line: Line) -> str:
     """Text of a line with all variables as `_`."""
     return _renamed(line, dict.fromkeys(_variables(line), "_"))
 

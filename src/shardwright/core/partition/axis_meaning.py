@@ -145,7 +145,7 @@ class _Trace:
             rule = rule_of(op)
             if rule is not None:
                 own = self.factors[op.name]
-                own.update(self._of_factors(op, rule))
+                own.update(self._factor_meanings(op, rule))
                 for value, dims in zip(op.outputs, rule.outputs, strict=True):
                     self._learn(value, dims, own)
 
@@ -168,12 +168,12 @@ class _Trace:
             each = None if factor is None else factors.get(factor)
             return Meaning.FEATURE if each is Meaning.PARAMETER and value in self.data else each
 
-        known = self.values[value]
+        meanings = self.values[value]
         self.values[value] = tuple(
-            each or meaning(factor) for each, factor in zip(known, dims, strict=True)
+            each or meaning(factor) for each, factor in zip(meanings, dims, strict=True)
         )
 
-    def _of_factors(self, op: Op, rule: ShardingRule) -> dict[str, Meaning]:
+    def _factor_meanings(self, op: Op, rule: ShardingRule) -> dict[str, Meaning]:
         result = {}
         for factor in rule.factors:
             tensors = zip(op.inputs, rule.inputs, strict=True)
@@ -181,12 +181,14 @@ class _Trace:
             meanings = {self.values[value][dim] for value, dim in carriers}
             of_data = {self.values[value][dim] for value, dim in carriers if value in self.data}
             if Meaning.PARAMETER in meanings:
+                # Contracted with a parameter: a feature dimension, even of an input.
                 if not any(factor in dims for dims in rule.outputs):
                     meanings.discard(Meaning.POSITION)
                 elif of_data == {None}:
-                    # It takes the meaning of the data that it is combined with, not known yet.
+                    # The dimension has the meaning of the data that the parameter is combined
+                    # with, which is not known yet.
                     meanings.discard(Meaning.PARAMETER)
-            known = [each.value for each in meanings if each is not None]
-            if known:
-                result[factor] = Meaning(min(known))
+            values = [each.value for each in meanings if each is not None]
+            if values:
+                result[factor] = Meaning(min(values))
         return result

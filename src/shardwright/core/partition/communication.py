@@ -133,7 +133,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer] = {}
     returned = {*graph.output_values, *(value for _, value in graph.updates)}
     for op in graph.ops:
-        _operator(result, op, decisions.cuts.get(op.name, {}), shared)
+        _add_operator(result, op, decisions.cuts.get(op.name, {}), shared)
         for value, axes in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
             is_read = graph.consumers[value] or value in returned
             if axes is not None and is_read:
@@ -150,6 +150,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
         trained = departure is not None or value in graph.trained
         result.output_routes[value] = _route(result, value, target, shared, True, trained)
     for before, value in graph.updates:
+        # The new value is copied into the tensor of the old one, so it needs the same layout.
         target = result.initial_layouts[before]
         result.update_routes[before] = _route(result, value, target, shared, False, False)
     result.transfers = join_transfers(
@@ -162,10 +163,11 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     assign_recomputed_transfers(result.segments, transfers, decisions)
     routes = [*result.output_routes.items()]
     routes += [(value, result.update_routes[before]) for before, value in graph.updates]
+    # Segments may have been divided: a bucket belongs to one of the resulting segments.
     recomputed = {name: Recompute(s.name) for name, s in result.segment_of.items()}
-    together = replace(decisions, recompute=recomputed)
-    result.buckets = buckets(graph, mesh, together, result.routes, result.initial_layouts, routes)
-    _count(result, graph)
+    divided = replace(decisions, recompute=recomputed)
+    result.buckets = buckets(graph, mesh, divided, result.routes, result.initial_layouts, routes)
+    _count_bytes(result, graph)
     return result
 
 
@@ -193,7 +195,7 @@ def _axes_as_used(
     return ((),) * len(value.shape)
 
 
-def _operator(
+def _add_operator(
     result: Communication,
     op: Op,
     cuts: Cuts,
@@ -205,7 +207,9 @@ def _operator(
         outputs = tuple(mesh.replicated(len(value.shape)) for value in op.outputs)
     else:
         inputs, outputs = rule.layouts(mesh, cuts)
-        if rule.reductions is not no_reductions and (inner := tuple(_inner(rule, op, mesh, cuts))):
+        if rule.reductions is not no_reductions and (
+            inner := tuple(_inner_reductions(rule, op, mesh, cuts))
+        ):
             result.reductions[op.name] = inner
     result.input_layouts[op.name] = inputs
     for value, layout in zip(op.outputs, outputs, strict=True):
@@ -217,7 +221,9 @@ def _operator(
         result.routes[op.name, index] = route
 
 
-def _inner(rule: ShardingRule, op: Op, mesh: DeviceMatrix, cuts: Cuts) -> Iterator[InnerReduction]:
+def _inner_reductions(
+    rule: ShardingRule, op: Op, mesh: DeviceMatrix, cuts: Cuts
+) -> Iterator[InnerReduction]:
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
         axes = tuple(a for f in reduction.factors for a in cuts.get(f, ()))
         yield InnerReduction(reduction, axes if reduction.ordered else tuple(sorted(axes)))
@@ -242,12 +248,13 @@ def _route(
     trained = trained and value.requires_grad
     leading, source = result.leading_transfers.get(value, ()), result.layout(value)
     if source is target and not target.varying:
-        target.shard_shape(value.shape)
+        target.shard_shape(value.shape)  # raises if the layout does not divide the shape
         return leading
     path = redistribution_steps(source, target, value.shape, differentiable)
     route = list(leading)
     for length, step in enumerate(path, start=1):
         key = (value, path[:length])
+        # Keyed by all steps so far: equal steps from different layouts are different transfers.
         if key not in shared:
             before = route[-1] if route else None
             shared[key] = Transfer(value, step, before, trained)
@@ -257,7 +264,7 @@ def _route(
     return tuple(route)
 
 
-def _count(result: Communication, graph: Graph) -> None:
+def _count_bytes(result: Communication, graph: Graph) -> None:
     bucketed = {id(t) for bucket in result.buckets for m in bucket.members for t in m.transfers}
     for transfer in result.transfers:
         if id(transfer) not in bucketed:

@@ -129,13 +129,13 @@ def _adapted_cuts(
     for op in graph.ops:
         rule = rule_of(op)
         if rule is not None and op.name in cuts:
-            kept = {
+            dividing = {
                 factor: _dividing(mesh, axes, rule.capacity[factor])
                 for factor, axes in cuts[op.name].items()
                 if factor in rule.factors
             }
-            further = rule.indivisible_factor(mesh, kept)
-            result[op.name] = {f: axes for f, axes in kept.items() if f != further}
+            indivisible = rule.indivisible_factor(mesh, dividing)
+            result[op.name] = {f: axes for f, axes in dividing.items() if f != indivisible}
     return result
 
 

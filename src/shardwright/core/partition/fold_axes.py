@@ -25,12 +25,13 @@ def fold_axes(partitioned: Partitioned, apart: DeviceMatrix | None = None) -> Pa
         apart: device matrix of the same ranks whose axes must not be joined.
     """
     mesh = partitioned.mesh
-    borders = () if apart is None else _borders(apart)
-    alike = {axis for axis, inside in enumerate(_borders(mesh)) if inside not in borders}
+    strides = () if apart is None else _strides(apart)
+    # Axes may be joined where `apart` has no axis boundary of the same stride.
+    joinable = {axis for axis, stride in enumerate(_strides(mesh)) if stride not in strides}
     joined = join_axes(
         len(mesh.device_matrix),
         _axes_of(partitioned),
-        lambda axis, behind: behind == axis + 1 and axis in alike,
+        lambda axis, inner: inner == axis + 1 and axis in joinable,
     )
     number = {axes[0]: new for new, axes in enumerate(joined)}
     decisions = _renumbered(
@@ -71,7 +72,7 @@ def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, 
     )
 
 
-def _borders(mesh: DeviceMatrix) -> list[int]:
+def _strides(mesh: DeviceMatrix) -> list[int]:
     """Number of devices inside each axis but the last: the stride of the axis in ranks."""
     count = len(mesh.device_matrix)
     return [mesh.size(range(axis + 1, count)) for axis in range(count - 1)]
@@ -86,8 +87,8 @@ def _axes_of(partitioned: Partitioned) -> Iterator[Axes]:
         for dims in tensors.values():
             yield from dims
     for outputs in decisions.outputs.values():
-        for left in outputs:
-            yield from left or ()
+        for output_axes in outputs:
+            yield from output_axes or ()
     for chunk in partitioned.chunks:
         # A cheaper route may redistribute parts of an axis separately, so steps count too.
         for step in {transfer.step for transfer in chunk.communication.transfers}:
@@ -98,14 +99,14 @@ def _axes_of(partitioned: Partitioned) -> Iterator[Axes]:
                 yield tuple(sorted(layout.varying))
 
 
-def _renumbered(decisions: Decisions, change: Callable[[Axes], Axes]) -> Decisions:
+def _renumbered(decisions: Decisions, renumber: Callable[[Axes], Axes]) -> Decisions:
     def changed(dims: CutAxes) -> CutAxes:
-        return tuple(map(change, dims))
+        return tuple(map(renumber, dims))
 
     return replace(
         decisions,
         cuts={
-            name: {factor: change(axes) for factor, axes in factors.items()}
+            name: {factor: renumber(axes) for factor, axes in factors.items()}
             for name, factors in decisions.cuts.items()
         },
         storage={name: changed(dims) for name, dims in decisions.storage.items()},

@@ -32,11 +32,13 @@ def join_transfers(
     joined: set[int] = set()
     for second in transfers:
         first = second.before
+        # Another reader of the intermediate layout still needs the first step by itself.
         if first is None or id(first) in read or followers[id(first)] > 1:
             continue
         value = second.value
         step = joined_step(first.step, second.step, value.shape, value.itemsize)
         if step is not None:
+            # In place: routes refer to the transfer, and a third step may be joined to it.
             second.step, second.before = step, first.before
             joined.add(id(first))
     if joined:

@@ -53,12 +53,14 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
             route = flow.routes[op.name, index]
             for transfer in route:
                 first_use.setdefault(transfer, op_index[op.name])
+            # The first input of a linear layer is its activation.
             if route and index == 0:
                 readers.setdefault(route[-1], []).append(op)
     result = {}
-    for transfer in filter(_divides, flow.transfers):
+    for transfer in filter(_can_overlap, flow.transfers):
         beside: tuple[Op, ...] = ()
         producer = graph.producer.get(transfer.value)
+        # A later transfer of a route reads the result of the one before it, not the producer's.
         if producer is not None and transfer.before is None:
             end = first_use.get(transfer, len(graph.ops))
             ops = graph.ops[op_index[producer.name] : end + 1]
@@ -68,7 +70,7 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
             for op in readers.get(transfer, ())
             if delays
             and transfer.step.backward
-            and _delays(op)
+            and _can_delay(op)
             and _inside(flow, op, transfer.segment)
         )
         if beside or delayed:
@@ -76,11 +78,14 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
     return result
 
 
-def _divides(transfer: Transfer) -> bool:
+def _can_overlap(transfer: Transfer) -> bool:
     """Whether a transfer sends an activation and can be split into start and finish."""
     step, value = transfer.step, transfer.value
+    # Parameters have buckets. Complex numbers are sent as pairs of real ones, whose shape autograd
+    # rejects for a gradient that is still pending.
     if value.kind is Kind.PARAMETER or value.dtype.is_complex:
         return False
+    # Point-to-point exchanges have no separate start and finish (`core/runtime/collectives.py`).
     sends = not step.spec.local or step.backward is not None
     return sends and step.spec.pattern != "point_to_point"
 
@@ -114,11 +119,13 @@ def _inside(flow: Communication, op: Op, segment: str | None) -> bool:
 def _computes(op: Op) -> bool:
     if not isinstance(op.target, OpOverload):
         return True
+    # Views launch no kernel, so there would be nothing to overlap.
     return not op.target.is_view and op.target is not aten.reshape.default
 
 
-def _delays(op: Op) -> bool:
+def _can_delay(op: Op) -> bool:
     """Whether an operator is a linear layer that computes gradients of both weight and input."""
+    # `delayed_linear` joins all dimensions but the last, so there must be one.
     if op.target is not aten.linear.default or len(op.inputs[0].shape) < 2:
         return False
     x, weight = op.inputs[:2]

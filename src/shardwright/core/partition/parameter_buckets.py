@@ -104,6 +104,7 @@ class Bucket:
         total, local = 0, self.numel * self.members[0].value.itemsize
         for step in self.steps:
             if step.kind == "vary":
+                # Ring all-reduce: 2 (n - 1) / n of the tensor, rounded up.
                 total -= -2 * (step.group_size - 1) * local // step.group_size
             else:
                 total += (step.group_size - 1) * local if step.backward else 0
@@ -115,8 +116,8 @@ class Bucket:
         runs = micro_batches if self.level == "level3" else 1
         gathered = self.gather_bytes
         reduces = 1 if self.reduces_once else micro_batches
-        back = reduces * self.reduce_bytes + (micro_batches * gathered if self.regathers else 0)
-        return runs * gathered, back
+        backward = reduces * self.reduce_bytes + (micro_batches * gathered if self.regathers else 0)
+        return runs * gathered, backward
 
 
 def bucketed_steps(route: Sequence[Transfer]) -> int:
@@ -162,6 +163,7 @@ def buckets(
             segment = recompute.segment if recompute and level == "level3" else None
             key = (value, tuple(id(transfer) for transfer in route))
             use = uses.setdefault(key, _BucketedUse(value, route, segment))
+            # Used in several segments, or outside of them: gathered once for all uses.
             if use.segment != segment:
                 use.segment = None
             use.needed |= (op.name, index) in needed
@@ -171,8 +173,9 @@ def buckets(
         if value.kind is Kind.PARAMETER and route:
             key = (value, tuple(id(transfer) for transfer in route))
             use = uses.setdefault(key, _BucketedUse(value, route, None))
+            # The caller reads it after the program, so it is gathered outside of segments.
             use.segment, use.trained = None, use.trained or route[-1].trained
-    return _joined(uses.values(), stored, level, decisions.bucket_bytes)
+    return _group_uses(uses.values(), stored, level, decisions.bucket_bytes)
 
 
 @dataclass
@@ -191,11 +194,12 @@ class _BucketedUse:
         steps = tuple((t.step.kind, t.step.axes, t.step.backward) for t in self.route)
         value = self.value
         segment = self.segment if any(kind == "all_gather" for kind, _, _ in steps) else None
+        # A bucket reduces the gradients of all its members or of none.
         gradients = value.differentiable, self.trained
         return steps, value.dtype, value.stored_dtype, gradients, segment
 
 
-def _joined(
+def _group_uses(
     uses: Iterable[_BucketedUse], stored: Mapping[Value, TensorLayout], level: str, limit: int
 ) -> tuple[Bucket, ...]:
     groups: list[list[_BucketedUse]] = []
@@ -203,6 +207,7 @@ def _joined(
     for use in uses:
         size = _used_bytes(use)
         group, filled = open_groups.get(use.key, ([], 0))
+        # A parameter above the limit gets a bucket of its own.
         if not group or filled + size > limit:
             group, filled = [], 0
             groups.append(group)
@@ -221,6 +226,7 @@ def _joined(
         segment = group[0].segment if gathers else None
         trained = group[0].trained
         regathers = level == "level3" and gathers and trained
+        # In a segment the rerun gathers it; elsewhere only if autograd saves a member.
         regathers = regathers and (segment is not None or any(use.needed for use in group))
         result.append(Bucket(number, tuple(map(member, group)), level, segment, regathers, trained))
     return tuple(result)

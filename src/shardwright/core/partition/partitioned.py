@@ -55,7 +55,7 @@ class Partitioned:
         self._check_inputs()
         pieces = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
         crossing = {
-            value.name: self._crossing(value)
+            value.name: self._crossing_layout(value)
             for piece in pieces
             for value in piece.leaving
             if value in graph.producer
@@ -79,13 +79,13 @@ class Partitioned:
     def shared_gradients(self) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Stages that share each trained parameter, and bytes of its gradient on one device."""
         trained = {v.name: v for c in self.chunks for v in c.graph.parameters if v.requires_grad}
-        found = []
+        shared = []
         for name, stages in self.stages_of_parameters.items():
             if name in trained and len(stages) > 1:
                 stored = TensorLayout(self.mesh, self.chunks[0].decisions.storage[name])
                 shard = prod(stored.shard_shape(trained[name].shape))
-                found.append((stages, shard * trained[name].stored_dtype.itemsize))
-        return tuple(found)
+                shared.append((stages, shard * trained[name].stored_dtype.itemsize))
+        return tuple(shared)
 
     @cached_property
     def first_stages(self) -> dict[str, int]:
@@ -115,6 +115,7 @@ class Partitioned:
         for chunk in chunks:
             forward, backward = chunk.communication.step_bytes(count)
             to_next, to_previous = chunk.border_bytes
+            # Consecutive chunks of one stage hand values over without a message.
             if chunk.number + 1 < len(chunks) and chunks[chunk.number + 1].stage != chunk.stage:
                 forward += count * to_next
             if chunk.number and chunks[chunk.number - 1].stage != chunk.stage:
@@ -123,6 +124,7 @@ class Partitioned:
             sent[chunk.stage][1] += backward
         for stages, num_bytes in self.shared_gradients:
             for stage in stages:
+                # Ring all-reduce over the stages: 2 (n - 1) / n of the gradient, rounded up.
                 sent[stage][1] += -(-2 * (len(stages) - 1) * num_bytes // len(stages))
         return tuple((forward, backward) for forward, backward in sent)
 
@@ -169,17 +171,19 @@ class Partitioned:
         if graph.loss is not None:
             for value in piece.returned:
                 if value is not graph.loss and value in graph.producer:
-                    departures.setdefault(value.name, self._crossing(value))
-        own = replace(
+                    departures.setdefault(value.name, self._crossing_layout(value))
+        chunk_decisions = replace(
             decisions,
             arrivals={**decisions.arrivals, **arrivals},
             departures={**decisions.departures, **departures},
         )
         stage, ends = self.pipeline.stage_of(number), (piece.arriving, piece.leaving)
         halves = self.pipeline.schedule_spec.splits_backward
-        return Chunk(number, stage, piece.graph, self.mesh, own, *ends, piece.returned, halves)
+        return Chunk(
+            number, stage, piece.graph, self.mesh, chunk_decisions, *ends, piece.returned, halves
+        )
 
-    def _crossing(self, value: Value) -> CutAxes:
+    def _crossing_layout(self, value: Value) -> CutAxes:
         """Layout in which a value leaves the chunk that computes it."""
         producer = self.graph.producer[value]
         index = producer.outputs.index(value)
@@ -191,9 +195,9 @@ class Partitioned:
         if rule is None:
             return ((),) * len(value.shape)
         _, outputs = rule.layouts(self.mesh, self.decisions.cuts.get(producer.name, {}))
-        return self._as_read(value) if outputs[index].partial else outputs[index].axes
+        return self._consumer_layout(value) if outputs[index].partial else outputs[index].axes
 
-    def _as_read(self, value: Value) -> CutAxes:
+    def _consumer_layout(self, value: Value) -> CutAxes:
         """Layout in which the first consumer reads a value; replicated without a consumer."""
         for consumer, index in self.graph.consumers[value]:
             rule = rule_of(consumer)

@@ -161,6 +161,7 @@ def _ops_to_rerun(run: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
     An operator that communicates inside cannot be the last one, as the rerun may stop before or
     after its communication, depending on when it saves its last tensor.
     """
+    # `torch.utils.checkpoint` stops the rerun at the last tensor that it has to restore.
     end = len(run.ops)
     while end and (
         run.ops[end - 1].name in transfers.communicating or not saved_tensors(run.ops[end - 1])
@@ -197,17 +198,18 @@ def assign_recomputed_transfers(
                 else:
                     repeated = own if segment.communication else []
                     if value not in inside:
-                        repeated = repeated[_smallest(repeated, segment) :]
+                        repeated = repeated[_num_not_repeated(repeated, segment) :]
                 for transfer in repeated:
                     transfer.segment, transfer.is_repeated = segment.name, segment.trained
 
 
-def _smallest(route: Sequence[Transfer], segment: Segment) -> int:
+def _num_not_repeated(route: Sequence[Transfer], segment: Segment) -> int:
     """Number of leading transfers of an outside value that are not repeated: up to the last that
     sends data and leaves the value no larger than it was."""
     first = route[0].before if route else None
     if not route or (first is not None and first.segment == segment.name):
         return 0
+    # Saving the value where it is smallest costs least memory; steps after that are repeated.
     smallest, number = _size(route[0], route[0].step.source), 0
     for position, transfer in enumerate(route, start=1):
         size = _size(transfer, transfer.step.target)

@@ -60,11 +60,14 @@ class ScheduleSpec:
 
     def stage_of(self, chunk: int, stages: int) -> int:
         """Stage of chunk `chunk`, numbered in model order."""
-        turn, place = divmod(chunk, stages)
-        return stages - 1 - place if self.v_shaped and turn % 2 else place
+        # In a V, every second pass over the stages runs backwards, so that two consecutive chunks
+        # at its ends are on the same stage (Qi et al., arXiv:2401.10241, section 6).
+        number, stage = divmod(chunk, stages)
+        return stages - 1 - stage if self.v_shaped and number % 2 else stage
 
     def can_run(self, micro_batches: int, stages: int) -> bool:
         """Whether the schedule can run this number of micro-batches."""
+        # The condition that PyTorch's interleaved schedules check.
         rounds = max(1, micro_batches // stages)
         return not self.equal_rounds or micro_batches % rounds == 0
 
@@ -83,6 +86,7 @@ SCHEDULES = {
             "1f1b",
             "Schedule1F1B",
             reuses_messages=True,
+            # PyTorch's class rejects fewer micro-batches than stages.
             fallback="gpipe",
             interleaved="interleaved_1f1b",
         ),

@@ -109,6 +109,8 @@ def device_of_group() -> torch.device:
         if backends.get(accelerator.type, HOST_BACKEND) == HOST_BACKEND:
             return CPU
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    # Device 0 is current unless the program selects one. A launcher that shows each process its own
+    # device only leaves fewer devices than ranks.
     chosen = index > 0 or local_rank >= num_accelerators()
     return torch.device(accelerator.type, index if chosen else local_rank)
 

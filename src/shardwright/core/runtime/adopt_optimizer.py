@@ -166,10 +166,10 @@ def _check_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
     for _, origin in with_origin:
         counterparts = (p for p in origin.parameters_of_models() if _is_planned(p) != is_planned)
         if any(parameter.grad is not None for parameter in counterparts):
-            raise PlanError(_no_gradients(optimizer, origin.name, is_planned))
+            raise PlanError(_no_gradients_message(optimizer, origin.name, is_planned))
 
 
-def _no_gradients(optimizer: str, name: str, is_planned: bool) -> str:
+def _no_gradients_message(optimizer: str, name: str, is_planned: bool) -> str:
     if is_planned:
         return (
             f"no parameter of this {optimizer}, made over those of the planned model, has a "

@@ -58,6 +58,7 @@ class EnterBucket:
     def __call__(self, *shards: Tensor) -> EnteredBucket:
         without_gradient: set[int] = set()
         token = _Enter.apply(self.bound, without_gradient, *shards)  # type: ignore[no-untyped-call]
+        # Detached, as gradients reach the shards through the token only.
         return EnteredBucket(token, tuple(shard.detach() for shard in shards), without_gradient)
 
 

@@ -118,6 +118,7 @@ def _finish_blocks(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Te
 
     def finish(pending: Tensor, dtype: torch.dtype) -> Tensor:
         out = complete(pending, dtype, group)
+        # Collectives concatenate blocks along dimension 0, in the order of the group's ranks.
         if dim == 0 and group.in_order:
             return out
         blocks = out.chunk(group.size, 0)
@@ -147,6 +148,7 @@ def exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -
 
 def start_exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -> Tensor:
     """Start `exchange` and return the pending result, of shape (1, number of elements)."""
+    # As PyTorch's `permute_tensor` does: functional collectives have no send and receive.
     flat = sendable(x.contiguous().view(1, -1))
     out: Tensor = c10d.all_to_all_single(flat, receive, send, group.name)
     return out
@@ -178,6 +180,7 @@ def _in_group_order(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
 
 def wait(x: Tensor, waits: WaitTimer) -> Tensor:
     """Wait for a collective and return its result; counts the time in `waits`."""
+    # The timer cannot be traced, so waits of compiled programs do not count.
     if torch.compiler.is_compiling():
         return c10d.wait_tensor(x)  # type: ignore[no-any-return]
     with waits.measure():
@@ -208,6 +211,7 @@ class _Redistribute(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, forward: Function, backward: Function) -> Tensor:
         ctx.backward_function, ctx.call_site = backward, program_line()
         out = forward(x)
+        # Autograd treats an input that is returned unchanged differently from a view of it.
         return out.view_as(x) if out is x else out
 
     @staticmethod

@@ -145,6 +145,7 @@ class Devices:
         )
         groups = {} if subgroups is None else subgroups
         devices = replace(devices, _subgroups=groups, named_ranges=named_ranges)
+        # Creating a group is collective: here all ranks do so in the same order.
         if stages > 1:
             devices.peers_of_stages(tuple(range(stages)))
         if mesh_axes is None:
@@ -204,6 +205,7 @@ class Devices:
         key = tuple(sorted(axes))
         if key not in self._names:
             self._names[key] = self._create_group(key)
+        # Groups over the same axes in any order share a process group; only block numbers differ.
         order, sizes = [0] * self.layout.size(axes), self.layout.device_matrix
         for coordinates in all_coordinates(self.layout):
             order[shard_index(axes, sizes, coordinates)] = shard_index(key, sizes, coordinates)
@@ -304,9 +306,11 @@ def _new_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessG
     assert world is not None
     if len(ranks[0]) == world.size():
         return world
+    # NCCL splits a communicator at less cost than it creates one.
     if splits(world):
         return dist.split_group(world, ranks, timeout=world_timeout())
     if sum(map(len, ranks)) == world.size() and _can_create_own_group_only(device):
+        # Each rank creates its own group only, instead of all groups one after the other.
         own_ranks = next(each for each in ranks if world.rank() in each)
         return dist.new_group(own_ranks, timeout=world_timeout(), use_local_synchronization=True)  # type: ignore[no-any-return]
     member, _ = dist.new_subgroups_by_enumeration(ranks, timeout=world_timeout())  # type: ignore[no-untyped-call]

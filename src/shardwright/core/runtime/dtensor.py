@@ -218,7 +218,7 @@ def from_placements(
     for axis, placement in reversed(list(enumerate(placements))):
         if isinstance(placement, Shard | StridedShard):
             dim = _dimension(placement, ndim)
-            dims[dim] = _inserted(dims[dim], axis, placement, layout)
+            dims[dim] = _insert_axis(dims[dim], axis, placement, layout)
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             partial.add(axis)
         elif not isinstance(placement, Replicate):
@@ -238,7 +238,7 @@ def _dimension(placement: Shard | StridedShard, ndim: int) -> int:
     return dim % ndim
 
 
-def _inserted(axes: Axes, axis: int, placement: Placement, layout: DeviceMatrix) -> Axes:
+def _insert_axis(axes: Axes, axis: int, placement: Placement, layout: DeviceMatrix) -> Axes:
     """Insert `axis` into `axes`, which are all to its right, after those whose sizes multiply to
     the `split_factor` of its placement; first without one."""
     coarser = placement.split_factor if isinstance(placement, StridedShard) else 1

@@ -18,12 +18,12 @@ from shardwright.core.torch_internals.distributed import functional_collectives
 
 def make_safe() -> None:
     """Apply both workarounds to this process; further calls do nothing."""
-    _let_threads_finish_at_exit()
-    _gather_under_a_short_name()
+    _wait_for_threads_at_exit()
+    _use_short_gather_name()
 
 
 @cache
-def _let_threads_finish_at_exit() -> None:
+def _wait_for_threads_at_exit() -> None:
     """Wait a moment at exit until worker threads have released their tensors.
 
     A worker thread releases the tensors of its last collective some time after the collective has
@@ -34,7 +34,7 @@ def _let_threads_finish_at_exit() -> None:
 
 
 @cache
-def _gather_under_a_short_name() -> Library:
+def _use_short_gather_name() -> Library:
     """Replace the CPU kernels of functional all-gathers by ones that gloo names `ALLGATHER`.
 
     After each collective, a worker thread assigns its name to a string that both threads share
