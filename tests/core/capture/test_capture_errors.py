@@ -210,7 +210,7 @@ def looped(net: nn.Module, x: Tensor) -> Tensor:
 def test_functions_of_functions_are_refused_with_what_to_use(
     function: Callable[..., Tensor], advice: str
 ) -> None:
-    with pytest.raises(CaptureError, match=f"test_capture_errors.py:.*{advice}"):
+    with pytest.raises(CaptureError, match=f"(?s)test_capture_errors.py:.*{advice}"):
         capture(Function(function), (x(),))
 
 

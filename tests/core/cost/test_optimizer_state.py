@@ -38,3 +38,27 @@ def test_an_optimizer_can_be_given_in_place_of_a_name() -> None:
 def test_an_unknown_name_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(PlanError, match=r"optimizer='lion': valid are sgd, momentum, adam, adamw"):
         optimizer_bytes("lion", SHAPES)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "ASGD", "Rprop", "Muon", "NAdam", "Adamax"])
+def test_the_state_of_any_optimizer_of_pytorch_is_what_it_holds_after_a_step(name: str) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(12, 30)), torch.nn.Parameter(torch.ones(48, 12))]
+    optimizer = getattr(torch.optim, name)(parameters)
+    predicted = optimizer_bytes(optimizer, [(tuple(p.shape), p.dtype) for p in parameters]).state
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tensors = [t for values in optimizer.state.values() for t in values.values()]
+    held = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+    assert predicted == held > 0
+
+
+def test_parameters_that_an_optimizer_does_not_take_have_no_state_in_it() -> None:
+    matrix = torch.nn.Parameter(torch.ones(4, 4))
+    assert optimizer_bytes(torch.optim.Muon([matrix]), [((50,), torch.float32)]).state == 0
+
+
+def test_an_optimizer_that_needs_more_than_a_gradient_is_refused_with_its_name() -> None:
+    matrix = torch.nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(PlanError, match=r"optimizer=LBFGS: .*closure.*\n.*optimizer='adamw'"):
+        optimizer_bytes(torch.optim.LBFGS([matrix]), SHAPES)

@@ -21,7 +21,8 @@ from shardwright.core.api.trained_steps import (
     interpreted,
     train_program,
 )
-from shardwright.core.capture.capture import capture, check_arguments
+from shardwright.core.capture.capturable import check_arguments, check_module
+from shardwright.core.capture.capture import capture
 from shardwright.core.capture.filled_caches import without_new_cached_tensors
 from shardwright.core.capture.naming import line_of_error
 from shardwright.core.deferred import values_of
@@ -149,6 +150,7 @@ def check(
             process group is running, the module itself fails in float64, or an operator draws
             random numbers without the tag for it.
     """
+    check_module(net)
     check_arguments(args, kwargs)
     check_not_planned(net)
     net = net.net if isinstance(net, Pipeline) else net

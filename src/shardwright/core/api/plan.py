@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.core.api.decide import decide_model, plan_collectively, plan_model
-from shardwright.core.api.not_distributed import check_not_planned
+from shardwright.core.api.not_distributed import check_not_distributed
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.api.unknown_keyword import suggests_keywords
 from shardwright.core.api.whole_example import whole_example
-from shardwright.core.capture.capture import check_arguments
+from shardwright.core.capture.capturable import check_arguments, check_module
 from shardwright.core.constraints import DatasetStrategy
 from shardwright.core.constraints.load_strategies import load_strategies
 from shardwright.core.cost.cluster import Cluster
@@ -148,8 +148,7 @@ def plan(
         CaptureError: if the model cannot be captured.
     """
     options = PlanOptions.from_arguments(locals())
-    check_arguments(args, kwargs)
-    check_not_planned(net)
+    _check_input(net, args, kwargs)
     do = plan_collectively if collective else plan_model
     return do(options, net, args, kwargs)
 
@@ -201,9 +200,22 @@ def best_plans(
     options = PlanOptions.from_arguments(locals())
     if not COUNT.accepts(top):
         raise StrategyError(COUNT.error("top", top))
+    _check_input(net, args, kwargs)
     ranking = Ranking(top)
     decide_model(options_to_rank(options), net, args, kwargs, ranking)
     return ranking.ranked()
+
+
+def _check_input(net: nn.Module | Graph, args: object, kwargs: object) -> None:
+    """
+    Raises:
+        CaptureError: if the model is no module, or the arguments have another form.
+        PlanError: if the model is planned, wrapped or sharded already.
+    """
+    check_arguments(args, kwargs)
+    if not isinstance(net, Graph):
+        check_module(net)
+        check_not_distributed(net)
 
 
 class AutoParallel(ModuleWrapper):

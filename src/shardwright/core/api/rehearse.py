@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.api.rehearsal import STEPS, Rehearsal, first_and_last_ranks, rehearse_rank
-from shardwright.core.capture.capture import check_arguments
+from shardwright.core.capture.capturable import check_arguments
 from shardwright.core.checkpoint.checkpoint import Checkpoints
 from shardwright.core.checkpoint.position import Position
 from shardwright.core.cost.optimizer_state import OPTIMIZERS

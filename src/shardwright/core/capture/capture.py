@@ -21,6 +21,7 @@ from shardwright.core.capture.autocast import ON_CPU, Autocast, call_in_autocast
 from shardwright.core.capture.boundaries import settle_boundaries
 from shardwright.core.capture.build_graph import CapturedCall, build_graph
 from shardwright.core.capture.canonicalize import canonicalize
+from shardwright.core.capture.capturable import check_capturable
 from shardwright.core.capture.causal_masks import fold_causal_masks
 from shardwright.core.capture.composed import decompose
 from shardwright.core.capture.ctc import keep_rows_of_targets
@@ -90,38 +91,16 @@ def capture(
     Raises:
         CaptureError: if the forward pass depends on the values of tensors, or uses something that
             `torch.export` cannot capture; the message names the line in the user's code. Also if
-            `args` is not a tuple, or `kwargs` not a mapping.
+            `forward` cannot be called with `args` and `kwargs`, see `check_capturable`.
         StrategyError: if a module whose inputs and outputs are pinned has others than the pin.
     """
-    check_arguments(args, kwargs)
+    check_capturable(module, args, kwargs)
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
     call = CapturedCall(module, args, dict(kwargs or {}), autocast)
     with naming_local_map(module, args, call.kwargs), isolate_capture():
         graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)
     return replace(graph, capture_seconds=time.perf_counter() - started)
-
-
-def check_arguments(args: object, kwargs: object) -> None:
-    """
-    Raises:
-        CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
-    """
-    if not isinstance(args, tuple):
-        raise CaptureError(
-            f"the positional arguments of a call must be a tuple, and are a {type(args).__name__}: "
-            "write `(x,)` for one argument"
-        )
-    together = "positional ones stand together in a tuple, `(x, y)`"
-    if not isinstance(kwargs, Mapping | None):
-        raise CaptureError(
-            "the keyword arguments of a call must be a mapping of names, and are a "
-            f"{type(kwargs).__name__}: {together}"
-        )
-    if unnamed := [key for key in kwargs or {} if not isinstance(key, str)]:
-        raise CaptureError(
-            f"the keyword arguments of a call have names, not {unnamed[0]!r}: {together}"
-        )
 
 
 @dataclass(frozen=True)

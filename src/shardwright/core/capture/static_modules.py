@@ -25,6 +25,10 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
     for path, part in twin.named_modules():
         if type(part) is nn.AdaptiveLogSoftmaxWithLoss:
             vars(part)["forward"] = MethodType(_adaptive_log_softmax, part)
+        if isinstance(part, nn.SyncBatchNorm):
+            # A batch norm of a planned model takes the statistics of the whole batch anyway, and
+            # `SyncBatchNorm` runs on accelerators and in process groups only.
+            vars(part)["forward"] = MethodType(nn.BatchNorm1d.forward, part)
         if quantization is None or not isinstance(part, quantization.FakeQuantizeBase):
             continue
         enabled = originals[path].get_buffer("observer_enabled")

@@ -1,15 +1,18 @@
 """Bytes of optimizer state, and of temporary tensors of an optimizer step.
 
 Both are measured: two steps of the PyTorch optimizer run on the meta device for each parameter
-shape.
+shape. An optimizer that reads values runs on a small parameter instead, whose dimensions are
+different primes, by which the dimensions of its state are recognized.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
+from itertools import count
+from math import isqrt, prod
 
 import torch
 from torch import Tensor
@@ -73,7 +76,7 @@ def optimizer_bytes(
         parameters: local shape and dtype of each parameter.
 
     Raises:
-        PlanError: if the optimizer's name is unknown.
+        PlanError: if the optimizer's name is unknown, or its state cannot be measured.
     """
     named = partial(_of_named, optimizer) if isinstance(optimizer, str) else None
     of_one = named or cache(partial(_of_one, _maker(optimizer)))
@@ -110,7 +113,60 @@ def _of_named(optimizer: str, shape: Shape, dtype: torch.dtype) -> OptimizerByte
 def _of_one(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
     parameter = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     parameter.grad = torch.empty_like(parameter, requires_grad=False)
+    try:
+        optimizer = make([parameter])
+    except (TypeError, ValueError):
+        # Such as Muon, which takes matrices only: others are in another optimizer.
+        return OptimizerBytes(0, 0)
+    try:
+        return _measured(optimizer, parameter)
+    except Exception:
+        # The step reads values, which tensors on the meta device do not have.
+        return _of_small_parameter(make, shape, dtype)
+
+
+def _of_small_parameter(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
+    """The bytes for a parameter of `shape`, from the state of a small one.
+
+    Raises:
+        PlanError: if the optimizer cannot step with a gradient alone.
+    """
+    small = tuple(next(_primes_from(5 * (index + 1))) for index in range(len(shape)))
+    parameter = torch.ones(small, dtype=dtype, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter, requires_grad=False)
     optimizer = make([parameter])
+    try:
+        measured = _measured(optimizer, parameter)
+    except Exception as error:
+        raise PlanError(
+            f"optimizer={type(optimizer).__name__}: its memory cannot be measured: {error}\n"
+            "plan with the optimizer whose state is most alike, such as optimizer='adamw', and"
+            " train with your own"
+        ) from error
+    sizes = dict(zip(small, shape, strict=True))
+    state = sum(
+        _scaled_numel(tensor.shape, sizes, prod(small), prod(shape)) * tensor.itemsize
+        for values in optimizer.state.values()
+        for tensor in values.values()
+        if isinstance(tensor, Tensor)
+    )
+    temporary = measured.temporary * prod(shape) // max(prod(small), 1)
+    return OptimizerBytes(state, temporary)
+
+
+def _scaled_numel(state: Shape, sizes: Mapping[int, int], small: int, full: int) -> int:
+    """Elements of a state tensor, each dimension scaled to that of the parameter it belongs to."""
+    return prod(full if size == small else sizes.get(size, size) for size in state)
+
+
+def _primes_from(start: int) -> Iterator[int]:
+    """Primes of at least `start`."""
+    return (n for n in count(start) if all(n % d for d in range(2, isqrt(n) + 1)))
+
+
+def _measured(optimizer: torch.optim.Optimizer, parameter: Tensor) -> OptimizerBytes:
+    """The bytes of two steps with the gradient that the parameter has."""
+    assert parameter.grad is not None
     with LiveBytes() as live:
         live.watch([parameter, parameter.grad], "")
         before = live.now

@@ -1,0 +1,105 @@
+"""Checks a call of a model before it is captured: the model, and the form of its arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import CaptureError
+
+
+def check_capturable(module: object, args: object, kwargs: object) -> None:
+    """Raises an error unless `module(*args, **kwargs)` is a call that can be captured.
+
+    Raises:
+        CaptureError: if `module` is no `nn.Module`, `args` no tuple, `kwargs` no mapping of names,
+            `forward` has other parameters, or a tensor is sparse.
+    """
+    check_module(module)
+    check_arguments(args, kwargs)
+    assert isinstance(module, nn.Module) and isinstance(args, tuple)
+    named: Mapping[str, Any] = kwargs if isinstance(kwargs, Mapping) else {}
+    _check_signature(module, args, named)
+
+
+def check_module(module: object) -> None:
+    """
+    Raises:
+        CaptureError: if `module` is not an `nn.Module`.
+    """
+    if isinstance(module, nn.Module):
+        return
+    if inspect.isclass(module):
+        what, remedy = f"the class {module.__name__}", f"pass an instance: {module.__name__}(...)"
+    else:
+        what = f"a {type(module).__name__}"
+        remedy = "pass an nn.Module; the `forward` of one may call any function"
+    raise CaptureError(f"the model must be an nn.Module, not {what}\n{remedy}")
+
+
+def check_arguments(args: object, kwargs: object) -> None:
+    """
+    Raises:
+        CaptureError: if `args` is not a tuple, `kwargs` not a mapping of names, or a tensor sparse.
+    """
+    if not isinstance(args, tuple):
+        remedy = "write `(x,)` for one argument"
+        if isinstance(args, list):
+            remedy = "write `tuple(args)`, or `(args,)` if the list is one argument"
+        elif isinstance(args, Mapping):
+            remedy = (
+                "pass named arguments as the third parameter: `plan(net, (), dict(batch), ...)`;"
+                " write `(batch,)` if it is one argument"
+            )
+        raise CaptureError(
+            "the positional arguments of a call must be a tuple, and are a"
+            f" {type(args).__name__}\n{remedy}"
+        )
+    together = "positional ones stand together in a tuple, `(x, y)`"
+    if not isinstance(kwargs, Mapping | None):
+        raise CaptureError(
+            "the keyword arguments of a call must be a mapping of names, and are a"
+            f" {type(kwargs).__name__}\n{together}"
+        )
+    if unnamed := [key for key in kwargs or {} if not isinstance(key, str)]:
+        raise CaptureError(
+            f"the keyword arguments of a call have names, not {unnamed[0]!r}\n{together}"
+        )
+    for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs or {})))[0]:
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and not leaf.is_nested:
+            raise CaptureError(
+                f"argument {_described(path)} is a sparse tensor ({leaf.layout})\n"
+                "pass it dense (`x.to_dense()`), or its indices and values as two tensors"
+            )
+
+
+def _check_signature(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        CaptureError: if `forward` cannot be called with these arguments.
+    """
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return  # Of a forward that is written in C there is none.
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = str(signature).partition(" ->")[0]
+        raise CaptureError(
+            f"{type(module).__name__}.forward{parameters} cannot be called with {len(args)}"
+            f" positional and {len(kwargs)} named arguments: {error}\n"
+            "pass what the training loop passes: `plan(net, (x, y), {'mask': mask}, ...)`"
+        ) from None
+
+
+def _described(path: tuple[Any, ...]) -> str:
+    """The place of an argument in the call, by position or name."""
+    (in_kwargs, *inner) = path
+    where = pytree.keystr(tuple(inner))
+    return f"kwargs{where}" if getattr(in_kwargs, "idx", 0) else f"args{where}"

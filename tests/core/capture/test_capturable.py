@@ -1,0 +1,69 @@
+"""Calls that cannot be captured are refused at the door, with what to pass instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BatchEncoding
+
+import shardwright as sw
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        y = self.linear(x)
+        return (y if mask is None else y * mask).sum()
+
+
+X = torch.ones(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("net", "args", "kwargs", "problem", "remedy"),
+    [
+        (Net, (X,), None, "not the class Net", r"pass an instance: Net\(...\)"),
+        (torch.relu, (X,), None, "must be an nn.Module, not a builtin", "pass an nn.Module"),
+        (None, (X,), None, "not a NoneType", "pass an nn.Module"),
+        (Net(), [X], None, "are a list", r"write `tuple\(args\)`"),
+        (Net(), {"x": X}, None, "are a dict", r"plan\(net, \(\), dict\(batch\), ...\)"),
+        (Net(), BatchEncoding({"x": X}), None, "are a BatchEncoding", r"dict\(batch\)"),
+        (Net(), (), None, "missing a required argument: 'x'", "what the training loop passes"),
+        (Net(), (X, X), None, "with 2 positional and 0 named arguments", "training loop"),
+        (Net(), (X,), {"masks": X}, "unexpected keyword argument 'masks'", "training loop"),
+        (Net(), (X.to_sparse(),), None, r"argument args\[0\] is a sparse tensor", "to_dense"),
+        (Net(), (X,), {"mask": X.to_sparse()}, r"argument kwargs\['mask'\] is a", "to_dense"),
+    ],
+)
+def test_a_call_of_another_form_is_refused_with_what_to_pass(
+    net: Any, args: Any, kwargs: Any, problem: str, remedy: str
+) -> None:
+    with pytest.raises(sw.CaptureError, match=f"{problem}.*\n.*{remedy}"):
+        sw.plan(net, args, kwargs, devices=2)
+
+
+def test_the_best_plans_are_asked_for_a_call_of_the_same_form() -> None:
+    net: Any = Net
+    with pytest.raises(sw.CaptureError, match="not the class Net"):
+        sw.best_plans(net, (X,), devices=2, cluster="a100")
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: nn.Sequential(nn.DataParallel(net))])
+def test_a_wrapped_model_is_refused_by_plan(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.raises(sw.PlanError, match="wrapped by DataParallel already"):
+        sw.plan(wrap(Net()), (X,), devices=2)
+
+
+def test_a_synchronized_batch_norm_is_planned_as_a_batch_norm() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    images = torch.randn(8, 3, 8, 8)
+    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    targets = [op.target for op in sw.capture(synchronized, (images,)).ops]
+    assert targets == [op.target for op in sw.capture(net, (images,)).ops]
