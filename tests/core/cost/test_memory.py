@@ -14,6 +14,7 @@ import shardwright as sw
 from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
 from shardwright.core.cost.memory import Memory, StageMemory, binary, least_memory, memory
 from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.loss_weighting import LossWeighting
 from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
@@ -33,7 +34,7 @@ def llama_graph(layers: int, micro_batches: int = 1, dtype: str = "float32") -> 
     sizes = {**SIZES, "layers": layers, "batch": SIZES["batch"] // micro_batches}
     net, args, kwargs = llama(**sizes)
     graph = sw.capture(net, args, kwargs, None if dtype == "float32" else torch.bfloat16)
-    return replace(graph, mixing="")
+    return replace(graph, loss_weighting=LossWeighting())
 
 
 def measured(model: Model, plan: sw.Plan, optimizer: type[torch.optim.Optimizer]) -> int:
