@@ -154,9 +154,11 @@ def check(
     check_arguments(args, kwargs)
     check_not_planned(net)
     net = net.net if isinstance(net, Pipeline) else net
-    captured = plan.graph if plan.graph is not None else _captured(net, args, kwargs, plan)
+    captured, means = plan.graph, plan.pipeline.averages_micro_batches
+    if captured is None or (means and captured.loss_weighting is None):
+        captured = _captured(net, args, kwargs, plan)
     plan.check_fits(captured)
-    if plan.pipeline.averages_micro_batches:
+    if means:
         check_mean_of_samples(captured, plan.pipeline.micro_batches)
     values = _values(net)
     leaves = pytree.tree_map_only(Tensor, in_float64, pytree.tree_leaves((args, kwargs or {})))

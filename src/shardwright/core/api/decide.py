@@ -214,7 +214,8 @@ def _with_loss_weighting(
 ) -> Graph:
     """The graph of a micro-batch, which says how the losses of micro-batches are weighted."""
     if isinstance(net, Graph):
-        return with_loss_weighting(graph, options.num_micro_batches)
+        analyzed = graph.loss_weighting is not None
+        return graph if analyzed else with_loss_weighting(graph, options.num_micro_batches)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
 
     def captured(samples: int) -> Graph:

@@ -129,10 +129,13 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
             _check_parameters(net, plan)
         if graph is not None and not autocast.acts_as(graph.autocast_on):
             graph = None
+        means = plan.pipeline.averages_micro_batches
+        if graph is not None and means and graph.loss_weighting is None:
+            graph = None
         if graph is None or not has_attributes(net, graph.attributes):
             graph = captured()
         plan.check_fits(graph)
-        if plan.pipeline.averages_micro_batches:
+        if means:
             check_mean_of_samples(graph, plan.pipeline.micro_batches)
         _check_parameters(net, plan)
     except ShardwrightError as error:
