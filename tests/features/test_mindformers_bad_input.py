@@ -484,7 +484,7 @@ def test_a_mistake_is_one_error_with_its_place_and_what_is_valid(
         (
             "runner_config: {}\ntrain_dataset_task: {dataset_config: *train_dataset}\n",
             "line 2, column 38: *train_dataset has no anchor: write &train_dataset before the value"
-            " that it stands for",
+            " that it refers to",
         ),
         (
             "parallel_config: {data_parallel: 1, data_parallel: 2}\n",

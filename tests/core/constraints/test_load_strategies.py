@@ -205,7 +205,7 @@ MISTAKES = [
     ),
     ({"layer1": {"in_strategy": [{"l": ["z", None]}]}}, r"layer1: in_strategy: unknown axis 'z'"),
     ({"layer1": {"in_strategy": [{"l": [["x", "x"]]}]}}, r"axis 'x' is used more than once"),
-    ({"layer1": {"in_strategy": [{"l": [["x", 3]]}]}}, r"a tuple of names or 'None', not by"),
+    ({"layer1": {"in_strategy": [{"l": [["x", 3]]}]}}, r"a tuple of names, or 'None'"),
     (
         {"layer1": {"parameter_plan": {"wait": [8, 1]}}},
         r"layer1: parameter_plan: .*'wait'\nclosest: w",
@@ -251,7 +251,7 @@ def test_a_mistake_in_a_file_is_named_with_its_place(
         (
             '{"version": 1, "strategies": {},'
             ' "layouts": {"l": {"device_matrix": [8], "alias_names": ["a", "b"]}}}',
-            "layouts: l: .*give one name for each axis",
+            r"layouts: l: .*\ngive one name for each axis",
         ),
     ],
 )

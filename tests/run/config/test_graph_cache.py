@@ -17,7 +17,7 @@ from torch import nn
 from run.config.graph_cache_ranks import CHECKS, TINY
 from shardwright.core.capture.capture import capture
 from shardwright.core.graph.graph import Graph
-from shardwright.core.graph.serialize import dumps
+from shardwright.core.graph.serialize import FORMAT, dumps
 from shardwright.run.config import graph_cache
 from shardwright.run.config.graph_cache import cached_graph, graphs_folder
 from shardwright.run.config.run import Run
@@ -102,7 +102,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "foreign": lambda content: b"{}",
     "zeros": lambda content: bytes(len(content)),
     "without a checksum": lambda content: content.partition(b"\n")[2],
-    "another format": lambda content: content.replace(b"format 1,", b"format 0,"),
+    "another format": lambda content: content.replace(b"format %d," % FORMAT, b"format 0,"),
     "of another key": lambda content: dumps(_small(), "another"),
 }
 
