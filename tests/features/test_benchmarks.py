@@ -183,7 +183,9 @@ def test_a_program_that_computes_twice_is_seen(monkeypatch):
         def forward(self, *args):
             return self.net(*args) + self.net(*args)
 
-    monkeypatch.setattr(bench_one_device.sw, "parallelize", lambda net, plan, device: Twice(net))
+    monkeypatch.setattr(
+        bench_one_device.sw, "parallelize", lambda net, plan, device, copy: Twice(net)
+    )
     model = small("mlp", batch=64, sizes=(64, 256, 8))
     _, ratio, noise = bench_one_device.compared(model, rounds=40)
     assert noise.median < 1.3 < ratio.median
