@@ -123,7 +123,9 @@ def test_a_schedule_that_is_taken_away_leaves_the_rate_of_the_configuration(
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_another_optimizer_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
     interrupted(tmp_path)
-    with pytest.raises(CheckpointError, match=r"saved with AdamW.*use AdamW.*train\.load: .*step-"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)saved with AdamW.*use AdamW.*train\.load: .*step-"
+    ):
         resumed(tmp_path, optimizer={"name": name})
 
 

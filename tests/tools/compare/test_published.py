@@ -150,7 +150,7 @@ def test_a_run_is_planned_as_its_expert_divided_it(family: str) -> None:
 
 def test_selective_keeps_attention_and_every_second_product_of_a_block() -> None:
     candidate = planned(recompute="selective").candidate
-    again = candidate.partitioned.chunks[0].communication.computed_again
+    again = candidate.partitioned.chunks[0].communication.recomputed_ops
     kinds = Counter(
         (str(op.target), op.name in again)
         for op in candidate.model.graph.ops

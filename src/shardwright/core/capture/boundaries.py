@@ -27,7 +27,10 @@ from shardwright.errors import StrategyError
 
 aten = torch.ops.aten
 
-_MOVING = (aten.to.dtype, aten._to_copy.default, aten.contiguous.default, aten.clone.default)
+_MOVING = (
+    *(aten.to.dtype, aten._to_copy.default, aten.contiguous.default, aten.clone.default),
+    aten.broadcast_tensors.default,  # Its schema does not say that it returns views.
+)
 
 
 def settle_boundaries(graph: fx.Graph) -> None:
