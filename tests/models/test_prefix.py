@@ -127,7 +127,7 @@ def test_models_that_take_no_prefixes_are_errors(
 
 def test_prefixes_beside_a_mask_are_an_error() -> None:
     net = build(replace(LLAMA, family="qwen", hf=WINDOWED), prefix=PLAIN)
-    with pytest.raises(ConfigError, match="need attention to all earlier positions"):
+    with pytest.raises(ConfigError, match="prefixes need causal attention without a mask"):
         net(*example_batch(LLAMA, 2, 16))
 
 
