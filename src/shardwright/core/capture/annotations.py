@@ -68,10 +68,12 @@ class PinnedCall:
     Args:
         mark: the tag of its operators.
         problems: errors of the pin that count if there are several operators.
+        is_pin: whether the tag is the pin itself, which a single operator keeps.
     """
 
     mark: Any
     problems: list[str]
+    is_pin: bool
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,7 +52,7 @@ def settle_boundaries(graph: fx.Graph) -> None:
         is_one = _is_one_operator(nodes)
         if not is_one and call.problems:
             raise StrategyError(call.problems[0])
-        for node in () if is_one else inside[id(call.mark)]:
+        for node in () if is_one and call.is_pin else inside[id(call.mark)]:
             retag(node, call.mark)
         for node, tag in candidates:
             if is_one:

@@ -96,8 +96,10 @@ def _with_candidates(where: str, forward: Any, strategy: OperatorStrategy) -> An
     @wraps(forward)
     def with_candidates(*args: Any, **kwargs: Any) -> Any:
         call, mark = signature.bind(*args, **kwargs), _CallMark()
+        arguments = (call.args, call.kwargs)
+        if not _has_entry_for_each(strategy, arguments):
+            return forward(*args, **kwargs)
         with tagging(mark):
-            arguments = (call.args, call.kwargs)
             return _candidate_call(where, forward, strategy, mark, arguments)
 
     return with_candidates
@@ -111,15 +113,14 @@ def _candidate_call(
     Without an entry for each tensor that it is called with it must be one operator, whose inputs
     include weights.
     """
-    call = PinnedCall(mark, [])
+    call = PinnedCall(mark, [], isinstance(mark, Pin))
 
     def candidates(what: str, tree: Any, entries: tuple[Entry, ...]) -> Any:
         return _pin_tensors(
             f"{where} {what}", tree, entries, lambda pin: CandidateBoundary(call, pin)
         )
 
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-    if len(tensors) != len(strategy.inputs):
+    if not _has_entry_for_each(strategy, arguments):
         args, kwargs = arguments
         return function(*args, **kwargs)
     args, kwargs = candidates("is called with", arguments, strategy.inputs)
@@ -133,6 +134,11 @@ def _candidate_call(
         # the strategy is that of a single operator.
         call.problems.append(str(error))
         return result
+
+
+def _has_entry_for_each(strategy: OperatorStrategy, arguments: Any) -> bool:
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return len(tensors) == len(strategy.inputs)
 
 
 def _with_boundary(where: str, forward: Any, strategy: OperatorStrategy) -> Any:

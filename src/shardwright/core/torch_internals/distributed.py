@@ -105,10 +105,11 @@ def on_simulated_rank(rank: int) -> Iterator[None]:
     that rank's random numbers."""
     mode = get_local_tensor_mode_list()[-1]
     with mode.disable():
-        states, before = mode._per_rank_rng_states, torch.get_rng_state()
-        torch.set_rng_state(states[rank][0])
+        states, generator = mode._per_rank_rng_states, torch.default_generator
+        before = generator.get_state()
+        generator.set_state(states[rank][0])
         try:
             yield
         finally:
-            states[rank] = torch.get_rng_state(), states[rank][1]
-            torch.set_rng_state(before)
+            states[rank] = generator.get_state(), states[rank][1]
+            generator.set_state(before)
