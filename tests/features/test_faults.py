@@ -182,7 +182,7 @@ def test_a_second_run_into_the_same_folders_is_refused_and_says_who_holds_them(
             assert train(monkeypatch, config, "--log-dir", logs, "--resume") == 2
             said = capsys.readouterr().err
             assert re.fullmatch(
-                rf"error: \S+/{locked} is in use by process {process.pid} on .*\nwait until .*\n",
+                rf"error: \S+/{locked} is in use by process {process.pid} on .*\n  wait until .*\n",
                 said,
             )
         assert not Path("other").exists()
