@@ -26,7 +26,7 @@ from benchmarks.table import Table
 from benchmarks.timing import Sample, cpu_seconds, in_fork
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.clusters import load_cluster
-from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from sample_models import llama, mlp
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.cluster import Cluster, Device, LinkLevel
-from shardwright.core.cost.step_time import (
+from shardwright.core.cost.step_time import StepTime, step_time
+from shardwright.core.cost.time_model import (
     MEMBER_OPERATORS,
     PARAMETER_OPERATORS,
     RECOMPUTE_OPERATORS,
-    StepTime,
     TimeModel,
-    step_time,
 )
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.prime_mesh import prime_mesh

@@ -111,6 +111,13 @@ def check_a_batch_of_another_size_is_weighted_too() -> None:
         torch.testing.assert_close(planned.train_step(x[:4], y[:4]), net(x[:4], y[:4]).detach())
 
 
+def check_a_loss_that_depends_on_the_batch_size_otherwise_is_refused() -> None:
+    net, x, y = built(lambda z, y: z.square().sum() / min(len(z), 4))
+    planned = sw.parallelize(net, sw.plan(net, (x, y), devices=2, micro_batches=2), copy=True)
+    torch.testing.assert_close(planned.train_step(x, y), net(x, y).detach())
+    assert "4 was planned, and is 2 now" in refused(lambda: planned.train_step(x[:4], y[:4]))
+
+
 def check_exact(loss: Loss, way: dict[str, Any]) -> None:
     net, x, y = built(loss)
     wanted = net(x, y)
@@ -170,6 +177,7 @@ CHECKS = (
     check_micro_batches_train_the_loss_of_the_batch,
     check_micro_batches_without_samples_are_left_out,
     check_a_batch_of_another_size_is_weighted_too,
+    check_a_loss_that_depends_on_the_batch_size_otherwise_is_refused,
     check_a_pipeline_refuses_micro_batches_without_samples_on_all_ranks,
     check_other_losses_are_refused_on_all_ranks,
     check_plans_of_files_are_refused_too,

@@ -6,11 +6,10 @@ original model, and every rank reads the shards of its own plan, so any plan loa
 
 from __future__ import annotations
 
-import shutil
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardwright.core.agreement.collective import (
@@ -28,6 +26,7 @@ from shardwright.core.agreement.collective import (
     values_of_ranks,
 )
 from shardwright.core.checkpoint import state as checkpoint_state
+from shardwright.core.checkpoint.dcp_errors import convert_errors
 from shardwright.core.checkpoint.folder_lock import lock_folders
 from shardwright.core.checkpoint.manifest import (
     CheckpointInfo,
@@ -56,12 +55,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 Settings = Literal["saved", "own"]
 """Source of an optimizer's hyperparameters after loading: the checkpoint or its constructor."""
-
-FULL_DISK = 2**20
-"""If writing fails with fewer bytes free than this, the error blames a full disk.
-
-`torch.save` reports a full disk as an unrelated RuntimeError, and the file system keeps some bytes
-in reserve."""
 
 
 class Checkpoints:
@@ -211,7 +204,7 @@ class Checkpoints:
         if dist.is_initialized() and self._group is None:
             save_options["planner"] = OneRankPlanner()
         path = self.path(position.step)
-        with _convert_errors(path):
+        with convert_errors(path):
             if self._asynchronous:
                 pending = state_dict_saver.async_save(dict(tensors), **save_options)
                 self._pending = path, cast("Future[Metadata]", pending)
@@ -247,7 +240,7 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is not None:
             path, future = pending
-            with _convert_errors(path):
+            with convert_errors(path):
                 future.result()
 
     def load(
@@ -326,7 +319,7 @@ class Checkpoints:
         device = checkpoint_state.device_of(net)
         generators = checkpoint_state.random_tensors(device) if random else {}
         generators = {key: state for key, state in generators.items() if key in saved}
-        with _convert_errors(folder):
+        with convert_errors(folder):
             destinations = {**model_state, **optimizer_state, **generators}
             # Every rank plans its own reads: loading needs no communication.
             state_dict_loader.load(destinations, storage_reader=reader, no_dist=True)
@@ -444,20 +437,3 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fol
 
 def _warn(message: str) -> None:
     warnings.warn(message, CheckpointWarning, stacklevel=4)
-
-
-@contextmanager
-def _convert_errors(path: Path) -> Iterator[None]:
-    """Convert DCP's failures of several ranks to one CheckpointError of the first failed rank.
-
-    Mentions a full disk, which `torch.save` reports as an unrelated RuntimeError.
-    """
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        free = shutil.disk_usage(path.parent).free
-        disk_full = f": no space left ({free} bytes are free)" if free < FULL_DISK else ""
-        raise CheckpointError(
-            f"{path}: rank {rank}{disk_full}: {type(cause).__name__}: {cause}"
-        ) from error

@@ -9,7 +9,8 @@ from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.collectives import sequential_messages
 from shardwright.core.cost.flops import work_of
 from shardwright.core.cost.pipeline_timeline import ChunkSeconds, Timeline, timeline
-from shardwright.core.cost.step_time import StepTime, TimeModel, step_time
+from shardwright.core.cost.step_time import StepTime, step_time
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.chunk_key import chunk_key
 from shardwright.core.partition.partitioned import Partitioned

@@ -21,36 +21,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardwright.core.cost.cluster import Cluster
-from shardwright.core.cost.collectives import Links
-from shardwright.core.cost.flops import Work, work_of
+from shardwright.core.cost.time_model import MEMBER_OPERATORS, ForwardBackward, TimeModel
 from shardwright.core.graph.graph import Graph, Op, Value
-from shardwright.core.layout.axes import Axes, Shape
-from shardwright.core.layout.layout import DeviceMatrix
-from shardwright.core.layout.redistribution import RedistributionStep
+from shardwright.core.layout.axes import Axes
 from shardwright.core.partition.communication import Communication
-from shardwright.core.partition.decisions import BUCKET_BYTES
 from shardwright.core.partition.overlap import Overlap
 from shardwright.core.partition.parameter_buckets import Bucket
 from shardwright.core.partition.transfer import Transfer
-from shardwright.core.rules import rule_of
-from shardwright.core.rules.rule import RING, Cuts, Reduction
-
-UPDATE_PASSES = 7
-"""Memory passes of AdamW over each stored parameter: it reads parameter, gradient and two moments,
-and writes parameter and moments."""
-
-PARAMETER_OPERATORS, MEMBER_OPERATORS, RECOMPUTE_OPERATORS = 4.5, 2.5, 1.7
-"""Host time in units of an operator's overhead: AdamW's update of a parameter; copying a parameter
-or gradient into a bucket and out of it; bookkeeping of `torch.utils.checkpoint` per recomputed
-operator. Only CPUs pay it, as an accelerator computes meanwhile. Measured with steps of a small
-model on 8 processes."""
-
-RING_OPERATORS = 20
-"""Operators launched per step of ring attention: attention on two parts, and merging each."""
-
-ForwardBackward = tuple[float, float]
-"""Seconds of the forward and of the backward pass."""
+from shardwright.core.rules.rule import Cuts
 
 
 @dataclass(frozen=True)
@@ -152,170 +130,6 @@ class StepTime:
         """The whole step."""
         busy = self.micro_batches * (self.forward_seconds + self.backward_seconds)
         return busy / (1 - self.bubble) + self.exposed + self.update
-
-
-class TimeModel:
-    """Seconds of operators and redistributions on a device matrix of a cluster, cached.
-
-    Args:
-        stages: number of pipeline stages, each with its own device matrix of this shape.
-        optimizer_shard_size: number of replicas of a parameter over which optimizer state is
-            sharded; -1 for all, None without ZeRO.
-        parameter_weight: weight of seconds spent on gathering, reducing and updating parameters in
-            the objective of a search; 1 for a prediction.
-
-    Raises:
-        ConfigError: if the cluster has too few devices.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        mesh: DeviceMatrix,
-        stages: int = 1,
-        optimizer_shard_size: int | None = None,
-        parameter_weight: float = 1.0,
-    ) -> None:
-        self.mesh = mesh
-        self.parameter_weight = parameter_weight
-        self.links = Links(cluster, mesh, stages)
-        devices = mesh.num_devices * stages
-        self.device = self.links.cluster.device
-        self.shared = cluster.device.shared(devices)
-        self.slowdown = 1.0 if self.shared else self.device.overlap_slowdown
-        self.optimizer_shard_size = optimizer_shard_size
-        self._operators: dict[tuple[object, ...], ForwardBackward] = {}
-        self._steps: dict[tuple[RedistributionStep, Shape, int], ForwardBackward] = {}
-
-    def operator(self, op: Op, cuts: Cuts) -> ForwardBackward:
-        """Computation of one device's shard of `op`, forward and backward."""
-        work = work_of(op)
-        key = (id(work), *cuts.items())
-        if (seconds := self._operators.get(key)) is None:
-            rule = rule_of(op)
-            counts = rule.shard_counts(self.mesh, cuts) if rule is not None else {}
-            seconds = self._operators[key] = self.work(work, counts)
-        return seconds
-
-    def recompute_seconds(self, op: Op, cuts: Cuts) -> float:
-        """Seconds to recompute one device's shard of `op` in the backward pass."""
-        count = RECOMPUTE_OPERATORS if work_of(op).forward_bytes else 0
-        return self.operator(op, cuts)[0] + self.host_seconds(count)
-
-    def host_seconds(self, operators: float) -> float:
-        """Host time of `operators` operator launches; 0 on an accelerator, which hides it."""
-        return 0.0 if self.device.at_full_rate is None else operators * self.device.overhead
-
-    def work(self, work: Work, shard_counts: Mapping[str, int]) -> ForwardBackward:
-        """Seconds of `work` on one device.
-
-        Args:
-            shard_counts: number of shards of each factor.
-        """
-        share = 1 / prod(shard_counts.values())
-
-        def shard(size: float, factors: frozenset[str]) -> float:
-            return size / prod(shard_counts.get(factor, 1) for factor in factors)
-
-        def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
-            moved = sum(shard(*tensor) for tensor in tensors)
-            return max(flops * share / rate, moved / self.device.stream)
-
-        sides = (shard(*side) for side in work.sides)
-        rate = self.device.rate(work.dtype, sides, work.kind == "attention")
-        overhead = self.device.overhead
-        forward = backward = 0.0
-        if work.forward_bytes:
-            forward = overhead + seconds(work.forward_flops, work.forward_bytes)
-        if work.backward_bytes:
-            backward = overhead * work.gradients
-            backward += seconds(work.backward_flops, work.backward_bytes)
-        return forward, backward
-
-    def step(self, step: RedistributionStep, value: Value, differentiable: bool) -> ForwardBackward:
-        """Seconds of one redistribution step of `value`, forward and backward."""
-        itemsize = value.itemsize
-        key = (step, value.shape, itemsize)
-        if key not in self._steps:
-            local = max(prod(s.shard_shape(value.shape)) for s in (step.source, step.target))
-            self._steps[key] = (
-                self._collective(step.forward, step, local * itemsize),
-                self._collective(step.backward, step, local * itemsize),
-            )
-        there, back = self._steps[key]
-        return there, back if differentiable else 0.0
-
-    def inner_collective(
-        self,
-        reduction: Reduction,
-        axes: Axes,
-        differentiable: bool,
-        beside: ForwardBackward = (0.0, 0.0),
-    ) -> ForwardBackward:
-        """Exposed seconds of one collective inside an operator, forward and backward.
-
-        Args:
-            beside: computation of the operator; ring attention overlaps its messages with it.
-        """
-        num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
-        once = self.links.seconds(reduction.collective, axes, num_bytes)
-        group, gained = self.mesh.size(axes), 1 - self.slowdown
-        times = reduction.num_collectives(group, differentiable)
-        if reduction.kind != RING:
-            return times[0] * once, times[1] * once
-        launches = (group - 1) * RING_OPERATORS * self.device.overhead
-        hides = (seconds * (group - 1) / group for seconds in beside)
-        there, back = (
-            count * once - gained * min(count * once, most) + (launches if count else 0.0)
-            for count, most in zip(times, hides, strict=True)
-        )
-        return there, back
-
-    def _collective(self, kind: str | None, step: RedistributionStep, num_bytes: int) -> float:
-        return 0.0 if kind is None else self.links.seconds(kind, step.axes, num_bytes)
-
-    def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
-        """Seconds of a tensor's part of bucketed collectives: it pays for its own bytes, and for
-        its share of a bucket's latency."""
-        whole = self.links.seconds(collective, axes, num_bytes, joined=True)
-        latency = self.links.seconds(collective, axes, 0, joined=True)
-        saved = latency * max(0.0, 1 - num_bytes / BUCKET_BYTES)
-        return self.parameter_weight * (whole - saved)
-
-    def parameter(self, varying: Axes, whole: Axes, num_bytes: float) -> tuple[float, float]:
-        """Seconds of gathering a parameter and of reducing its gradient, once per step, in buckets.
-
-        ZeRO shards over all axes on which a parameter is replicated, including those on which
-        computation is replicated too and the gradient needs no reduction.
-
-        Args:
-            varying: axes over which its gradient is a partial sum.
-            whole: other axes on which the parameter is replicated.
-            num_bytes: bytes of the shard that a device uses.
-        """
-        if self.optimizer_shard_size is None:
-            return 0.0, self.bucketed(varying, num_bytes)
-        gather = self.bucketed((*varying, *whole), num_bytes, "all_gather")
-        return gather, self.bucketed(varying, num_bytes, "reduce_scatter")
-
-    def update(self, num_bytes: float, count: int = 0) -> float:
-        """Seconds of the optimizer step over `count` stored parameters of `num_bytes` in total."""
-        moving = UPDATE_PASSES * num_bytes / self.device.stream
-        return moving + self.host_seconds(PARAMETER_OPERATORS * count)
-
-    def parameter_update(self, num_bytes: float, num_shards: int) -> float:
-        """Seconds of the optimizer step over a parameter, divided among its replicas by ZeRO.
-
-        Args:
-            num_bytes: bytes of the shard that a device uses.
-            num_shards: number of shards it is used in.
-        """
-        if self.optimizer_shard_size is None:
-            return self.parameter_weight * self.update(num_bytes)
-        sharers = self.mesh.num_devices // num_shards
-        if self.optimizer_shard_size > 0:
-            sharers = min(sharers, self.optimizer_shard_size)
-        return self.parameter_weight * self.update(num_bytes / sharers)
 
 
 def operator_seconds(graph: Graph, model: TimeModel, cuts: Mapping[str, Cuts]) -> list[float]:

@@ -10,11 +10,11 @@ from shardwright.core.cost.flops import work_of
 from shardwright.core.cost.predict import Predicted
 from shardwright.core.cost.step_time import (
     StepTime,
-    TimeModel,
     activation_seconds,
     bucket_seconds,
     hidden_seconds,
 )
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Kind
 from shardwright.core.layout.axes import Axes
 from shardwright.core.partition.chunk import Chunk

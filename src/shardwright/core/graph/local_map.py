@@ -10,6 +10,7 @@ gradients of all shards are summed.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +30,8 @@ from shardwright.core.torch_internals.distributed import by_rank
 from shardwright.core.torch_internals.modules import TensorSlots
 from shardwright.core.torch_internals.tensors import FakeTensor, version
 from shardwright.errors import CaptureError, PlanError
+
+log = logging.getLogger("shardwright.cost")
 
 
 class Body(Protocol):
@@ -327,8 +330,13 @@ class LocalCall:
             try:
                 with self._region(tensors):
                     return self._call(self.sample, tensors)
-            except Exception:  # The user's code: on shards it may depend on values after all.
-                pass
+            except Exception as error:
+                # The user's code, which may depend on values on shards, though not on the batch.
+                log.info(
+                    "local_map %r: what it saves for the backward pass is not counted, as it does"
+                    " not run without values on shards (%s): state saved_bytes=",
+                    *(self.name, error),
+                )
         return empty_results(self._expected(tensors), tensors, self._saved_bytes(tensors))
 
     def _saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +35,9 @@ from shardwright.core.misuse.whole_batch import (
     sizes_of_batch,
     without_whole_batches,
 )
+from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import PlannedCall, key_of
+from shardwright.core.parallel.loss_weights import weighted_like
 from shardwright.core.parallel.output_tensor import in_parts
 from shardwright.core.parallel.python_state import PythonState
 from shardwright.core.parallel.tensor_places import TensorPlaces
@@ -73,27 +75,6 @@ MOST_SITUATIONS = 64
 """Number of cached programs; the least recently used one is dropped."""
 
 Bound = TypeVar("Bound")
-
-
-@dataclass(frozen=True)
-class BoundProgram:
-    """A program and the tensors of the module that it reads and updates."""
-
-    graph: Graph
-    program: Program
-    places: TensorPlaces
-    recomputes: bool
-    draws: bool
-    devices: Devices
-    off_path: OutputsOffPath
-
-
-@dataclass(frozen=True)
-class BoundStep:
-    """A training step and the tensors of the module that it reads and updates."""
-
-    step: TrainStep
-    places: TensorPlaces
 
 
 class Execution:
@@ -329,9 +310,7 @@ class Execution:
             partitioned = self.partitioned
             if situation != self._planned_situation:
                 partitioned = self._capture(*pytree.tree_unflatten(piece, spec))
-                # Whether losses of micro-batches are means or sums does not depend on the shapes.
-                weighting = self.partitioned.graph.loss_weighting
-                graph = replace(partitioned.graph, loss_weighting=weighting)
+                graph = weighted_like(self.partitioned.graph, partitioned.graph)
                 partitioned = replace(partitioned, graph=graph)
             if count != partitioned.pipeline.micro_batches:
                 pipeline = replace(partitioned.pipeline, micro_batches=count)

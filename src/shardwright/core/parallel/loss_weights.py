@@ -7,6 +7,8 @@ of a micro-batch (`planner/mean_of_samples.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import isclose
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.rules.notation import call_arguments
 from shardwright.core.runtime.collectives import all_reduce
 from shardwright.core.runtime.devices import Devices
+from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError
 
 Tensors = dict[Value, Tensor]
@@ -42,6 +45,38 @@ def weighting_of(graph: Graph) -> LossWeighting:
             "plan the model for a batch of this shape"
         )
     return weighting
+
+
+def weighted_like(planned: Graph, graph: Graph) -> Graph:
+    """The graph of a micro-batch of another shape, whose loss is weighted as that of the plan.
+
+    Numbers that the loss is multiplied or divided by may follow from the batch size: in proportion
+    to it, as `len(x)`, in a mean over samples, and else not at all, as in `min(len(x), 4)`.
+
+    Raises:
+        PlanError: if a number of the loss depends on the batch size in another way.
+    """
+    ratio = _batch_size(graph) / _batch_size(planned)
+    allowed = (1.0, ratio, 1 / ratio) if weighting_of(planned).reduction == "mean" else (1.0,)
+    scalars = (op for op in graph.ops if not any(value.shape for value in op.outputs))
+    for op in scalars if ratio != 1 else ():
+        planned_op = planned.by_name.get(op.name, op)
+        for number, other in zip(_numbers(op), _numbers(planned_op), strict=False):
+            if not any(isclose(number, other * factor) for factor in allowed):
+                raise PlanError(
+                    f"the loss depends on the batch size in {op.name!r} ({op.source}): {other} was"
+                    f" planned, and is {number} now\nplan the model for a batch of this size"
+                )
+    return replace(graph, loss_weighting=planned.loss_weighting)
+
+
+def _batch_size(graph: Graph) -> int:
+    return next((value.shape[0] for value in graph.input_values if value.shape), 1)
+
+
+def _numbers(op: Op) -> list[float]:
+    leaves = pytree.tree_leaves((op.args, op.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, (int, float))]
 
 
 class LossWeights:

@@ -14,7 +14,7 @@ from shardwright.core.constraints import OperatorStrategy
 from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.pipeline_timeline import ChunkSeconds
 from shardwright.core.cost.predict import Predicted, planned_timeline
-from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.cost.time_parts import time_parts, utilization
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.layout import DeviceMatrix

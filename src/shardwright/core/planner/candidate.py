@@ -16,7 +16,8 @@ from shardwright.core.constraints.shard import Pins
 from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.memory import Memory, memory
 from shardwright.core.cost.predict import Predicted, predict
-from shardwright.core.cost.step_time import TimeModel, operator_seconds
+from shardwright.core.cost.step_time import operator_seconds
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.communication import storage_as_used

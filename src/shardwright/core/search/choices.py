@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardwright.core.cost.step_time import TimeModel
 from shardwright.core.cost.symbolic import IMPOSSIBLE
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import Decisions

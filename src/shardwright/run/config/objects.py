@@ -24,7 +24,7 @@ from shardwright.models.expert_sharding import paths_of_blocks
 from shardwright.models.hf_causal_lm import hf_compute_dtype, hf_config
 from shardwright.models.sizes import COMPUTE_DTYPES
 from shardwright.run.config import schema
-from shardwright.run.data.data import DIGITS_SIZE, Samples, digits, mnist, packed_text
+from shardwright.run.data.data import DIGITS_SIZE, Batches, Samples, digits, mnist, packed_text
 from shardwright.run.data.token_files import token_sequences
 from shardwright.run.loop.lr_schedule import LRSchedule
 
@@ -105,6 +105,15 @@ def wrapped_errors(key: str, error_type: type[ShardwrightError]) -> Iterator[Non
         raise error_type(f"{key}: {type(error).__name__}: {text} ({source_line})") from error
 
 
+@contextmanager
+def naming_file(file: str) -> Iterator[None]:
+    """Context in which a ConfigError begins with the name of the file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
 def _call(key: str, function: Callable[..., Built], *args: Any, **kwargs: Any) -> Built:
     """Call `function`, with errors that name the configuration key.
 
@@ -161,6 +170,21 @@ def _recomputed_op_types(
     op_types = dict.fromkeys((blocks[index] for index in block_indices), section.operators)
     # Fully recomputed blocks win where a block is in both lists.
     return op_types | dict.fromkeys(blocks[index] for index in section.whole_blocks)
+
+
+def load_batches(
+    data: schema.DataSection, model: schema.ModelSection, folder: Path, dtype: torch.dtype
+) -> Batches:
+    """Load the dataset in batches, floating-point tensors in `dtype`.
+
+    Raises:
+        ConfigError, DataError: see `load_samples`.
+    """
+    cast = tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+        for t in load_samples(data, model, folder)
+    )
+    return Batches(cast, data.batch_size, data.seed)
 
 
 def load_samples(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,13 +24,12 @@ from shardwright.core.constraints.load_strategies import load_strategies
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.deferred import no_init_parameters
 from shardwright.core.graph.graph import Graph
-from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import RankedPlans
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
 from shardwright.core.planner.mean_of_samples import with_loss_weighting
-from shardwright.core.planner.options import FileOptions, PlanOptions
+from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking, options_to_rank
 from shardwright.core.runtime.micro_batches import (
     micro_batch,
@@ -38,7 +37,7 @@ from shardwright.core.runtime.micro_batches import (
     with_samples,
 )
 from shardwright.errors import ConfigError, DataError, ShardwrightError
-from shardwright.models.expert_sharding import expert_stages, pin_expert
+from shardwright.models.expert_sharding import pin_expert
 from shardwright.progress import OnProgress, ignore_progress, nested_progress
 from shardwright.run.config.checkpointing import CheckpointPolicy
 from shardwright.run.config.formats import ForeignRun, foreign_run
@@ -49,10 +48,12 @@ from shardwright.run.config.objects import (
     build_optimizer,
     build_schedule,
     compute_dtype_of,
-    load_samples,
+    load_batches,
     mark_recomputed,
+    naming_file,
     wrapped_errors,
 )
+from shardwright.run.config.plan_options import plan_options
 from shardwright.run.config.schema import Config, DataSection
 from shardwright.run.data.data import Batches
 from shardwright.run.data.evaluation import Evaluation
@@ -103,7 +104,7 @@ class Run:
             ConfigError: the parallel degrees of the file do not multiply to `devices`.
         """
         if self.foreign is None:
-            with self._naming_file():
+            with naming_file(self.file):
                 self.config.parallel.check_devices(devices)
             return self
         config = self.foreign.fitted(self.config, devices, self._num_servers(devices))
@@ -154,12 +155,7 @@ class Run:
         _ = self.batches, self.evaluation
 
     def _load_batches(self, data: DataSection) -> Batches:
-        samples = load_samples(data, self.config.model, self.folder)
-        cast = tuple(
-            t.to(self._dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
-            for t in samples
-        )
-        return Batches(cast, data.batch_size, data.seed)
+        return load_batches(data, self.config.model, self.folder, self._dtype)
 
     @property
     def num_steps(self) -> int:
@@ -183,7 +179,7 @@ class Run:
             ConfigError: the model cannot be built from its section.
         """
         torch.manual_seed(self.config.train.seed)
-        with self._naming_file():
+        with naming_file(self.file):
             net = build_model(self.config.model, self.folder, self._dtype)
         loss = self.config.loss_name
         return net if loss == "none" else WithLoss(net, LOSSES[loss]())
@@ -272,7 +268,7 @@ class Run:
         parallel = self.config.parallel
         if parallel.strategies is not None:
             load_strategies(model, self.folder / parallel.strategies)
-        with self._naming_file():
+        with naming_file(self.file):
             if parallel.expert is not None:
                 pin_expert(model, **parallel.expert.model_dump(exclude={"layers"}))
             if parallel.recompute is not None and not parallel.recomputes_as_needed:
@@ -310,14 +306,6 @@ class Run:
         description = (config.model.model_dump(), shapes, half, self._dtype, config.loss_name)
         # Tags (strategies, recomputation) are not part of the cache key: they are attached anew.
         return replace(cached_graph(description, capture_now), module_tags=module_tags(model))
-
-    @contextmanager
-    def _naming_file(self) -> Iterator[None]:
-        """Prefix a ConfigError with the name of the file."""
-        try:
-            yield
-        except ConfigError as error:
-            raise ConfigError(f"{self.file}: {error}") from None
 
     @property
     def _determines_graph(self) -> bool:
@@ -371,32 +359,12 @@ class Run:
         return plan_model(self._options(model, devices, **changes), graph)
 
     def _options(self, model: nn.Module, devices: int, **changes: Any) -> PlanOptions:
-        parallel = self.config.parallel
-        expert_pins_ops = parallel.expert is not None
-        options: dict[str, Any] = {
-            **parallel.keywords(FileOptions),
-            "mode": "sharding_propagation" if expert_pins_ops else parallel.mode,
+        options = plan_options(self.config, model) | {
             "cluster": self.cluster,
             "compute_dtype": self.compute_dtype,
-            "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
-            "recompute": "auto" if parallel.recomputes_as_needed else None,
-            "optimizer": self.config.optimizer.name,
             "on_progress": self.on_progress,
         }
-        if self._has_equal_stages and isinstance(parallel.stages, int) and parallel.stages > 1:
-            layers = parallel.expert.layers if parallel.expert else None
-            stage_config = expert_stages(model, parallel.stages, layers)
-            options |= {"stages": 1, "stage_config": stage_config}
         return PlanOptions(devices=devices, **{**options, **changes})
-
-    @property
-    def _has_equal_stages(self) -> bool:
-        """Whether stages are consecutive runs of blocks, as Megatron assigns them, not searched."""
-        parallel, model = self.config.parallel, self.config.model
-        is_manual = parallel.mode == "semi_auto" and model.is_language_model
-        schedule = SCHEDULES.get(parallel.schedule)
-        # Interleaved schedules have several chunks per stage, which the planner assigns.
-        return is_manual and schedule is not None and not schedule.chunked
 
     @cached_property
     def compute_dtype(self) -> str | None:
@@ -411,7 +379,7 @@ class Run:
         requested, train = self.config.parallel.compute_dtype, self.config.train
         if requested is not None or "dtype" in train.model_fields_set:
             return requested
-        with self._naming_file():
+        with naming_file(self.file):
             return compute_dtype_of(self.config.model, self.folder)
 
     @property

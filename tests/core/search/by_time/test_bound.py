@@ -15,7 +15,7 @@ from random_graphs import random_net
 from sample_models import captured, llama, mlp
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.cluster import Cluster
-from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.layout.prime_mesh import prime_mesh

@@ -8,7 +8,7 @@ import pytest
 
 from core.search.toy import TOY, searcher
 from sample_models import captured, llama, mlp
-from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.search.by_time.exact import _JointTables, search_exactly
 from shardwright.core.search.by_time.objective import Objective

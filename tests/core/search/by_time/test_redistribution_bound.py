@@ -11,7 +11,7 @@ from core.search.toy import CLUSTERS, random_layout
 from sample_models import captured, mlp
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.collectives import Links
-from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.layout.redistribution import redistribution_steps
 from shardwright.core.search.by_time.redistribution_bound import RedistributionBound

@@ -11,7 +11,8 @@ from core.search.toy import TOY, searcher
 from sample_models import bert, captured, encoder, gpt2, llama, mlp, resnet
 from shardwright.core.cost.cluster import Cluster, Device, LinkLevel
 from shardwright.core.cost.clusters import load_cluster
-from shardwright.core.cost.step_time import StepTime, TimeModel, step_time
+from shardwright.core.cost.step_time import StepTime, step_time
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.rules.rule import no_reductions
 from shardwright.core.search.by_time.elimination import (
     Elimination,

@@ -12,7 +12,7 @@ from itertools import islice
 
 from shardwright.core.cost.cluster import TREES, Cluster, LinkLevel, Spans
 from shardwright.core.cost.collectives import Links
-from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.axes import Axes, axis_names, prime_factors
 from shardwright.core.layout.layout import DeviceMatrix

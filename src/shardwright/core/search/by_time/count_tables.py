@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Value
 from shardwright.core.rules.rule import Cuts, no_reductions
 from shardwright.core.search.by_time.axis_counts import (

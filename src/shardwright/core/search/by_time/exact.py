@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.layout.redistribution import redistribution_steps
 from shardwright.core.rules.rule import Cuts

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.layout.redistribution import redistribution_steps
 from shardwright.core.rules.rule import Cuts, no_reductions

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from shardwright.core.cost.step_time import TimeModel
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.by_time.axis_tables import AxisTables, Choices, Weights

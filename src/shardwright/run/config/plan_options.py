@@ -1,0 +1,38 @@
+"""Options of the planner that a configuration stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwright.core.partition.schedules import SCHEDULES
+from shardwright.core.planner.options import FileOptions
+from shardwright.models.expert_sharding import expert_stages
+from shardwright.run.config.schema import Config
+
+
+def plan_options(config: Config, model: nn.Module) -> dict[str, Any]:
+    """The options that follow from a configuration and the names of its model's modules."""
+    parallel = config.parallel
+    expert_pins_ops = parallel.expert is not None
+    options: dict[str, Any] = {
+        **parallel.keywords(FileOptions),
+        "mode": "sharding_propagation" if expert_pins_ops else parallel.mode,
+        "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
+        "recompute": "auto" if parallel.recomputes_as_needed else None,
+        "optimizer": config.optimizer.name,
+    }
+    if _has_equal_stages(config) and isinstance(parallel.stages, int) and parallel.stages > 1:
+        layers = parallel.expert.layers if parallel.expert else None
+        stage_config = expert_stages(model, parallel.stages, layers)
+        options |= {"stages": 1, "stage_config": stage_config}
+    return options
+
+
+def _has_equal_stages(config: Config) -> bool:
+    """Whether stages are consecutive runs of blocks, as Megatron assigns them, not searched."""
+    is_manual = config.parallel.mode == "semi_auto" and config.model.is_language_model
+    schedule = SCHEDULES.get(config.parallel.schedule)
+    # Interleaved schedules have several chunks per stage, which the planner assigns.
+    return is_manual and schedule is not None and not schedule.chunked
