@@ -154,7 +154,9 @@ def test_another_runs_checkpoints_are_neither_taken_nor_replaced(
     without = Path(config).read_text().replace(", checkpoint: {folder: a, every: 2}", "")
     Path("without.yaml").write_text(without)
     assert train(monkeypatch, "without.yaml", "--resume") == 2
-    assert "nothing to resume: the configuration has no train" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "nothing to resume: the configuration has no train.checkpoint" in said
+    assert "set it, for example train: {checkpoint: " in said
 
 
 @contextmanager
