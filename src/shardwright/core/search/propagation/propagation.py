@@ -41,7 +41,8 @@ def propagate(request: SearchRequest) -> CutsOfGraph:
     if not pinned:
         raise StrategyError(
             'mode="sharding_propagation" starts from pinned operators, but none are pinned\n'
-            'pin some with `sw.shard(module, strategy)`, or use mode="recursive_programming", which needs none'
+            "pin some with `sw.shard(module, strategy)`, or use"
+            ' mode="recursive_programming", which needs none'
         )
     propagation = _Propagation(graph, request.mesh, request.outputs)
     for op in graph.ops:
