@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from itertools import accumulate
 
+import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -20,8 +21,13 @@ def held() -> int:
     gc.collect()
     storages: dict[int, int] = {}
     for found in gc.get_objects():
-        # A wrapper (DTensor) holds nothing itself; what it wraps is found too.
-        if type(found) in (Tensor, nn.Parameter) and found.device.type == "cpu":
+        # A wrapper (DTensor) holds nothing itself; what it wraps is found too. A sparse tensor has
+        # no storage: its indices and values do, and PyTorch shows neither to the collector.
+        if (
+            type(found) in (Tensor, nn.Parameter)
+            and found.device.type == "cpu"
+            and found.layout == torch.strided
+        ):
             storage = found.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

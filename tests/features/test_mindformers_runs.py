@@ -158,5 +158,8 @@ def test_a_run_may_only_save_its_strategies(
 
 def test_a_token_that_the_model_does_not_know_is_an_error(story: Path) -> None:
     run = written("run", model__model_config__vocab_size=64)
-    with pytest.raises(DataError, match="token 115, but the model's vocab_size is 64: set vocab"):
+    with pytest.raises(
+        DataError,
+        match="token 115, but the model's vocab_size is 64\nset vocab_size to at least 116",
+    ):
         len(run.batches)
