@@ -48,9 +48,9 @@ def main() -> None:
     parallel.execution._guard.begin = lambda *call: (calls.append(call), begin(*call))
     step = statistics.median(seconds(lambda: parallel.train_step(ids, ids), STEPS))
     last = calls[-1]
-    batch_guard.EVERY = 10**9  # type: ignore[misc]
+    batch_guard.PERIOD = 10**9  # type: ignore[misc]
     shapes = statistics.median(seconds(lambda: begin(*last), CALLS, pause=0.001))
-    batch_guard.EVERY = 1  # type: ignore[misc]
+    batch_guard.PERIOD = 1  # type: ignore[misc]
     contents = statistics.median(seconds(lambda: begin(*last), CALLS, pause=0.001))
     planned = parallel.execution._parameters_as_planned
 

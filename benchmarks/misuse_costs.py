@@ -38,14 +38,14 @@ def main() -> None:
         planned.frozen_or_unfrozen()
     show(f"parameters of {LAYERS} layers", planned.frozen_or_unfrozen)
     original = OriginalModel(net, ())
-    show(f"the original of {LAYERS} layers, first calls", lambda: original.look(net), FIRST_CALLS)
-    show("the same, later", lambda: original.look(net))
+    show(f"the original of {LAYERS} layers, first calls", lambda: original.check(net), FIRST_CALLS)
+    show("the same, later", lambda: original.check(net))
 
 
 def outputs_of_the_whole_batch() -> None:
     batch = OutputBatch("output", BatchSizes(local=4, whole=8), lambda output, name: None)
     plain, labels = torch.randn(8, 16), torch.randn(8, 16)
-    output = batch.marked(plain.clone())
+    output = batch.mark(plain.clone())
     operators: dict[str, Callable[[Tensor], object]] = {
         "mul by a number": lambda x: x * 2,
         "mul by a tensor": lambda x: x * labels,

@@ -211,7 +211,7 @@ def check_parts_of_different_sizes_are_refused() -> None:
     plan = sw.plan(net, BATCH, devices=4, dataset_strategy="data_parallel")
     parallel = sw.parallelize(net, plan, copy=True)
     rows = 1 if dist.get_rank() == 3 else 2
-    with refused(DataError, "rank 3 was given a batch of 1", "BatchSampler"):
+    with refused(DataError, "rank 3 passed a batch of 1", "BatchSampler"):
         parallel.train_step(*(part[:rows] for part in BATCH))
 
 

@@ -78,7 +78,7 @@ def test_a_change_without_effect_is_said_once(what: str, caplog: pytest.LogCaptu
         for _ in range(3):
             planned(X)
     (message,) = warnings(caplog)
-    assert message.startswith(f"{what} of the Net that was given to `parallelize` changed")
+    assert message.startswith(f"{what} of the `Net` that was passed to `parallelize` changed")
 
 
 @pytest.mark.parametrize("what", list(CHANGES)[:5])
@@ -122,7 +122,7 @@ def test_that_the_model_is_trained_instead_is_said_once(caplog: pytest.LogCaptur
             net(X).backward()
             optimizer.step()
     (message,) = warnings(caplog)
-    assert message.startswith("the Net that was given to `parallelize` is called for training")
+    assert message.startswith("the `Net` that was passed to `parallelize` is called for training")
     assert "net = sw.parallelize(net, plan)" in message
 
 
@@ -185,6 +185,6 @@ def test_to_look_takes_little_of_a_step() -> None:
     read = tuple((str(n), name, "") for n in range(1000) for name in ("p", "training", "inplace"))
     original = OriginalModel(net, read)
     for _ in range(10):
-        original.look(net)
+        original.check(net)
     count = 640
-    assert timeit.timeit(lambda: original.look(net), number=count) / count < 2e-4
+    assert timeit.timeit(lambda: original.check(net), number=count) / count < 2e-4

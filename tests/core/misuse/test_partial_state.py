@@ -90,7 +90,7 @@ SAFETENSORS: dict[str, Callable[[Any, Path], object]] = {
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("save", SAFETENSORS.values(), ids=SAFETENSORS)
 def test_safetensors_of_one_rank_are_not_saved(planned: Any, save: Any, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"test_partial_state\.py:\d+\).* `sw\.save_state_dict"):
+    with pytest.raises(PlanError, match=r"(?s)test_partial_state\.py:\d+\).* `sw\.save_state_dict"):
         save(planned[0], tmp_path / "net.safetensors")
     assert not [*tmp_path.iterdir()]
 

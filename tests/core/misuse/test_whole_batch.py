@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import shardwright as sw
 from core.misuse.whole_batch_ranks import CHECKS
 from shardwright.core.misuse.paired_batch import BatchSizes
-from shardwright.core.misuse.whole_batch import OutputBatch, WholeBatchTensor, ordinary
+from shardwright.core.misuse.whole_batch import OutputBatch, WholeBatchTensor, to_plain_tensor
 from torchrun import checks_on_ranks
 
 test_a_part_of_the_batch_is_refused_on_two_ranks = checks_on_ranks(CHECKS, 2)
@@ -105,11 +105,11 @@ def test_a_part_is_refused_whatever_it_is_combined_by(name: str) -> None:
         output = torch.randn(rows * ranks, length, classes, requires_grad=True)
         labels, targets = torch.zeros(rows, length).long(), torch.randn(rows, length, classes)
         with pytest.raises(sw.DataError, match="put the loss into the model"):
-            BAD[name](batch_of(rows, rows * ranks).marked(output), labels, targets)
+            BAD[name](batch_of(rows, rows * ranks).mark(output), labels, targets)
 
 
 def test_a_distribution_of_an_output_refuses_the_label_of_a_part_of_one_sample() -> None:
-    output = batch_of(1, 2).marked(torch.randn(2, 4))
+    output = batch_of(1, 2).mark(torch.randn(2, 4))
     with pytest.raises(sw.DataError, match="put the loss into the model"):
         Categorical(logits=output).log_prob(torch.zeros(1))
 
@@ -117,20 +117,20 @@ def test_a_distribution_of_an_output_refuses_the_label_of_a_part_of_one_sample()
 def test_a_compiled_loss_takes_an_output() -> None:
     plain = torch.randn(2, 4, requires_grad=True)
     loss = torch.compile(F.mse_loss, backend="aot_eager")
-    value = loss(batch_of(1, 2).marked(plain), torch.zeros(2, 4))
+    value = loss(batch_of(1, 2).mark(plain), torch.zeros(2, 4))
     torch.testing.assert_close(value, plain.square().mean())
     with pytest.raises(sw.DataError):
-        loss(batch_of(1, 2).marked(plain), torch.zeros(1, 4))
+        loss(batch_of(1, 2).mark(plain), torch.zeros(1, 4))
 
 
 def test_the_error_names_operator_output_shapes_line_and_remedy() -> None:
-    output = batch_of(1, 2).marked(torch.randn(2, 4))
+    output = batch_of(1, 2).mark(torch.randn(2, 4))
     line = test_the_error_names_operator_output_shapes_line_and_remedy.__code__.co_firstlineno + 4
     with pytest.raises(sw.DataError) as error:
         F.mse_loss(output.relu(), torch.zeros(1, 4))
     for part in (
-        f"torch.nn.functional.mse_loss ({__file__}:{line}) combines output 'logits', here [2, 4]",
-        "with a tensor of shape [1, 4]: by dataset_strategy this rank passed 1 of 2 rows",
+        f"torch.nn.functional.mse_loss ({__file__}:{line}) combines output 'logits', of shape [2, 4],",
+        "with a tensor of shape [1, 4]: with this `dataset_strategy` this rank passed 1 of 2 rows",
         "`sw.WithLoss`",
         "gather the labels",
     ):
@@ -195,7 +195,7 @@ def test_what_is_no_part_is_accepted(name: str) -> None:
     for rows, ranks, length, classes in SIZES:
         plain = torch.randn(rows * ranks, length, classes, requires_grad=True)
         results = []
-        for output in (plain, batch_of(rows, rows * ranks).marked(plain)):
+        for output in (plain, batch_of(rows, rows * ranks).mark(plain)):
             torch.manual_seed(0)
             results.append(GOOD[name](output, length, classes))
             if results[-1].requires_grad:
@@ -207,18 +207,18 @@ def test_what_is_no_part_is_accepted(name: str) -> None:
 
 def test_constants_of_one_row_are_accepted_unless_a_part_has_one() -> None:
     output, constant = torch.randn(4, 3), torch.rand(1, 3)
-    batch_of(2, 4).marked(output) * constant
-    one_row = batch_of(1, 4).marked(output)
+    batch_of(2, 4).mark(output) * constant
+    one_row = batch_of(1, 4).mark(output)
     with pytest.raises(sw.DataError, match=r"take its row \(`c\[0\]`\)"):
         one_row * constant
-    torch.testing.assert_close(ordinary(one_row * constant[0]), output * constant)
+    torch.testing.assert_close(to_plain_tensor(one_row * constant[0]), output * constant)
     torch.testing.assert_close(
-        ordinary(one_row * constant.expand(len(output), -1)), output * constant
+        to_plain_tensor(one_row * constant.expand(len(output), -1)), output * constant
     )
 
 
 def test_numbers_and_copies_are_ordinary_tensors() -> None:
-    output = batch_of(1, 2).marked(torch.randn(2, 3))
+    output = batch_of(1, 2).mark(torch.randn(2, 3))
     assert type(output.exp()) is WholeBatchTensor
     assert type(output.mean()) is type(copy.deepcopy(output)) is Tensor
     assert type(pickle.loads(pickle.dumps(output))) is Tensor
@@ -226,7 +226,7 @@ def test_numbers_and_copies_are_ordinary_tensors() -> None:
 
 def test_random_numbers_stay_those_of_ordinary_tensors() -> None:
     drawn = []
-    for output in (torch.ones(4, 3), batch_of(2, 4).marked(torch.ones(4, 3))):
+    for output in (torch.ones(4, 3), batch_of(2, 4).mark(torch.ones(4, 3))):
         torch.manual_seed(0)
-        drawn.append(ordinary(F.dropout(output) + torch.rand(3)) + torch.rand(1))
+        drawn.append(to_plain_tensor(F.dropout(output) + torch.rand(3)) + torch.rand(1))
     torch.testing.assert_close(drawn[1], drawn[0])

@@ -219,12 +219,12 @@ def train_on(net: nn.Module, optimizer: torch.optim.Optimizer, args: Any) -> Ten
 def check_calls_of_many_shapes_are_compared_in_bounded_memory() -> None:
     net, args, _ = mlp()
     parallel = sw.parallelize(net, sw.plan(net, args, devices=4), copy=True)
-    batch_guard.MOST_KINDS, most = 2, batch_guard.MOST_KINDS
+    batch_guard.MAX_CACHED_SIGNATURES, most = 2, batch_guard.MAX_CACHED_SIGNATURES
     for rows in (1, 2, 3, 1, 3):
         piece = [arg[:rows] for arg in args]
         torch.testing.assert_close(parallel(*piece), net(*piece))
-        assert len(parallel.execution._guard._kinds) <= 2
-    batch_guard.MOST_KINDS = most
+        assert len(parallel.execution._guard._signature_tables) <= 2
+    batch_guard.MAX_CACHED_SIGNATURES = most
 
 
 def check_recomputed() -> None:

@@ -23,7 +23,7 @@ from shardwright.core.agreement.collective import has_other_ranks
 from shardwright.core.agreement.content_hash import content_hash, text_hash
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
-from shardwright.core.misuse.ranks import found_by_all, is_due
+from shardwright.core.misuse.ranks import delay_data_errors, is_due
 from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.runtime.accelerator import DeviceEvent, SideStream, pinned
 from shardwright.core.runtime.devices import Devices
@@ -32,14 +32,14 @@ from shardwright.errors import DataError
 FIRST_CALLS = 10
 """Number of first calls that compare the contents of the batch."""
 
-EVERY = 100
-"""Later, one of this many calls compares contents."""
+PERIOD = 100
+"""Calls from one comparison of contents to the next, after the first calls."""
 
-MOST_KINDS = 256
-"""Number of cached call signatures; an evicted one is compared like a new one."""
+MAX_CACHED_SIGNATURES = 256
+"""Largest number of cached call signatures; a call whose signature was evicted is a new one."""
 
-UNREAD = 2
-"""Number of pending comparisons from which on a call waits for the oldest."""
+MAX_PENDING_COMPARISONS = 2
+"""Largest number of pending comparisons; the next call waits for the oldest."""
 
 GLOBAL_BATCH = (
     "every rank must pass the same global batch: draw it in one order from one seed, as"
@@ -57,9 +57,9 @@ class SharedInputs:
     """Inputs with the same sharding.
 
     Args:
-        leaf_indices: their positions among the leaves of a call's arguments.
-        names: names of the inputs.
-        replica_groups: for each shard that several ranks must pass, these ranks.
+        leaf_indices: indices of the inputs among the leaves of a call's arguments.
+        names: names of the inputs, for errors.
+        replica_groups: for each shard that several ranks must pass, the ranks that pass it.
     """
 
     leaf_indices: tuple[int, ...]
@@ -73,10 +73,11 @@ class CallComparison:
 
     Args:
         call: the number of the call, from 1.
-        rows: one row per rank, on the host; valid once the comparison has arrived.
+        rows: int64 table on the host, one row per rank: hash of the call's signature, batch size,
+            hashes of the inputs; valid once the comparison has arrived.
         hashes: hashes of this rank's inputs, kept alive until they have been read.
-        work: the asynchronous all-reduce.
-        arrival: the event of the copy to the host; None on the CPU.
+        work: handle of the asynchronous all-reduce.
+        arrival: event recorded after the copy to the host; None on the CPU.
     """
 
     call: int
@@ -101,7 +102,8 @@ class BatchGuard:
     Args:
         devices: the devices of the program.
         graph: the graph, whose inputs are the arguments of the calls.
-        arrivals: for inputs of which each rank passes its shard, the axes of each dimension.
+        arrivals: the inputs of which each rank passes its shard, by name, with the mesh axes that
+            shard each dimension.
     """
 
     def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
@@ -109,58 +111,64 @@ class BatchGuard:
         self._active = devices.is_distributed and has_other_ranks()
         self._remedy = SHARD_OF_BATCH if arrivals else GLOBAL_BATCH
         self._inputs = _shared_inputs(devices, graph, arrivals) if self._active else ()
-        self._kinds: dict[Hashable, Tensor] = {}
+        self._signature_tables: dict[Hashable, Tensor] = {}
         self._calls = 0
-        self._unread: deque[CallComparison] = deque()
-        self._beside = SideStream.of(self._device) if self._active else None
+        self._pending_comparisons: deque[CallComparison] = deque()
+        self._side_stream = SideStream.of(self._device) if self._active else None
 
-    def begin(self, kind: Hashable, leaves: Sequence[Any], numbers: Sequence[int | None]) -> None:
+    def begin(
+        self, signature: Hashable, leaves: Sequence[Any], input_indices: Sequence[int | None]
+    ) -> None:
         """Start to compare a call.
 
         Args:
-            kind: the call's signature with shapes; its `repr` must be equal on all ranks.
+            signature: structure, shapes and dtypes of the arguments; its `repr` must be equal on
+                all ranks.
             leaves: the leaves of the arguments, on the device.
-            numbers: for each leaf, the index of the graph's input; None if the graph has none.
+            input_indices: index of the graph's input for each leaf; None for a leaf that is no
+                input of the graph.
 
         Raises:
             DataError: on every rank, if this call or an earlier one differs between ranks.
         """
         if not self._active:
             return
-        self._read(len(self._unread) + 1 - UNREAD)
+        self._check_pending(len(self._pending_comparisons) + 1 - MAX_PENDING_COMPARISONS)
         self._calls += 1
-        table = self._kinds.pop(kind, None)
+        table = self._signature_tables.pop(signature, None)
         new = table is None
         if table is None:
-            table = self._table(kind, leaves)
-        self._kinds[kind] = table  # least recently used signatures are evicted first
-        if len(self._kinds) > MOST_KINDS:
-            del self._kinds[next(iter(self._kinds))]
+            table = self._signature_table(signature, leaves)
+        self._signature_tables[signature] = table  # in order of use, for eviction
+        if len(self._signature_tables) > MAX_CACHED_SIGNATURES:
+            del self._signature_tables[next(iter(self._signature_tables))]
         contents: list[Tensor] = []
-        if new or is_due(self._calls, FIRST_CALLS, EVERY):
-            contents = self._contents(dict(zip(numbers, leaves, strict=True)))
-        self._unread.append(self._collect(table.clone(), contents))
+        if new or is_due(self._calls, FIRST_CALLS, PERIOD):
+            contents = self._content_hashes(dict(zip(input_indices, leaves, strict=True)))
+        self._pending_comparisons.append(self._start_comparison(table.clone(), contents))
         if new:
-            self._read(len(self._unread))
+            self._check_pending(len(self._pending_comparisons))
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """Prefer the error of the comparison to an error inside the context, which it may explain:
-        ranks with different batches fail in many ways."""
+        """Raise the error of a pending comparison instead of one inside the context.
+
+        Ranks with different batches fail in many ways, which that error explains.
+        """
         try:
             yield
         except (RuntimeError, IndexError) as error:
             with suppress(RuntimeError):
-                self._read(0)
+                self._check_pending(0)
             if isinstance(error, IndexError) or "out of bounds" in str(error):
                 raise DataError(
-                    f"the batch has an index that no table or class is for ({error}), such as a "
-                    "token beyond the vocabulary of the model\n"
+                    f"an index in the batch is out of range ({error}), such as a token beyond the "
+                    "vocabulary of the model\n"
                     "use the tokenizer of the model, or a larger vocabulary"
                 ) from error
             raise
 
-    def _contents(self, leaves: Mapping[int | None, Any]) -> list[Tensor]:
+    def _content_hashes(self, leaves: Mapping[int | None, Any]) -> list[Tensor]:
         hashes = []
         for inputs in self._inputs:
             tensors = [leaves.get(index) for index in inputs.leaf_indices]
@@ -171,63 +179,72 @@ class BatchGuard:
             hashes.append(combined)
         return hashes
 
-    def _table(self, kind: Hashable, leaves: Sequence[Any]) -> Tensor:
-        """One row per rank, zero except this rank's: the hash of the signature, the size of the
-        batch, and columns for the hashes of inputs."""
+    def _signature_table(self, signature: Hashable, leaves: Sequence[Any]) -> Tensor:
+        """The `CallComparison.rows` of a call before the all-reduce, without hashes of inputs.
+
+        The rows of other ranks are zero.
+        """
         table = torch.zeros(dist.get_world_size(), 2 + len(self._inputs), dtype=torch.int64)
-        table[dist.get_rank(), 0] = text_hash(re.sub(r" at 0x[0-9a-f]+", "", repr(kind)))
-        table[dist.get_rank(), 1] = _rows(leaves)
+        table[dist.get_rank(), 0] = text_hash(re.sub(r" at 0x[0-9a-f]+", "", repr(signature)))
+        table[dist.get_rank(), 1] = _batch_size(leaves)
         return table
 
-    def _collect(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
-        """Start to all-reduce the tables of all ranks, which is cheaper than to gather rows."""
+    def _start_comparison(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
+        """Start to all-reduce the tables of all ranks, which is cheaper than to gather rows.
+
+        Args:
+            rows: this rank's table, of shape (ranks, 2 + inputs).
+            contents: hashes of this rank's inputs; empty if contents are not compared.
+        """
         rank = dist.get_rank()
-        if self._beside is None:
+        if self._side_stream is None:
             if contents:
                 rows[rank, 2:] = torch.stack(contents)
-            # `dist.all_reduce` does the same with twice the work for so few numbers.
+            # For a few numbers, `dist.all_reduce` takes twice as long on the host.
             assert dist.group.WORLD is not None
             work = dist.group.WORLD.allreduce([rows])
             return CallComparison(self._calls, rows, contents, work, None)
-        with self._beside.after_program():
+        with self._side_stream.after_program():
             rows = pinned(rows)
-            every = rows.to(self._device, non_blocking=True)
+            device_rows = rows.to(self._device, non_blocking=True)
             if contents:
-                every[rank, 2:] = torch.stack(contents)
-            work = dist.all_reduce(every, async_op=True)
+                device_rows[rank, 2:] = torch.stack(contents)
+            work = dist.all_reduce(device_rows, async_op=True)
             work.wait()  # only the stream waits
-            rows.copy_(every, non_blocking=True)
-            return CallComparison(self._calls, rows, contents, work, self._beside.event())
+            rows.copy_(device_rows, non_blocking=True)
+            return CallComparison(self._calls, rows, contents, work, self._side_stream.event())
 
-    def _read(self, waits: int) -> None:
+    def _check_pending(self, min_count: int) -> None:
         """Check the comparisons that have arrived.
 
         Args:
-            waits: number of the oldest comparisons to wait for.
+            min_count: number of comparisons to check even if they have not arrived.
         """
-        while self._unread and (waits > 0 or self._unread[0].has_arrived()):
-            comparison = self._unread.popleft()
+        while self._pending_comparisons and (
+            min_count > 0 or self._pending_comparisons[0].has_arrived()
+        ):
+            comparison = self._pending_comparisons.popleft()
             with self._waits.measure():
                 comparison.wait()
-            waits -= 1
-            with found_by_all():
-                self._compare(comparison.call, comparison.rows.tolist())
+            min_count -= 1
+            with delay_data_errors():
+                self._check_rows(comparison.call, comparison.rows.tolist())
 
-    def _compare(self, call: int, rows: list[list[int]]) -> None:
-        """Check the rows of one call.
+    def _check_rows(self, call: int, rows: list[list[int]]) -> None:
+        """Compare the rows of all ranks for one call.
 
         Raises:
             DataError: if the ranks differ.
         """
         if rows.count(rows[0]) == len(rows):
             return
-        for rank, (kind, size, *_) in enumerate(rows):
+        for rank, (signature, size, *_) in enumerate(rows):
             if size != rows[0][1]:
                 raise DataError(
-                    f"call {call}: rank {rank} was given a batch of {size} rows, rank 0 one of"
-                    f" {rows[0][1]}\n{self._remedy}"
+                    f"call {call}: rank {rank} passed a batch of {size} rows, rank 0 one of"
+                    f" {rows[0][1]} rows\n{self._remedy}"
                 )
-            if kind != rows[0][0]:
+            if signature != rows[0][0]:
                 raise DataError(
                     f"call {call}: rank {rank} and rank 0 make different calls of the model\ntrain"
                     " and evaluate on all ranks at the same time, with inputs of the same shapes;"
@@ -238,7 +255,7 @@ class BatchGuard:
                 for rank in others:
                     if rows[rank][column] != rows[first][column]:
                         raise DataError(
-                            f"call {call}: rank {rank} was given another batch than rank {first}"
+                            f"call {call}: rank {rank} passed another batch than rank {first}"
                             f" (input {', '.join(inputs.names)})\n{self._remedy}"
                         )
 
@@ -246,6 +263,7 @@ class BatchGuard:
 def _shared_inputs(
     devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]
 ) -> tuple[SharedInputs, ...]:
+    """Group the inputs by sharding; omits inputs of which no two ranks pass the same shard."""
     layout, world = devices.layout, dist.get_world_size()
     indices_of_axes: dict[CutAxes, list[int]] = {}
     for index, leaf in enumerate(graph.inputs):
@@ -265,6 +283,6 @@ def _shared_inputs(
     return tuple(result)
 
 
-def _rows(leaves: Sequence[Any]) -> int:
-    """The size of dimension 0 of the first tensor that has one."""
+def _batch_size(leaves: Sequence[Any]) -> int:
+    """Size of dimension 0 of the first tensor that is not a scalar; 0 without one."""
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)

@@ -1,4 +1,4 @@
-"""Check that a program of several devices is differentiated by an ordinary backward pass only."""
+"""Reject derivatives of a planned model other than one ordinary backward pass."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ def refuse_transforms() -> None:
     """Reject a call under `torch.func` transforms, forward-mode AD or `torch.jit.trace`.
 
     Raises:
-        PlanError: if one of them is active.
+        PlanError: if a transform is active.
     """
     if in_transform():
         raise PlanError(
-            "a planned model was called by `vmap`, `grad` or another transform of `torch.func`, in"
-            " forward mode or by `torch.jit.trace`: its collectives have one derivative, in a"
+            "a planned model was called under `vmap`, `grad` or another transform of `torch.func`,"
+            " forward-mode AD or `torch.jit.trace`: its collectives have one derivative, in a"
             " backward pass\n"
             "call it inside `with shardwright.whole(net):`, or plan for one device"
         )
 
 
 def refuse_other_draws() -> None:
-    """Reject a call during a backward pass, by `torch.utils.checkpoint` around the model.
+    """Reject a call that recomputes a model with random operators in a backward pass.
+
+    `torch.utils.checkpoint` around the model makes such calls.
 
     Raises:
-        PlanError: if the model would draw other random numbers than in the forward pass.
+        PlanError: if a backward pass is running: the call would draw other random numbers than
+            the forward pass.
     """
     if in_backward_pass():
         raise PlanError(
@@ -46,13 +49,13 @@ def refuse_other_draws() -> None:
 def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]) -> None:
     """Register hooks that run where a backward pass enters the program, before communication.
 
-    They reject `create_graph=True` and anomaly mode and call `checks`. The program's collectives
-    are differentiable only once: a second derivative would be wrong. A gradient that is a DTensor,
-    such as that of a penalty on parameters, is converted to a full tensor.
+    The hooks reject `create_graph=True` and anomaly mode and call `checks`. The program's
+    collectives are differentiable only once: a second derivative would be wrong. A gradient that
+    is a DTensor, such as that of a penalty on parameters, is converted to a full tensor.
 
     Args:
         outputs: the outputs of the program.
-        checks: functions that raise an error if the backward pass must not run.
+        checks: functions that raise an error if the backward pass must not run, called in order.
     """
 
     def enter(gradient: Tensor) -> Tensor | None:

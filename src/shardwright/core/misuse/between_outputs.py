@@ -1,10 +1,11 @@
 """Reject gradients of outputs that would miss the contribution of other outputs.
 
 A program may return an output gathered or as a DTensor, while it computes other outputs from the
-value before. The returned tensor is then a leaf of its own branch of the autograd graph: a gradient
-of `loss` reaches the parameters, but not the tensor returned as `hidden`, so hooks of that tensor,
-`hidden.grad` and `torch.autograd.grad(loss, hidden)` would be wrong. An output that is returned as
-it is computed is on the path to the outputs computed from it, and gets its full gradient.
+value before that conversion. The returned tensor is then a leaf of its own branch of the autograd
+graph: a gradient of `loss` reaches the parameters, but not the tensor returned as `hidden`, so
+hooks of that tensor, `hidden.grad` and `torch.autograd.grad(loss, hidden)` would be wrong. An
+output returned without conversion is on the path to the outputs computed from it, and gets its full
+gradient. Other outputs are "off path" in this module.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from shardwright.core.torch_internals.dispatch import without_torch_function_of_
 from shardwright.core.torch_internals.hooks import Hooks, hooks_of_result, hooks_of_tensor
 from shardwright.errors import PlanError
 
-_MARK = "shardwright.output"
-"""Key in the metadata of autograd nodes: the `OutputMark` of each of the node's outputs."""
+_METADATA_KEY = "shardwright.output"
+"""Key in the metadata of autograd nodes for a dict from output index to `OutputMark`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +36,10 @@ class OutputMark:
     """An output that the model returned.
 
     Args:
-        name: its path in the returned structure.
+        name: path of the output in the returned structure, such as `output['loss']`.
         source: the user's line that computes it; empty if unknown.
-        computed_from: other outputs whose tensors its gradient does not reach.
+        computed_from: off-path outputs from which this one is computed; its gradient does not
+            reach the tensors returned for them.
     """
 
     name: str
@@ -47,48 +49,48 @@ class OutputMark:
 
 @dataclass
 class WatchedOutput:
-    """An output that would miss a gradient, and the hooks registered on it.
+    """An off-path output, and the hooks registered on its tensor.
 
     Args:
-        mark: the output.
-        tensor: weak reference to its tensor, which its hooks outlive.
+        mark: name and origin of the output.
+        tensor: weak reference to its tensor, because the hooks may outlive it.
         hooks: the registered hooks, by the name of the method that registers them.
-        own: keys of hooks that are not the user's.
+        internal_hooks: (method, key) of the hooks that the user has not registered.
     """
 
     mark: OutputMark
     tensor: ref[Tensor]
     hooks: Mapping[str, Hooks]
-    own: frozenset[tuple[str, int]] = frozenset()
+    internal_hooks: frozenset[tuple[str, int]] = frozenset()
 
     @classmethod
     def of(cls, mark: OutputMark, tensor: Tensor, outputs: Sequence[Any]) -> WatchedOutput:
         """Watch `tensor`, one of the `outputs`.
 
-        Hooks of its autograd node are watched only if the node made no other output, because they
-        may be meant for that one.
+        Hooks of its autograd node are watched only if the node made no other output: otherwise
+        they may be meant for the other one.
         """
-        made = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is tensor.grad_fn]
-        alone = all(x is tensor for x in made)
-        hooks = hooks_of_result(tensor) if alone else hooks_of_tensor(tensor)
+        of_node = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is tensor.grad_fn]
+        is_only_output = all(x is tensor for x in of_node)
+        hooks = hooks_of_result(tensor) if is_only_output else hooks_of_tensor(tensor)
         return cls(mark, ref(tensor), hooks)
 
-    def keys(self) -> Iterator[tuple[str, int]]:
-        """The registering method and the key of each hook."""
-        return ((call, key) for call, hooks in self.hooks.items() for key in hooks)
+    def hook_keys(self) -> Iterator[tuple[str, int]]:
+        """Yield (registering method, key) of each hook."""
+        return ((method, key) for method, hooks in self.hooks.items() for key in hooks)
 
-    def call(self) -> str:
+    def gradient_request(self) -> str:
         """The user's call that needs the gradient, such as `retain_grad`; empty without one."""
         tensor = self.tensor()
         if tensor is not None and tensor.retains_grad:
             return "`retain_grad`"
-        added = next((key for key in self.keys() if key not in self.own), None)
+        added = next((key for key in self.hook_keys() if key not in self.internal_hooks), None)
         if added is None:
             return ""
-        call, key = added
-        hook = self.hooks[call][key]
+        method, key = added
+        hook = self.hooks[method][key]
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        return f"`{call}` of {name} {line_of_function(hook)}".rstrip()
+        return f"`{method}` of {name} {line_of_function(hook)}".rstrip()
 
 
 class OutputsOffPath:
@@ -96,8 +98,8 @@ class OutputsOffPath:
 
     Args:
         graph: the graph of the program.
-        flow: its communication.
-        all_off_path: whether no output is on the path to another, as in a compiled program, where
+        flow: communication of the program.
+        all_off_path: whether to take every output for off path, as in a compiled program, where
             one autograd node makes all outputs.
     """
 
@@ -105,15 +107,15 @@ class OutputsOffPath:
         self._graph = graph
         self._names: list[str] = []
         self._computed_from: dict[int, list[int]] = {}
-        """For each output, by its index, the outputs off its path that it is computed from."""
-        for number, value in enumerate(graph.outputs):
+        """For each output index, the indices of the off-path outputs it is computed from."""
+        for index, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or not value.differentiable:
                 continue
             if not all_off_path and is_on_path(graph, flow, value):
                 continue
-            for other in _outputs_after(graph, value):
-                if other != number:
-                    self._computed_from.setdefault(other, []).append(number)
+            for dependent in _dependent_outputs(graph, value):
+                if dependent != index:
+                    self._computed_from.setdefault(dependent, []).append(index)
 
     def watch(self, outputs: Sequence[Any], result: Any) -> None:
         """Make a backward pass raise PlanError if a requested gradient would be incomplete.
@@ -129,36 +131,43 @@ class OutputsOffPath:
 
     def _watch(self, outputs: Sequence[Any], result: Any) -> None:
         refuse_gradients_of_outputs()
-        self._names = self._names or _names(result, len(outputs))
+        self._names = self._names or _output_names(result, len(outputs))
         watched: dict[int, WatchedOutput] = {}
-        for number in sorted({n for numbers in self._computed_from.values() for n in numbers}):
-            tensor = outputs[number]
+        for index in sorted({i for indices in self._computed_from.values() for i in indices}):
+            tensor = outputs[index]
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                watched[number] = WatchedOutput.of(self._mark(number), tensor, outputs)
-                _set_mark(tensor, watched[number].mark)
-        for number, before in self._computed_from.items():
-            tensor = outputs[number]
-            missing = [watched[n] for n in before if n in watched]
+                watched[index] = WatchedOutput.of(self._mark_of_output(index), tensor, outputs)
+                _set_mark(tensor, watched[index].mark)
+        for index, sources in self._computed_from.items():
+            tensor = outputs[index]
+            missing = [watched[i] for i in sources if i in watched]
             if missing and isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                own = watched.get(number)
-                mark = self._mark(number) if own is None else own.mark
+                own = watched.get(index)
+                mark = self._mark_of_output(index) if own is None else own.mark
                 computed_from = tuple(each.mark for each in missing)
                 object.__setattr__(mark, "computed_from", computed_from)
                 _set_mark(tensor, mark)
-                tensor.register_hook(_refusing(mark, missing))  # type: ignore[no-untyped-call]
+                hook = _refuse_incomplete_gradients(mark, missing)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        # The hooks registered above, and those of the program, are not the user's.
         for each in watched.values():
-            each.own = frozenset(each.keys())
+            each.internal_hooks = frozenset(each.hook_keys())
 
-    def _mark(self, number: int) -> OutputMark:
-        op = self._graph.producer.get(self._graph.outputs[number])
-        return OutputMark(self._names[number], op.source if op is not None else "")
+    def _mark_of_output(self, index: int) -> OutputMark:
+        op = self._graph.producer.get(self._graph.outputs[index])
+        return OutputMark(self._names[index], op.source if op is not None else "")
 
 
 def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
     """Whether an uncompiled program computes other values from the tensor that it returns.
 
-    This holds if the tensor is not a DTensor, and the routes to all consumers begin with the
+    True if the tensor is not a DTensor, and the routes to all consumers begin with the
     redistribution of the output.
+
+    Args:
+        graph: the graph of the program.
+        flow: communication of the program.
+        value: an output of the graph.
     """
     layout, route = flow.returned(value), flow.output_routes[value]
     if layout.sharded or layout.partial:
@@ -170,34 +179,39 @@ def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
     )
 
 
-def _outputs_after(graph: Graph, value: Value) -> list[int]:
+def _dependent_outputs(graph: Graph, value: Value) -> list[int]:
     """Indices of the outputs from which a gradient flows to a value, including the value itself."""
-    after = {value}
+    dependents = {value}
     for op in graph.ops:
-        if not after.isdisjoint(op.inputs):
-            after.update(output for output in op.outputs if output.differentiable)
-    return [n for n, output in enumerate(graph.outputs) if output in after]
+        if not dependents.isdisjoint(op.inputs):
+            dependents.update(output for output in op.outputs if output.differentiable)
+    return [index for index, output in enumerate(graph.outputs) if output in dependents]
 
 
-def _names(result: Any, count: int) -> list[str]:
+def _output_names(result: Any, count: int) -> list[str]:
     try:
         leaves, _ = pytree.tree_flatten_with_path(result)
     except ValueError:  # a registered class without `flatten_with_keys_fn`
-        return [f"output {number}" for number in range(count)]
+        return [f"output {index}" for index in range(count)]
     return [f"output{pytree.keystr(path)}" for path, _ in leaves]
 
 
-def _refusing(
+def _refuse_incomplete_gradients(
     mark: OutputMark, missing: Sequence[WatchedOutput]
 ) -> Callable[[Tensor | None], None]:
-    """Make a hook of an output that raises if a requested gradient would miss its contribution."""
+    """Make a hook of an output that raises if a requested gradient would miss its contribution.
+
+    Args:
+        mark: the output that gets the hook.
+        missing: the off-path outputs it is computed from.
+    """
 
     def refuse(gradient: Tensor | None) -> None:
         if gradient is None:  # the node runs because of another of its outputs
             return
         with without_torch_function_of_subclasses():
-            calls = ((each.mark, each.call()) for each in missing)
-            requested = next(((other, call) for other, call in calls if call), None)
+            requests = ((each.mark, each.gradient_request()) for each in missing)
+            requested = next(((output, call) for output, call in requests if call), None)
         if requested is not None:
             raise PlanError(_message(requested[1], requested[0], mark))
 
@@ -210,8 +224,8 @@ def _message(call: str, output: OutputMark, later: OutputMark) -> str:
     return (
         f"{line}{': ' if line else ''}{call} on {output.name}{source} of a planned model: "
         f"{later.name} is computed from it inside of the model, and its gradient does not pass "
-        f"through the tensor that was returned. Compute what is trained from {output.name} outside "
-        "of the model, or return one of the two alone"
+        f"through the returned tensor\ncompute {later.name} from {output.name} outside of the "
+        "model, or return only one of the two"
     )
 
 
@@ -224,7 +238,7 @@ def refuse_gradients_of_outputs() -> None:
 
 def _check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     with without_torch_function_of_subclasses():
-        marks = (_mark_of(*gradient_edge_of(each)) for each in inputs)
+        marks = (_mark_of_edge(*gradient_edge_of(each)) for each in inputs)
         requested = {mark for mark in marks if mark is not None}
         later = next(_computed_from(requested, outputs), None) if requested else None
     if later is not None:
@@ -234,15 +248,16 @@ def _check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
 
 
 def _computed_from(requested: set[OutputMark], outputs: Sequence[Any]) -> Iterator[OutputMark]:
-    """Outputs on the way of a backward pass from `outputs` that do not reach a requested one."""
+    """Yield the marked outputs that a backward pass from `outputs` visits and whose gradient does
+    not reach a requested output."""
     stack = [gradient_edge_of(each) for each in outputs]
     nodes, edges = set[Any](), set[tuple[Any, int]]()
     while stack:
-        node, number = stack.pop()
-        if node is None or (node, number) in edges:
+        node, output_index = stack.pop()
+        if node is None or (node, output_index) in edges:
             continue
-        edges.add((node, number))
-        mark = _mark_of(node, number)
+        edges.add((node, output_index))
+        mark = _mark_of_edge(node, output_index)
         if mark is not None and not requested.isdisjoint(mark.computed_from):
             yield mark
         if node not in nodes:
@@ -251,12 +266,12 @@ def _computed_from(requested: set[OutputMark], outputs: Sequence[Any]) -> Iterat
 
 
 def _set_mark(tensor: Tensor, mark: OutputMark) -> None:
-    node, number = gradient_edge_of(tensor)
-    node.metadata.setdefault(_MARK, {})[number] = mark
+    node, output_index = gradient_edge_of(tensor)
+    node.metadata.setdefault(_METADATA_KEY, {})[output_index] = mark
 
 
-def _mark_of(node: Any, number: int) -> OutputMark | None:
+def _mark_of_edge(node: Any, output_index: int) -> OutputMark | None:
     mark: OutputMark | None = None
     if node is not None:
-        mark = node.metadata.get(_MARK, {}).get(number)
+        mark = node.metadata.get(_METADATA_KEY, {}).get(output_index)
     return mark

@@ -12,11 +12,11 @@ LIBRARIES = frozenset(
         *("typing_extensions", *sys.stdlib_module_names),
     }
 )
-"""Packages whose lines errors do not name as the user's."""
+"""Packages whose frames are not the user's code."""
 
 
 def user_line() -> str:
-    """The innermost frame outside of libraries, as ` (file:line)`; empty if there is none."""
+    """The innermost line outside of `LIBRARIES`, as ` (file:line)`; empty without one."""
     for frame in _frames():
         if _module(frame).partition(".")[0] not in LIBRARIES:
             return f" ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -13,7 +13,7 @@ from shardwright.errors import MixedTensorsError, PlanError
 def explain_calls_of_parts(net: nn.Module) -> None:
     """Make submodules explain the error of mixed tensors if the user's code calls them.
 
-    The program of the planned model does not call submodules.
+    The program of the planned model itself never calls submodules, only the user's code can.
     """
     for part in net.modules():
         if part is not net:
@@ -37,8 +37,8 @@ def _forward_of_part(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(part).forward(part, *args, **kwargs)
     except MixedTensorsError:
         raise PlanError(
-            f"a {type(part).__name__} inside of a planned model was called by itself: its "
-            "parameters are sharded, and only calls of the whole model run as planned\ncall it "
+            f"submodule `{type(part).__name__}` of a planned model was called by itself: its "
+            "parameters are sharded, and only calls of the full model run as planned\ncall it "
             "with full parameters, inside `with shardwright.whole(net):`, or in `forward` of the "
             "model"
         ) from None

@@ -40,32 +40,32 @@ VIEWS = (
 def refuse_lost_writes() -> None:
     """Make views of every DTensor of this process reject writes if they are copies."""
     for view in VIEWS:
-        change_results(view, _with_copies)
+        change_results(view, _make_copies_read_only)
 
 
-def _with_copies(results: Any, args: Sequence[Any]) -> Any:
-    source = storage_id(local_tensor(args[0]))
+def _make_copies_read_only(results: Any, args: Sequence[Any]) -> Any:
+    viewed_storage = storage_id(local_tensor(args[0]))
 
-    def marked(result: DTensor) -> DTensor:
+    def read_only_if_copied(result: DTensor) -> DTensor:
         local = local_tensor(result)
-        if type(local) is not Tensor or storage_id(local) == source:
+        if type(local) is not Tensor or storage_id(local) == viewed_storage:
             return result
         return with_spec(GatheredCopy.of(local), spec_of(result))
 
-    return pytree.tree_map_only(DTensor, marked, results)
+    return pytree.tree_map_only(DTensor, read_only_if_copied, results)
 
 
 class GatheredCopy(Tensor):
-    """A read-only tensor: a gathered copy that looks like a view of a DTensor."""
+    """A read-only tensor: the local tensor of a view of a DTensor that shares no memory with it."""
 
-    copied: Tensor
+    tensor: Tensor
     __torch_function__ = plain_torch_function  # type: ignore[assignment]
 
     @classmethod
     def of(cls, tensor: Tensor) -> GatheredCopy:
         """Wrap `tensor`, sharing its memory."""
         result = as_subclass(cls, tensor)
-        result.copied = tensor
+        result.tensor = tensor
         return result
 
     @classmethod
@@ -73,39 +73,36 @@ class GatheredCopy(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         schema, kwargs = schema_of(function), kwargs or {}
-        for number, argument in enumerate(schema.arguments):
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
                 _check_writable(function, value)
-        copies = partial(pytree.tree_map_only, cls, lambda copy: copy.copied)
-        results = function(*copies(args), **copies(kwargs))
+        unwrap = partial(pytree.tree_map_only, cls, lambda copy: copy.tensor)
+        results = function(*unwrap(args), **unwrap(kwargs))
         is_view = any(result.alias_info is not None for result in schema.returns)
         if is_view and not schema.is_mutable:
             return pytree.tree_map_only(Tensor, cls.of, results)
         return results
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.copied.numpy(force=force)
+        return self.tensor.numpy(force=force)
 
     def tolist(self) -> Any:
-        return self.copied.tolist()
+        return self.tensor.tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return deepcopy(self.copied, memo)
+        return deepcopy(self.tensor, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.copied.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.tensor.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _check_writable(function: Any, value: Any) -> None:
-    """Check the argument that an operator writes to.
-
-    Raises:
-        PlanError: if it is a gathered copy, or a list with one.
-    """
+    """Raise PlanError if the argument that an operator writes to is a gathered copy, or a list with
+    one."""
     if any(isinstance(leaf, GatheredCopy) for leaf in pytree.tree_leaves(value)):
         raise PlanError(
-            f"{function} writes to a part of a DTensor along a sharded dimension; PyTorch has"
+            f"{function} writes to a part of a DTensor along a sharded dimension: PyTorch has"
             " gathered this part, so the write would change only a copy\nwrite to the full tensor"
             " (`mul_`, `masked_fill_`, `copy_`), or before `plan`; to change a copy, `clone` it"
         )

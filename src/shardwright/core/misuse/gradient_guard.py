@@ -1,7 +1,7 @@
 """Detect losses outside of the model that differ between ranks.
 
 If each rank passes a shard of the batch, outputs still are those of the global batch, so the
-gradient of an output must be equal on all ranks. Checksums of it are compared where a backward pass
+gradient of an output must be equal on all ranks. Its checksums are compared where a backward pass
 enters the model, in the first passes and some later ones.
 """
 
@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.core.agreement.collective import has_other_ranks
-from shardwright.core.misuse.batch_guard import EVERY, FIRST_CALLS
-from shardwright.core.misuse.ranks import found_by_all, is_due
+from shardwright.core.misuse.batch_guard import FIRST_CALLS, PERIOD
+from shardwright.core.misuse.ranks import delay_data_errors, is_due
 from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
 TOLERANCE = 1e-3
-"""Largest difference relative to the sum of absolute values; kernels add in varying order."""
+"""Largest difference between the checksums of two ranks, as a fraction of the sum of absolute
+values. Not zero, because kernels add in varying order."""
 
 
 class GradientGuard:
@@ -33,24 +34,25 @@ class GradientGuard:
     def watch(self, output: Tensor, name: str) -> None:
         """Compare the gradients of an output; a backward pass raises DataError if they differ."""
         if self._active and output.requires_grad:
-            output.register_hook(partial(self._compare, name))  # type: ignore[no-untyped-call]
+            hook = partial(self._compare_ranks, name)
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _compare(self, name: str, gradient: Tensor) -> None:
+    def _compare_ranks(self, name: str, gradient: Tensor) -> None:
         self._passes += 1
-        if not is_due(self._passes, FIRST_CALLS, EVERY):
+        if not is_due(self._passes, FIRST_CALLS, PERIOD):
             return
         with torch.no_grad():
-            sums = _sums(gradient.detach())
+            sums = _checksums(gradient.detach())
             table = sums.new_zeros(dist.get_world_size(), len(sums))
             table[dist.get_rank()] = sums
             dist.all_reduce(table)
-            differences = (table - table[0]).abs().amax(-1) > TOLERANCE * table[:, 1].max()
-        if bool(table.isfinite().all()) and bool(differences.any()):
-            rank = int(differences.nonzero()[0])
-            with found_by_all():
+            is_different = (table - table[0]).abs().amax(-1) > TOLERANCE * table[:, 1].max()
+        if bool(table.isfinite().all()) and bool(is_different.any()):
+            rank = int(is_different.nonzero()[0])
+            with delay_data_errors():
                 raise DataError(
-                    f"rank {rank} and rank 0 train {name} with different losses: by"
-                    " dataset_strategy each rank passes a shard of the batch, but outputs are of"
+                    f"rank {rank} and rank 0 train {name} with different losses: with this"
+                    " `dataset_strategy` each rank passes a shard of the batch, but outputs are of"
                     " the global batch, so a loss outside of the model must be the same on all"
                     " ranks\nput the loss into the model (`sw.WithLoss`, or return it from"
                     " `forward`), or gather the labels of all ranks"
@@ -58,9 +60,9 @@ class GradientGuard:
                 )
 
 
-def _sums(gradient: Tensor) -> Tensor:
+def _checksums(gradient: Tensor) -> Tensor:
     """The sum, the sum of absolute values, and a sum weighted by position, which detects
-    permutations."""
+    permutations; of shape (3,), float32."""
     numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     numbers = numbers.to_dense() if numbers.is_sparse else numbers
     flat = numbers.reshape(-1).float()

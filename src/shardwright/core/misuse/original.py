@@ -1,8 +1,8 @@
 """Warn if the model that was passed to `parallelize(copy=True)` is changed or trained.
 
 Changes and calls of the original have no effect on the planned copy. A user who changes or trains
-the original usually means the copy, as with `DistributedDataParallel(net)`, where both share
-parameters. But the original may also be a reference or a teacher, so this is a warning.
+the original usually means the copy: with `DistributedDataParallel(net)` both share parameters. But
+the original may also be a reference or a teacher, so this is a warning.
 """
 
 from __future__ import annotations
@@ -25,47 +25,49 @@ from shardwright.core.torch_internals.tensors import version
 log = logging.getLogger("shardwright")
 
 FIRST_CALLS, PERIOD = 8, 256
-"""The full model is compared in the first 8 calls, then in one of 256; its mode in every call."""
+"""All attributes are compared in the first 8 calls, then in one of 256; `training` in every
+call."""
 
-CALLS = 2
-"""Number of training calls, before the first call of the planned model, that cause the warning; a
-single call may be a comparison."""
+MIN_TRAINING_CALLS = 2
+"""Training calls of the original, before the first call of the planned model, that cause the
+warning; a single call may be a comparison of results."""
 
 SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of parameters"
 TRAINED = "requires_grad of parameters"
 
-WatchedPlace = tuple[str, str]
-"""The path of a submodule, and the name of an attribute or one of the constants above."""
+WatchedAttribute = tuple[str, str]
+"""(path of a submodule, name of its attribute or one of `SUBMODULES`, `PARAMETERS`, `VALUES`,
+`TRAINED`)."""
 
 
 class OriginalModel:
-    """The last observed state of the original model, which it does not keep alive.
+    """The last observed state of the original model, with a weak reference to it.
 
     Args:
-        net: the model, when `parallelize` returns.
-        attributes: path, name and content of the attributes that `forward` reads or sets, as in
+        net: the original model, when `parallelize` returns.
+        attributes: (path, name, content) of the attributes that `forward` reads or sets, as in
             the graph.
     """
 
     def __init__(self, net: nn.Module, attributes: tuple[tuple[str, str, str], ...]) -> None:
         self._net: weakref.ref[nn.Module] | None = weakref.ref(net)
-        self._read: list[WatchedPlace] = [
+        self._watched: list[WatchedAttribute] = [
             (path, name)
             for path, name, text in attributes
             if name not in OF_MODULES and text != SET and not path.startswith((GLOBALS, BUFFERS))
         ]
         self._calls, self._training = 0, net.training
-        self._seen = dict(self._state(net))
-        self._said: set[WatchedPlace] = set()
-        self._trained = 0
-        self._forget_calls = observe_calls(net, self._called)
+        self._last_state = dict(self._state(net))
+        self._warned_attributes: set[WatchedAttribute] = set()
+        self._num_training_calls = 0
+        self._stop_observing_calls = observe_calls(net, self._warn_if_trained)
 
-    def look(self, planned: nn.Module) -> None:
+    def check(self, planned: nn.Module) -> None:
         """Warn, once per attribute, if the original has changed and the planned model has not.
 
         Runs at each call of the planned model.
         """
-        self._forget_calls()
+        self._stop_observing_calls()
         net = None if self._net is None else self._net()
         if net is None:
             self._net = None
@@ -75,46 +77,56 @@ class OriginalModel:
             self._training = net.training
             self._compare(net, planned)
 
-    def _called(self) -> None:
-        """Warn, once, if the original is trained and the planned model is not called."""
+    def _warn_if_trained(self) -> None:
+        """Warn, once, if the original is trained before the planned model is called.
+
+        Runs at each call of the original.
+        """
         net = None if self._net is None else self._net()
         trains = net is not None and net.training and torch.is_grad_enabled()
         if net is None or not trains or not any(p.requires_grad for p in net.parameters()):
             return
-        self._trained += 1
-        if self._trained == CALLS:
-            self._forget_calls()
+        self._num_training_calls += 1
+        if self._num_training_calls == MIN_TRAINING_CALLS:
+            self._stop_observing_calls()
             log.warning(
-                "the %s that was given to `parallelize` is called for training, on this device "
-                "alone, and what `parallelize` returned, a model of its own, is not called: go on "
-                "with that one, as in `net = sw.parallelize(net, plan)`; if you use both, as "
-                "teacher and student, all is well",
+                "the `%s` that was passed to `parallelize` is called for training, on this device "
+                "only, and the planned model that `parallelize` returned, which is a copy, is not "
+                "called\ntrain the returned model, as in `net = sw.parallelize(net, plan)`; ignore "
+                "this warning if you use both, as teacher and student",
                 type(net).__name__,
             )
 
     def _compare(self, net: nn.Module, planned: nn.Module) -> None:
         current = dict(self._state(net))
-        changed = [place for place, value in current.items() if self._seen.get(place) != value]
-        self._seen = current
+        previous = self._last_state
+        changed = [each for each, value in current.items() if previous.get(each) != value]
+        self._last_state = current
         if not changed:
             return
         original, copy = dict(net.named_modules()), dict(planned.named_modules())
-        lost = [p for p in changed if p not in self._said and not _is_equal(p, original, copy)]
-        self._said.update(lost)
-        if lost:
-            more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        different = [
+            each
+            for each in changed
+            if each not in self._warned_attributes and not _is_equal(each, original, copy)
+        ]
+        self._warned_attributes.update(different)
+        if different:
+            more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
             log.warning(
-                "%s%s of the %s that was given to `parallelize` changed, which has no effect on "
-                "what `parallelize` returned, a model of its own: change that one, or the other "
-                "before `plan`; if you use both, as teacher and student, all is well",
-                _named(lost[0]),
+                "%s%s of the `%s` that was passed to `parallelize` changed, which has no effect on "
+                "the planned model that `parallelize` returned, which is a copy\nchange the "
+                "returned model, or change the original before `plan`; ignore this warning if you "
+                "use both, as teacher and student",
+                _description(different[0]),
                 more,
                 type(net).__name__,
             )
 
-    def _state(self, net: nn.Module) -> Iterator[tuple[WatchedPlace, Hashable]]:
+    def _state(self, net: nn.Module) -> Iterator[tuple[WatchedAttribute, Hashable]]:
+        """Yield the watched attributes with contents that can be compared."""
         modules = dict(net.named_modules())
-        for path, name in self._read:
+        for path, name in self._watched:
             if path in modules:
                 yield (path, name), content(variable(modules, path, name))
         for path, module in modules.items():
@@ -128,15 +140,23 @@ class OriginalModel:
 
 
 def _is_equal(
-    place: WatchedPlace, original: Mapping[str, nn.Module], planned: Mapping[str, nn.Module]
+    attribute: WatchedAttribute,
+    original: Mapping[str, nn.Module],
+    planned: Mapping[str, nn.Module],
 ) -> bool:
-    """Whether an attribute that changed in the original has the same value in the planned model."""
-    path, name = place
+    """Whether an attribute that changed in the original has the same value in the planned model.
+
+    Args:
+        attribute: path and name of the attribute.
+        original: the submodules of the original, by path.
+        planned: the submodules of the planned model, by path.
+    """
+    path, name = attribute
     if name in (SUBMODULES, PARAMETERS, VALUES) or path not in planned:
         return False
     if name == TRAINED:
-        ours, theirs = (own_parameters(modules[path]) for modules in (original, planned))
-        pairs = ((p, theirs.get(leaf)) for leaf, p in ours.items())
+        parameters, copies = (own_parameters(modules[path]) for modules in (original, planned))
+        pairs = ((p, copies.get(leaf)) for leaf, p in parameters.items())
         # Parameters of other pipeline stages are None in the planned model.
         return all(p is None or q is None or p.requires_grad == q.requires_grad for p, q in pairs)
     value, other = (variable(modules, path, name) for modules in (original, planned))
@@ -157,8 +177,8 @@ def _are_equal(value: Any, other: Any) -> bool:
     return content(value) == content(other)
 
 
-def _named(place: WatchedPlace) -> str:
-    path, name = place
+def _description(attribute: WatchedAttribute) -> str:
+    path, name = attribute
     if name in (SUBMODULES, PARAMETERS, TRAINED, VALUES):
         return f"{name} of {path!r}" if path else name
     return f"attribute {f'{path}.{name}'.removeprefix('.')!r}"

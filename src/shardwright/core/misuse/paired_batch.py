@@ -1,7 +1,8 @@
-"""Find out whether a function pairs the rows of a batch with those of another tensor.
+"""Detect whether a function pairs the rows of a batch with those of another tensor.
 
 The function is called on the meta device with changed sizes. If it runs when the other tensor is as
-long as the batch, and fails when their lengths differ, it pairs their rows.
+long as the batch, and fails when their lengths differ, it pairs their rows. A *candidate* is a
+dimension of a tensor that may be this rank's shard of the batch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, count
+from itertools import chain, combinations
+from itertools import count as count_from
 from typing import Any
 
 import torch
@@ -21,24 +23,26 @@ from shardwright.core.torch_internals.dispatch import (
     without_torch_function_of_subclasses,
 )
 
-MOST_SUBSETS_OF = 4
-"""Up to this number of candidate tensors all subsets are tried; of more, only all and each one."""
+MAX_CANDIDATES_FOR_ALL_SUBSETS = 4
+"""Largest number of candidates of which all subsets are tried; with more, only the set of all and
+each candidate alone, as the number of subsets is exponential."""
 
-BY_VALUES = {
+NEED_DATA = {
     *("__getitem__", "__setitem__", "index_put", "index_put_", "masked_select"),
     *("allclose", "equal"),
 }
-"""Functions that need data, so they run on the CPU; they check shapes before they read data."""
+"""Functions that do not run without data. They are called with zeros on the CPU, and check shapes
+before they read values."""
 
-UNCHECKED = {
+UNSAFE_TO_RESIZE = {
     *("lstm", "gru", "rnn_tanh", "rnn_relu"),
     *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 }
 """Functions that must not be called with changed sizes: their kernels read out of bounds."""
 
 BatchDims = frozenset[int]
-PartDim = tuple[Tensor, int]
-"""A tensor, and the dimension that may be a shard of the batch."""
+CandidateDim = tuple[Tensor, int]
+"""(tensor, its dimension that may be a shard of the batch)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class BatchSizes:
 
     Args:
         local: rows that this rank passed.
-        whole: rows of all ranks.
+        whole: rows of the global batch.
     """
 
     local: int
@@ -59,10 +63,10 @@ class BatchCall:
     """A call of a PyTorch function with tensors of the global batch.
 
     Args:
-        function, args, kwargs: the call.
-        sizes: the sizes of the batch.
-        batch_dims: for each tensor of the global batch, by its id, the dimensions with its rows or,
-            if it is flattened with other dimensions, with a multiple of them.
+        function: the called function, with its `args` and `kwargs`.
+        sizes: numbers of rows of the batch.
+        batch_dims: batch dimensions of the tensors of the global batch, by tensor id. Their size is
+            the number of rows or, if the batch is flattened with other dimensions, a multiple.
         others: the tensors that do not depend on the batch.
     """
 
@@ -73,64 +77,76 @@ class BatchCall:
     batch_dims: Mapping[int, BatchDims]
     others: Sequence[Tensor]
 
-    def paired_parts(self) -> tuple[Tensor, ...]:
+    def paired_shards(self) -> tuple[Tensor, ...]:
         """Tensors with the size of this rank's shard whose rows the function would pair with those
-        of the global batch."""
-        parts = [part for other in self.others for part in self._parts_of(other)]
-        if not parts:
+        of the global batch; empty if it pairs none."""
+        candidates = [each for other in self.others for each in self._candidate_dims(other)]
+        if not candidates:
             return ()
-        rows, other_rows = self._unusual_sizes()
-        for chosen in _subsets(parts):
-            for with_whole in (True, False):
-                if self._runs(chosen, rows, rows, with_whole) and not self._runs(
-                    chosen, rows, other_rows, with_whole
+        rows, other_rows = self._recognizable_sizes()
+        for subset in _subsets(candidates):
+            # Gathered labels must be resized with the batch, constants of its size must not be.
+            for resize_global in (True, False):
+                if self._accepts_sizes(subset, rows, rows, resize_global) and not (
+                    self._accepts_sizes(subset, rows, other_rows, resize_global)
                 ):
-                    return tuple({id(tensor): tensor for tensor, _ in chosen}.values())
+                    return tuple({id(tensor): tensor for tensor, _ in subset}.values())
         return ()
 
     def dims_of_results(self, results: Sequence[Any]) -> list[BatchDims]:
-        """The batch dimensions of each result."""
-        rows, _ = self._unusual_sizes()
-        for with_whole in (True, False):
-            others = self._resized_whole(rows) if with_whole else {}
-            leaves = _leaves_for(self, self._resized_batch(rows) | others)
+        """The batch dimensions of each result of the call."""
+        rows, _ = self._recognizable_sizes()
+        for resize_global in (True, False):
+            others = self._resized_global_shapes(rows) if resize_global else {}
+            leaves = _call_with_shapes(self, self._resized_batch_shapes(rows) | others)
             if leaves is not None and len(leaves) == len(results):
-                return [_multiples(leaf, rows) for leaf in leaves]
-        return [self._likely_dims(result) for result in results]
+                return [_dims_with_multiples(leaf, rows) for leaf in leaves]
+        return [self._guess_batch_dims(result) for result in results]
 
-    def _parts_of(self, other: Tensor) -> list[PartDim]:
-        """The dimensions of a tensor that may be this rank's shard of the batch."""
-        sizes = enumerate(other.shape)
-        return [(other, dim) for dim, size in sizes if self._is_of_batch(self.sizes.local, size)]
+    def _candidate_dims(self, tensor: Tensor) -> list[CandidateDim]:
+        sizes = enumerate(tensor.shape)
+        return [(tensor, dim) for dim, size in sizes if self._is_batch_dim(self.sizes.local, size)]
 
-    def _runs(self, chosen: Sequence[PartDim], rows: int, part_rows: int, with_whole: bool) -> bool:
-        """Whether the function runs for a batch of `rows` rows and shards of `part_rows` rows."""
-        shapes = {id(tensor): tuple(tensor.shape) for tensor, _ in chosen}
-        for tensor, dim in chosen:
+    def _accepts_sizes(
+        self, shards: Sequence[CandidateDim], rows: int, shard_rows: int, resize_global: bool
+    ) -> bool:
+        """Whether the function runs for a batch of `rows` rows and shards of `shard_rows` rows.
+
+        Args:
+            shards: the candidates that are resized as shards of the batch.
+            rows: number of rows of the global batch.
+            shard_rows: number of rows of the shards.
+            resize_global: whether to resize other tensors that are as long as the global batch.
+        """
+        shapes = {id(tensor): tuple(tensor.shape) for tensor, _ in shards}
+        for tensor, dim in shards:
             shape = shapes[id(tensor)]
-            shapes[id(tensor)] = _scaled(shape, (dim,), self.sizes.local, part_rows)
-        whole = self._resized_whole(rows) if with_whole else {}
-        return _leaves_for(self, whole | self._resized_batch(rows) | shapes) is not None
+            shapes[id(tensor)] = _resized_shape(shape, (dim,), self.sizes.local, shard_rows)
+        others = self._resized_global_shapes(rows) if resize_global else {}
+        shapes = others | self._resized_batch_shapes(rows) | shapes
+        return _call_with_shapes(self, shapes) is not None
 
-    def _resized_batch(self, rows: int) -> dict[int, tuple[int, ...]]:
-        """Shapes of the tensors of the global batch, resized to `rows` rows, by id."""
+    def _resized_batch_shapes(self, rows: int) -> dict[int, tuple[int, ...]]:
+        """Shapes of the tensors of the global batch, resized to `rows` rows, by tensor id."""
         return {
-            id(tensor): _scaled(tensor.shape, self.batch_dims[id(tensor)], self.sizes.whole, rows)
+            id(tensor): _resized_shape(
+                tensor.shape, self.batch_dims[id(tensor)], self.sizes.whole, rows
+            )
             for tensor in self.tensors
             if id(tensor) in self.batch_dims
         }
 
-    def _resized_whole(self, rows: int) -> dict[int, tuple[int, ...]]:
-        """Shapes of other tensors as long as the batch, such as gathered labels, resized to `rows`
-        rows, by id."""
+    def _resized_global_shapes(self, rows: int) -> dict[int, tuple[int, ...]]:
+        """Shapes of the other tensors as long as the batch, such as gathered labels, resized to
+        `rows` rows, by tensor id."""
         return {
-            id(other): _scaled(other.shape, (0,), self.sizes.whole, rows)
+            id(other): _resized_shape(other.shape, (0,), self.sizes.whole, rows)
             for other in self.others
-            if other.ndim and self._is_of_batch(self.sizes.whole, other.shape[0])
+            if other.ndim and self._is_batch_dim(self.sizes.whole, other.shape[0])
         }
 
-    def _is_of_batch(self, rows: int, size: int) -> bool:
-        """Whether `size` relates to `rows` like a batch dimension to all rows of the batch."""
+    def _is_batch_dim(self, rows: int, size: int) -> bool:
+        """Whether a batch dimension would have size `size` if the batch had `rows` rows."""
         return any(
             size * self.sizes.whole == tensor.shape[dim] * rows
             for tensor in self.tensors
@@ -142,85 +158,92 @@ class BatchCall:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def _unusual_sizes(self) -> tuple[int, int]:
+    def _recognizable_sizes(self) -> tuple[int, int]:
         """Two ascending primes larger than the batch that divide no size of a tensor, so that
         resized dimensions are recognized in results."""
-        shapes = {size for tensor in self.tensors for size in tensor.shape}
-        fitting = (
-            size
-            for size in _primes_above(max(self.sizes.whole, 10))
-            if all(each % size for each in shapes if each)
+        sizes = {size for tensor in self.tensors for size in tensor.shape}
+        primes = (
+            prime
+            for prime in _primes_above(max(self.sizes.whole, 10))
+            if all(size % prime for size in sizes if size)
         )
-        return next(fitting), next(fitting)
+        return next(primes), next(primes)
 
-    def _likely_dims(self, result: Any) -> BatchDims:
+    def _guess_batch_dims(self, result: Any) -> BatchDims:
         """Guess the batch dimensions of a result of a function that cannot run without data."""
         if not isinstance(result, Tensor):
             return frozenset()
         for tensor in self.tensors:
             if id(tensor) in self.batch_dims and tensor.shape == result.shape:
                 return self.batch_dims[id(tensor)]
-        return dims_of_size(result.shape, self.sizes.whole)
+        return dim_of_size(result.shape, self.sizes.whole)
 
 
-def dims_of_new(
-    kind: type[Tensor], results: Sequence[Any], given: Sequence[Tensor], call: BatchCall | None
+def batch_dims_of_new_tensors(
+    tensor_class: type[Tensor],
+    results: Sequence[Any],
+    arguments: Sequence[Tensor],
+    call: BatchCall | None,
 ) -> dict[int, BatchDims]:
-    """The batch dimensions of each result, by its index, that is a new tensor of class `kind`.
+    """The batch dimensions of the results that are new tensors, by index of the result.
 
     Args:
-        kind: the class.
+        tensor_class: exact class of the tensors to return; other results are left out.
         results: the leaves of the function's result.
-        given: the tensors that the function was called with.
-        call: the call; None if none of the tensors has rows of a batch.
+        arguments: the tensors that the function was called with.
+        call: the call; None if no argument has a batch dimension.
     """
-    argument_ids = {id(tensor) for tensor in given}
+    argument_ids = {id(tensor) for tensor in arguments}
     new = [
-        number
-        for number, result in enumerate(results)
-        if type(result) is kind and id(result) not in argument_ids
+        index
+        for index, result in enumerate(results)
+        if type(result) is tensor_class and id(result) not in argument_ids
     ]
-    if call is None or not any(results[number].ndim for number in new):
+    if call is None or not any(results[index].ndim for index in new):
         return dict.fromkeys(new, frozenset())
     with without_torch_function_of_subclasses():
         dims = call.dims_of_results(results)
-    return {number: dims[number] for number in new}
+    return {index: dims[index] for index in new}
 
 
-def dims_of_size(shape: Sequence[int], rows: int) -> BatchDims:
-    """The first dimension of size `rows`, otherwise the first with a multiple of it."""
+def dim_of_size(shape: Sequence[int], rows: int) -> BatchDims:
+    """The first dimension of size `rows`, otherwise the first whose size is a multiple of it;
+    empty without one."""
     equal = [dim for dim, size in enumerate(shape) if size == rows]
     multiple = [dim for dim, size in enumerate(shape) if size and size % rows == 0]
     return frozenset((equal or multiple)[:1])
 
 
-def _leaves_for(call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) -> list[Any] | None:
-    """Call the function with other shapes; returns the leaves of its result, None if it raises.
+def _call_with_shapes(call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) -> list[Any] | None:
+    """Repeat a call with other shapes.
 
     Args:
-        call: the call.
-        shapes: the changed shapes, by the id of the tensor.
+        call: the call to repeat.
+        shapes: the changed shapes, by tensor id.
+
+    Returns:
+        The leaves of its result; None if it raises, or cannot be checked.
     """
     name = getattr(call.function, "__name__", "")
-    if name in UNCHECKED:
+    if name in UNSAFE_TO_RESIZE:
         return None
-    for device in ("meta", "cpu") if name in BY_VALUES else ("meta",):
+    for device in ("meta", "cpu") if name in NEED_DATA else ("meta",):
         try:
-            return _called(call, shapes, device)
-        except Exception as error:  # Any function may be called.
+            return _call_on(device, call, shapes)
+        except Exception as error:  # the function may be any, and so may its error
             if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
                 return None
     return None
 
 
-def _called(call: BatchCall, shapes: Mapping[int, tuple[int, ...]], device: str) -> list[Any]:
-    def like(tensor: Tensor) -> Tensor:
+def _call_on(device: str, call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) -> list[Any]:
+    def zeros_for(tensor: Tensor) -> Tensor:
         # Autocast, which is not active here, may have cast all to one dtype.
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         shape = shapes.get(id(tensor), tuple(tensor.shape))
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    stand_ins = {id(tensor): like(tensor) for tensor in call.tensors}
+    stand_ins = {id(tensor): zeros_for(tensor) for tensor in call.tensors}
     args, kwargs = pytree.tree_map_only(
         Tensor, lambda tensor: stand_ins[id(tensor)], (call.args, dict(call.kwargs))
     )
@@ -234,8 +257,10 @@ def _called(call: BatchCall, shapes: Mapping[int, tuple[int, ...]], device: str)
         return list(pytree.tree_leaves(call.function(*args, **kwargs)))
 
 
-def _scaled(shape: Sequence[int], dims: Iterable[int], old: int, new: int) -> tuple[int, ...]:
-    """The shape with `new` instead of `old` rows of the batch in `dims`."""
+def _resized_shape(
+    shape: Sequence[int], dims: Iterable[int], old: int, new: int
+) -> tuple[int, ...]:
+    """The shape with `new` rows of the batch instead of `old` in the dimensions `dims`."""
     result = list(shape)
     for dim in dims:
         if result[dim] % old == 0:
@@ -243,16 +268,17 @@ def _scaled(shape: Sequence[int], dims: Iterable[int], old: int, new: int) -> tu
     return tuple(result)
 
 
-def _multiples(leaf: Any, rows: int) -> BatchDims:
+def _dims_with_multiples(leaf: Any, rows: int) -> BatchDims:
     shape = leaf.shape if isinstance(leaf, Tensor) else ()
     return frozenset(dim for dim, size in enumerate(shape) if size and size % rows == 0)
 
 
-def _subsets(parts: Sequence[PartDim]) -> Iterator[tuple[PartDim, ...]]:
-    """Subsets of the candidates, the largest first."""
-    every = range(len(parts), 0, -1) if len(parts) <= MOST_SUBSETS_OF else (len(parts), 1)
-    return chain.from_iterable(combinations(parts, size) for size in every)
+def _subsets(candidates: Sequence[CandidateDim]) -> Iterator[tuple[CandidateDim, ...]]:
+    """Yield subsets of the candidates, the largest first."""
+    count = len(candidates)
+    sizes = range(count, 0, -1) if count <= MAX_CANDIDATES_FOR_ALL_SUBSETS else (count, 1)
+    return chain.from_iterable(combinations(candidates, size) for size in sizes)
 
 
 def _primes_above(number: int) -> Iterator[int]:
-    return (n for n in count(number + 1) if all(n % d for d in range(2, int(n**0.5) + 1)))
+    return (n for n in count_from(number + 1) if all(n % d for d in range(2, int(n**0.5) + 1)))

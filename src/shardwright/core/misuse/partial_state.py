@@ -24,7 +24,8 @@ from shardwright.errors import PlanError
 
 SAVES_FROM_ALL_RANKS = "torch.distributed.checkpoint"
 SENDS_TO_RANKS = "torch.distributed.distributed_c10d"
-"""Collectives of objects, by which a rank can collect all stages."""
+"""Module of the collectives of objects, such as `gather_object`, which pickle the objects that they
+send. A rank can collect all stages with them."""
 
 SHARD, STAGE = "shard of each tensor", "pipeline stage"
 
@@ -51,8 +52,8 @@ def _refuse(part: str) -> None:
         return
     raise PlanError(
         f"`torch.save`, pickle or safetensors{user_line()} of a planned model's state: this rank"
-        f" has only its {part}, and the rest would be missing; call on every rank"
-        " `sw.save_state_dict(net, path)`, which writes the complete model to one file, or"
+        f" has only its {part}, so the state would be incomplete\ncall `sw.save_state_dict(net,"
+        " path)` on every rank, which writes the complete model to one file, or"
         " `sw.save_checkpoint` for model and optimizer; for a single sharded tensor save"
         " `tensor.full_tensor()`"
     )
@@ -62,7 +63,7 @@ def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
     """Make the incomplete state dicts of a pipeline stage and its submodules reject pickling.
 
     Args:
-        module: the model of this stage.
+        module: this rank's stage of the model.
         names: names of the parameters and persistent buffers of all stages.
     """
     for path, child in module.named_modules():
@@ -77,6 +78,7 @@ def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
 def _mark_stage(
     missing: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
+    """Convert the tensors of a state dict to `StageTensor`, unless it has the entry `missing`."""
     if prefix + missing in state:  # complete: inside of `whole`
         return
     for name, value in state.items():
@@ -110,7 +112,7 @@ class StageTensor(Tensor):
     def _check_safetensors(self) -> None:
         """Reject safetensors, which reads the memory instead of pickling.
 
-        It falls back to `storage` if `untyped_storage` raises, so both check.
+        It falls back to `storage` if `untyped_storage` raises, so both methods call this.
         """
         if is_called_by("safetensors"):
             _refuse(STAGE)

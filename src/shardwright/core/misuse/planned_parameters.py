@@ -1,4 +1,4 @@
-"""Check that users do not replace the parameters of a planned model between calls."""
+"""Reject parameters of a planned model that were replaced, or modified before backward."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class PlannedParameter(NamedTuple):
     """A parameter as planned.
 
     Args:
-        name: its name in the model.
-        parameter: the parameter.
+        name: its name in the model, with the module path.
         trained: whether it requires a gradient in the plan.
-        storage: id of its own storage; a DTensor's is not that of its local shard.
+        storage: id of the parameter's storage when it was planned; for a DTensor the storage of
+            the wrapper, which differs from that of its local shard.
     """
 
     name: str
@@ -61,7 +61,7 @@ class PlannedParameters:
         self._planned = list(map(dict, self._registered))
         sharded = [p for p in self.all if isinstance(p.parameter, DTensor)]
         parts = [sharded[first::PARTS] for first in range(PARTS)]
-        self._looks = chain([sharded] * FIRST_CALLS, cycle(parts))
+        self._checked_in_call = chain([sharded] * FIRST_CALLS, cycle(parts))
 
     def frozen_or_unfrozen(self) -> tuple[str, ...]:
         """Names of the parameters whose `requires_grad` differs from the plan.
@@ -72,7 +72,7 @@ class PlannedParameters:
         with compare_tensors_by_identity():
             if self._registered != self._planned:
                 self._refuse_replaced()
-        for name, parameter, _, storage in next(self._looks):
+        for name, parameter, _, storage in next(self._checked_in_call):
             if storage_id(parameter) != storage:
                 raise PlanError(
                     f"`.data` of parameter {name!r} was replaced, which has no effect on a "
@@ -99,12 +99,13 @@ class PlannedParameters:
                     )
 
     def checks_before_backward(self, recomputes: bool) -> list[Callable[[], None]]:
-        """Functions to call before a backward pass, which raise RuntimeError if a parameter was
-        modified in place, like autograd's version check.
+        """Functions that raise RuntimeError if a parameter was modified in place since this call,
+        like autograd's version check; to call before the backward pass.
 
         Args:
             recomputes: whether the backward pass recomputes operators: it then reads parameters
-                that autograd has not saved, so autograd does not check their versions.
+                that autograd has not saved, so autograd does not check their versions. Otherwise
+                autograd's check is enough, and the list is empty.
         """
         if not recomputes:
             return []
@@ -113,8 +114,9 @@ class PlannedParameters:
         def check() -> None:
             if self._versions() != versions:
                 raise RuntimeError(
-                    "a parameter, which the backward pass reads again to compute operators, has "
-                    "been modified by an inplace operation since the forward pass"
+                    "a parameter that the backward pass reads to recompute operators has been "
+                    "modified by an inplace operation since the forward pass\n"
+                    "call `backward()` before the parameter is modified, as by `optimizer.step()`"
                 )
 
         return [check]

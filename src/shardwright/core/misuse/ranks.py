@@ -12,21 +12,23 @@ GRACE_SECONDS = 0.5
 """Seconds that a rank waits before it raises an error that other ranks must find too."""
 
 
-def is_due(number: int, first: int, every: int) -> bool:
-    """Whether a periodic check runs in this call: the `first` calls, and later one of `every`.
+def is_due(number: int, first: int, period: int) -> bool:
+    """Whether a periodic check runs in this call.
 
     Args:
         number: the number of the call, from 1.
-        first: number of first calls that are checked.
-        every: period of the later checks.
+        first: number of first calls that are all checked.
+        period: calls from one later check to the next.
     """
-    return number <= first or number % every == 0
+    return number <= first or number % period == 0
 
 
 @contextmanager
-def found_by_all() -> Iterator[None]:
-    """Delay a DataError until other ranks have completed their comparison, which would fail if this
-    process ended at once."""
+def delay_data_errors() -> Iterator[None]:
+    """Delay a DataError, so that other ranks find it too.
+
+    Their comparison would fail with an error of the network if this process ended at once.
+    """
     try:
         yield
     except DataError:

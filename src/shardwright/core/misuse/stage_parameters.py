@@ -30,8 +30,8 @@ class StageParameters(NamedTuple):
 
     Args:
         parameters: the parameters of this rank.
-        elsewhere: names of parameters that other stages have, alone or tied; with all names of a
-            tied parameter.
+        elsewhere: names of the parameters that other stages have, including parameters tied
+            across stages; all names of a tied parameter.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -52,9 +52,9 @@ def watch_stage(
     Args:
         module: this rank's stage of the model.
         whole: the original model, without values.
-        stages: the stages that have each parameter, by its first name; parameters that are missing
-            are on the first stage.
-        stage: the stage of this rank.
+        stages: the stages that have each parameter, by the parameter's first name; parameters that
+            are missing are on the first stage.
+        stage: index of this rank's stage.
     """
     first = {id(parameter): name for name, parameter in whole.named_parameters()}
     elsewhere = frozenset(
@@ -72,35 +72,42 @@ def _check_norm(function: str, tensors: Sequence[Tensor], source: nn.Module | No
 
     Args:
         function: name of the function of `torch.nn.utils`.
-        tensors: its arguments.
-        source: the module whose parameters the tensors are, if known.
+        tensors: the tensors that the function was called with.
+        source: the module whose parameters the tensors are; None if unknown.
 
     Raises:
-        PlanError: unless this stage has all parameters of `source`, and no other stage has any.
+        PlanError: if some of the tensors are parameters or gradients of a stage, unless this stage
+            has all parameters of `source` and no other stage has any.
     """
-    given = {_memory(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
+    argument_ids = {_memory_id(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
     for module, (parameters, elsewhere) in _stages().items():
-        own = {_memory(p) for p in parameters}
-        own |= {_memory(p.grad) for p in parameters if p.grad is not None}
-        if given & own and not _is_complete(source, module, elsewhere):
+        stage_ids = {_memory_id(p) for p in parameters}
+        stage_ids |= {_memory_id(p.grad) for p in parameters if p.grad is not None}
+        if argument_ids & stage_ids and not _is_complete(source, module, elsewhere):
             raise PlanError(
                 f"`torch.nn.utils.{function}`{user_line()} of a model in pipeline stages: a rank"
                 " has the parameters of its own stage only, so each stage would clip by another"
-                " norm; call `net.clip_grad_norm_(max_norm)`, which clips by the norm over all"
+                " norm\ncall `net.clip_grad_norm_(max_norm)`, which clips by the norm over all"
                 " stages and returns it (`math.inf` to clip nothing); to clip by the norm of one"
                 " parameter, or of a submodule in a single stage, pass `parameter` or"
                 " `submodule.parameters()` itself, not a list"
             )
 
 
-def _memory(tensor: Tensor) -> int:
-    """An id that tensors with shared memory have in common."""
-    own = detached_local(tensor)
-    return storage_id(own) if own.layout is torch.strided else id(tensor)
+def _memory_id(tensor: Tensor) -> int:
+    """An id that is equal for tensors with shared memory."""
+    local = detached_local(tensor)
+    return storage_id(local) if local.layout is torch.strided else id(tensor)
 
 
 def _is_complete(source: nn.Module | None, planned: nn.Module, elsewhere: frozenset[str]) -> bool:
-    """Whether all parameters of a submodule are in this stage only."""
+    """Whether all parameters of a submodule are in this stage only.
+
+    Args:
+        source: the submodule; False is returned if it is None or not in `planned`.
+        planned: this rank's stage of a model.
+        elsewhere: names of the parameters that other stages have.
+    """
     for path, child in planned.named_modules():
         if child is source:
             return not any(name.startswith(f"{path}." if path else "") for name in elsewhere)
@@ -109,23 +116,26 @@ def _is_complete(source: nn.Module | None, planned: nn.Module, elsewhere: frozen
 
 @cache
 def _watch_optimizers() -> None:
-    """Make optimizers of this process reject LBFGS on a stage, and saving the state of a stage."""
-    seen = WeakSet[Optimizer]()
+    """Reject LBFGS on a stage, and pickling the state dict of any optimizer of a stage.
+
+    Applies to all optimizers of this process, from their first step on.
+    """
+    checked = WeakSet[Optimizer]()
 
     def before_step(optimizer: Optimizer, *_: object) -> None:
-        if optimizer in seen:
+        if optimizer in checked:
             return
-        own = {id(p) for stage in _stages().values() for p in stage.parameters}
-        given = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        of_stage = not own.isdisjoint(map(id, given))
-        if of_stage and isinstance(optimizer, LBFGS):
+        stage_ids = {id(p) for stage in _stages().values() for p in stage.parameters}
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        is_of_stage = not stage_ids.isdisjoint(map(id, parameters))
+        if is_of_stage and isinstance(optimizer, LBFGS):
             raise PlanError(
-                f"`LBFGS`{user_line()} on a model in pipeline stages: it computes with the"
-                " gradients of all parameters at once, and a rank has those of its own stage only\n"
+                f"`LBFGS`{user_line()} on a model in pipeline stages: it needs the gradients of"
+                " all parameters at once, and a rank has those of its own stage only\n"
                 "plan without stages, or use another optimizer"
             )
-        seen.add(optimizer)
-        if of_stage:
+        checked.add(optimizer)
+        if is_of_stage:
             optimizer.register_state_dict_post_hook(mark_stage_state)
 
     register_optimizer_step_pre_hook(before_step)

@@ -1,5 +1,5 @@
-"""Explain errors of DTensors: operators of optimizers that they do not support, and arithmetic with
-ordinary tensors."""
+"""Explain errors of DTensors: operators that DTensor does not support, and arithmetic with ordinary
+tensors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ REMEDIES: dict[OpOverload, str] = {
     ),
 }
 
-OF_EACH_STEP = frozenset({"add_", "addcdiv_", "addcmul_", "lerp_", "mul_"})
+OPTIMIZER_STEP_OPERATORS = frozenset({"add_", "addcdiv_", "addcmul_", "lerp_", "mul_"})
 """Operators that optimizers apply to each parameter in each step.
 
-Explaining them would take a fourth of an optimizer step, so they are explained only if called as
-methods of DTensors. If an ordinary tensor is modified, PyTorch's own error is clear enough."""
+Explaining their errors would take a quarter of an optimizer step, so they are explained only if
+called as methods of DTensors. If an ordinary tensor is modified, PyTorch's own error is clear
+enough."""
 
 
 COLLECTIVES = tuple(
@@ -46,30 +47,31 @@ COLLECTIVES = tuple(
         "send",
     )
 )
-"""Operators of the collectives of `torch.distributed`, which `DistributedDataParallel` calls."""
+"""Operators of `torch.distributed` collectives, which `DistributedDataParallel` and reductions in
+user code call."""
 
 
 def explain_unsupported_operators() -> None:
     """Make errors of DTensors in this process name the remedy."""
     for operator, remedy in REMEDIES.items():
-        handle(operator, partial(_explained, operator, remedy))
+        handle(operator, partial(_explain_errors, operator, remedy))
     for operator in COLLECTIVES:
-        handle(operator, partial(_refused, operator))
-    explain_mixing(_mixed, except_in=OF_EACH_STEP)
+        handle(operator, partial(_refuse_collective, operator))
+    explain_mixing(_mixed_tensors_error, except_in=OPTIMIZER_STEP_OPERATORS)
 
 
-def _explained(
+def _explain_errors(
     operator: OpOverload, remedy: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     try:
         return operator(*args, **kwargs)
     except RuntimeError as error:
         raise PlanError(
-            f"{operator} cannot change parameters that are DTensors ({error})\n{remedy}"
+            f"{operator} cannot modify parameters that are DTensors ({error})\n{remedy}"
         ) from error
 
 
-def _mixed(operator: OpOverload | str) -> MixedTensorsError:
+def _mixed_tensors_error(operator: OpOverload | str) -> MixedTensorsError:
     return MixedTensorsError(
         f"{operator}: got mixed torch.Tensor and DTensor; the parameters of a planned model, their"
         " gradients and what is computed from them are DTensors\ntake the full parameter"
@@ -80,7 +82,7 @@ def _mixed(operator: OpOverload | str) -> MixedTensorsError:
     )
 
 
-def _refused(operator: OpOverload, *_: object) -> NoReturn:
+def _refuse_collective(operator: OpOverload, *_: object) -> NoReturn:
     raise PlanError(
         f"{operator} of parameters or gradients that are DTensors: a planned model reduces its"
         " gradients itself\nleave out `DistributedDataParallel` and your own reductions of"

@@ -3,7 +3,7 @@
 With `dataset_strategy`, each rank passes a shard of the batch but gets outputs of the global batch.
 Its labels are those of its shard: combined with an output they would broadcast (a shard of one
 sample) or be paired with rows of other ranks (`gather`). So outputs, and tensors computed from
-them, know which of their dimensions are the batch.
+them, are `WholeBatchTensor`s, which record their batch dimensions and check each function call.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shardwright.core.misuse.paired_batch import (
     BatchCall,
     BatchDims,
     BatchSizes,
-    dims_of_new,
-    dims_of_size,
+    batch_dims_of_new_tensors,
+    dim_of_size,
 )
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.compiled import run_uncompiled_with
@@ -31,12 +31,12 @@ from shardwright.core.torch_internals.dispatch import without_torch_function_of_
 from shardwright.core.torch_internals.tensors import base_getter, grad_getter
 from shardwright.errors import DataError
 
-EXISTING = (base_getter, grad_getter)
-"""Getters of tensor attributes, whose results are no new tensors."""
+TENSOR_GETTERS = (base_getter, grad_getter)
+"""Getters of tensor attributes, which return existing tensors."""
 
 REMEDY = (
-    "put the loss into the model (`sw.WithLoss`, or return it from `forward`), which is given the"
-    " labels of this rank; or gather the labels of all ranks (`torch.distributed.all_gather`); if"
+    "put the loss into the model (`sw.WithLoss`, or return it from `forward`), to which each rank"
+    " passes its own labels; or gather the labels of all ranks (`torch.distributed.all_gather`); if"
     " the tensor is one row for all samples, take its row (`c[0]`) or expand it"
     " (`c.expand(len(output), -1)`)"
 )
@@ -48,20 +48,21 @@ class OutputBatch:
 
     Args:
         output: name of the output for errors.
-        sizes: the sizes of the batch.
-        watch: registers the check that all ranks train the output with the same loss.
+        sizes: numbers of rows of the batch.
+        watch: registers the check that all ranks train the output with the same loss; called with
+            the tensor and `output`.
     """
 
     output: str
     sizes: BatchSizes
     watch: Callable[[Tensor, str], None]
 
-    def marked(self, output: Tensor, dims: BatchDims | None = None) -> Tensor:
-        """Mark an output, so that it rejects to be combined with a shard of the batch.
+    def mark(self, output: Tensor, dims: BatchDims | None = None) -> Tensor:
+        """Convert an output to a tensor that cannot be combined with a shard of the batch.
 
         Args:
-            output: the output.
-            dims: its batch dimensions; by default the first of the batch's size.
+            output: the output; scalars are returned as they are.
+            dims: its batch dimensions; by default `dims_in` of its shape.
         """
         if type(output) is not Tensor:
             output = output.clone()  # a `GatheredCopy`, which is read-only
@@ -72,8 +73,8 @@ class OutputBatch:
         return WholeBatchTensor.of(output, self, dims) if output.ndim else output
 
     def dims_in(self, shape: Sequence[int]) -> BatchDims:
-        """The dimensions of an output that are assumed to be the batch."""
-        return dims_of_size(shape, self.sizes.whole)
+        """The dimension of an output that is assumed to be the batch; empty without one."""
+        return dim_of_size(shape, self.sizes.whole)
 
 
 def output_batches(
@@ -87,8 +88,8 @@ def output_batches(
     Args:
         model: name of the model for errors.
         structure: the structure of the outputs.
-        sizes: the sizes of the batch; None if ranks pass the global batch.
-        watch: registers the check of an output's gradients.
+        sizes: numbers of rows of the batch; None if ranks pass the global batch.
+        watch: registers the check of an output's gradients (`OutputBatch.watch`).
     """
     count = structure.num_leaves
     if sizes is None:
@@ -101,31 +102,31 @@ def output_batches(
     ]
 
 
-def sizes_of_batch(leaves: Sequence[Any], global_leaves: Sequence[Any]) -> BatchSizes | None:
-    """The sizes of the batch of a call; None if this rank passes all rows.
+def batch_sizes(leaves: Sequence[Any], global_leaves: Sequence[Any]) -> BatchSizes | None:
+    """The numbers of rows of a call's batch; None if this rank passes all rows, or no row.
 
     Args:
-        leaves: the arguments of this rank.
-        global_leaves: the same arguments for the global batch.
+        leaves: leaves of the arguments of this rank.
+        global_leaves: leaves with the shapes of the global batch.
     """
-    for leaf, whole in zip(leaves, global_leaves, strict=True):
-        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] != whole.shape[0]:
-            return BatchSizes(leaf.shape[0], whole.shape[0]) if leaf.shape[0] else None
+    for leaf, global_leaf in zip(leaves, global_leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] != global_leaf.shape[0]:
+            return BatchSizes(leaf.shape[0], global_leaf.shape[0]) if leaf.shape[0] else None
     return None
 
 
-def without_whole_batches(
+def to_plain_tensors(
     planned: Sequence[Any], arrivals: Collection[str], leaves: Sequence[Any]
 ) -> list[Any]:
     """Convert the leaves of a call to ordinary tensors.
 
     Args:
-        planned: the planned value of each leaf.
+        planned: for each leaf, the graph's input; may be a constant.
         arrivals: names of the inputs of which each rank passes its shard.
-        leaves: the arguments.
+        leaves: leaves of the arguments of the call.
 
     Raises:
-        DataError: if an output of the global batch is passed as such a shard.
+        DataError: if an output of the global batch is passed as the shard of a rank.
     """
     for value, leaf in zip(planned, leaves, strict=True):
         name = getattr(value, "name", None)
@@ -133,10 +134,10 @@ def without_whole_batches(
             assert leaf.batch is not None
             raise DataError(
                 f"input {name!r}{user_line()} is {leaf.batch.output}, which has the rows of the"
-                " global batch, but by dataset_strategy each rank passes a shard of the batch\n"
-                "make one model of both, or plan with dataset_strategy='full_batch'"
+                " global batch, but with this `dataset_strategy` each rank passes a shard of the"
+                " batch\nmake one model of both, or plan with dataset_strategy='full_batch'"
             )
-    return [ordinary(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [to_plain_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 class WholeBatchTensor(Tensor):
@@ -160,25 +161,26 @@ class WholeBatchTensor(Tensor):
         kwargs = kwargs or {}
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # a sharded output (a DTensor) handles the call
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        call = _batch_call(func, args, kwargs, given)
+        leaves = pytree.tree_leaves((args, kwargs))
+        arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        call = _batch_call(func, args, kwargs, arguments)
         if call is not None:
-            _refuse_shards(call, given)
+            _refuse_shards(call, arguments)
         with without_torch_function_of_subclasses():
             results = func(*args, **kwargs)
-        if func in EXISTING:
+        if func in TENSOR_GETTERS:
             return results
-        batch = next((t.batch for t in given if isinstance(t, cls) and t.batch), None)
-        return results if batch is None else _of_batch(results, batch, call, given)
+        batch = next((t.batch for t in arguments if isinstance(t, cls) and t.batch), None)
+        return results if batch is None else _mark_results(results, batch, call, arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return copy.deepcopy(ordinary(self), memo)
+        return copy.deepcopy(to_plain_tensor(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return ordinary(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return to_plain_tensor(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def ordinary(tensor: Tensor) -> Tensor:
+def to_plain_tensor(tensor: Tensor) -> Tensor:
     """The tensor as a plain `Tensor`, without its batch."""
     if not isinstance(tensor, WholeBatchTensor):
         return tensor
@@ -187,75 +189,88 @@ def ordinary(tensor: Tensor) -> Tensor:
 
 
 def _batch_call(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Sequence[Tensor]
 ) -> BatchCall | None:
-    """The call with its batch dimensions; None if no tensor has rows of the global batch."""
-    derived = [tensor for tensor in given if isinstance(tensor, WholeBatchTensor)]
-    of_batch = [tensor for tensor in derived if tensor.batch_dims]
-    if not of_batch or of_batch[0].batch is None:
+    """The call with its batch dimensions; None if no argument has rows of the global batch."""
+    derived = [tensor for tensor in arguments if isinstance(tensor, WholeBatchTensor)]
+    with_rows = [tensor for tensor in derived if tensor.batch_dims]
+    if not with_rows or with_rows[0].batch is None:
         return None
     others = {
-        id(tensor): tensor for tensor in given if not isinstance(tensor, WholeBatchTensor | DTensor)
+        id(tensor): tensor
+        for tensor in arguments
+        if not isinstance(tensor, WholeBatchTensor | DTensor)
     }
     return BatchCall(
         func,
         args,
         kwargs,
-        of_batch[0].batch.sizes,
-        {id(tensor): tensor.batch_dims for tensor in of_batch},
+        with_rows[0].batch.sizes,
+        {id(tensor): tensor.batch_dims for tensor in with_rows},
         tuple(others.values()),
     )
 
 
-def _refuse_shards(call: BatchCall, given: Sequence[Tensor]) -> None:
+def _refuse_shards(call: BatchCall, arguments: Sequence[Tensor]) -> None:
     """Raise DataError if the function would pair rows of the global batch with those of a shard."""
     with without_torch_function_of_subclasses():
-        parts = call.paired_parts() or _parts_as_indices(call)
-    if parts:
-        output = next(tensor for tensor in given if id(tensor) in call.batch_dims)
+        shards = call.paired_shards() or _index_shards(call)
+    if shards:
+        output = next(tensor for tensor in arguments if id(tensor) in call.batch_dims)
         assert isinstance(output, WholeBatchTensor) and output.batch is not None
-        _refuse(call, output.batch, output, parts)
+        _refuse(call, output.batch, output, shards)
 
 
-def _parts_as_indices(call: BatchCall) -> tuple[Tensor, ...]:
+def _index_shards(call: BatchCall) -> tuple[Tensor, ...]:
     """The indices of `output[torch.arange(len(labels)), labels]` if both have the rows of a shard.
 
-    This runs with any sizes, but every rank would read the rows of the first rank.
+    This runs with any sizes, so `paired_shards` does not find it, but every rank would read the
+    rows of the first rank.
     """
     if call.function is not Tensor.__getitem__ or not isinstance(call.args[1], tuple):
         return ()
     output, indices = call.args
-    parts = tuple(
+    shards = tuple(
         index
         for index in indices
         if isinstance(index, Tensor) and index.ndim and index.shape[0] == call.sizes.local
     )
-    of_rows = 0 in call.batch_dims.get(id(output), ()) and any(indices[0] is one for one in parts)
-    return parts if of_rows and len(parts) > 1 else ()
+    is_row_index = any(indices[0] is shard for shard in shards)
+    reads_rows = 0 in call.batch_dims.get(id(output), ()) and is_row_index
+    return shards if reads_rows and len(shards) > 1 else ()
 
 
 def _refuse(
-    call: BatchCall, batch: OutputBatch, output: Tensor, parts: Sequence[Tensor]
+    call: BatchCall, batch: OutputBatch, output: Tensor, shards: Sequence[Tensor]
 ) -> NoReturn:
-    shapes = " and ".join(str(list(part.shape)) for part in parts)
+    shapes = " and ".join(str(list(shard.shape)) for shard in shards)
     sizes = batch.sizes
     raise DataError(
         f"{resolve_name(call.function) or call.function}{user_line()} combines {batch.output},"
-        f" here {list(output.shape)}, with a tensor of shape {shapes}: by dataset_strategy this"
-        f" rank passed {sizes.local} of {sizes.whole} rows, but outputs have all rows\n{REMEDY}"
+        f" of shape {list(output.shape)}, with a tensor of shape {shapes}: with this"
+        f" `dataset_strategy` this rank passed {sizes.local} of {sizes.whole} rows, but outputs"
+        f" have all rows\n{REMEDY}"
     )
 
 
-def _of_batch(
-    results: Any, batch: OutputBatch, call: BatchCall | None, given: Sequence[Tensor]
+def _mark_results(
+    results: Any, batch: OutputBatch, call: BatchCall | None, arguments: Sequence[Tensor]
 ) -> Any:
-    """Mark the results of a function as computed from `batch`; scalars stay ordinary tensors."""
+    """Convert results that were computed from an output of `batch` to `WholeBatchTensor`s; scalars
+    stay ordinary tensors.
+
+    Args:
+        results: what the function returned.
+        batch: the batch of one of the arguments.
+        call: the call with its batch dimensions; None if no argument has any.
+        arguments: the tensors that the function was called with.
+    """
     leaves, spec = pytree.tree_flatten(results)
-    dims = dims_of_new(Tensor, leaves, given, call)
+    dims = batch_dims_of_new_tensors(Tensor, leaves, arguments, call)
     if not dims:
         return results
     marked = [
-        WholeBatchTensor.of(leaf, batch, dims[number]) if number in dims and leaf.ndim else leaf
-        for number, leaf in enumerate(leaves)
+        WholeBatchTensor.of(leaf, batch, dims[index]) if index in dims and leaf.ndim else leaf
+        for index, leaf in enumerate(leaves)
     ]
     return pytree.tree_unflatten(marked, spec)

@@ -30,10 +30,10 @@ from shardwright.core.misuse.original import OriginalModel
 from shardwright.core.misuse.paired_batch import BatchSizes
 from shardwright.core.misuse.planned_parameters import PlannedParameters
 from shardwright.core.misuse.whole_batch import (
-    ordinary,
+    batch_sizes,
     output_batches,
-    sizes_of_batch,
-    without_whole_batches,
+    to_plain_tensor,
+    to_plain_tensors,
 )
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import PlannedCall, key_of
@@ -171,7 +171,7 @@ class Execution:
             before_backward(outputs, checks)
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.places.write(dict(zip(names, updates, strict=True)))
-        returned = self._returned(bound, outputs, sizes_of_batch(leaves, whole))
+        returned = self._returned(bound, outputs, batch_sizes(leaves, whole))
         result = pytree.tree_unflatten(returned, bound.graph.out_spec)
         bound.off_path.watch(returned, result)
         return result
@@ -336,12 +336,15 @@ class Execution:
 
     def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
         device = self.devices.device
-        return [ordinary(leaf).to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return [
+            to_plain_tensor(leaf).to(device) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
 
     def _whole_leaves(self, leaves: list[Any], numbers: Sequence[int | None]) -> list[Any]:
         graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
         planned = [None if number is None else graph.inputs[number] for number in numbers]
-        ordinary_leaves = without_whole_batches(planned, arrivals, leaves)
+        ordinary_leaves = to_plain_tensors(planned, arrivals, leaves)
         return global_leaves(planned, self.devices.layout, arrivals, ordinary_leaves)
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
@@ -352,7 +355,7 @@ class Execution:
             PlanError: for a parameter, hook or submodule that was replaced since the plan.
         """
         if self.original is not None:
-            self.original.look(self.module)
+            self.original.check(self.module)
         return *self._module_state(), spec, tuple(leaves)
 
     def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
@@ -422,7 +425,7 @@ class Execution:
                     like = torch.empty(value.shape, device="meta")
                     tensor = in_parts(as_dtensor(tensor, like, where, bound.devices), batch)
                 elif batch is not None:
-                    tensor = batch.marked(tensor)
+                    tensor = batch.mark(tensor)
             result.append(tensor)
         return result
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.misuse.paired_batch import BatchCall, BatchDims, dims_of_new
+from shardwright.core.misuse.paired_batch import BatchCall, BatchDims, batch_dims_of_new_tensors
 from shardwright.core.misuse.whole_batch import OutputBatch
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import without_torch_function_of_subclasses
@@ -65,7 +65,7 @@ class OutputTensor(DTensor):
     def full_tensor(self, **options: Any) -> Tensor:
         """Gather the full tensor on all ranks."""
         full = super().full_tensor(**options)
-        return full if self.batch is None else self.batch.marked(full, self.batch_dims)
+        return full if self.batch is None else self.batch.mark(full, self.batch_dims)
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.full_tensor().numpy(force=force)
@@ -129,7 +129,7 @@ def _stay_in_parts(
     call = None
     if batch is not None and of_batch:
         call = BatchCall(func, args, kwargs, batch.sizes, of_batch, ())
-    for number, dims in dims_of_new(DTensor, leaves, given, call).items():
+    for number, dims in batch_dims_of_new_tensors(DTensor, leaves, given, call).items():
         in_parts(leaves[number], batch, dims)
 
 

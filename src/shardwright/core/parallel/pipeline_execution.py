@@ -16,7 +16,7 @@ from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.lower.program import Program
 from shardwright.core.misuse.partial_state import refuse_to_save_stage
 from shardwright.core.misuse.stage_parameters import watch_stage
-from shardwright.core.misuse.whole_batch import output_batches, sizes_of_batch
+from shardwright.core.misuse.whole_batch import batch_sizes, output_batches
 from shardwright.core.parallel.call import Call
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.pipeline_stage import RankStages
@@ -150,10 +150,10 @@ class PipelineExecution(Execution):
         """Mark outputs so that they refuse operators with this rank's part of the batch."""
         parts, spec = pytree.tree_flatten(call)
         whole = self._whole_leaves(parts, self._planned_call.planned_inputs(spec))
-        sizes, name = sizes_of_batch(parts, whole), type(self.module).__name__
+        sizes, name = batch_sizes(parts, whole), type(self.module).__name__
         batches = output_batches(name, graph.out_spec, sizes, self._gradients.watch)
         return [
-            batch.marked(output) if batch is not None and isinstance(output, Tensor) else output
+            batch.mark(output) if batch is not None and isinstance(output, Tensor) else output
             for output, batch in zip(outputs, batches, strict=True)
         ]
 
