@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from shardwright import cli
 
-GROUP: Any = typer.main.get_command(cli.app)
-CALLS = [["--help"], *([name, "--help"] for name in GROUP.commands)]
+ENTRY_POINT_GROUP: Any = typer.main.get_command(cli.app)
+CALLS = [["--help"], *([name, "--help"] for name in ENTRY_POINT_GROUP.commands)]
 
 HELP = """
 import json, sys

@@ -38,7 +38,7 @@ def test_init_copies_one_and_overwrites_nothing(
     Path("llama2_7b.yaml").write_text("mine")
     refused = CliRunner().invoke(app, copy).exception
     assert isinstance(refused, sw.ConfigError)
-    assert "exists already" in str(refused)
+    assert "already exists" in str(refused)
     assert Path("llama2_7b.yaml").read_text() == "mine"
     assert CliRunner().invoke(app, [*copy, "--out", "other.yaml"]).exit_code == 0
     assert Path("other.yaml").read_bytes() == TINY.read_bytes()

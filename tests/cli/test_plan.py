@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import shardwright as sw
 from mindformers.files import small
 from shardwright.cli import app
-from shardwright.cli.plan import _colored
+from shardwright.cli.plan import _color_axes
 from shardwright.core.plan.plan_file import json_schema
 
 
@@ -48,7 +48,7 @@ def test_axes_have_colors_on_a_terminal_alone(
     published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "\x1b" not in printed(published)
-    text = _colored("k/tp over tp·dp, tp_proj/a", plan_of_two_axes())
+    text = _color_axes("k/tp over tp·dp, tp_proj/a", plan_of_two_axes())
     assert [str(text)[span.start : span.end] for span in text.spans] == ["dp", "tp", "tp"]
 
 

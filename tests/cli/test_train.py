@@ -56,7 +56,7 @@ def config(tmp_path: Path) -> Path:
         ("x", "unable to parse string as an integer"),
         (
             "3",
-            "needs 4 steps, the first for warm-up, but the run has 3 use at most --profile 2",
+            "needs 4 steps, the first for warm-up, but only 3 remain use at most --profile 2",
         ),
     ],
 )

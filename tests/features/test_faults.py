@@ -148,15 +148,15 @@ def test_another_runs_checkpoints_are_neither_taken_nor_replaced(
     assert train(monkeypatch, config) == 2
     said = capsys.readouterr().err
     assert said == (
-        "error: a already holds checkpoints of a run, up to step 3\n"
-        "  resume that run with --resume, or choose another folder\n"
+        "error: a already contains checkpoints of a run, up to step 3\n"
+        "  resume that run with --resume, or set `train.checkpoint.folder` to another folder\n"
     )
     without = Path(config).read_text().replace(", checkpoint: {folder: a, every: 2}", "")
     Path("without.yaml").write_text(without)
     assert train(monkeypatch, "without.yaml", "--resume") == 2
     said = capsys.readouterr().err
-    assert "nothing to resume: the configuration has no train.checkpoint" in said
-    assert "set it, for example train: {checkpoint: " in said
+    assert "nothing to resume: the key `train.checkpoint` is not set" in said
+    assert "set it, for example `train: {checkpoint: " in said
 
 
 @contextmanager

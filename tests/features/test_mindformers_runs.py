@@ -133,8 +133,8 @@ def test_a_prefix_is_tuned_on_two_devices_as_on_one(
         ({"load_checkpoint": "absent"}, "load_checkpoint: absent: no such file or folder"),
         (
             {"load_checkpoint": "empty", "resume_training": True},
-            "resume_training: empty holds no complete checkpoint to resume from\n"
-            "set resume_training to False, or load_checkpoint to the folder of an earlier run",
+            "resume_training: empty contains no complete checkpoint to resume from\n"
+            "set `resume_training` to False, or `load_checkpoint` to the folder of an earlier run",
         ),
     ],
 )
@@ -160,6 +160,6 @@ def test_a_token_that_the_model_does_not_know_is_an_error(story: Path) -> None:
     run = written("run", model__model_config__vocab_size=64)
     with pytest.raises(
         DataError,
-        match="token 115, but the model's vocab_size is 64\nset vocab_size to at least 116",
+        match="token id 115, but the model's `vocab_size` is 64\nset `vocab_size` to at least 116",
     ):
         len(run.batches)

@@ -80,7 +80,7 @@ def test_a_batch_that_is_not_finite_ends_the_run_and_leaves_its_checkpoints(
     assert train(monkeypatch, devices, value="nan") != 0
     text = capfd.readouterr().err
     assert "error: step 4 (epoch 0, batch 3: samples 24 to 31" in text
-    assert "the batch itself: row 3 of input 0 holds nan" in text
+    assert "the batch itself: row 3 of input 0 contains nan" in text
     assert saved() == ["step-1", "step-2", "step-3"]
 
 

@@ -21,18 +21,18 @@ USER_PATH = (
     *("explain", "diff", "rehearse", "tune", "compare"),
     *("models", "calibrate", "launch"),
 )
-"""The order of the commands in the help: that in which a new user meets them."""
+"""Order of the commands in the help: the order in which a new user needs them."""
 
 
 class OrderedCommands(TyperGroup):
-    """A group that lists its commands in the order of `USER_PATH`."""
+    """Command group whose help lists commands in the order of `USER_PATH`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*USER_PATH, *(name for name in self.commands if name not in USER_PATH)]
 
 
-# Without rich, help is at most 80 columns wide, and descriptions get most of them: rich gives each
-# of the option, its negation and its type a column as wide as its longest cell.
+# Without rich, help is at most 80 columns wide, and descriptions get most of them. Rich would give
+# the option, its negation and its type a column each, as wide as its longest cell.
 app = typer.Typer(
     cls=OrderedCommands,
     add_completion=False,
@@ -66,34 +66,37 @@ def shardwright(show_version: VersionOption = False) -> None:
 
 
 def main() -> None:
-    """Runs a command and exits.
+    """Run a command and exit.
 
-    The exit status is 2 with the message for an invalid input or file, 1 with the failed rank's
-    traceback for an error in the model, and 128 + N after signal N.
+    The exit status is 2 for an invalid input or file, 1 for an error in the model, and 128 + N
+    after signal N. Prints the message for status 2, the failed rank's traceback for status 1.
     """
-    # A failed capture repeats torch's warnings in its error; a successful one does not need them.
+    # Warnings of torch while it captures: the error of a failed capture repeats them, and after a
+    # successful capture they do not matter.
     log_only(logging.ERROR)
     try:
         app()
     except ShardwrightError as error:
-        _fail(str(error), 2)
+        _exit_with_error(str(error), 2)
     except RankFailedError as error:
-        # A rank may find an invalid input that this process could not detect. Its message has both
-        # lines, as if the error had been raised here.
+        # A rank may find an invalid input that this process could not detect. Its message is
+        # printed as if the error had been raised here.
         if issubclass(getattr(errors, error.exception_type, Exception), ShardwrightError):
-            _fail(error.text, 2)
-        _fail(str(error), 1)
+            _exit_with_error(error.text, 2)
+        _exit_with_error(str(error), 1)
     except OSError as error:
-        # Only errors of a path, and a full disk, are the user's; others need their traceback.
+        # Errors with a path, and a full disk, can be mended by the user; others need a traceback.
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        _fail(": ".join(str(part) for part in (error.filename, error.strerror) if part), 2)
+        _exit_with_error(
+            ": ".join(str(part) for part in (error.filename, error.strerror) if part), 2
+        )
     except StoppedError as error:
-        _fail(str(error), 128 + error.number)
+        _exit_with_error(str(error), 128 + error.signal_number)
 
 
-def _fail(message: str, status: int) -> None:
-    """Prints a message, with its remedy indented, and exits."""
+def _exit_with_error(message: str, status: int) -> None:
+    """Print a message, with its remedy indented, and exit."""
     text = message.replace("\n", "\n  ") if status == 2 else message
     typer.echo(f"error: {text}", err=True)
     raise SystemExit(status)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.cli.app import app
-from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, existing
+from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, require_existing
 from shardwright.core.api.show_progress import show_progress
 from shardwright.core.checkpoint.folder_lock import lock_folders
 from shardwright.core.cost.memory import binary
@@ -34,7 +34,8 @@ from shardwright.tools.compare import (
     compare_predicted,
 )
 
-WIDTH, CLUSTER, PROCESSES, ROUNDS = 140, "ascend910b", 8, 12
+TABLE_WIDTH = 140
+DEFAULT_CLUSTER, DEFAULT_PROCESSES, DEFAULT_ROUNDS = "ascend910b", 8, 12
 
 
 @app.command("compare")
@@ -43,21 +44,21 @@ def compare_command(
         list[Path],
         typer.Argument(
             help="Expert configurations, such as configs/*_expert.yaml.",
-            callback=existing(ConfigError),
+            callback=require_existing(ConfigError),
         ),
     ],
     cluster: Annotated[
         str | None,
         typer.Option(
-            help=f"The cluster: a name or a YAML file. By default {CLUSTER}; with --run this"
-            " machine, which is calibrated first."
+            help=f"The cluster: a name or a YAML file. By default {DEFAULT_CLUSTER}; with --run"
+            " this machine, which is calibrated first."
         ),
     ] = None,
     devices: Annotated[
         int | None,
         typer.Option(
             help="Number of devices. By default that of the configuration; with --run"
-            f" {PROCESSES} processes."
+            f" {DEFAULT_PROCESSES} processes."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -68,7 +69,7 @@ def compare_command(
     ] = None,
     rounds: Annotated[
         int, typer.Option(help="With --run: measured steps of each alternative.")
-    ] = ROUNDS,
+    ] = DEFAULT_ROUNDS,
     log_dir: LogDirOption = LOG_DIR,
 ) -> None:
     """Compare the automatic plan with expert configurations.
@@ -77,7 +78,7 @@ def compare_command(
     step time. Exit status 1 if an alternative that fits into memory is faster.
     """
     if run is not None:
-        logs, processes = LogFolder(log_dir), devices or PROCESSES
+        logs, processes = LogFolder(log_dir), devices or DEFAULT_PROCESSES
         with lock_folders(logs.root), show_progress(progress) as on_progress:
             measured = compare_measured(
                 configs,
@@ -93,20 +94,20 @@ def compare_command(
         comparisons = [
             compare_predicted(
                 config,
-                cluster or CLUSTER,
+                cluster or DEFAULT_CLUSTER,
                 devices,
-                nested_progress(on_progress, config.stem, done, len(configs)),
+                nested_progress(on_progress, config.stem, index, len(configs)),
             )
-            for done, config in enumerate(configs)
+            for index, config in enumerate(configs)
         ]
     if json:
-        # "ways" is the published key of the JSON.
+        # The JSON calls alternatives "ways": a published key.
         data = [{**asdict(each), "speed_up": each.speed_up} for each in comparisons]
         for each in data:
             each["ways"] = each.pop("alternatives")
         typer.echo(dumps(data, indent=1))
     else:
-        console = Console(width=WIDTH)
+        console = Console(width=TABLE_WIDTH)
         console.print(comparison_table(comparisons))
         for comparison in comparisons:
             if comparison.too_large:
@@ -122,13 +123,13 @@ def _print_measured(comparisons: list[RealComparison], json: bool) -> None:
             run["ways"] = run.pop("names")
         typer.echo(dumps(data, indent=1))
         return
-    console = Console(width=WIDTH)
+    console = Console(width=TABLE_WIDTH)
     for comparison in comparisons:
         console.print(measured_table(comparison))
 
 
 def measured_table(comparison: RealComparison) -> Table:
-    """A row for each measured alternative."""
+    """Return a table with a row for each measured alternative."""
     table = Table(
         title=f"{comparison.model}: {comparison.batch} x {comparison.seq_length} tokens per step on"
         f" {comparison.processes} processes; Spearman's ρ of predicted and measured"
@@ -152,17 +153,20 @@ def measured_table(comparison: RealComparison) -> Table:
 
 
 TITLE = "Thousand tokens/s, peak memory per device, and bytes a device sends per step"
-KINDS = (EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, AUTO)
+# Kinds of plans that have a column in the table, from left to right.
+COLUMN_KINDS = (EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, AUTO)
 
 
 def comparison_table(comparisons: list[Comparison]) -> Table:
-    """A row for each model: its alternatives, and the automatic plan's optimality gap and speedup
-    over the expert."""
+    """Return a table with a row for each model and a column for each kind of plan.
+
+    The last columns are the automatic plan's optimality gap, and its speedup over the expert's.
+    """
     table = Table(title=TITLE, title_justify="left")
     table.add_column("model")
     table.add_column("devices", justify="right")
     table.add_column("batch", justify="right")
-    for kind in KINDS:
+    for kind in COLUMN_KINDS:
         table.add_column(kind, justify="right")
     table.add_column("gap", justify="right")
     table.add_column("speedup", justify="right")
@@ -171,19 +175,19 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
             comparison.model,
             str(comparison.devices),
             str(comparison.global_batch),
-            *(_cell(comparison.of_kind(kind)) for kind in KINDS),
-            _gap(comparison.of_kind(AUTO)),
+            *(_alternative_text(comparison.of_kind(kind)) for kind in COLUMN_KINDS),
+            _gap_text(comparison.of_kind(AUTO)),
             f"{comparison.speed_up:.1%}",
         )
     return table
 
 
-def _gap(auto: Alternative | None) -> str:
+def _gap_text(auto: Alternative | None) -> str:
     return "-" if auto is None or auto.gap is None else f"{auto.gap:.1%}"
 
 
 def too_large_text(comparison: Comparison) -> str:
-    """The alternatives that do not fit into memory, with the memory they need."""
+    """Return a line that lists the alternatives over the memory limit, with their peak memory."""
     assert comparison.limit is not None
     excluded = ", ".join(
         f"{alternative_name(each.kind, each.parts)} ({binary(each.memory)})"
@@ -193,7 +197,7 @@ def too_large_text(comparison: Comparison) -> str:
     return f"{comparison.model}: excluded, over the memory limit of {limit}: {excluded}"
 
 
-def _cell(alternative: Alternative | None) -> str:
+def _alternative_text(alternative: Alternative | None) -> str:
     if alternative is None:
         return "-"
     parts = alternative.parts

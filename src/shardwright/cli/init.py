@@ -1,4 +1,4 @@
-"""The command `init`: copies the configurations and examples that come with the package."""
+"""The command `init`: copies configurations and examples of the package."""
 
 from __future__ import annotations
 
@@ -20,26 +20,32 @@ PACKAGE = Path(shardwright.__file__).parent
 
 
 def available_files() -> dict[str, Path]:
-    """Returns the file of each name, such as `tiny/llama2_7b` or `examples/demo.py`."""
+    """Return the files by name, such as `tiny/llama2_7b` or `examples/demo.py`."""
     # A wheel has the folders inside the package, a checkout at its root.
     root = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parents[1]
     configs, examples = root / "configs", root / "examples"
-    named = {
+    configs_by_name = {
         file.relative_to(configs).with_suffix("").as_posix(): file
         for file in sorted(configs.rglob("*.yaml"))
     }
-    copied = (file for file in sorted(examples.iterdir()) if file.is_file())
-    return named | {f"{examples.name}/{file.name}": file for file in copied}
+    example_files = (file for file in sorted(examples.iterdir()) if file.is_file())
+    return configs_by_name | {f"{examples.name}/{file.name}": file for file in example_files}
 
 
-def starter(family: str, names: Mapping[str, Path]) -> str | None:
-    """Returns the configuration of a model family, such as `llama`, that trains on any machine."""
+def tiny_config_of_family(family: str, names: Mapping[str, Path]) -> str | None:
+    """Return the name of a family's tiny configuration, which any machine can train; None without.
+
+    Args:
+        family: a model family, such as `llama`.
+        names: the files by name.
+    """
+    # The shortest name is the plain configuration, without a suffix such as `_expert`.
     tiny = (each for each in names if re.fullmatch(rf"tiny/{re.escape(family)}\d*_.*", each))
     return min(tiny, key=lambda each: (len(each), each), default=None)
 
 
 def first_line(file: Path) -> str:
-    """Returns the first line of the comment, docstring or heading at the top of a file."""
+    """Return the first line of the comment, docstring or heading at the top of a file."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".ipynb":
         text = "".join(json.loads(text)["cells"][0]["source"])
@@ -47,8 +53,8 @@ def first_line(file: Path) -> str:
     return next(filter(None, lines), "").rstrip(".")
 
 
-def listing(files: Mapping[str, Path]) -> Iterator[str]:
-    """Yields lines of at most 80 columns: each name with its description, examples last."""
+def listing_lines(files: Mapping[str, Path]) -> Iterator[str]:
+    """Yield lines of at most 80 columns with each name and its description, examples last."""
     for _, group in groupby(files, lambda name: name.startswith("examples/")):
         names = list(group)
         width = max(map(len, names))
@@ -78,19 +84,19 @@ def init_command(
     if name is None:
         if out is not None:
             raise typer.BadParameter("--out needs a name")
-        for line in listing(files):
+        for line in listing_lines(files):
             typer.echo(line)
         return
-    file = files.get(starter(name, files) or name)
+    file = files.get(tiny_config_of_family(name, files) or name)
     if file is None:
         similar = ", ".join(each for each in files if name in each)
         remedy = f"similar names: {similar}" if similar else "list all names: shardwright init"
-        raise ConfigError(f"no configuration or example is named {name}\n{remedy}")
+        raise ConfigError(f"no configuration or example is named {name!r}\n{remedy}")
     target = out or Path(file.name)
     try:
-        # Mode x fails if the file exists: a configuration that was edited is never overwritten.
+        # Mode x fails if the file exists, so that an edited configuration is never overwritten.
         with target.open("xb") as stream:
             stream.write(file.read_bytes())
     except FileExistsError:
-        raise ConfigError(f"{target} exists already\nchoose another file with --out") from None
+        raise ConfigError(f"{target} already exists\nchoose another file with --out") from None
     typer.echo(f"written to {target}")

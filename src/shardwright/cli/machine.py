@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwright.cli.app import app
-from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, existing
+from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, require_existing
 from shardwright.core.api.show_progress import show_progress
 from shardwright.core.checkpoint.folder_lock import lock_folders
 from shardwright.core.cost.cluster import cluster_to_yaml
@@ -27,11 +27,11 @@ from shardwright.tools.compare.fit_cluster import fit_cluster
 from shardwright.tools.compare.measure_processes import calibrate
 from shardwright.tools.compare.published_config import planned_runs
 
-WIDTH = 140
+TABLE_WIDTH = 140
 MAX_PROCESSES = 1024
-"""Processes that are started on one machine; more are a typo."""
+"""Upper limit of the number of processes on one machine, to catch typos."""
 
-COLUMNS = {
+TITLES_BY_FIELD = {
     "num_layers": "layers",
     "hidden_size": "hidden size",
     "num_heads": "heads",
@@ -41,6 +41,7 @@ COLUMNS = {
     "seq_length": "max. sequence",
     "positions": "positions",
 }
+"""Column titles of the command `models`, by field of `Dimensions`."""
 
 
 @app.command(
@@ -76,12 +77,12 @@ def calibrate_command(
             show_default=False,
         ),
     ] = None,
-    rows: Annotated[
+    runs_file: Annotated[
         Path | None,
         typer.Option(
             "--from",
             help="Fit a cluster to the published training runs in this JSON file.",
-            callback=existing(ConfigError),
+            callback=require_existing(ConfigError),
         ),
     ] = None,
     cluster: Annotated[
@@ -101,7 +102,7 @@ def calibrate_command(
     Measures the CPU and the links between processes, and saves the result in the user's cache. With
     --from, fits another cluster to published training runs.
     """
-    if rows is None:
+    if runs_file is None:
         if cluster is not None or out is not None:
             raise typer.BadParameter("--cluster and --out need --from")
         with show_progress(progress) as on_progress:
@@ -112,23 +113,26 @@ def calibrate_command(
     if out is None or devices is not None:
         raise typer.BadParameter("--from needs --out and cannot be combined with --devices")
     base = None if cluster is None else load_cluster(cluster)
-    planned, left_out = planned_runs(rows, base)
+    planned, left_out = planned_runs(runs_file, base)
     names = sorted({each.run.hardware for each in planned})
     if len(names) > 1:
-        raise typer.BadParameter(f"{rows} has runs on {', '.join(names)}: choose one by --cluster")
+        raise typer.BadParameter(
+            f"{runs_file} has runs on several clusters: choose one with --cluster, of"
+            f" {', '.join(names)}"
+        )
     base = planned[0].cluster
     for why in left_out.values():
         typer.echo(f"left out: {why}")
     with show_progress(progress) as on_progress:
         fit = fit_cluster(planned, base, on_progress)
     sources = sorted({f"#   {each.run.source}" for each in planned})
-    head = f"# Efficiencies, overhead, latencies and slowdown fitted to {len(planned)} runs of"
-    text = "\n".join([head, *sources, cluster_to_yaml(fit.cluster)])
+    header = f"# Efficiencies, overhead, latencies and slowdown fitted to {len(planned)} runs of"
+    text = "\n".join([header, *sources, cluster_to_yaml(fit.cluster)])
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     typer.echo(f"{len(planned)} runs on {base.name}, predicted {fit.error:.1%} off in the median")
     for name, ratio in fit.unexplained.items():
-        typer.echo(f"not explained: {name}, predicted in {ratio:.2f} of the measured time")
+        typer.echo(f"not explained: {name}, predicted time is {ratio:.2f} of the measured time")
     typer.echo(f"written to {out}")
 
 
@@ -148,17 +152,17 @@ def models_command(
         return
     table = Table()
     table.add_column("model.name")
-    for title in ("parameters", *COLUMNS.values()):
+    for title in ("parameters", *TITLES_BY_FIELD.values()):
         table.add_column(title, justify="right")
     for name in names:
-        sizes = (str(getattr(MODELS[name], key)) for key in COLUMNS)
+        sizes = (str(getattr(MODELS[name], key)) for key in TITLES_BY_FIELD)
         table.add_row(name, f"{counts[name]:,}", *sizes)
-    Console(width=WIDTH, highlight=False).print(table)
+    Console(width=TABLE_WIDTH, highlight=False).print(table)
     if not tiny:
         typer.echo("each model has a tiny variant for tests, NAME_tiny: see --tiny")
 
 
 def parameter_count(name: str) -> int:
-    """Returns the number of parameters of a built-in model, which is built on the meta device."""
+    """Count the parameters of a built-in model, without allocating them."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(name).parameters())

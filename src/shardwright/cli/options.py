@@ -1,4 +1,4 @@
-"""Options that several commands share, and the run that they describe."""
+"""Options that several commands share, and the run loaded with them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from shardwright.run.config import Run
 from shardwright.run.launch.process_group import is_launched
 from shardwright.text_files import check_exists
 
-P = TypeVar("P", Path, Path | None, list[Path])
+Paths = TypeVar("Paths", Path, Path | None, list[Path])
 
 LOG_DIR = Path("log_output")
 
 
-def existing(error_type: type[ShardwrightError]) -> Callable[[P], P]:
-    """Returns a callback for an argument, which raises `error_type` if a file does not exist."""
+def require_existing(error_type: type[ShardwrightError]) -> Callable[[Paths], Paths]:
+    """Return an argument callback that raises `error_type` if a file does not exist."""
 
-    # A callback runs while the arguments are parsed, so a missing file is reported before a missing
-    # option.
-    def check(paths: P) -> P:
+    # A callback, because it runs while arguments are parsed: a missing file is then reported before
+    # a missing option.
+    def check(paths: Paths) -> Paths:
         for path in [paths] if isinstance(paths, Path) else paths or ():
             check_exists(path, error_type)
         return paths
@@ -41,7 +41,7 @@ def existing(error_type: type[ShardwrightError]) -> Callable[[P], P]:
 ConfigArgument = Annotated[
     Path,
     typer.Argument(
-        help="A YAML configuration.", show_default=False, callback=existing(ConfigError)
+        help="A YAML configuration.", show_default=False, callback=require_existing(ConfigError)
     ),
 ]
 LogDirOption = Annotated[Path, typer.Option(help="Folder for the ranks' logs.")]
@@ -49,7 +49,7 @@ DevicesOption = Annotated[int, typer.Option(help="Number of devices.", show_defa
 
 
 def _check_coefficient(text: str | None) -> str | None:
-    """Raises `typer.BadParameter` unless the text is a positive number or `auto`."""
+    """Raise `typer.BadParameter` unless the text is a positive number or `auto`."""
     error = typer.BadParameter(f"{text!r} is neither a positive number nor auto")
     try:
         valid = text is None or text == "auto" or 0 < float(text) < inf
@@ -72,7 +72,7 @@ MemCoeffOption = Annotated[
 
 
 def _check_memory_limit(text: str | None) -> str | None:
-    """Raises `typer.BadParameter` unless the text is a size or `none`."""
+    """Raise `typer.BadParameter` unless the text is a size in bytes or `none`."""
     if text is not None and text != NO_LIMIT and parse_bytes(text) is None:
         raise typer.BadParameter(
             f"{text!r} is neither a number of bytes, such as 24GiB, nor {NO_LIMIT}"
@@ -110,9 +110,9 @@ def run_of(
     memory_limit: str | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> Run:
-    """Reads a configuration, and overrides it by options of the command line."""
+    """Load a configuration file, and override its keys by options of the command line."""
     run = Run.from_file(config)
-    _report_keys(run, config)
+    _print_foreign_keys(run, config)
     changes: dict[str, object] = {}
     if mem_coeff is not None:
         changes["mem_coeff"] = mem_coeff if mem_coeff == "auto" else float(mem_coeff)
@@ -132,10 +132,9 @@ def run_of(
     return replace(run, config=changed, on_progress=on_progress)
 
 
-def _report_keys(run: Run, config: Path) -> None:
-    """Reports keys of a MindFormers configuration file that are ignored or interpreted
-    differently."""
-    # The launcher has reported them; its ranks read the same file.
+def _print_foreign_keys(run: Run, config: Path) -> None:
+    """Print keys of another framework's file that are ignored or interpreted differently."""
+    # Not on launched ranks: the launcher has printed them already.
     if run.foreign is None or is_launched():
         return
     for note in run.foreign.notes:
@@ -146,8 +145,8 @@ def _report_keys(run: Run, config: Path) -> None:
         typer.echo(f"{config}: {count} {keys} ignored: {names}", err=True)
 
 
-def report_batch(run: Run, config: Path, devices: int) -> None:
-    """Reports the formula of the global batch of a MindFormers configuration file."""
+def print_batch_formula(run: Run, config: Path, devices: int) -> None:
+    """Print the formula of the global batch size of another framework's file."""
     if run.foreign is not None and not is_launched():
         typer.echo(f"{config}: {run.foreign.batch_formula(devices)}", err=True)
 

@@ -25,8 +25,8 @@ from shardwright.cli.options import (
     MemCoeffOption,
     MemoryLimitOption,
     ProgressOption,
-    existing,
-    report_batch,
+    print_batch_formula,
+    require_existing,
     run_of,
 )
 from shardwright.core.api import check
@@ -39,11 +39,11 @@ from shardwright.core.plan.table import plan_text
 from shardwright.core.plan.text_columns import GAP, NARROWEST, at_dots, text_width
 from shardwright.errors import ConfigError, PlanError, PlanInterrupted
 from shardwright.progress import OnProgress
-from shardwright.run.config.other_plans import RunWithPlan
+from shardwright.run.config.other_plans import AlternativePlanner
 
 PRESETS = "presets"
-MAX_NAMES = 4
-"""Operators or parameters that `diff` prints for each difference."""
+MAX_LISTED_NAMES = 4
+"""Number of operators or parameters that `diff` lists for each difference."""
 
 AXIS_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
@@ -55,7 +55,7 @@ PlanOrConfigArgument = Annotated[
     typer.Argument(
         help="A YAML configuration, or a saved plan (.json).",
         show_default=False,
-        callback=existing(ConfigError),
+        callback=require_existing(ConfigError),
     ),
 ]
 DevicesOfConfigOption = Annotated[
@@ -129,19 +129,19 @@ def plan_command(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)
-    report_batch(run, config, devices)
+    print_batch_formula(run, config, devices)
     if json or not sys.stdout.isatty():
         typer.echo(text)
     else:
-        Console(width=text_width(), highlight=False).print(_colored(text, plan), soft_wrap=True)
+        Console(width=text_width(), highlight=False).print(_color_axes(text, plan), soft_wrap=True)
 
 
-def _colored(text: str, plan: Plan) -> Text:
-    """Gives each axis name its own color."""
+def _color_axes(text: str, plan: Plan) -> Text:
+    """Color the axis names of the table, each in its own color."""
     colored = Text(text)
-    # Only after "over " or as an axis of a factor (k/tp·dp): module paths may contain the names.
-    for number, name in enumerate(plan.mesh.alias_names):
-        color = AXIS_COLORS[number % len(AXIS_COLORS)]
+    # Only after "over ", or as an axis of a factor (k/tp·dp): module paths may contain axis names.
+    for axis, name in enumerate(plan.mesh.alias_names):
+        color = AXIS_COLORS[axis % len(AXIS_COLORS)]
         colored.highlight_regex(rf"(?:(?<=over )|(?<=[/·])){re.escape(name)}\b", color)
     return colored
 
@@ -170,16 +170,21 @@ def explain_command(
     typer.echo(plan.explain(name))
 
 
-def _check_options(source: Path, devices: int | None, others: Sequence[object]) -> None:
-    """Checks that planning options come with a configuration, which needs --devices."""
+def _check_options(source: Path, devices: int | None, planning: Sequence[object]) -> None:
+    """Raise `typer.BadParameter` for a saved plan with planning options, or without --devices.
+
+    Args:
+        source: a saved plan (`.json`), or a configuration, which needs `devices`.
+        planning: values of further planning options; None where not given.
+    """
     if source.suffix == ".json":
-        if any(each is not None for each in (devices, *others)):
+        if any(each is not None for each in (devices, *planning)):
             raise typer.BadParameter(
-                f"{source} is a saved plan: --devices and other planning options need a"
-                " configuration"
+                f"{source} is a saved plan: leave out --devices and other planning options, or use"
+                " a configuration"
             )
     elif devices is None:
-        raise typer.BadParameter("a configuration needs --devices")
+        raise typer.BadParameter("a configuration needs --devices, for example --devices 8")
 
 
 @app.command("check")
@@ -245,7 +250,7 @@ def report_command(
             " `train --profile`.",
             metavar="FOLDER",
             show_default=False,
-            callback=existing(ConfigError),
+            callback=require_existing(ConfigError),
         ),
     ] = None,
     cluster: ClusterOption = None,
@@ -259,9 +264,9 @@ def report_command(
     _check_options(source, devices, (cluster, memory_limit, what_if or None, top))
     measured = None if profile is None else Measured.load(profile)
     files = [Path(each) for each in against or () if each != PRESETS]
-    existing(ConfigError)(files)
+    require_existing(ConfigError)(files)
     with show_progress(progress) as on_progress:
-        others: dict[str, Plan | str] = {}
+        other_plans: dict[str, Plan | str] = {}
         if devices is None:
             if len(files) < len(against or ()):
                 raise typer.BadParameter(
@@ -272,22 +277,24 @@ def report_command(
             run = run_of(
                 source, cluster=cluster, memory_limit=memory_limit, on_progress=on_progress
             )
-            planned = RunWithPlan.of(run, devices)
+            planned = AlternativePlanner.of(run, devices)
             plan, page = planned.plan, Path(f"{source.stem}.html")
-            others |= planned.what_if() if what_if else ()
-            others |= planned.best_plans(top) if top is not None else ()
-            others |= planned.presets() if len(files) < len(against or ()) else ()
+            other_plans |= planned.what_if_plans() if what_if else ()
+            other_plans |= planned.best_plans(top) if top is not None else ()
+            other_plans |= planned.preset_plans() if len(files) < len(against or ()) else ()
         for file in files:
-            others[file.stem] = _plan_of(file, plan.devices, cluster, on_progress)
+            other_plans[file.stem] = _load_or_search_plan(file, plan.devices, cluster, on_progress)
         plan.derive(on_progress)
         on_progress("page")
         page = out or page
         page.parent.mkdir(parents=True, exist_ok=True)
-        plan.report(page, others, measured)
+        plan.report(page, other_plans, measured)
     typer.echo(str(page))
 
 
-def _plan_of(file: Path, devices: int, cluster: str | None, on_progress: OnProgress) -> Plan:
+def _load_or_search_plan(
+    file: Path, devices: int, cluster: str | None, on_progress: OnProgress
+) -> Plan:
     if file.suffix == ".json":
         return Plan.load(file)
     return run_of(file, cluster=cluster, on_progress=on_progress).plan(devices)
@@ -295,9 +302,11 @@ def _plan_of(file: Path, devices: int, cluster: str | None, on_progress: OnProgr
 
 @app.command("diff")
 def diff_command(
-    first: Annotated[Path, typer.Argument(help="A saved plan.", callback=existing(PlanError))],
+    first: Annotated[
+        Path, typer.Argument(help="A saved plan.", callback=require_existing(PlanError))
+    ],
     second: Annotated[
-        Path, typer.Argument(help="Another saved plan.", callback=existing(PlanError))
+        Path, typer.Argument(help="Another saved plan.", callback=require_existing(PlanError))
     ],
     every: EveryOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the differences as JSON.")] = False,
@@ -319,8 +328,10 @@ def diff_command(
 
 
 def differences_text(changes: list[Difference], first: str, second: str) -> str:
-    """The differences in 80 columns: a property, its value in each plan, and below these the names
-    of the operators or parameters.
+    """Format differences in 80 columns.
+
+    Each difference has a property, its value in each plan, and below them the names of the
+    operators or parameters.
 
     Args:
         first, second: titles of the plans' columns.
@@ -330,11 +341,11 @@ def differences_text(changes: list[Difference], first: str, second: str) -> str:
     lines = list[str]()
     for change in (Difference("", first, second), *changes):
         values = [wrap(value, value_width) for value in (change.first, change.second)]
-        for label, one, other in zip_longest([change.what], *values, fillvalue=""):
-            cells = label.ljust(label_width), one.ljust(value_width), other
+        for label, left, right in zip_longest([change.what], *values, fillvalue=""):
+            cells = label.ljust(label_width), left.ljust(value_width), right
             lines.append(GAP.join(cells).rstrip())
-        for name in change.names[:MAX_NAMES]:
+        for name in change.names[:MAX_LISTED_NAMES]:
             lines += (GAP + part for part in at_dots(name, NARROWEST - len(GAP)))
-        if len(change.names) > MAX_NAMES:
-            lines.append(f"{GAP}and {len(change.names) - MAX_NAMES} more")
+        if len(change.names) > MAX_LISTED_NAMES:
+            lines.append(f"{GAP}and {len(change.names) - MAX_LISTED_NAMES} more")
     return "\n".join(lines)

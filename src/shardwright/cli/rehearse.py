@@ -19,8 +19,8 @@ from shardwright.cli.options import (
     DevicesOption,
     MemCoeffOption,
     MemoryLimitOption,
-    existing,
-    report_batch,
+    print_batch_formula,
+    require_existing,
     run_of,
 )
 from shardwright.core.api.rehearsal import RankRehearsal, Rehearsal
@@ -30,7 +30,7 @@ from shardwright.core.plan.text_columns import printed
 from shardwright.errors import PlanError
 from shardwright.run.config.rehearse import rehearse_run
 
-WIDTH = 140
+TABLE_WIDTH = 140
 
 
 @app.command("rehearse")
@@ -45,7 +45,9 @@ def rehearse_command(
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option(help="Use a saved plan, without a search.", callback=existing(PlanError)),
+        typer.Option(
+            help="Use a saved plan, without a search.", callback=require_existing(PlanError)
+        ),
     ] = None,
     device: Annotated[
         Literal["meta", "cpu"],
@@ -65,25 +67,25 @@ def rehearse_command(
     differs from the plan's.
     """
     run = run_of(config, mem_coeff, cluster=cluster, memory_limit=memory_limit).for_devices(devices)
-    saved = Plan.load(plan) if plan is not None else None
-    if saved is not None and saved.devices != devices:
+    saved_plan = Plan.load(plan) if plan is not None else None
+    if saved_plan is not None and saved_plan.devices != devices:
         raise PlanError(
-            f"{plan} is a plan for {saved.devices} devices, not for {devices}\n"
-            f"use --devices {saved.devices}, or leave out --plan to search for a new plan"
+            f"{plan} is a plan for {saved_plan.devices} devices, not for {devices}\n"
+            f"use --devices {saved_plan.devices}, or leave out --plan to search for a new plan"
         )
-    report_batch(run, config, devices)
-    chosen = saved or run.plan(devices)
-    result = rehearse_run(run, chosen, rank or (), torch.device(device))
+    print_batch_formula(run, config, devices)
+    used_plan = saved_plan or run.plan(devices)
+    result = rehearse_run(run, used_plan, rank or (), torch.device(device))
     typer.echo(dumps(asdict(result), indent=1) if json else rehearsal_text(result))
     if not result.passes():
         raise typer.Exit(1)
 
 
 def rehearsal_text(result: Rehearsal) -> str:
-    """A table of phases for each rank, and its memory and communication volume."""
+    """Format each rank's table of phases, and its memory and communication volume."""
     lines: list[str] = []
     for rank in result.ranks:
-        lines += printed(WIDTH, _rank_table(rank, result.devices), *_rank_lines(rank))
+        lines += printed(TABLE_WIDTH, _rank_table(rank, result.devices), *_rank_lines(rank))
     return "\n".join(lines)
 
 
@@ -100,13 +102,13 @@ def _rank_table(rank: RankRehearsal, devices: int) -> Table:
 
 
 def _rank_lines(rank: RankRehearsal) -> Iterator[str]:
-    yield f"process groups made   {rank.groups:,}"
+    yield f"process groups        {rank.groups:,} created"
     parameters, state = binary(rank.parameter_bytes), binary(rank.optimizer_bytes)
-    yield f"keeps                 {parameters} of parameters, {state} of the optimizer"
+    yield f"memory between steps  {parameters} of parameters, {state} of optimizer state"
     peak, planned = binary(rank.peak_bytes), binary(rank.planned_peak)
     yield f"peak memory           {peak} counted, {planned} planned"
     if rank.checkpoint_bytes is None:
-        yield "checkpoint            none on the meta device, which has no numbers: --device cpu"
+        yield "checkpoint            none, as meta tensors have no values: use --device cpu"
     else:
         yield f"checkpoint            {binary(rank.checkpoint_bytes)} written and read"
     for kind, traffic in sorted(rank.traffic.items()):

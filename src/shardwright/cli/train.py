@@ -24,8 +24,8 @@ from shardwright.cli.options import (
     ConfigArgument,
     LogDirOption,
     MemCoeffOption,
-    existing,
-    report_batch,
+    print_batch_formula,
+    require_existing,
     run_of,
 )
 from shardwright.core.checkpoint.folder_lock import lock_folders
@@ -39,13 +39,13 @@ from shardwright.run.config.training import Profile, check_profiled_steps, train
 from shardwright.run.launch.launch import DeviceRange, launch, launch_elastic
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.node import Node, launch_node
-from shardwright.run.launch.process_group import World, is_launched, same_run
+from shardwright.run.launch.process_group import World, check_same_run, is_launched
 from shardwright.run.launch.rank_failure import StoppedError
-from shardwright.run.loop.progress_bar import LiveProgress, followed
+from shardwright.run.loop.progress_bar import LiveProgress, follow_files
 from shardwright.run.loop.step_log import StepRecord, open_step_log
-from shardwright.run.loop.trackers import check_trackers, trackers
+from shardwright.run.loop.trackers import check_trackers, open_trackers
 
-PAGE = "profile.html"
+PROFILE_PAGE = "profile.html"
 
 
 @app.command("train")
@@ -57,7 +57,9 @@ def train_command(
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option(help="Use a saved plan, without a search.", callback=existing(PlanError)),
+        typer.Option(
+            help="Use a saved plan, without a search.", callback=require_existing(PlanError)
+        ),
     ] = None,
     log_dir: LogDirOption = LOG_DIR,
     mem_coeff: MemCoeffOption = None,
@@ -104,7 +106,7 @@ def train_command(
     options = _Options(
         config, devices, plan, log_dir, mem_coeff, resume, max_restarts, elastic, profile
     )
-    node = _node(nnodes, node_rank, rdzv, nproc_per_node, options)
+    node = _parse_node(nnodes, node_rank, rdzv, nproc_per_node, options)
     if node is not None:
         _train_node(node, options)
         return
@@ -115,7 +117,7 @@ def train_command(
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of `train`, without those of a node."""
+    """Options of `train`, except those of a node."""
 
     config: Path
     devices: int | None
@@ -128,8 +130,8 @@ class _Options:
     profile: int | None
 
     def command(self, resume: bool) -> list[str]:
-        """Returns the arguments with which each rank runs `python`."""
-        # -P: otherwise `-m` puts the working folder on sys.path, where a file may hide a module.
+        """Return the arguments with which each rank runs `python`."""
+        # Without -P, `-m` puts the working folder on sys.path, where a file may shadow a module.
         command = ["-P", "-m", "shardwright", "train", str(self.config)]
         for name in ("plan", "log_dir", "mem_coeff", "profile"):
             value = getattr(self, name)
@@ -138,17 +140,20 @@ class _Options:
         return [*command, "--resume"] if resume else command
 
 
-def _node(
+def _parse_node(
     nnodes: str | None,
     rank: int | None,
     rdzv: str | None,
     local_size: int | None,
     options: _Options,
 ) -> Node | None:
-    """Returns the node that the options describe; None without --nnodes."""
+    """Return the node that the options describe; None without --nnodes."""
     if nnodes is None:
         if rank is not None or rdzv is not None or local_size is not None:
-            raise ConfigError("--node-rank, --rdzv and --nproc-per-node need --nnodes")
+            raise ConfigError(
+                "--node-rank, --rdzv and --nproc-per-node need --nnodes\n"
+                "set the number of nodes, for example --nnodes 2"
+            )
         return None
     if options.devices is not None or options.elastic is not None:
         raise ConfigError(
@@ -157,21 +162,21 @@ def _node(
         )
     if is_launched():
         raise ConfigError(
-            "--nnodes: torchrun has started this process\npass the number of nodes to torchrun"
+            "--nnodes cannot be used under torchrun\npass the number of nodes to torchrun instead"
         )
     return Node.parse(nnodes, rank, rdzv, local_size)
 
 
 def _train_node(node: Node, options: _Options) -> None:
-    """Starts the ranks of one of several nodes; the ranks plan and train."""
+    """Start the ranks of this node, which then plan and train."""
     run = run_of(options.config, options.mem_coeff, resume=options.resume)
     logs = LogFolder(options.log_dir)
     if node.rank == 0:
-        with lock_folders(*_written(run, logs)):
+        with lock_folders(*_output_folders(run, logs)):
             run.check_checkpoints()
             logs.clear(num_ranks=1, keep_steps=run.resumes)
-    # A node may rejoin a run in progress, so its ranks always resume. Node 0 has checked above that
-    # a new run does not resume another run's checkpoints.
+    # A node may rejoin a run in progress, so its ranks always resume. The check above on node 0
+    # prevents that a new run resumes another run's checkpoints.
     command = options.command(resume=run.checkpoints() is not None)
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     launch_node(command, node, logs, max_restarts=options.max_restarts, timeout=timeout)
@@ -179,41 +184,41 @@ def _train_node(node: Node, options: _Options) -> None:
 
 def _train(options: _Options) -> None:
     world, logs = World.from_environment(), LogFolder(options.log_dir)
-    bounds = DeviceRange.parse(options.elastic) if options.elastic else None
+    device_range = DeviceRange.parse(options.elastic) if options.elastic else None
     resume = options.resume or world.restarts > 0
     run = run_of(options.config, options.mem_coeff, resume=resume)
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     # Under torchrun rank 0 takes the locks; a rank of this command inherits its launcher's.
     with (
-        same_run(world, _facts(run), timeout, run.config.train.device),
-        lock_folders(*(_written(run, logs) if world.rank == 0 else ())) as locks,
+        check_same_run(world, _facts_to_compare(run), timeout, run.config.train.device),
+        lock_folders(*(_output_folders(run, logs) if world.rank == 0 else ())) as locks,
     ):
         if world.local_size < world.size:
             run.check_nodes(world.local_size)
         if world.restarts == 0:
             run.check_checkpoints()
         check_trackers(run.config.train.log_to)
-        run, chosen = _planned(run, options, bounds, world)
+        run, plan_or_search = _load_or_search_plan(run, options, device_range, world)
         profile = None if world.restarts else options.profile
         if profile is not None:
             _check_profile(run, profile)
         if run.foreign is not None and run.foreign.only_strategies:
-            if not isinstance(chosen, Plan) and world.rank == 0:
-                chosen()
+            if not isinstance(plan_or_search, Plan) and world.rank == 0:
+                plan_or_search()
             return
-        if not isinstance(chosen, Plan) or is_launched():
-            _train_one_rank(run, chosen, world, logs, profile)
+        if not isinstance(plan_or_search, Plan) or is_launched():
+            _train_one_rank(run, plan_or_search, world, logs, profile)
             return
-        logs.clear(num_ranks=chosen.devices, keep_steps=run.resumes)
-        if chosen.devices == 1 and options.max_restarts == 0 and bounds is None:
-            _train_one_rank(run, chosen, world, logs, profile)
+        logs.clear(num_ranks=plan_or_search.devices, keep_steps=run.resumes)
+        if plan_or_search.devices == 1 and options.max_restarts == 0 and device_range is None:
+            _train_one_rank(run, plan_or_search, world, logs, profile)
         else:
-            _Ranks(options, run, logs, locks).train(chosen, bounds)
+            _LocalRanks(options, run, logs, locks).train(plan_or_search, device_range)
 
 
-def _facts(run: Run) -> dict[str, object]:
-    """Returns the facts in which all nodes of a run must agree."""
-    # `resume` may differ: a node that rejoins resumes.
+def _facts_to_compare(run: Run) -> dict[str, object]:
+    """Return JSON values that must be equal on all nodes of a run, by name."""
+    # `resume` may differ, because a node that rejoins resumes.
     sections = run.config.model_dump(mode="json", exclude={"train": {"resume"}})
     keys = {
         f"{section}.{key}": value
@@ -223,36 +228,38 @@ def _facts(run: Run) -> dict[str, object]:
     return {"shardwright": __version__, **keys}
 
 
-def _written(run: Run, logs: LogFolder) -> list[Path]:
-    """Returns the folders that a run writes to."""
+def _output_folders(run: Run, logs: LogFolder) -> list[Path]:
+    """Return the folders that a run writes to."""
     checkpoints = run.checkpoints()
     return [logs.root] if checkpoints is None else [logs.root, checkpoints.folder]
 
 
-def _planned(
-    run: Run, options: _Options, bounds: DeviceRange | None, world: World
+def _load_or_search_plan(
+    run: Run, options: _Options, device_range: DeviceRange | None, world: World
 ) -> tuple[Run, Plan | Callable[[], Plan]]:
-    """Returns the run on its number of devices, with its plan.
+    """Return the run adjusted to its number of devices, and its plan.
 
-    The plan is a function if there are several ranks: one of them searches, once all have joined.
+    With several launched ranks and no saved plan, returns a function that searches the plan: one
+    rank calls it, after all have joined.
     """
     file, devices = options.plan, options.devices
     saved = Plan.load(file) if file is not None else None
     if devices is None:
-        devices = saved.devices if saved else bounds.maximum if bounds else world.size
+        devices = saved.devices if saved else device_range.maximum if device_range else world.size
     if saved is not None and saved.devices != devices:
         raise PlanError(
             f"{file} is a plan for {saved.devices} devices, not for {devices}\n"
             f"use --devices {saved.devices}, or leave out --plan to search for a new plan"
         )
-    if bounds is not None and not bounds.minimum <= devices <= bounds.maximum:
+    if device_range is not None and not device_range.minimum <= devices <= device_range.maximum:
         raise PlanError(
-            f"--elastic {bounds.minimum}:{bounds.maximum} does not allow {devices} devices\n"
-            f"use --devices from {bounds.minimum} to {bounds.maximum}"
+            f"--elastic {device_range.minimum}:{device_range.maximum} does not allow {devices}"
+            " devices\n"
+            f"use --devices from {device_range.minimum} to {device_range.maximum}"
         )
     run = run.for_devices(devices)
     run.check_data()
-    report_batch(run, options.config, devices)
+    print_batch_formula(run, options.config, devices)
     if saved is not None:
         return run, saved
     if world.size not in (1, devices):
@@ -272,11 +279,11 @@ def _planned(
 
 
 @dataclass(frozen=True)
-class _Ranks:
-    """The local ranks of a run, and the display of their progress.
+class _LocalRanks:
+    """Starts the local ranks of a run, and shows their progress.
 
     Args:
-        locks: file descriptors of the locked folders.
+        locks: file descriptors of the locked folders, which the ranks inherit.
     """
 
     options: _Options
@@ -284,18 +291,18 @@ class _Ranks:
     logs: LogFolder
     locks: Collection[int]
 
-    def train(self, plan: Plan, bounds: DeviceRange | None) -> None:
-        """Starts the ranks, and restarts them after failures as the options allow."""
+    def train(self, plan: Plan, device_range: DeviceRange | None) -> None:
+        """Start the ranks, and restart them after failures as the options allow."""
         max_restarts = self.options.max_restarts
         timeout = timedelta(seconds=self.run.config.train.timeout_seconds)
         command = self.command(plan, self.run.resumes)
         with self.progress() as progress:
-            if bounds is not None:
+            if device_range is not None:
                 launch_elastic(
-                    lambda remaining: self.replan(remaining, bounds.minimum),
+                    lambda remaining: self.replan(remaining, device_range.minimum),
                     command,
                     plan.devices,
-                    bounds.minimum,
+                    device_range.minimum,
                     self.logs,
                     max_restarts=max_restarts,
                     on_restart=progress.line,
@@ -319,14 +326,19 @@ class _Ranks:
             )
 
     def command(self, plan: Plan, resume: bool) -> list[str]:
-        """Saves the plan, and returns the arguments with which each rank runs `python`."""
+        """Save the plan, and return the arguments with which each rank runs `python`."""
         plan.save(self.logs.plan)
         return replace(self.options, plan=self.logs.plan, mem_coeff=None).command(resume)
 
     def replan(self, remaining: int, minimum: int) -> tuple[list[str], int]:
-        """Plans for as many of the remaining devices as can share the work.
+        """Plan for the largest number of remaining devices among which the work can be sharded.
 
-        Returns the command of a rank and the number of devices.
+        Args:
+            remaining: number of devices that are not lost.
+            minimum: smallest number of devices to plan for.
+
+        Returns:
+            The command of a rank, and the number of devices.
         """
         for devices in range(remaining, minimum, -1):
             try:
@@ -341,13 +353,13 @@ class _Ranks:
 
     @contextmanager
     def progress(self) -> Iterator[LiveProgress]:
-        """Shows rank 0's output and steps as it writes them."""
+        """Context that prints rank 0's output and steps while it writes them."""
         with LiveProgress(Console(), self.run.num_steps, len(self.run.batches)) as progress:
             on_line = {
                 self.logs.stdout(0): progress.line,
                 self.logs.steps(0): lambda line: progress.step(StepRecord.from_json(line)),
             }
-            with followed(on_line):
+            with follow_files(on_line):
                 yield progress
 
 
@@ -358,18 +370,20 @@ def _train_one_rank(
     logs: LogFolder,
     steps: int | None,
 ) -> None:
-    """Trains as one rank.
+    """Train as one rank.
 
     Rank 0 writes each step to `steps.jsonl`, prints a line every `log_every` steps, and shows its
     progress on a terminal. Other ranks print nothing.
 
     Args:
-        steps: the number of profiled steps; None to train without the profiler.
+        steps: number of steps to profile; None to train without the profiler.
     """
     profile = None
     if steps is not None:
         logs.rank(world.rank).mkdir(parents=True, exist_ok=True)
-        profile = Profile(steps, logs.rank, lambda plan, found: _write_profile(plan, found, logs))
+        profile = Profile(
+            steps, logs.rank, lambda plan, measured: _write_profile(plan, measured, logs)
+        )
     if world.rank != 0:
         train_rank(run, plan, world, on_step=lambda step: None, profile=profile)
         return
@@ -382,8 +396,10 @@ def _train_one_rank(
             file = stack.enter_context(open_step_log(logs.steps(0), start))
             writers.append(lambda step: file.write(step.to_json() + "\n"))
             values, numbers = run.config.model_dump(mode="json"), count(start.step + 1)
-            track = stack.enter_context(trackers(settings.log_to, logs.run, values, start.step))
-            writers.append(lambda step: track(next(numbers), step.numbers))
+            track = stack.enter_context(
+                open_trackers(settings.log_to, logs.run, values, start.step)
+            )
+            writers.append(lambda step: track(next(numbers), step.metrics))
             if start.step > 0:
                 progress.line(f"resuming after step {start.step}")
 
@@ -395,31 +411,31 @@ def _train_one_rank(
                 progress.line(step.line)
 
         try:
-            stack.enter_context(_showing_warnings(progress.line))
+            stack.enter_context(_print_checkpoint_warnings(progress.line))
             train_rank(run, plan, world, on_step, on_start, profile)
         except KeyboardInterrupt:
             raise StoppedError(signal.SIGINT) from None
 
 
 def _check_profile(run: Run, steps: int) -> None:
-    """Raises `ConfigError` if the run has too few steps or the page cannot be written."""
+    """Raise ConfigError if the run has too few steps, or the profile page cannot be written."""
     check_profiled_steps(steps, run.num_steps)
-    # Checked before the training: the page is written at its end.
+    # Checked now, because the page is written only at the end of the training.
     if find_spec("jinja2") is None:
         raise ConfigError(
-            "--profile writes a page, which needs jinja2\npip install 'shardwright[tools]'"
+            "--profile writes a page, which needs `jinja2`\npip install 'shardwright[tools]'"
         )
 
 
 def _write_profile(plan: Plan, measured: Measured, logs: LogFolder) -> None:
-    """Writes the measurements, and the plan's page with them."""
+    """Write the measurements as JSON, and the page that compares them with the plan."""
     measured.save(logs.run / PROFILE_FILE)
-    plan.report(logs.run / PAGE, measured=measured)
+    plan.report(logs.run / PROFILE_PAGE, measured=measured)
 
 
 @contextmanager
-def _showing_warnings(line: Callable[[str], None]) -> Iterator[None]:
-    """Shows warnings about checkpoints on the terminal, and all others as Python does."""
+def _print_checkpoint_warnings(line: Callable[[str], None]) -> Iterator[None]:
+    """Context in which warnings about checkpoints are passed to `line`; others are unchanged."""
     with warnings.catch_warnings():
         show_other = warnings.showwarning
 

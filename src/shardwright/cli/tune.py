@@ -23,9 +23,9 @@ from shardwright.core.cost.memory import binary
 from shardwright.core.plan.rows import seconds_text
 from shardwright.tools.compare.tune import Trial, Tuning, tune_mem_coeff
 
-WIDTH = 120
-MAX_NAMES = 3
-"""Operators that are named per line."""
+TABLE_WIDTH = 120
+MAX_LISTED_NAMES = 3
+"""Number of operators listed per line."""
 
 
 @app.command("tune")
@@ -48,15 +48,20 @@ def tune_command(
         best = None if tuning.best is None else tuning.best.mem_coeff
         typer.echo(dumps({**asdict(tuning), "best": best}, indent=1))
     else:
-        Console(width=WIDTH, highlight=False).print(
-            Group(tuning_table(tuning), *_plans(tuning), *_break_evens(tuning), _advice(tuning))
+        Console(width=TABLE_WIDTH, highlight=False).print(
+            Group(
+                tuning_table(tuning),
+                *_plan_lines(tuning),
+                *_break_even_lines(tuning),
+                _recommendation(tuning),
+            )
         )
     if tuning.best is None:
         raise typer.Exit(1)
 
 
 def tuning_table(tuning: Tuning) -> Table:
-    """A row for each tried value of mem_coeff."""
+    """Return a table with a row for each tried value of mem_coeff."""
     cluster = "" if tuning.cluster is None else f" of {tuning.cluster}"
     table = Table(title=f"{tuning.devices} devices{cluster}", title_justify="left")
     for name in ("mem_coeff", "plan", "stages", "bytes sent", "peak memory", "step time"):
@@ -73,37 +78,37 @@ def tuning_table(tuning: Tuning) -> Table:
     return table
 
 
-def _plans(tuning: Tuning) -> list[str]:
-    """For each distinct plan, how the main operators are sharded."""
+def _plan_lines(tuning: Tuning) -> list[str]:
+    """Return lines that say how each distinct plan shards the main operators."""
     distinct = {trial.plan: trial for trial in reversed(tuning.trials)}
-    return [line for number in sorted(distinct) for line in _plan(distinct[number])]
+    return [line for index in sorted(distinct) for line in _lines_of_trial(distinct[index])]
 
 
-def _plan(trial: Trial) -> list[str]:
+def _lines_of_trial(trial: Trial) -> list[str]:
     operators: dict[str, list[str]] = {}
     for name, factors in trial.cuts.items():
         cuts = " ".join(f"{factor}/{count}" for factor, count in factors.items())
         operators.setdefault(cuts or "replicated", []).append(name)
-    lines = (f"  {cuts}: {_abbreviated(names)}" for cuts, names in operators.items())
+    lines = (f"  {cuts}: {_join_names(names)}" for cuts, names in operators.items())
     return [f"plan {trial.plan}:", *lines]
 
 
-def _break_evens(tuning: Tuning) -> list[str]:
+def _break_even_lines(tuning: Tuning) -> list[str]:
     operators: dict[str, list[str]] = {}
     for name, value in sorted(tuning.break_evens.items(), key=lambda entry: entry[1]):
         operators.setdefault(f"{value:.6g}", []).append(name)
     if not operators:
         return []
     title = "break-even values, above which the symbolic search shards the batch:"
-    return [title, *(f"  {value}: {_abbreviated(names)}" for value, names in operators.items())]
+    return [title, *(f"  {value}: {_join_names(names)}" for value, names in operators.items())]
 
 
-def _abbreviated(names: list[str]) -> str:
-    more = f" … ({len(names)} operators)" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+def _join_names(names: list[str]) -> str:
+    more = f" … ({len(names)} operators)" if len(names) > MAX_LISTED_NAMES else ""
+    return ", ".join(names[:MAX_LISTED_NAMES]) + more
 
 
-def _advice(tuning: Tuning) -> str:
+def _recommendation(tuning: Tuning) -> str:
     best, limit = tuning.best, tuning.limit
     if best is None:
         return f"no value fits into {binary(limit or 0)}: shard parameters or recompute activations"

@@ -9,7 +9,7 @@ from typing import Any
 from shardwright.mindformers.model import MindFormersModel
 from shardwright.mindformers.run import LanguageRun
 from shardwright.mindformers.training import StageBlocks
-from shardwright.run.config.load import validated
+from shardwright.run.config.load import validate_config
 from shardwright.run.config.schema import Config
 
 
@@ -40,7 +40,7 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
     }
     if run.dataset:
         content["data"]["path"] = run.dataset
-    return validated(content, run.file)
+    return validate_config(content, run.file)
 
 
 def _model(run: LanguageRun) -> dict[str, Any]:

@@ -180,10 +180,10 @@ def test_the_rest_of_an_epoch_is_the_same_samples_in_batches_of_any_size() -> No
         for size in sizes:
             rows = next(batches[size].epoch(1, batches[size].first_sample(position)))[0]
             trained_samples += rows.tolist()
-            position = batches[size].after(position)
+            position = batches[size].position_after(position)
         assert position == Position(12, 1, 5, sum(sizes))
         assert trained_samples == order[: sum(sizes)]
-    assert batches[20].after(Position(12, 1, 4, 70)) == Position(13, 2, 0, 0)
+    assert batches[20].position_after(Position(12, 1, 4, 70)) == Position(13, 2, 0, 0)
 
 
 @pytest.mark.parametrize(

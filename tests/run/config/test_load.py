@@ -67,56 +67,70 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
             "data: {target: nonsense}",
             "data.target: expected 'module:callable', got 'nonsense' (a string)",
         ),
-        ("data: {name: mnist, target: 'a:b'}", "data: give either name or target, not both"),
-        ("data: {arguments: {a: 1}}", "data: the key arguments needs the key target"),
+        ("data: {name: mnist, target: 'a:b'}", "data: set either `name` or `target`, not both"),
+        ("data: {arguments: {a: 1}}", "data: the key `arguments` needs the key `target`"),
         (
             "data: {path: here}",
-            "data: path is for name: mnist or text or tokens only",
+            "data: the key `path` needs `name: mnist` or `name: text` or `name: tokens`",
         ),
-        ("data: {name: mnist, image_size: 28}", "data: image_size is for name: digits only"),
+        (
+            "data: {name: mnist, image_size: 28}",
+            "data: the key `image_size` needs `name: digits`",
+        ),
         (
             "optimizer: {name: momentum}",
-            "optimizer: name: momentum needs the key momentum, for example 0.9",
+            "optimizer: `name: momentum` needs the key `momentum`, for example `momentum: 0.9`",
         ),
         (
             "parallel: {expert: {model_parallel: 2}}",
-            "parallel: expert is for mode: semi_auto, not recursive_programming",
+            "parallel: the key `expert` needs `mode: semi_auto`, not `mode: recursive_programming`",
         ),
         (
             "parallel: {mode: semi_auto, expert: {}}",
-            "parallel.expert is for language models, not for a target",
+            "parallel.expert needs a language model, not `model.target`",
         ),
         (
             "parallel: {recompute: {}}",
-            "parallel.recompute needs the key modules if the model is a target",
+            "parallel.recompute needs the key `modules` if `model.target` is set, for example "
+            "`modules: [encoder]`",
         ),
-        ("data: {name: text}", "data: name: text needs the key seq_length, for example 64"),
-        ("data: {seq_length: 8}", "data: seq_length is for name: text or tokens only"),
-        ("data: {name: tokens}", "data: name: tokens needs the key path, for example train.bin"),
-        ("data: {dtype: uint16}", "data: dtype is for name: tokens only"),
+        (
+            "data: {name: text}",
+            "data: `name: text` needs the key `seq_length`, for example `seq_length: 64`",
+        ),
+        (
+            "data: {seq_length: 8}",
+            "data: the key `seq_length` needs `name: text` or `name: tokens`",
+        ),
+        (
+            "data: {name: tokens}",
+            "data: `name: tokens` needs the key `path`, for example `path: train.bin`",
+        ),
+        ("data: {dtype: uint16}", "data: the key `dtype` needs `name: tokens`"),
         (
             "train: {evaluation: {every: 5}}",
-            "train.evaluation needs the key path of its data",
+            "train.evaluation needs the key `path` of its data",
         ),
         (
             "train: {evaluation: {path: val.bin}}",
-            "train.evaluation: path is for name: mnist or text or tokens only",
+            "train.evaluation: the key `path` needs `name: mnist` or `name: text` or "
+            "`name: tokens`",
         ),
         (
             "optimizer: {betas: [0.9, 0.95]}",
-            "optimizer: the key betas is for name: adam or adamw, not sgd",
+            "optimizer: the key `betas` needs `name: adam` or `name: adamw`, not `name: sgd`",
         ),
         (
             "optimizer: {name: adam, betas: [0.9]}",
-            "optimizer: betas: expected two numbers below 1, got [0.9]",
+            "optimizer: betas: expected two numbers below 1, for example [0.9, 0.95], got [0.9]",
         ),
         (
             "optimizer: {schedule: {warmup_steps: 2, warmup_ratio: 0.1}}",
-            "optimizer.schedule: give either warmup_steps or warmup_ratio, not both",
+            "optimizer.schedule: set either `warmup_steps` or `warmup_ratio`, not both",
         ),
         (
             "optimizer: {name: adam, momentum: 0.9}",
-            "optimizer: the key momentum is for name: momentum, not adam",
+            "optimizer: the key `momentum` needs `name: momentum`, not `name: adam`",
         ),
     ],
 )

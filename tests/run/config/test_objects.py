@@ -76,14 +76,17 @@ def test_a_model_that_cannot_be_is_an_error(given: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("model: {}", "model: set exactly one of target, name, sizes, hf, not none"),
+        (
+            "model: {}",
+            "model: set exactly one of `target`, `name`, `sizes`, `hf`, not none of them",
+        ),
         (
             "model: {name: a, hf: b}",
-            "model: set exactly one of target, name, sizes, hf, not name and hf",
+            "model: set exactly one of `target`, `name`, `sizes`, `hf`, not `name` and `hf`",
         ),
         (
             "model: {target: 'a:b', lora: {}}",
-            "model: lora is for the language models of name, sizes and hf",
+            "model: the key `lora` needs a language model, by `name`, `sizes` or `hf`",
         ),
         (
             "model: {name: a}\nloss: mse",
@@ -115,7 +118,7 @@ def test_a_token_beyond_the_vocabulary_of_any_model_is_an_error(
     (tmp_path / "data.bin").write_bytes(b"\x65\x00" * 20)
     model = ModelSection(hf=given["hf"] if given["hf"] != GPT2 else {**GPT2, "vocab_size": 100})
     data = DataSection.model_validate({"name": name, "path": "data.bin", "seq_length": 4})
-    with pytest.raises(DataError, match=r"token 10\d|token 0 is 101"):
+    with pytest.raises(DataError, match=r"token id 10\d|token 0 has the id 101"):
         load_samples(data, model, tmp_path)[0][torch.arange(2)]
 
 
@@ -149,9 +152,9 @@ def test_a_schedule_starts_at_the_learning_rate() -> None:
 def test_modules_that_are_computed_again_must_be_there() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     mark_recomputed(net, RecomputeSection(modules=["1"]))
-    with pytest.raises(ConfigError, match="the model has no module '7'; nearest is "):
+    with pytest.raises(ConfigError, match="the model has no module '7'\ndid you mean "):
         mark_recomputed(net, RecomputeSection(modules=["7"]))
-    with pytest.raises(ConfigError, match="no transformer blocks\nset the key modules"):
+    with pytest.raises(ConfigError, match="no transformer blocks\nset the key `modules`"):
         mark_recomputed(net, RecomputeSection())
 
 

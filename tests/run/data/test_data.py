@@ -43,7 +43,7 @@ def test_the_folder_is_by_default_data_path(folder: Path, monkeypatch: pytest.Mo
 
 def test_without_a_folder_it_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DATA_PATH", raising=False)
-    with pytest.raises(DataError, match=r"set data\.path or the environment variable DATA_PATH"):
+    with pytest.raises(DataError, match=r"set `data\.path` or the environment variable DATA_PATH"):
         mnist()
 
 

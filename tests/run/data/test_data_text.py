@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from shardwright.errors import DataError
-from shardwright.run.data.data import BYTES, packed_text
+from shardwright.run.data.data import BYTE_VOCAB_SIZE, packed_text
 
 
 def test_the_story_that_comes_along_fills_many_sequences_of_bytes() -> None:
     ids, labels = packed_text(64)
     assert ids.shape[1] == 64 and len(ids) > 100
-    assert ids.dtype == torch.int64 and int(ids.max()) < BYTES
+    assert ids.dtype == torch.int64 and int(ids.max()) < BYTE_VOCAB_SIZE
     assert torch.equal(ids, labels)
     assert bytes(ids[0].tolist()).decode().startswith("The workshop")
 

@@ -54,7 +54,7 @@ def test_fields_that_are_not_padded_are_joined_and_missing_ones_refused() -> Non
         "labels": [2, 8],
         "weight": [2],
     }
-    with pytest.raises(DataError, match="has no field 'labels', only input_ids"):
+    with pytest.raises(DataError, match="has no field 'labels'; the first sample has 'input_ids'"):
         PAD([{"input_ids": [1]}])
     with pytest.raises(DataError, match="must be dicts"):
         PAD([torch.ones(2)])  # type: ignore[list-item]

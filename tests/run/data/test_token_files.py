@@ -83,11 +83,11 @@ def test_a_token_beyond_the_vocabulary_is_named_by_its_file_and_place(tmp_path: 
     (tmp_path / "b.bin").write_bytes(np.where(np.arange(500) == 77, 60_000, 5).astype("uint16"))
     ids, _ = token_sequences(tmp_path, 100, vocab_size=50_000)
     assert ids[torch.tensor([0, 4])].shape == (2, 100)
-    with pytest.raises(DataError, match=r"b\.bin: token 77 is 60000, but .* vocab_size is 50000"):
+    with pytest.raises(DataError, match=r"b\.bin: token 77 has the id 60000, but .* is 50000"):
         ids[torch.tensor([5])]
     np.save(tmp_path / "negative.npy", np.full(100, -1))
     negative, _ = token_sequences(tmp_path / "negative.npy", 10, vocab_size=10)
-    with pytest.raises(DataError, match="token 10 is -1"):
+    with pytest.raises(DataError, match="token 10 has the id -1"):
         negative[torch.tensor([1])]
 
 
@@ -107,7 +107,7 @@ def test_what_is_no_file_of_tokens_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"empty\.bin: not a token file"):
         token_sequences(empty, 16)
     np.save(tmp_path / "real.npy", np.zeros(100))
-    with pytest.raises(DataError, match="array of integers, got one of float64"):
+    with pytest.raises(DataError, match="array of integers, got float64"):
         token_sequences(tmp_path / "real.npy", 16)
     (tmp_path / "text.npy").write_text("text")
     with pytest.raises(DataError, match=r"text\.npy: not a token file"):

@@ -20,7 +20,7 @@ def test_without_datasets_the_error_says_what_to_install(tmp_path: Path) -> None
         with pytest.raises(DataError, match=r"pip install 'shardwright\[datasets\]'"):
             token_sequences(tmp_path, 4)
     else:
-        with pytest.raises(DataError, match="datasets cannot load it"):
+        with pytest.raises(DataError, match="`datasets` cannot load this folder"):
             token_sequences(tmp_path, 4)
 
 

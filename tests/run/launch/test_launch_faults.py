@@ -159,7 +159,7 @@ def test_a_rank_that_others_wait_for_is_named_and_not_they(
         assert other.startswith("rank 0: communication failed in `main` (<string>, line ")
     else:
         assert others == []
-        assert error.lost == {1}
+        assert error.lost_ranks == {1}
 
 
 def test_no_process_of_a_local_run_can_be_reached_from_elsewhere(

@@ -27,7 +27,7 @@ def message(*ends: RankEnd) -> str:
 def test_a_killed_rank_is_named_not_those_that_failed_earlier_for_want_of_it() -> None:
     error = first_failure([end(0, 1, 1, error=WAITED), end(1, 1, 1), end(2, -9, 2)], LOGS)
     assert str(error) == "rank 2 (process 102) was killed by SIGKILL; its log: logs/1/rank.2/stderr"
-    assert error.lost == frozenset({2})
+    assert error.lost_ranks == frozenset({2})
 
 
 def test_all_ranks_that_were_killed_are_named() -> None:
@@ -35,18 +35,18 @@ def test_all_ranks_that_were_killed_are_named() -> None:
     assert str(error).startswith(
         "rank 3 (process 103) was killed by SIGBUS, rank 1 (process 101) was killed by SIGKILL; "
     )
-    assert error.lost == frozenset({1, 3})
+    assert error.lost_ranks == frozenset({1, 3})
 
 
 def test_a_rank_that_the_launcher_killed_is_not_taken_for_the_one_that_failed() -> None:
     error = first_failure([end(0, -9, 3, signals=frozenset({15, 9})), end(1, 7, 1)], LOGS)
     assert str(error).startswith("rank 1 exited with status 7; its log")
-    assert error.lost == frozenset()
+    assert error.lost_ranks == frozenset()
 
 
 def test_a_rank_that_was_killed_while_the_launcher_ended_the_others_is_lost_too() -> None:
     ends = [end(0, -9, 1), end(1, -9, 2, signals=ENDED)]
-    assert first_failure(ends, LOGS).lost == frozenset({0, 1})
+    assert first_failure(ends, LOGS).lost_ranks == frozenset({0, 1})
 
 
 def test_a_stopped_rank_is_named_with_what_the_others_waited_for() -> None:

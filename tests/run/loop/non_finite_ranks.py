@@ -105,7 +105,7 @@ def check_a_step_that_is_not_finite_ends_the_run() -> None:
         assert "nan first in the output of" in text, text
         assert "aten.log" in text, text
         assert "epoch 0, batch" in text, text
-        with pytest.raises(NonFiniteError, match="of input 0 holds nan"):
+        with pytest.raises(NonFiniteError, match="of input 0 contains nan"):
             trained(samples(float("nan")), "stop", **options)
 
 
@@ -159,7 +159,7 @@ def check_parameters_that_are_not_finite_are_named() -> None:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if world() == 1 or dist.get_rank() == world() - 1:
                 local.detach().view(-1)[-1] = float("inf")
-        with pytest.raises(NonFiniteError, match=r"after step 1: parameter .* holds inf"):
+        with pytest.raises(NonFiniteError, match=r"after step 1: parameter .* contains inf"):
             check_finite_state(parallel, optimizer, "after step 1")
 
 

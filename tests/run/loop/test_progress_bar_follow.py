@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from shardwright.run.loop.progress_bar import followed
+from shardwright.run.loop.progress_bar import follow_files
 
 
 def wait_for(lines: list[str], expected: list[str]) -> None:
@@ -15,7 +15,7 @@ def wait_for(lines: list[str], expected: list[str]) -> None:
 
 def test_lines_arrive_whole_and_once_while_the_file_grows(tmp_path: Path) -> None:
     path, lines = tmp_path / "log", list[str]()
-    with followed({path: lines.append}):
+    with follow_files({path: lines.append}):
         with path.open("w", buffering=1) as file:
             file.write("one\ntw")
             file.flush()
@@ -29,14 +29,14 @@ def test_lines_arrive_whole_and_once_while_the_file_grows(tmp_path: Path) -> Non
 
 def test_a_file_that_never_comes_gives_no_lines(tmp_path: Path) -> None:
     lines: list[str] = []
-    with followed({tmp_path / "absent": lines.append}):
+    with follow_files({tmp_path / "absent": lines.append}):
         pass
     assert lines == []
 
 
 def test_a_file_in_the_place_of_another_is_read_from_its_beginning(tmp_path: Path) -> None:
     path, lines = tmp_path / "log", list[str]()
-    with followed({path: lines.append}):
+    with follow_files({path: lines.append}):
         with path.open("w", buffering=1) as file:
             file.write("one\n")
             wait_for(lines, ["one"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwright.errors import ConfigError
-from shardwright.run.loop.trackers import check_trackers, trackers
+from shardwright.run.loop.trackers import check_trackers, open_trackers
 
 
 def test_a_tracker_that_is_not_installed_is_an_error_before_the_run(
@@ -38,7 +38,7 @@ def test_weights_and_biases_gets_each_step(monkeypatch: pytest.MonkeyPatch, tmp_
     wandb = ModuleType("wandb")
     vars(wandb)["init"] = lambda **options: calls.append(options) or Run()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with trackers(["wandb"], tmp_path, {"train": {"steps": 3}}, start=4) as track:
+    with open_trackers(["wandb"], tmp_path, {"train": {"steps": 3}}, start=4) as track:
         track(5, {"loss": 1.5})
     first, *others = calls
     assert first == {"dir": str(tmp_path), "config": {"train": {"steps": 3}}, "resume": "allow"}
@@ -50,7 +50,7 @@ def test_tensorboard_has_each_number_once_through_restarts(tmp_path: Path) -> No
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start in (0, 2):
-        with trackers(["tensorboard"], tmp_path, {}, start) as track:
+        with open_trackers(["tensorboard"], tmp_path, {}, start) as track:
             for step in range(start + 1, start + 4):
                 track(step, {"loss": step + start / 10})
     events = EventAccumulator(str(tmp_path / "tensorboard"))

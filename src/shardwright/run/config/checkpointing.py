@@ -42,7 +42,7 @@ class CheckpointPolicy:
         return None if self.train.load is None else self.folder / self.train.load
 
     def checkpoints(self) -> Checkpoints | None:
-        """The checkpoints of the run; None if it saves none."""
+        """Open the checkpoint folder of the run; None without `train.checkpoint`."""
         section = self.train.checkpoint
         if section is None:
             return None
@@ -63,22 +63,23 @@ class CheckpointPolicy:
             )
         if self.train.resume and checkpoints is None:
             raise CheckpointError(
-                "nothing to resume: the configuration has no train.checkpoint\n"
-                "set it, for example train: {checkpoint: {folder: checkpoints, every: 100}}"
+                f"{self.file}: nothing to resume: the key `train.checkpoint` is not set\n"
+                "set it, for example `train: {checkpoint: {folder: checkpoints, every: 100}}`"
             )
         if checkpoints is None:
             return
         steps = checkpoints.steps()
         if self.must_resume and not steps:
             raise CheckpointError(
-                f"{self.file}: {self.resume_key}: {checkpoints.folder} holds no complete checkpoint"
-                f" to resume from\nset {self.resume_key} to False, or {self.load_key} to the folder"
-                " of an earlier run"
+                f"{self.file}: {self.resume_key}: {checkpoints.folder} contains no complete"
+                f" checkpoint to resume from\nset `{self.resume_key}` to False, or"
+                f" `{self.load_key}` to the folder of an earlier run"
             )
         if steps and not self.train.resume:
             raise CheckpointError(
-                f"{checkpoints.folder} already holds checkpoints of a run, up to step "
-                f"{steps[-1]}\nresume that run with --resume, or choose another folder"
+                f"{checkpoints.folder} already contains checkpoints of a run, up to step "
+                f"{steps[-1]}\nresume that run with --resume, or set `train.checkpoint.folder` to"
+                " another folder"
             )
 
     def begin(
@@ -102,15 +103,15 @@ class CheckpointPolicy:
         """
         if checkpoints is not None and self.train.resume and checkpoints.newest() is not None:
             step, info = checkpoints.select()
-            self._check_order(checkpoints.path(step), info, numbers)
+            self._check_sample_order(checkpoints.path(step), info, numbers)
             random = info.run is None or info.run.seed == numbers.seed
             return checkpoints.restore(step, info, net, optimizer, settings="own", random=random)
         if self.weights is not None:
             load_weights(net, self.weights)
         return BEGINNING
 
-    def _check_order(self, folder: Path, info: CheckpointInfo, numbers: RunNumbers) -> None:
-        """Raise CheckpointError if a partly trained epoch would continue in another order."""
+    def _check_sample_order(self, folder: Path, info: CheckpointInfo, numbers: RunNumbers) -> None:
+        """Raise CheckpointError if a partly trained epoch would get another sample order."""
         position, saved = info.position, info.run
         # At an epoch boundary no sample of the next epoch has been trained on: any order is valid.
         if saved is None or not (position.batch or position.sample):
@@ -119,17 +120,17 @@ class CheckpointPolicy:
             "data.seed": (saved.data_seed, numbers.data_seed),
             "the number of samples": (saved.samples, numbers.samples),
         }
-        for name, (before, after) in changes.items():
-            if before != after:
+        for name, (saved_value, new_value) in changes.items():
+            if saved_value != new_value:
                 raise CheckpointError(
-                    f"{self.file}: {name} is {after}, but was {before} when {folder} was saved in"
-                    f" the middle of epoch {position.epoch}: the sample order would change, and"
-                    f" samples would be trained on twice or never\nresume with {before}, or start a"
-                    f" new run from these weights: {self.load_key}: {folder}, and another folder"
-                    " for checkpoints"
+                    f"{self.file}: {name} is {new_value}, but was {saved_value} when {folder} was"
+                    f" saved in the middle of epoch {position.epoch}: the sample order would"
+                    " change, and samples would be trained on twice or never\n"
+                    f"resume with {saved_value}, or start a new run from these weights:"
+                    f" `{self.load_key}: {folder}`, and another folder for checkpoints"
                 )
 
-    def saves_at(self, step: int, last: int) -> bool:
-        """Whether a checkpoint is saved after `step`; always after the `last`."""
+    def saves_at(self, step: int, last_step: int) -> bool:
+        """Whether a checkpoint is saved after `step`; always after `last_step`."""
         section = self.train.checkpoint
-        return section is not None and (step % section.every == 0 or step == last)
+        return section is not None and (step % section.every == 0 or step == last_step)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from shardwright.run.config.checkpointing import CheckpointPolicy
 from shardwright.run.config.schema import Config
 
-GROUP = "shardwright.config_formats"
+ENTRY_POINT_GROUP = "shardwright.config_formats"
 
 
 class ForeignRun(Protocol):
@@ -44,20 +44,20 @@ class ForeignRun(Protocol):
         """Keys of the file that have no effect."""
 
     def config(self) -> Config:
-        """The run as a Shardwright configuration, for `devices` devices."""
+        """Translate the file into a Shardwright configuration for `devices` devices."""
 
     def fitted(self, config: Config, devices: int, servers: int) -> Config:
-        """`config` with batch size and stages adjusted to `devices` devices on `servers` servers.
+        """Return `config` with batch size and stages for `devices` devices on `servers` servers.
 
         Raises:
             ConfigError: the parallel degrees of the file do not multiply to `devices`.
         """
 
     def batch_formula(self, devices: int) -> str:
-        """The formula of the global batch size, with the numbers of the file inserted."""
+        """Return the formula of the global batch size as text, with the values of the file."""
 
     def checkpoint_policy(self, policy: CheckpointPolicy) -> CheckpointPolicy:
-        """`policy` with the key names of this format, for error messages."""
+        """Return `policy` with the key names of this format, for error messages."""
 
 
 class ConfigFormat(Protocol):
@@ -79,12 +79,17 @@ class ConfigFormat(Protocol):
 
 @cache
 def config_formats() -> tuple[ConfigFormat, ...]:
-    """All installed formats."""
-    return tuple(entry.load() for entry in entry_points(group=GROUP))
+    """Load all installed formats."""
+    return tuple(entry.load() for entry in entry_points(group=ENTRY_POINT_GROUP))
 
 
 def foreign_run(content: Any, file: str) -> ForeignRun | None:
-    """The run described by a file of another framework; None if no installed format matches."""
-    matching = (each for each in config_formats() if each.recognizes(content))
-    config_format = next(matching, None)
+    """Parse a configuration file of another framework; None if no installed format recognizes it.
+
+    Args:
+        content: the parsed YAML.
+        file: name of the file, for error messages.
+    """
+    matching_formats = (each for each in config_formats() if each.recognizes(content))
+    config_format = next(matching_formats, None)
     return None if config_format is None else config_format.read_run(content, file)

@@ -32,7 +32,8 @@ logger = logging.getLogger("shardwright.capture")
 MAX_GRAPHS = 32
 """Maximum number of cached graphs; the least recently used are evicted."""
 
-PACKAGES = ("shardwright", "transformers", "peft")
+VERSIONED_PACKAGES = ("shardwright", "transformers", "peft")
+"""Packages whose versions are part of the cache key: they define the captured models."""
 
 
 def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
@@ -47,10 +48,10 @@ def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
     """
     if os.environ.get("SHARDWRIGHT_GRAPH_CACHE") == "off":
         return capture()
-    key = _key(description)
+    key = _cache_key(description)
     try:
         folder = graphs_folder()
-        graph = _read(folder, key)
+        graph = _read_graph(folder, key)
     except ValueError as error:
         logger.warning("%s is damaged, capturing again: %s", folder / f"{key}.graph", error)
         graph = None
@@ -60,18 +61,18 @@ def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
         return capture()
     if graph is None:
         graph = capture()
-        _write(folder, key, graph)
+        _write_graph(folder, key, graph)
     return graph
 
 
 def graphs_folder() -> Path:
-    """The folder of cached graphs."""
+    """Folder of the cache, below `$XDG_CACHE_HOME` or `~/.cache`."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "shardwright" / "graphs"
 
 
-def _read(folder: Path, key: str) -> Graph | None:
-    """The cached graph, or None on a miss.
+def _read_graph(folder: Path, key: str) -> Graph | None:
+    """Return the cached graph, or None on a miss.
 
     Raises:
         OSError: the folder or the file cannot be read, or the folder is writable by other users.
@@ -79,7 +80,7 @@ def _read(folder: Path, key: str) -> Graph | None:
     """
     path = folder / f"{key}.graph"
     try:
-        _check_private(folder)
+        _check_only_owner_writes(folder)
         content = path.read_bytes()
     except FileNotFoundError:
         return None
@@ -90,29 +91,29 @@ def _read(folder: Path, key: str) -> Graph | None:
     return graph
 
 
-def _check_private(folder: Path) -> None:
+def _check_only_owner_writes(folder: Path) -> None:
     """Raise PermissionError if other users can write to the folder."""
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"{folder} is not used: it belongs to another user, or other users can write to it (its"
-            " owner can `chmod 700` it)"
+            f"{folder} is ignored: it belongs to another user, or other users can write to it\n"
+            f"if it is yours, run: chmod 700 {folder}"
         )
 
 
-def _write(folder: Path, key: str, graph: Graph) -> None:
-    """Write the file atomically: concurrent readers see the old file or the new one."""
+def _write_graph(folder: Path, key: str, graph: Graph) -> None:
+    """Write the graph file atomically: concurrent readers see the old file or the new one."""
     try:
         content = dumps(graph, key)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
-            written = Path(temporary.name)
+            temporary_path = Path(temporary.name)
             try:
                 temporary.write(content)
                 temporary.flush()
-                written.replace(folder / f"{key}.graph")
+                temporary_path.replace(folder / f"{key}.graph")
             except OSError:
-                written.unlink(missing_ok=True)
+                temporary_path.unlink(missing_ok=True)
                 raise
         _evict_oldest(folder)
     # Constants of the graph may be objects of any library, and serializing them can raise anything.
@@ -130,10 +131,10 @@ def _evict_oldest(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _key(description: object) -> str:
+def _cache_key(description: object) -> str:
     versions = [
         *(FORMAT, platform.python_version(), torch.__version__, torch.version.git_version),
-        *map(_package_version, PACKAGES),
+        *map(_package_version, VERSIONED_PACKAGES),
         _source_hash(),
     ]
     return hashlib.sha256(repr((description, versions)).encode()).hexdigest()[:32]
@@ -148,7 +149,7 @@ def _package_version(package: str) -> str:
 
 @cache
 def _source_hash() -> str:
-    """Hash of the source of this package: any change of capture invalidates cached graphs."""
+    """Hash the source of this package: any change of the code invalidates cached graphs."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())

@@ -14,7 +14,7 @@ from shardwright.errors import ConfigError
 from shardwright.run.config.schema import Config
 from shardwright.text_files import parse_yaml, read_text, short_repr
 
-# Error types of pydantic and the type that each expected, in the words of YAML.
+# Pydantic's messages name Python types; a user of YAML reads these instead.
 EXPECTED_TYPES = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -25,14 +25,15 @@ EXPECTED_TYPES = {
     "model_type": "a mapping",
     "model_attributes_type": "a mapping",
 }
+"""Name of the expected type, by pydantic's error type."""
 
 
 def load(path: str | Path) -> Config:
     """Load the configuration file at `path`.
 
     Raises:
-        ConfigError: a missing file, invalid YAML, unknown keys, wrong types or contradictions; one
-            line per mistake.
+        ConfigError: the file does not exist, is invalid YAML, or has unknown keys, values of a
+            wrong type or contradictory values; one line per mistake.
     """
     return parse(read_text(path, ConfigError), str(path))
 
@@ -41,16 +42,20 @@ def parse(text: str, name: str = "config") -> Config:
     """Parse the YAML `text` of a configuration.
 
     Args:
-        name: the start of each error message, usually the file name.
+        name: prefix of each error message, usually the file name.
 
     Raises:
         ConfigError: see `load`.
     """
-    return validated(parse_yaml(text, name, ConfigError), name)
+    return validate_config(parse_yaml(text, name, ConfigError), name)
 
 
-def validated(content: Any, name: str) -> Config:
-    """Validate `content`, a parsed YAML file.
+def validate_config(content: Any, name: str) -> Config:
+    """Validate a parsed YAML file.
+
+    Args:
+        content: the parsed YAML.
+        name: prefix of each error message, usually the file name.
 
     Raises:
         ConfigError: see `load`.
@@ -63,23 +68,23 @@ def validated(content: Any, name: str) -> Config:
     try:
         return Config.model_validate(content)
     except ValidationError as error:
-        problems = [f"{name}: {_problem(details)}" for details in error.errors()]
+        problems = [f"{name}: {_error_message(details)}" for details in error.errors()]
         raise ConfigError("\n".join(problems)) from None
 
 
-def _problem(details: ErrorDetails) -> str:
-    """The message of one validation error: key, value, and what is valid."""
+def _error_message(details: ErrorDetails) -> str:
+    """Return the message of one validation error: key, invalid value, and valid values."""
     path, error_type, value = details["loc"], details["type"], details["input"]
     key = ".".join(str(part) for part in path)
     if error_type == "extra_forbidden":
-        return f"{key}: unknown key; {_valid_keys(path)}"
+        return f"{key}: unknown key; {_key_hint(path)}"
     if error_type == "missing":
         return f"{key}: missing"
     if error_type in EXPECTED_TYPES:
         return f"{key}: expected {EXPECTED_TYPES[error_type]}, got {_format_value(value)}"
     if error_type in ("literal_error", "option_error"):
         valid = details["ctx"]["expected"]
-        return f"{key}: expected {valid}, got {_format_value(value)}{_suggestion(value, valid)}"
+        return f"{key}: expected {valid}, got {_format_value(value)}{_did_you_mean(value, valid)}"
     if error_type == "string_pattern_mismatch":
         return f"{key}: expected 'module:callable', got {_format_value(value)}"
     if error_type == "value_error":
@@ -87,7 +92,8 @@ def _problem(details: ErrorDetails) -> str:
     return f"{key}: {details['msg'].replace('Input', 'value', 1)}, got {_format_value(value)}"
 
 
-def _valid_keys(path: tuple[int | str, ...]) -> str:
+def _key_hint(path: tuple[int | str, ...]) -> str:
+    """Return the closest valid key of the section, or all its keys, as the end of a message."""
     section: type[BaseModel] = Config
     for part in path[:-1]:
         annotation = section.model_fields[str(part)].annotation
@@ -98,13 +104,15 @@ def _valid_keys(path: tuple[int | str, ...]) -> str:
             if isinstance(member, type) and issubclass(member, BaseModel)
         )
     keys = [field.alias or name for name, field in section.model_fields.items()]
-    near = difflib.get_close_matches(str(path[-1]), keys, n=1)
-    return f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(keys)}"
+    close_matches = difflib.get_close_matches(str(path[-1]), keys, n=1)
+    return (
+        f"did you mean {close_matches[0]}?" if close_matches else f"valid keys: {', '.join(keys)}"
+    )
 
 
-def _suggestion(value: object, valid: str) -> str:
-    near = difflib.get_close_matches(str(value), re.findall(r"'(\w+)'", valid), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def _did_you_mean(value: object, valid: str) -> str:
+    close_matches = difflib.get_close_matches(str(value), re.findall(r"'(\w+)'", valid), n=1)
+    return f"; did you mean {close_matches[0]}?" if close_matches else ""
 
 
 def _format_value(value: object) -> str:

@@ -28,7 +28,7 @@ from shardwright.run.data.data import DIGITS_SIZE, Batches, Samples, digits, mni
 from shardwright.run.data.token_files import token_sequences
 from shardwright.run.loop.lr_schedule import LRSchedule
 
-Built = TypeVar("Built")
+Returned = TypeVar("Returned")
 
 
 def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -38,8 +38,8 @@ def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) ->
         folder: the folder to which paths of the section are relative.
 
     Raises:
-        ConfigError: a target does not return a module, or the model, its sizes or arguments are
-            unknown.
+        ConfigError: a target does not return a module, or the name, sizes or arguments of the model
+            are invalid.
     """
     if model.target is not None:
         net = call_target("model.target", model.target, model.arguments, folder)
@@ -49,27 +49,27 @@ def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) ->
                 f"model.target: {model.target} returned a {returned}, not an nn.Module"
             )
         return net.to(dtype)
-    # `build` takes these too, but each has a key of its own: one way to write a setting.
+    # `build` takes these arguments too, but each has a configuration key of its own.
     keys = ("dtype", "train.dtype"), ("lora", "model.lora"), ("prefix", "model.prefix")
     for name, key in keys:
         if name in model.arguments:
-            raise ConfigError(f"model.arguments.{name}: not an argument\nuse the key {key} instead")
+            raise ConfigError(f"model.arguments.{name}: not supported\nset the key `{key}` instead")
     lora = None if model.lora is None else LoRA(**model.lora.model_dump())
     options = {**model.arguments, "dtype": dtype, "lora": lora}
     if model.hf is not None:
         is_path = isinstance(model.hf, str)
         source = folder / model.hf if is_path else model.hf  # type: ignore[operator]
-        return _call("model", build_hf, source, **options)
+        return _call_naming_key("model", build_hf, source, **options)
     if model.prefix is not None:
         options["prefix"] = PrefixTuning(**model.prefix.model_dump())
     if model.sizes is not None:
-        sizes = _call("model.sizes", Dimensions, **model.sizes)
-        return _call("model", build, sizes, **options)
-    return _call("model", build, model.name, **options)
+        sizes = _call_naming_key("model.sizes", Dimensions, **model.sizes)
+        return _call_naming_key("model", build, sizes, **options)
+    return _call_naming_key("model", build, model.name, **options)
 
 
 def compute_dtype_of(model: schema.ModelSection, folder: Path) -> str | None:
-    """The compute dtype in the published configuration of the model; None if it names none.
+    """Return the compute dtype of the model's published configuration; None if it has none.
 
     Raises:
         ConfigError: the configuration of `hf` does not exist.
@@ -79,12 +79,12 @@ def compute_dtype_of(model: schema.ModelSection, folder: Path) -> str | None:
     if model.hf is None:
         return None
     source = folder / model.hf if isinstance(model.hf, str) else model.hf
-    return _call("model", hf_compute_dtype, source)
+    return _call_naming_key("model", hf_compute_dtype, source)
 
 
 @contextmanager
-def wrapped_errors(key: str, error_type: type[ShardwrightError]) -> Iterator[None]:
-    """Context in which errors of third-party code become an `error_type` with key, file and line.
+def wrap_errors(key: str, error_type: type[ShardwrightError]) -> Iterator[None]:
+    """Context that re-raises third-party exceptions as `error_type`, with key, file and line.
 
     Args:
         key: the configuration key whose value the code handles.
@@ -98,7 +98,7 @@ def wrapped_errors(key: str, error_type: type[ShardwrightError]) -> Iterator[Non
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        # PyTorch appends its C++ stack to messages, after these words.
+        # PyTorch appends its C++ stack trace to messages, after these words.
         message, _, _ = str(error).partition("Exception raised from")
         text = " ".join(message.split()) or "no message"
         source_line = f"{Path(last.filename).name}:{last.lineno}"
@@ -107,26 +107,28 @@ def wrapped_errors(key: str, error_type: type[ShardwrightError]) -> Iterator[Non
 
 @contextmanager
 def naming_file(file: str) -> Iterator[None]:
-    """Context in which a ConfigError begins with the name of the file."""
+    """Context that prefixes the message of a ConfigError with the file name."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _call(key: str, function: Callable[..., Built], *args: Any, **kwargs: Any) -> Built:
-    """Call `function`, with errors that name the configuration key.
+def _call_naming_key(
+    key: str, function: Callable[..., Returned], *args: Any, **kwargs: Any
+) -> Returned:
+    """Call `function`; its errors start with the configuration key.
 
     Raises:
         ConfigError: the function does not take these arguments, or rejects a value.
     """
-    # Binding first tells a mistake in the configuration from a TypeError inside the function.
+    # Bound first, to distinguish wrong arguments from a TypeError inside the function.
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
         arguments_key = f"{key}.arguments" if key == "model" else key
         raise ConfigError(f"{arguments_key}: {error}") from None
-    with wrapped_errors(key, ConfigError):
+    with wrap_errors(key, ConfigError):
         try:
             return function(*args, **kwargs)
         except ConfigError as error:
@@ -144,8 +146,8 @@ def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
         if path not in modules:
             near = get_close_matches(path, modules, n=1, cutoff=0.0)
             raise ConfigError(
-                f"parallel.recompute.modules: the model has no module {path!r};"
-                f" nearest is {near[0]}"
+                f"parallel.recompute.modules: the model has no module {path!r}\n"
+                f"did you mean {near[0]!r}?"
             )
         recompute(modules[path], section.communication, operators=op_types)
 
@@ -153,19 +155,20 @@ def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
 def _recomputed_op_types(
     net: nn.Module, section: schema.RecomputeSection
 ) -> dict[str, list[str] | None]:
-    """Operator types to recompute, by module path; None for all operators of the module."""
+    """Return operator types to recompute, by module path; None for all operators of the module."""
     if section.modules is not None:
         return dict.fromkeys(section.modules, section.operators)
     blocks = list(paths_of_blocks(net))
     if not blocks:
         raise ConfigError(
             "parallel.recompute: the model has no transformer blocks\n"
-            "set the key modules to paths of modules, for example modules: [encoder]"
+            "set the key `modules` to paths of modules, for example `modules: [encoder]`"
         )
     block_indices = range(len(blocks)) if section.blocks is None else section.blocks
     if (last := max((*block_indices, *section.whole_blocks), default=0)) >= len(blocks):
         raise ConfigError(
-            f"parallel.recompute: the model has no block {last}; valid are 0 to {len(blocks) - 1}"
+            f"parallel.recompute: the model has no block {last}\n"
+            f"use block indices from 0 to {len(blocks) - 1}"
         )
     op_types = dict.fromkeys((blocks[index] for index in block_indices), section.operators)
     # Fully recomputed blocks win where a block is in both lists.
@@ -206,12 +209,13 @@ def load_samples(
         tensors = call_target("data.target", data.target, data.arguments, folder)
         if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors):
             raise ConfigError(
-                f"data.target: {data.target} must return a tuple of tensors, not"
-                f" {type(tensors).__name__}"
+                f"data.target: {data.target} returned a {type(tensors).__name__}, not a tuple of"
+                " tensors\nreturn tensors with samples on dimension 0, for example"
+                " (images, labels)"
             )
         return tensors
     path = folder / Path(data.path).expanduser() if data.path is not None else None
-    with wrapped_errors("data", DataError):
+    with wrap_errors("data", DataError):
         if data.name == "mnist":
             return mnist(path)
         if data.seq_length is None:
@@ -222,12 +226,12 @@ def load_samples(
             return token_sequences(path, data.seq_length, vocab_size, data.dtype)
         tokenizer = folder / data.tokenizer if data.tokenizer is not None else None
         tokens = packed_text(data.seq_length, path, tokenizer)
-        _check_tokens(tokens[0], vocab_size)
+        _check_token_ids(tokens[0], vocab_size)
         return tokens
 
 
 def _vocab_size(model: schema.ModelSection, folder: Path) -> int | None:
-    """Vocabulary size of the model; None if unknown, as for a target."""
+    """Return the vocabulary size of the model; None if unknown, as for a target."""
     if model.target is not None:
         return None
     if model.hf is not None:
@@ -240,12 +244,12 @@ def _vocab_size(model: schema.ModelSection, folder: Path) -> int | None:
     return vocab_size if isinstance(vocab_size, int) else None
 
 
-def _check_tokens(tokens: Tensor, vocab_size: int | None) -> None:
+def _check_token_ids(tokens: Tensor, vocab_size: int | None) -> None:
     highest = int(tokens.max())
     if vocab_size is not None and highest >= vocab_size:
         raise DataError(
-            f"the text has token {highest}, but the model's vocab_size is {vocab_size}\nset"
-            f" vocab_size to at least {highest + 1}, or use a tokenizer with fewer tokens"
+            f"the text has token id {highest}, but the model's `vocab_size` is {vocab_size}\nset"
+            f" `vocab_size` to at least {highest + 1}, or use a tokenizer with fewer tokens"
         )
 
 
@@ -288,18 +292,18 @@ def call_target(key: str, target: str, arguments: Mapping[str, Any], folder: Pat
         ConfigError: the module or attribute does not exist, is not callable, or does not take
             `arguments`.
     """
-    with wrapped_errors(key, ConfigError):
-        function = _import(key, target, folder)
+    with wrap_errors(key, ConfigError):
+        function = _import_target(key, target, folder)
         signature = inspect.signature(function)
     try:
         signature.bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{key}: {target}{signature} cannot be called: {error}") from None
-    with wrapped_errors(key, ConfigError):
+    with wrap_errors(key, ConfigError):
         return function(**arguments)
 
 
-def _import(key: str, target: str, folder: Path) -> Callable[..., Any]:
+def _import_target(key: str, target: str, folder: Path) -> Callable[..., Any]:
     module_name, _, attribute = target.partition(":")
     import_path = str(folder.resolve())
     if import_path not in sys.path:
@@ -307,18 +311,19 @@ def _import(key: str, target: str, folder: Path) -> Callable[..., Any]:
     try:
         target_object: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # The target module exists, but something that it imports does not.
+        # Re-raised if the target module exists, but something that it imports does not.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
-            f"{key}: no module {error.name} in {folder} nor among the installed packages"
+            f"{key}: no module {error.name!r} in {folder} or among the installed packages\n"
+            "use `package.module:callable`, as Python would import it from that folder"
         ) from None
     for name in attribute.split("."):
         if not hasattr(target_object, name):
             near = difflib.get_close_matches(name, dir(target_object), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{key}: module {module_name} has no {attribute}{hint}")
+            raise ConfigError(f"{key}: module {module_name} has no attribute {attribute}{hint}")
         target_object = getattr(target_object, name)
     if not callable(target_object):
-        raise ConfigError(f"{key}: {target} is {target_object!r}, which cannot be called")
+        raise ConfigError(f"{key}: {target} is {target_object!r}, not a callable")
     return target_object  # type: ignore[no-any-return]

@@ -21,9 +21,10 @@ PRESETS: dict[str, Any] = {
     "data parallel": None,
     "fully sharded data parallel": {"level": "level3", "threshold": 0},
 }
-"""Parameter storage (`hsdp`) of plans that need no search, by name."""
+"""Value of the option `hsdp` of each preset, by its name; presets need no search."""
 
-# Options that turn off every decision of the planner: presets are shown even if they do not fit.
+# Options that turn off every decision of the planner, and the memory limit: the page shows presets
+# even if they do not fit into memory.
 NO_SEARCH: dict[str, Any] = {
     "mode": "data_parallel",
     "stages": 1,
@@ -34,8 +35,8 @@ NO_SEARCH: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class RunWithPlan:
-    """A planned run, with the captured model from which variants can be planned.
+class AlternativePlanner:
+    """Plans alternatives of a planned run, from its captured model.
 
     Args:
         unplanned: the run as configured, before the number of micro-batches was chosen.
@@ -49,7 +50,7 @@ class RunWithPlan:
     plan: Plan
 
     @classmethod
-    def of(cls, run: Run, devices: int) -> RunWithPlan:
+    def of(cls, run: Run, devices: int) -> AlternativePlanner:
         """Plan `run` for `devices` devices.
 
         Raises:
@@ -59,11 +60,11 @@ class RunWithPlan:
         model, graph = run.capture()
         return cls(unplanned, run, model, graph, run.plan_graph(model, graph, devices))
 
-    def what_if(self) -> Iterator[tuple[str, Plan | str]]:
-        """Plan for half the memory, twice the devices, half and twice the batch, one change each.
+    def what_if_plans(self) -> Iterator[tuple[str, Plan | str]]:
+        """Plan with half the memory, twice the devices, half the batch, and twice the batch.
 
         Yields:
-            The name of the change, and its plan, or the error message if there is no plan.
+            For each of the four changes its name, and the plan, or the error message without one.
         """
         devices, batch_size = self.plan.devices, self.run.config.data.batch_size
         limit = self.plan.memory_limit
@@ -76,16 +77,20 @@ class RunWithPlan:
         yield self._with_batch("half the batch", batch_size // 2)
         yield self._with_batch("twice the batch", 2 * batch_size)
 
-    def presets(self) -> Iterator[tuple[str, Plan | str]]:
-        """Plan each of `PRESETS`, without a search and without a memory limit."""
+    def preset_plans(self) -> Iterator[tuple[str, Plan | str]]:
+        """Plan each of `PRESETS`, without a search and without a memory limit.
+
+        Yields:
+            The name of the preset, and its plan, or the error message without one.
+        """
         for name, hsdp in PRESETS.items():
             yield self._with_options(name, self.plan.devices, hsdp=hsdp, **NO_SEARCH)
 
     def best_plans(self, top: int) -> Iterator[tuple[str, Plan | str]]:
-        """Plan the fastest strategies of `top` different kinds, and skip a plan equal to this one.
+        """Plan the fastest strategy of each of the `top` best kinds, except `plan` itself.
 
         Yields:
-            The kind of strategy, and its plan, or why there is no plan of this kind.
+            The kind of strategy, and its plan, or the reason why this kind has no plan.
 
         Raises:
             ShardwrightError: the run names no cluster, so step times cannot be predicted.

@@ -1,4 +1,4 @@
-"""Options of the planner that a configuration stands for."""
+"""Translates a configuration into options of the planner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from shardwright.run.config.schema import Config
 
 
 def plan_options(config: Config, model: nn.Module) -> dict[str, Any]:
-    """The options that follow from a configuration and the names of its model's modules."""
+    """Translate a configuration into keyword arguments of `PlanOptions`.
+
+    Args:
+        model: the model of the configuration, whose blocks are assigned to pipeline stages.
+    """
     parallel = config.parallel
     expert_pins_ops = parallel.expert is not None
     options: dict[str, Any] = {
@@ -23,15 +27,15 @@ def plan_options(config: Config, model: nn.Module) -> dict[str, Any]:
         "recompute": "auto" if parallel.recomputes_as_needed else None,
         "optimizer": config.optimizer.name,
     }
-    if _has_equal_stages(config) and isinstance(parallel.stages, int) and parallel.stages > 1:
+    if _has_megatron_stages(config) and isinstance(parallel.stages, int) and parallel.stages > 1:
         layers = parallel.expert.layers if parallel.expert else None
         stage_config = expert_stages(model, parallel.stages, layers)
         options |= {"stages": 1, "stage_config": stage_config}
     return options
 
 
-def _has_equal_stages(config: Config) -> bool:
-    """Whether stages are consecutive runs of blocks, as Megatron assigns them, not searched."""
+def _has_megatron_stages(config: Config) -> bool:
+    """Whether each pipeline stage is a run of consecutive blocks, as in Megatron, not searched."""
     is_manual = config.parallel.mode == "semi_auto" and config.model.is_language_model
     schedule = SCHEDULES.get(config.parallel.schedule)
     # Interleaved schedules have several chunks per stage, which the planner assigns.

@@ -1,4 +1,4 @@
-"""Rehearses a configured run: a few training steps of single ranks on one process."""
+"""Rehearses a configured run: runs a few training steps of single ranks in one process."""
 
 from __future__ import annotations
 
@@ -50,19 +50,21 @@ def rehearse_run(
     short_run = _ShortRun(run.config.model_copy(update={"train": train}), run.folder, run.foreign)
     rehearsal_device = device or torch.device("meta")
 
-    def prepare(device: torch.device) -> _ShortTraining:
+    def build_training(device: torch.device) -> _ShortTraining:
         return _ShortTraining(RankTraining.of(short_run, plan, device))
 
     rehearsed_ranks = dict.fromkeys(ranks or first_and_last_ranks(plan))
     return Rehearsal(
         plan.devices,
-        tuple(rehearse_rank(rank, plan, rehearsal_device, prepare) for rank in rehearsed_ranks),
+        tuple(
+            rehearse_rank(rank, plan, rehearsal_device, build_training) for rank in rehearsed_ranks
+        ),
     )
 
 
 @dataclass(frozen=True)
 class _ShortTraining:
-    """Implements `Trainee` of the rehearsal for a configured run."""
+    """Adapter from `RankTraining` to the rehearsal's protocol `Trainee`."""
 
     training: RankTraining
 

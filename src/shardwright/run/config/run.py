@@ -42,7 +42,7 @@ from shardwright.progress import OnProgress, ignore_progress, nested_progress
 from shardwright.run.config.checkpointing import CheckpointPolicy
 from shardwright.run.config.formats import ForeignRun, foreign_run
 from shardwright.run.config.graph_cache import cached_graph
-from shardwright.run.config.load import validated
+from shardwright.run.config.load import validate_config
 from shardwright.run.config.objects import (
     build_model,
     build_optimizer,
@@ -51,7 +51,7 @@ from shardwright.run.config.objects import (
     load_batches,
     mark_recomputed,
     naming_file,
-    wrapped_errors,
+    wrap_errors,
 )
 from shardwright.run.config.plan_options import plan_options
 from shardwright.run.config.schema import Config, DataSection
@@ -61,7 +61,7 @@ from shardwright.run.loop.loop import LOSSES
 from shardwright.text_files import parse_yaml, read_text
 
 DEVICES_PER_SERVER = 8
-"""Assumed without a cluster: the published MindFormers files are written for servers of 8."""
+"""Devices per server if no cluster is set: the published MindFormers files assume servers of 8."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -72,9 +72,9 @@ class Run:
 
     Args:
         folder: the folder to which imported modules and paths are relative.
-        foreign: the same run in the format of another framework, whose batch size may depend on
-            the number of devices; None for a file with Shardwright's own keys.
-        file: name of the configuration file, the start of each error message.
+        foreign: the parsed file of another framework, whose batch size may depend on the number of
+            devices; None for a file with Shardwright's own keys.
+        file: name of the configuration file, the prefix of each error message.
         on_progress: called before each phase: building, capturing, searching.
     """
 
@@ -94,11 +94,11 @@ class Run:
         name, folder = str(path), Path(path).parent
         content = parse_yaml(read_text(path, ConfigError), name, ConfigError)
         foreign = foreign_run(content, name)
-        config = validated(content, name) if foreign is None else foreign.config()
+        config = validate_config(content, name) if foreign is None else foreign.config()
         return Run(config, folder, foreign, name)
 
     def for_devices(self, devices: int) -> Run:
-        """The run adjusted to `devices` devices.
+        """Return the run adjusted to `devices` devices.
 
         Raises:
             ConfigError: the parallel degrees of the file do not multiply to `devices`.
@@ -110,13 +110,13 @@ class Run:
         config = self.foreign.fitted(self.config, devices, self._num_servers(devices))
         return replace(self, config=config)
 
-    def check_nodes(self, size: int) -> None:
-        """Raise ConfigError if the cluster cannot have several nodes of `size` devices."""
+    def check_nodes(self, node_size: int) -> None:
+        """Raise ConfigError if the cluster cannot have several nodes of `node_size` devices."""
         if self.cluster is not None:
-            load_cluster(self.cluster).check_nodes(size)
+            load_cluster(self.cluster).check_nodes(node_size)
 
     def _num_servers(self, devices: int) -> int:
-        """Number of servers that `devices` devices occupy."""
+        """Return the number of servers that `devices` devices occupy."""
         if self.cluster is None:
             return -(-devices // DEVICES_PER_SERVER)
         return load_cluster(self.cluster).servers(devices)
@@ -163,10 +163,9 @@ class Run:
         return self.last_step(BEGINNING)
 
     def last_step(self, start: Position) -> int:
-        """Index of the last step of a run that resumes at `start`, counted from 1 over all epochs.
+        """Return the last step of a run that resumes at `start`, counted from 1 over all epochs.
 
-        Steps before `start` are taken from `start.step`, because their batch size may have been
-        another.
+        Counts the steps before `start` as `start.step`: a run may resume with another batch size.
         """
         settings = self.config.train
         steps = start.step + self.batches.steps_from(start, settings.epochs)
@@ -196,10 +195,10 @@ class Run:
         Raises:
             ShardwrightError: the model cannot be built, captured or planned.
         """
-        return self.for_devices(devices)._plan(devices, files)
+        return self.for_devices(devices)._plan_and_save(devices, files)
 
-    def _plan(self, devices: int, files: SavedGraphs | None) -> Plan:
-        # Saved step by step: after a failed search the captured graph is there to be inspected.
+    def _plan_and_save(self, devices: int, files: SavedGraphs | None) -> Plan:
+        # The graph is saved before the search, so that it can be inspected if the search fails.
         try:
             run = self.with_micro_batches(devices)
             model, graph = run.capture()
@@ -215,46 +214,52 @@ class Run:
         return plan
 
     def with_micro_batches(self, devices: int) -> Run:
-        """The run with the fastest number of micro-batches, if its configuration leaves it open.
+        """Return the run with the fastest number of micro-batches, if the planner chooses it.
 
         Raises:
             ShardwrightError: see `plan`.
         """
         if not self.config.parallel.chooses_micro_batches:
             return self
-        return self._with_num_micro_batches(self._decide(devices).pipeline.micro_batches)
+        return self._with_num_micro_batches(self._search(devices).pipeline.micro_batches)
 
     def best_plans(self, devices: int, top: int) -> RankedPlans:
-        """The fastest plan of each of `top` kinds of strategy; see `shardwright.best_plans`.
+        """Plan the fastest strategy of each of the `top` best kinds; see `shardwright.best_plans`.
 
         Raises:
             ShardwrightError: see `plan`; or the run names no cluster.
         """
         ranking = Ranking(top)
-        self.for_devices(devices)._decide(devices, ranking)
+        self.for_devices(devices)._search(devices, ranking)
         return ranking.ranked()
 
-    def _decide(self, devices: int, ranking: Ranking | None = None) -> Candidate:
-        """Run the search, for each number of micro-batches if that is open; return the fastest."""
+    def _search(self, devices: int, ranking: Ranking | None = None) -> Candidate:
+        """Search a plan, or one per number of micro-batches if the planner chooses it.
 
-        def decide(run: Run) -> Candidate:
+        Returns:
+            The fastest candidate.
+        """
+
+        def search(run: Run) -> Candidate:
             model, graph = run.capture()
-            options = run._options(model, devices)
+            options = run._plan_options(model, devices)
             options = options if ranking is None else options_to_rank(options)
             return decide_model(options, graph, ranking=ranking)
 
-        def with_number(number: int) -> Candidate:
-            part = f"{number} micro-batches", numbers.index(number), len(numbers)
-            report = nested_progress(self.on_progress, *part)
-            return decide(replace(self._with_num_micro_batches(number), on_progress=report))
+        def search_with(num_micro_batches: int) -> Candidate:
+            phase = f"{num_micro_batches} micro-batches"
+            index = choices.index(num_micro_batches)
+            report = nested_progress(self.on_progress, phase, index, len(choices))
+            run = self._with_num_micro_batches(num_micro_batches)
+            return search(replace(run, on_progress=report))
 
         if not self.config.parallel.chooses_micro_batches:
-            return decide(self)
-        numbers = valid_num_micro_batches(self._with_num_micro_batches(1).micro_batch_to_plan())
-        return with_best_micro_batches(numbers, with_number)
+            return search(self)
+        choices = valid_num_micro_batches(self._with_num_micro_batches(1).micro_batch_to_plan())
+        return with_best_micro_batches(choices, search_with)
 
-    def _with_num_micro_batches(self, number: int) -> Run:
-        parallel = self.config.parallel.model_copy(update={"micro_batches": number})
+    def _with_num_micro_batches(self, num_micro_batches: int) -> Run:
+        parallel = self.config.parallel.model_copy(update={"micro_batches": num_micro_batches})
         return replace(self, config=self.config.model_copy(update={"parallel": parallel}))
 
     def capture(self) -> tuple[nn.Module, Graph]:
@@ -276,7 +281,7 @@ class Run:
         return model, self.capture_graph(model, batch)
 
     def capture_graph(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Graph:
-        """The graph of `model` with the tags of its modules, captured or read from the cache.
+        """Capture the graph of `model`, or read it from the cache, with the tags of its modules.
 
         Args:
             batch: one micro-batch; only shapes and dtypes matter.
@@ -284,38 +289,47 @@ class Run:
         Raises:
             CaptureError: the model cannot be captured.
         """
-        graph, number = self._capture_or_load(model, batch), self.config.parallel.num_micro_batches
+        graph = self._capture_or_load(model, batch)
         # Captures with other numbers of samples too, to find how their losses are weighted.
         return with_loss_weighting(
             graph,
-            number,
+            self.config.parallel.num_micro_batches,
             lambda samples: self._capture_or_load(model, with_samples(batch, samples)),
         )
 
     def _capture_or_load(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:
-        half = torch.bfloat16 if self.compute_dtype == "bfloat16" else None
+        autocast_dtype = torch.bfloat16 if self.compute_dtype == "bfloat16" else None
 
         def capture_now() -> Graph:
             self.on_progress("capture")
-            return capture(model, tuple(batch), compute_dtype=half, on_progress=self.on_progress)
+            return capture(
+                model, tuple(batch), compute_dtype=autocast_dtype, on_progress=self.on_progress
+            )
 
-        if not self._determines_graph:
+        if not self._config_determines_graph:
             return capture_now()
         shapes = tuple((tuple(each.shape), each.dtype) for each in batch)
         config = self.config
-        description = (config.model.model_dump(), shapes, half, self._dtype, config.loss_name)
-        # Tags (strategies, recomputation) are not part of the cache key: they are attached anew.
+        description = (
+            config.model.model_dump(),
+            shapes,
+            autocast_dtype,
+            self._dtype,
+            config.loss_name,
+        )
+        # Tags (strategies, recomputation) are not part of the cache key, so a cached graph may have
+        # those of another run.
         return replace(cached_graph(description, capture_now), module_tags=module_tags(model))
 
     @property
-    def _determines_graph(self) -> bool:
-        """Whether the configuration alone determines the graph, without user code or files."""
+    def _config_determines_graph(self) -> bool:
+        """Whether the graph depends on the configuration only, not on user code or other files."""
         model, data = self.config.model, self.config.data
         model_in_config = model.is_language_model and not isinstance(model.hf, str)
         return model_in_config and data.seq_length is not None
 
     def model_to_plan(self) -> nn.Module:
-        """The model for capture; parameters take no memory unless a target reads their values."""
+        """Build the model for capture: a language model on the meta device, a target deferred."""
         self.on_progress("build")
         if self.config.model.is_language_model:
             with torch.device("meta"):
@@ -323,7 +337,7 @@ class Run:
         return self.deferred_model()
 
     def deferred_model(self) -> nn.Module:
-        """The model with deferred parameters, which each rank initializes for its own shards.
+        """Build the model with deferred parameters: each rank initializes only its own shards.
 
         Falls back to ordinary parameters if the code of a target reads their values.
         """
@@ -332,12 +346,13 @@ class Run:
         return self.model()
 
     def micro_batch_to_plan(self) -> tuple[Tensor, ...]:
-        """An example micro-batch for capture.
+        """Return an example micro-batch for capture.
 
-        For texts, meta tensors `[batch, sequence]` of tokens and labels: no data is read.
+        For text, these are meta tensors [micro-batch, sequence] of tokens and labels; no data is
+        read.
         """
         data, num_micro_batches = self.config.data, self.config.parallel.num_micro_batches
-        with wrapped_errors("data", DataError):
+        with wrap_errors("data", DataError):
             if data.seq_length is None:
                 batch = self.example_batch()
             else:
@@ -356,9 +371,9 @@ class Run:
         Raises:
             ShardwrightError: there is no plan, for example within the memory limit.
         """
-        return plan_model(self._options(model, devices, **changes), graph)
+        return plan_model(self._plan_options(model, devices, **changes), graph)
 
-    def _options(self, model: nn.Module, devices: int, **changes: Any) -> PlanOptions:
+    def _plan_options(self, model: nn.Module, devices: int, **changes: Any) -> PlanOptions:
         options = plan_options(self.config, model) | {
             "cluster": self.cluster,
             "compute_dtype": self.compute_dtype,
@@ -368,7 +383,7 @@ class Run:
 
     @cached_property
     def compute_dtype(self) -> str | None:
-        """The compute dtype of float32 parameters (mixed precision); None for float32.
+        """Compute dtype of float32 parameters (mixed precision); None for float32.
 
         If the file sets neither `parallel.compute_dtype` nor `train.dtype`, the dtype of the
         model's published configuration is used.
@@ -391,7 +406,7 @@ class Run:
         return str(self.folder / cluster)
 
     def example_batch(self) -> tuple[Tensor, ...]:
-        """The first training batch."""
+        """Return the first training batch."""
         return next(self.batches.epoch(0))
 
     @property
@@ -414,7 +429,7 @@ class Run:
         self.checkpoint_policy.check()
 
     def checkpoints(self) -> Checkpoints | None:
-        """The checkpoints of the run; None if it saves none."""
+        """Open the checkpoint folder of the run; None without `train.checkpoint`."""
         return self.checkpoint_policy.checkpoints()
 
     def save_strategies(self, plan: Plan) -> Path | None:
@@ -435,14 +450,18 @@ class Run:
         """Build the optimizer of the configuration for `parameters`."""
         return build_optimizer(self.config.optimizer, parameters)
 
-    def rate(self, last: int) -> Callable[[int], float] | None:
-        """Learning rate as a function of the step, in a run of `last` steps; None if constant."""
+    def rate(self, num_steps: int) -> Callable[[int], float] | None:
+        """Return a function from the step to its learning rate; None for a constant rate.
+
+        Args:
+            num_steps: length of the run, which scales the schedule.
+        """
         schedule = build_schedule(self.config.optimizer)
-        return None if schedule is None else lambda step: schedule.rate(step, last)
+        return None if schedule is None else lambda step: schedule.rate(step, num_steps)
 
     @property
     def numbers(self) -> RunNumbers:
-        """Dataset size and seeds, which determine the sample order and random draws."""
+        """Dataset size and seeds of the run, which determine the sample order and random draws."""
         config = self.config
         return RunNumbers(self.batches.samples, config.data.seed, config.train.seed)
 

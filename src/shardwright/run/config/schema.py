@@ -73,16 +73,18 @@ class ModelSection(Section, frozen=True):
         return self.target is None
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_one_source(self) -> Self:
         sources = {"target": self.target, "name": self.name, "sizes": self.sizes, "hf": self.hf}
-        present = [key for key, value in sources.items() if value is not None]
-        if len(present) != 1:
-            listed = " and ".join(present) if present else "none"
-            raise ValueError(f"set exactly one of target, name, sizes, hf, not {listed}")
+        used_keys = [key for key, value in sources.items() if value is not None]
+        if len(used_keys) != 1:
+            listed = " and ".join(f"`{key}`" for key in used_keys) or "none of them"
+            raise ValueError(f"set exactly one of `target`, `name`, `sizes`, `hf`, not {listed}")
         if self.lora is not None and self.target is not None:
-            raise ValueError("lora is for the language models of name, sizes and hf")
-        if self.prefix is not None and (self.lora is not None or not (self.name or self.sizes)):
-            raise ValueError("prefix is for the language models of name and sizes, without lora")
+            raise ValueError("the key `lora` needs a language model, by `name`, `sizes` or `hf`")
+        if self.prefix is not None and self.lora is not None:
+            raise ValueError("set either `prefix` or `lora`, not both")
+        if self.prefix is not None and not (self.name or self.sizes):
+            raise ValueError("the key `prefix` needs a language model, by `name` or `sizes`")
         return self
 
 
@@ -106,20 +108,22 @@ class DataSection(Section, frozen=True):
     seed: Seed = 0
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_one_source(self) -> Self:
         if self.name is not None and self.target is not None:
-            raise ValueError("give either name or target, not both")
+            raise ValueError("set either `name` or `target`, not both")
         if self.arguments and self.target is None:
-            raise ValueError("the key arguments needs the key target")
+            raise ValueError("the key `arguments` needs the key `target`")
         if self.name == "tokens" and self.path is None:
-            raise ValueError("name: tokens needs the key path, for example train.bin")
+            raise ValueError("`name: tokens` needs the key `path`, for example `path: train.bin`")
         if self.name in ("text", "tokens") and self.seq_length is None:
-            raise ValueError(f"name: {self.name} needs the key seq_length, for example 64")
+            raise ValueError(
+                f"`name: {self.name}` needs the key `seq_length`, for example `seq_length: 64`"
+            )
         name = "digits" if self.name is None and self.target is None else self.name
-        for key, names in _DATA_KEYS.items():
+        for key, names in _DATASETS_BY_KEY.items():
             if getattr(self, key) is not None and name not in names:
-                valid = " or ".join(names)
-                raise ValueError(f"{key} is for name: {valid} only")
+                valid = " or ".join(f"`name: {name}`" for name in names)
+                raise ValueError(f"the key `{key}` needs {valid}")
         return self
 
 
@@ -127,14 +131,14 @@ def _first_message(error: ValidationError) -> str:
     return error.errors()[0]["msg"].removeprefix("Value error, ")
 
 
-_DATA_KEYS = {
+_DATASETS_BY_KEY = {
     "path": ("mnist", "text", "tokens"),
     "image_size": ("digits",),
     "seq_length": ("text", "tokens"),
     "tokenizer": ("text",),
     "dtype": ("tokens",),
 }
-"""Values of `name` for which each key is valid."""
+"""Values of `name` with which a key of the section is valid, by the key."""
 
 
 class ScheduleSection(Section, frozen=True):
@@ -148,14 +152,14 @@ class ScheduleSection(Section, frozen=True):
     power: Positive = 1.0
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> Self:
+    def _check_one_warmup(self) -> Self:
         if self.warmup_steps and self.warmup_ratio is not None:
-            raise ValueError("give either warmup_steps or warmup_ratio, not both")
+            raise ValueError("set either `warmup_steps` or `warmup_ratio`, not both")
         return self
 
 
 class OptimizerSection(Section, frozen=True):
-    """The optimizer and its hyperparameters; keys that are left out have PyTorch's defaults.
+    """The optimizer and its hyperparameters; omitted keys have PyTorch's defaults.
 
     `clip_norm`: maximum global gradient norm. `decay_vectors: false`: no weight decay for biases
     and normalization weights.
@@ -173,7 +177,7 @@ class OptimizerSection(Section, frozen=True):
 
     @field_validator("name", mode="before")
     @classmethod
-    def _known_optimizer(cls, value: Any) -> Any:
+    def _check_optimizer_name(cls, value: Any) -> Any:
         if value not in OPTIMIZERS:
             *names, last = (repr(name) for name in OPTIMIZERS)
             expected = f"{', '.join(names)} or {last}"
@@ -181,27 +185,31 @@ class OptimizerSection(Section, frozen=True):
         return value
 
     @model_validator(mode="after")
-    def _keys_where_used(self) -> Self:
+    def _check_optimizer_keys(self) -> Self:
         optimizer = OPTIMIZERS[self.name]
         for key, example in optimizer.required.items():
             if getattr(self, key) is None:
-                raise ValueError(f"name: {self.name} needs the key {key}, for example {example}")
+                raise ValueError(
+                    f"`name: {self.name}` needs the key `{key}`, for example `{key}: {example}`"
+                )
         valid_keys = {*optimizer.keys, *optimizer.required}
         for key in ("momentum", "betas", "eps"):
             if key not in valid_keys and getattr(self, key) is not None:
                 names = [n for n, o in OPTIMIZERS.items() if key in (*o.keys, *o.required)]
-                valid = " or ".join(names)
-                raise ValueError(f"the key {key} is for name: {valid}, not {self.name}")
+                valid = " or ".join(f"`name: {name}`" for name in names)
+                raise ValueError(f"the key `{key}` needs {valid}, not `name: {self.name}`")
         if self.betas is not None and (len(self.betas) != 2 or max(self.betas) >= 1):
-            raise ValueError(f"betas: expected two numbers below 1, got {self.betas}")
+            raise ValueError(
+                f"betas: expected two numbers below 1, for example [0.9, 0.95], got {self.betas}"
+            )
         return self
 
 
 class ExpertSection(Section, frozen=True):
     """Megatron-style parallel degrees of a language model, for `mode: semi_auto`.
 
-    The arguments of `shardwright.models.expert_sharding.pin_expert`, and `layers`, the number of
-    blocks of each pipeline stage, by default equal.
+    The arguments of `shardwright.models.expert_sharding.pin_expert`, and `layers`: the number of
+    blocks in each pipeline stage, by default the same number in all.
     """
 
     data_parallel: Count = 1
@@ -214,8 +222,7 @@ class ExpertSection(Section, frozen=True):
 
 
 class OptimizerParallelSection(Section, frozen=True):
-    """ZeRO / FSDP: sharded parameters and optimizer state; fields of
-    `shardwright.OptimizerParallel`."""
+    """ZeRO / FSDP settings; the fields of `shardwright.OptimizerParallel`."""
 
     level: Literal["level1", "level2", "level3"] = "level1"
     shard_size: int = -1
@@ -226,9 +233,9 @@ class RecomputeSection(Section, frozen=True):
     """Activation checkpointing; the arguments of `shardwright.recompute`.
 
     `modules`: paths of modules. `blocks`: indices of transformer blocks, counted from 0; without
-    either, every block. `operators`: the only operator types that are recomputed (selective
-    recomputation); `whole_blocks` are recomputed fully all the same. `recompute: auto` instead of a
-    section recomputes as much as the memory limit requires.
+    either, every block. `operators`: operator types to recompute (selective recomputation), by
+    default all. `whole_blocks`: indices of blocks that are recomputed fully despite `operators`.
+    `recompute: auto` instead of a section recomputes as much as the memory limit requires.
     """
 
     # `recompute: auto` is read as `recompute: {auto: true}`.
@@ -245,19 +252,19 @@ class RecomputeSection(Section, frozen=True):
         return {"auto": True} if value == "auto" else value
 
     @model_validator(mode="after")
-    def _one_selection(self) -> Self:
+    def _check_one_selection(self) -> Self:
         if self.auto and any(x is not None for x in (self.modules, self.blocks, self.operators)):
-            raise ValueError("give either auto, or modules and operators")
+            raise ValueError("set either `auto: true`, or `modules`, `blocks` and `operators`")
         if self.modules is not None and (self.blocks is not None or self.whole_blocks):
-            raise ValueError("give either modules or blocks, not both")
+            raise ValueError("set either `modules`, or `blocks` and `whole_blocks`, not both")
         return self
 
 
 class ParallelSection(Section, FileOptions, frozen=True):
     """Parallelism and planner options.
 
-    Inherits the options of `shardwright.plan` as keys with the same names and defaults; declares
-    keys that exist only in files or have another type there.
+    Inherits the options of `shardwright.plan` as keys, with their names and defaults. Declares only
+    keys that `shardwright.plan` does not have, or for which it takes another type.
     """
 
     mode: str = PlanOptions.mode
@@ -271,7 +278,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
 
     @field_validator("mode", *requirements(FileOptions), mode="before")
     @classmethod
-    def _valid_option(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_option(cls, value: Any, info: ValidationInfo) -> Any:
         requirement = requirements(PlanOptions)[str(info.field_name)]
         if not requirement.accepts(value):
             raise PydanticCustomError(
@@ -281,7 +288,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
 
     @property
     def recomputes_as_needed(self) -> bool:
-        """Whether the planner chooses what to recompute from the memory limit."""
+        """Whether the planner chooses the modules to recompute, to fit into the memory limit."""
         return self.recompute is not None and self.recompute.auto
 
     def check_devices(self, devices: int) -> None:
@@ -294,26 +301,29 @@ class ParallelSection(Section, FileOptions, frozen=True):
             "context_parallel": self.expert.context_parallel,
             "stages": self.stages,
         }
-        number = prod(degrees.values())
-        if number != devices:
-            product = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
+        product = prod(degrees.values())
+        if product != devices:
+            factors = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
             raise ConfigError(
-                f"parallel.expert: {product} = {number}, but there are {devices} devices\n"
-                f"use {number} devices, or degrees whose product is {devices}"
+                f"parallel.expert: {factors} = {product}, but there are {devices} devices\n"
+                f"use {product} devices, or degrees whose product is {devices}"
             )
 
     @model_validator(mode="after")
-    def _expert_where_used(self) -> Self:
+    def _check_expert(self) -> Self:
         if self.expert is not None and self.mode != "semi_auto":
-            raise ValueError(f"expert is for mode: semi_auto, not {self.mode}")
+            raise ValueError(f"the key `expert` needs `mode: semi_auto`, not `mode: {self.mode}`")
         if self.expert is not None and self.strategies is not None:
-            raise ValueError("give either expert or strategies, not both")
+            raise ValueError("set either `expert` or `strategies`, not both")
         if self.expert is not None and self.stages == "auto":
-            raise ValueError("expert needs a number of stages, not stages: auto")
+            raise ValueError(
+                "the key `expert` needs a number of stages, for example `stages: 2`, not"
+                " `stages: auto`"
+            )
         if self.suggest_stages and (self.stages == "auto" or self.expert is not None):
             conflict = "stages: auto" if self.stages == "auto" else "expert"
             raise ValueError(
-                f"suggest_stages is for a number of stages and a search, not {conflict}"
+                f"the key `suggest_stages` needs a search with a number of stages, not `{conflict}`"
             )
         return self
 
@@ -369,16 +379,19 @@ class Config(Section, frozen=True):
 
     @property
     def loss_name(self) -> str:
-        """The loss to add to the model: by default cross entropy, none for a language model."""
+        """Name of the loss to add to the model, by default cross entropy.
+
+        The default is `none` for a language model, which computes its own loss.
+        """
         return self.loss or ("none" if self.model.is_language_model else "cross_entropy")
 
     @model_validator(mode="after")
-    def _valid_evaluation_data(self) -> Self:
+    def _check_evaluation_data(self) -> Self:
         evaluation = self.train.evaluation
         if evaluation is not None:
             key = "arguments" if self.data.target is not None else "path"
             if not getattr(evaluation, key):
-                raise ValueError(f"train.evaluation needs the key {key} of its data")
+                raise ValueError(f"train.evaluation needs the key `{key}` of its data")
             try:
                 _ = self.evaluation_data
             except ValidationError as error:
@@ -393,13 +406,16 @@ class Config(Section, frozen=True):
         return DataSection(**{**self.data.model_dump(), **changes})
 
     @model_validator(mode="after")
-    def _keys_match_model(self) -> Self:
+    def _check_keys_match_model(self) -> Self:
         if self.model.is_language_model and self.loss_name != "none":
             raise ValueError("remove `loss`: a language model computes its own")
         if self.parallel.expert is not None and not self.model.is_language_model:
-            raise ValueError("parallel.expert is for language models, not for a target")
+            raise ValueError("parallel.expert needs a language model, not `model.target`")
         recompute = self.parallel.recompute
         names_blocks = recompute is not None and not recompute.auto and recompute.modules is None
         if names_blocks and not self.model.is_language_model:
-            raise ValueError("parallel.recompute needs the key modules if the model is a target")
+            raise ValueError(
+                "parallel.recompute needs the key `modules` if `model.target` is set, for example"
+                " `modules: [encoder]`"
+            )
         return self

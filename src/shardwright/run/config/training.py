@@ -45,7 +45,7 @@ def train_rank(
             result.
         on_step: called after each step.
         on_start: called with the position at which the run starts or resumes.
-        profile: the steps to profile; None for none.
+        profile: steps to profile; None to profile no step.
 
     Raises:
         PlanError: the plan is for another number of devices, or for another model.
@@ -90,8 +90,8 @@ def check_profiled_steps(profiled: int, steps: int) -> None:
     if steps <= profiled:
         remedy = f"\nuse at most --profile {steps - 1}" if steps > 1 else ""
         raise ConfigError(
-            f"--profile {profiled} needs {profiled + 1} steps, the first for warm-up, but the run"
-            f" has {steps}{remedy}"
+            f"--profile {profiled} needs {profiled + 1} steps, the first for warm-up, but only"
+            f" {steps} remain{remedy}"
         )
 
 
@@ -118,10 +118,10 @@ class RankTraining:
             raise PlanError(
                 "the plan's dataset_strategy expects each rank's own shard of a batch, but a"
                 " configured run passes the global batch to every rank\n"
-                "plan with dataset_strategy='full_batch', or train with `sw.dataloader` in a loop"
-                " of your own"
+                "plan with dataset_strategy='full_batch', or write a training loop with"
+                " `sw.dataloader`"
             )
-        # A rehearsal on the meta device has no values, and so nothing to initialize.
+        # A rehearsal on the meta device has no values to initialize.
         model = run.model_to_plan() if device.type == "meta" else run.deferred_model()
         net = parallelize(model, plan, device, named_ranges=profile is not None)
         assert isinstance(net, ParallelModule)
@@ -142,9 +142,9 @@ class RankTraining:
         run, net, optimizer = self.run, self.net, self.optimizer
         settings, policy, numbers = run.config.train, run.checkpoint_policy, run.numbers
         start = policy.begin(net, optimizer, checkpoints, numbers)
-        last = run.last_step(start)
+        last_step = run.last_step(start)
         if self.profile is not None:
-            check_profiled_steps(self.profile.steps, last - start.step)
+            check_profiled_steps(self.profile.steps, last_step - start.step)
         on_start(start)
 
         def step_done(record: StepRecord) -> None:
@@ -153,17 +153,17 @@ class RankTraining:
             on_step(self._with_throughput(record))
 
         def after_step(position: Position) -> None:
-            saves = policy.saves_at(position.step, last) and checkpoints is not None
+            saves = policy.saves_at(position.step, last_step) and checkpoints is not None
             # Reads all parameters, so only where NaN would outlive the run: in a checkpoint or in
             # the final weights.
-            if saves or position.step == last:
+            if saves or position.step == last_step:
                 check_finite_state(net, optimizer, f"after step {position.step}")
             if saves and checkpoints is not None:
                 checkpoints.save(net, optimizer, position, self.plan, numbers)
 
         devices = net.execution.devices
         waits = devices.waits.enable(devices.device) if devices.is_distributed else nullcontext()
-        with self._profiling() as step_profile, waits:
+        with self._profile_context() as step_profile, waits:
             train(
                 net,
                 optimizer,
@@ -174,14 +174,14 @@ class RankTraining:
                 on_step=step_done,
                 start=start,
                 after_step=after_step,
-                rate=run.rate(last),
+                rate=run.rate(last_step),
                 clip_norm=run.config.optimizer.clip_norm,
                 non_finite=settings.non_finite,
                 evaluation=run.evaluation,
             )
 
     def _with_throughput(self, record: StepRecord) -> StepRecord:
-        """The record with tokens per second, MFU and the peak memory of the accelerator."""
+        """Return the record with tokens per second, MFU and the accelerator's peak memory."""
         plan, speed, device = (
             self.plan,
             record.samples_per_second,
@@ -199,7 +199,7 @@ class RankTraining:
             peak_memory=peak_bytes(device),
         )
 
-    def _profiling(self) -> AbstractContextManager[StepProfile | None]:
+    def _profile_context(self) -> AbstractContextManager[StepProfile | None]:
         if self.profile is None:
             return nullcontext()
         devices = self.net.execution.devices
@@ -210,8 +210,8 @@ class RankTraining:
         """Gather the measurements of all ranks, and pass them to `on_measured` on rank 0."""
         assert self.profile is not None
         partitioned, devices = self.net.execution.partitioned, self.net.execution.devices
-        own = step_profile.measured(_rank(), devices.stage, self.net, self.optimizer)
-        ranks = gather_measured(own)
+        own_rank = step_profile.summarize(_rank(), devices.stage, self.net, self.optimizer)
+        ranks = gather_measured(own_rank)
         # Empty on all ranks but 0.
         if ranks:
             name, stages = self.run.cluster, range(partitioned.pipeline.stages)
@@ -223,7 +223,9 @@ class RankTraining:
                     device=devices.device.type,
                     steps=step_profile.steps,
                     ranks=ranks,
-                    predicted=tuple(collective_totals(partitioned, n, cluster) for n in stages),
+                    predicted=tuple(
+                        collective_totals(partitioned, stage, cluster) for stage in stages
+                    ),
                 ),
             )
 

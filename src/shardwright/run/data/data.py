@@ -1,4 +1,4 @@
-"""In-memory datasets (images, packed text), and the batches that all ranks draw from them."""
+"""In-memory datasets (images, packed text), and global batches of a dataset."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIGITS_SIZE, MNIST_SIZE = 8, 28
 
 
 class Samples(Protocol):
-    """Samples by index: a tensor with samples on dimension 0, or a lazy reader of a file."""
+    """A field of all samples: a tensor with samples on dimension 0, or a lazy reader of a file."""
 
     def __len__(self) -> int: ...
 
@@ -40,13 +40,13 @@ class Samples(Protocol):
 class Batches:
     """Shuffled global batches of a dataset.
 
-    The order of an epoch depends only on `seed` and the epoch, so every rank draws the same global
-    batches on any number of devices. An incomplete last batch is skipped in that epoch.
+    The sample order of an epoch depends only on `seed` and the epoch, so every rank gets the same
+    global batches, on any number of devices. An incomplete last batch is dropped.
 
     Args:
         tensors: the fields of the dataset, with samples on dimension 0.
         batch_size: samples per global batch.
-        seed: seed of the shuffling.
+        seed: shuffling seed.
 
     Raises:
         DataError: the tensors differ in their number of samples, or do not fill one batch.
@@ -60,16 +60,17 @@ class Batches:
         counts = [len(tensor) for tensor in self.tensors]
         if len(set(counts)) != 1:
             raise DataError(
-                f"the tensors of the dataset have different numbers of samples: {counts}"
+                f"the tensors of the dataset have different numbers of samples: {counts}\n"
+                "dimension 0 must have the same size in all tensors"
             )
         if len(self) == 0:
             raise DataError(
                 f"the dataset has only {counts[0]} samples, less than one batch of "
-                f"{self.batch_size}\nuse a batch_size of at most {counts[0]}"
+                f"{self.batch_size}\nuse a `batch_size` of at most {counts[0]}"
             )
 
     def __len__(self) -> int:
-        """Number of batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return self.samples // self.batch_size
 
     @property
@@ -78,7 +79,7 @@ class Batches:
         return len(self.tensors[0])
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The batches of an epoch.
+        """Iterate over the batches of an epoch.
 
         Args:
             epoch: index of the epoch.
@@ -96,19 +97,19 @@ class Batches:
             yield tuple(batch[id(tensor)] for tensor in self.tensors)
 
     def first_sample(self, position: Position) -> int:
-        """Position of the batch's first sample in the shuffled order of its epoch."""
+        """Return the index of the batch's first sample in the shuffled order of its epoch."""
         # A position without `sample` comes from an epoch whose batches all have the same size.
         return position.batch * self.batch_size if position.sample is None else position.sample
 
-    def after(self, position: Position) -> Position:
-        """The position of the next batch."""
+    def position_after(self, position: Position) -> Position:
+        """Return the position of the next batch."""
         step, end = position.step + 1, self.first_sample(position) + self.batch_size
         if end + self.batch_size > self.samples:
             return Position(step, position.epoch + 1, 0, 0)
         return Position(step, position.epoch, position.batch + 1, end)
 
     def steps_from(self, position: Position, epochs: int) -> int:
-        """Number of batches from `position` to the end of `epochs` epochs."""
+        """Return the number of batches from `position` to the end of `epochs` epochs."""
         if position.epoch >= epochs:
             return 0
         rest_of_epoch = max(0, self.samples - self.first_sample(position)) // self.batch_size
@@ -118,8 +119,8 @@ class Batches:
 def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
     """Load scikit-learn's handwritten digits.
 
-    For sizes above 8, pixels are repeated and the border is zero-padded: size 28 has digits of
-    24 x 24 pixels centered in 28 x 28, similar to MNIST.
+    For sizes above 8, pixels are repeated and the border is zero-padded: images of size 28 have
+    centered digits of 24 x 24 pixels, similar to MNIST.
 
     Returns:
         Images [1797, 1, size, size] with values in 0…1, and labels [1797].
@@ -129,7 +130,7 @@ def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
     """
     if image_size < DIGITS_SIZE:
         raise DataError(f"image_size={image_size}: digits need at least {DIGITS_SIZE} pixels")
-    with needs_extra("run", "the digits dataset needs scikit-learn", DataError):
+    with needs_extra("run", "the digits dataset needs `scikit-learn`", DataError):
         from sklearn.datasets import load_digits
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, DIGITS_SIZE, DIGITS_SIZE) / 16.0
@@ -157,8 +158,8 @@ def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
     location = folder if folder is not None else os.environ.get("DATA_PATH")
     if not location:
         raise DataError(
-            f"no MNIST folder\nset data.path or the environment variable DATA_PATH to the folder "
-            f"with {IMAGES_FILE} and {LABELS_FILE} (plain or .gz)"
+            f"no folder of MNIST files is set\nset `data.path` or the environment variable"
+            f" DATA_PATH to the folder with {IMAGES_FILE} and {LABELS_FILE} (plain or .gz)"
         )
     path = Path(location).expanduser()
     if not path.is_dir():
@@ -166,7 +167,10 @@ def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
             f"{path}: no such folder\nuse a folder with MNIST's {IMAGES_FILE} and {LABELS_FILE} "
             f"(plain or .gz)"
         )
-    images_path, labels_path = _find_file(path, IMAGES_FILE), _find_file(path, LABELS_FILE)
+    images_path, labels_path = (
+        _find_plain_or_gzipped(path, IMAGES_FILE),
+        _find_plain_or_gzipped(path, LABELS_FILE),
+    )
     pixels, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
     if len(pixels) != len(labels):
         raise DataError(
@@ -213,7 +217,7 @@ def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
         )
     if len(content) < header:
         raise DataError(
-            f"{path}: truncated, {len(content)} bytes are less than the header of {header}"
+            f"{path}: truncated, {len(content)} bytes are less than the header of {header} bytes"
         )
     shape = struct.unpack(f">{ndim}I", content[4:header])
     expected = header + math.prod(shape)
@@ -225,14 +229,17 @@ def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
 
 
-def _find_file(folder: Path, name: str) -> Path:
+def _find_plain_or_gzipped(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
-    raise DataError(f"{folder}: contains neither {name} nor {name}.gz")
+    raise DataError(
+        f"{folder}: contains neither {name} nor {name}.gz\n"
+        f"use a folder with MNIST's {IMAGES_FILE} and {LABELS_FILE} (plain or .gz)"
+    )
 
 
-BYTES = 256
+BYTE_VOCAB_SIZE = 256
 """Vocabulary size of the byte-level tokenizer."""
 
 END_OF_TEXT = 0
@@ -273,7 +280,7 @@ def packed_text(
     if samples == 0:
         raise DataError(
             f"{path or 'the text'}: {len(tokens)} tokens are less than one sequence of seq_length"
-            f" {seq_length}\nuse a smaller data.seq_length, or a longer text"
+            f" {seq_length}\nuse a smaller `data.seq_length`, or a longer text"
         )
     packed = torch.tensor(tokens[: samples * seq_length]).view(samples, seq_length)
     return packed, packed.clone()
@@ -300,8 +307,12 @@ def _byte_tokenizer() -> tuple[Encode, list[int]]:
 
 
 def _load_tokenizer(path: Path) -> tuple[Encode, list[int]]:
-    """Load a tokenizer: its encoding function, and its end-of-text token, if any, as a list."""
-    with needs_extra("transformers", "a tokenizer needs transformers", DataError):
+    """Load a tokenizer.
+
+    Returns:
+        The encoding function, and a list with the end-of-text token, empty if it has none.
+    """
+    with needs_extra("transformers", f"{path}: a tokenizer needs `transformers`", DataError):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     if not path.exists():
         raise DataError(f"{path}: no such tokenizer.json or tokenizer folder")

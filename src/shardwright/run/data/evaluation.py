@@ -1,4 +1,4 @@
-"""Evaluation: the loss of a model on held-out data."""
+"""Periodic evaluation: the loss of a model on held-out data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from shardwright.run.data.data import Batches
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Periodic evaluation on the same batches each time.
+    """Evaluation data and interval; each evaluation uses the same batches.
 
     Args:
-        batches: the evaluation data.
-        every: interval in steps.
+        every: number of training steps between two evaluations.
         max_batches: number of batches per evaluation; None for all.
     """
 
@@ -26,11 +25,11 @@ class Evaluation:
     max_batches: int | None = None
 
     @torch.no_grad()
-    def after(self, step: int, net: nn.Module, device: torch.device) -> float | None:
-        """Compute the mean loss, if an evaluation is due after `step`; otherwise return None.
+    def loss_if_due(self, step: int, net: nn.Module, device: torch.device) -> float | None:
+        """Compute the mean loss if `step` is a multiple of the interval; otherwise return None.
 
         Args:
-            step: number of finished steps.
+            step: number of finished training steps.
             net: a module that returns the loss of a batch; left in training mode.
             device: the device to which batches are moved.
         """

@@ -22,7 +22,7 @@ class PadToMultiple:
     ranks do not know the lengths on other ranks: use a multiple that no sample exceeds.
 
     Args:
-        values: padding value of dimension 0, by field name; other fields are collated unpadded.
+        values: padding value, by field name; dimension 0 is padded, other fields are not.
         multiple: the padded length is a multiple of this number.
 
     Raises:
@@ -34,27 +34,35 @@ class PadToMultiple:
 
     def __post_init__(self) -> None:
         if not isinstance(self.multiple, int) or self.multiple < 1:
-            raise DataError(f"multiple={self.multiple!r}: use a whole number of at least 1")
+            raise DataError(
+                f"PadToMultiple: multiple={self.multiple!r} is not a whole number of at least 1"
+            )
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate `samples`, dicts with the same fields, into one batch."""
         if not all(isinstance(sample, Mapping) for sample in samples):
-            raise DataError(f"samples must be dicts with the fields {', '.join(self.values)}")
+            raise DataError(
+                "PadToMultiple: samples must be dicts with the fields"
+                f" {', '.join(map(repr, self.values))}"
+            )
         columns: dict[str, Any] = {
             name: [sample.get(name) for sample in samples] for name in {**self.values, **samples[0]}
         }
         for name in self.values:
             if any(value is None for value in columns[name]):
-                raise DataError(f"a sample has no field {name!r}, only {', '.join(samples[0])}")
+                raise DataError(
+                    f"PadToMultiple: a sample has no field {name!r}; the first sample has"
+                    f" {', '.join(map(repr, samples[0]))}"
+                )
             columns[name] = [torch.as_tensor(value) for value in columns[name]]
         longest = max((len(value) for name in self.values for value in columns[name]), default=0)
         length = -(-longest // self.multiple) * self.multiple
         for name, padding_value in self.values.items():
-            columns[name] = [_padded(value, length, padding_value) for value in columns[name]]
+            columns[name] = [_pad(value, length, padding_value) for value in columns[name]]
         return {name: default_collate(values) for name, values in columns.items()}
 
 
-def _padded(tensor: Tensor, length: int, value: float) -> Tensor:
+def _pad(tensor: Tensor, length: int, value: float) -> Tensor:
     """Pad dimension 0 of `tensor` to `length`."""
     padding = tensor.new_full((length - len(tensor), *tensor.shape[1:]), value)
     return torch.cat([tensor, padding])

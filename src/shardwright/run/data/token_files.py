@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shardwright.errors import DataError, needs_extra
 
-LLM_C = {20240520: "uint16", 20240801: "uint32"}
-"""Token dtype by magic number of llm.c files, the first of 256 int32 header values."""
+LLM_C_DTYPES = {20240520: "uint16", 20240801: "uint32"}
+"""Token dtype of an llm.c file, by its magic number, the first of 256 int32 header values."""
 
-MEGATRON = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-"""Token dtype by its code in byte 17 of the `.idx` file of a Megatron-LM dataset."""
+MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+"""Token dtype of a Megatron-LM dataset, by byte 17 of its `.idx` file."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TokenArray:
     Args:
         source: name of the file or folder, for error messages.
         values: token ids, integers [tokens].
-        first: index of the first token within `source`.
+        first: index within `source` of the array's first token.
     """
 
     source: str
@@ -49,9 +49,9 @@ class TokenArray:
         if vocab_size is not None and invalid.any():
             index = int(invalid.argmax())
             raise DataError(
-                f"{self.source}: token {self.first + start + index} is {tokens[index]}, but the"
-                f" model's vocab_size is {vocab_size}\ncheck data.dtype, and that the file was"
-                " written with the tokenizer of the model"
+                f"{self.source}: token {self.first + start + index} has the id {tokens[index]}, but"
+                f" the model's `vocab_size` is {vocab_size}\ncheck `data.dtype`, and that the file"
+                " was written with the tokenizer of the model"
             )
         return tokens
 
@@ -66,7 +66,7 @@ class TokenSequences:
         vocab_size: exclusive upper bound of token ids; None for no check.
 
     Raises:
-        DataError: there is less than one sequence.
+        DataError: the arrays have less than `seq_length` tokens.
     """
 
     arrays: tuple[TokenArray, ...]
@@ -75,14 +75,14 @@ class TokenSequences:
 
     def __post_init__(self) -> None:
         if len(self) == 0:
-            source, tokens = self.arrays[0].source, self._ends[-1]
+            source, tokens = self.arrays[0].source, self._array_ends[-1]
             raise DataError(
                 f"{source}: {tokens} tokens are less than one sequence of seq_length"
-                f" {self.seq_length}\nuse a smaller data.seq_length, or more tokens"
+                f" {self.seq_length}\nuse a smaller `data.seq_length`, or more tokens"
             )
 
     def __len__(self) -> int:
-        return self._ends[-1] // self.seq_length
+        return self._array_ends[-1] // self.seq_length
 
     def __getitem__(self, rows: Tensor, /) -> Tensor:
         """Read sequences by index, as int64 [rows, seq_length].
@@ -90,35 +90,35 @@ class TokenSequences:
         Raises:
             DataError: a token id is not below the vocabulary size.
         """
-        return torch.from_numpy(np.stack([self._sequence(row) for row in rows.tolist()]))
+        return torch.from_numpy(np.stack([self._read_sequence(row) for row in rows.tolist()]))
 
-    def _sequence(self, index: int) -> NDArray[np.int64]:
-        # Token positions count through all arrays; a sequence may span several of them.
+    def _read_sequence(self, index: int) -> NDArray[np.int64]:
+        # Positions are those of the concatenation: a sequence may span several arrays.
         position, end = index * self.seq_length, (index + 1) * self.seq_length
         pieces = []
         while position < end:
-            array_index = bisect_right(self._ends, position)
-            array, array_end = self.arrays[array_index], self._ends[array_index]
+            array_index = bisect_right(self._array_ends, position)
+            array, array_end = self.arrays[array_index], self._array_ends[array_index]
             start = position - array_end + len(array.values)
             pieces.append(array.read(start, end - position, self.vocab_size))
             position += len(pieces[-1])
         return np.concatenate(pieces)
 
     @cached_property
-    def _ends(self) -> list[int]:
-        """Token position after the end of each array."""
+    def _array_ends(self) -> list[int]:
+        """End of each array, as a token position in the concatenation."""
         return list(accumulate(len(array.values) for array in self.arrays))
 
 
 def token_sequences(
     path: Path, seq_length: int, vocab_size: int | None = None, dtype: str | None = None
 ) -> tuple[TokenSequences, TokenSequences]:
-    """Open token files as sequences.
+    """Open token files as sequences of equal length.
 
     Args:
         path: a `.npy` file; a `.bin` file without a header, of llm.c, or of Megatron-LM with its
-            `.idx`; a folder of these files, in order of their names; or a folder that `datasets`
-            saved, with a column `input_ids` and optionally `labels`.
+            `.idx`; a folder of these files, read in order of their names; or a folder saved by
+            `datasets`, with a column `input_ids` and optionally `labels`.
         seq_length: tokens per sequence.
         vocab_size: exclusive upper bound of token ids; None for no check.
         dtype: dtype of `.bin` files without a header, by default uint16.
@@ -128,24 +128,28 @@ def token_sequences(
         unless the data has a column `labels`.
 
     Raises:
-        DataError: the file does not exist, has no tokens, or has less than one sequence.
+        DataError: the file does not exist, is not a token file, or has less than `seq_length`
+            tokens.
     """
     labels: tuple[TokenArray, ...] = ()
     if is_saved_dataset(path):
-        tokens, labels = _column(path, "input_ids"), _column(path, "labels", optional=True)
+        tokens, labels = (
+            _read_column(path, "input_ids"),
+            _read_column(path, "labels", optional=True),
+        )
     else:
         files = [path]
         if path.is_dir():
             files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy"))
         if not files or not files[0].is_file():
             problem = "no .bin or .npy file in it" if path.is_dir() else "no such file or folder"
-            raise DataError(f"{path}: {problem}")
-        tokens = tuple(TokenArray(str(file), _mapped(file, dtype)) for file in files)
+            raise DataError(f"{path}: {problem}\nset `data.path` to a token file or their folder")
+        tokens = tuple(TokenArray(str(file), _map_tokens(file, dtype)) for file in files)
     sequences = TokenSequences(tokens, seq_length, vocab_size)
     return sequences, TokenSequences(labels, seq_length) if labels else sequences
 
 
-def _mapped(file: Path, dtype: str | None) -> NDArray[Any]:
+def _map_tokens(file: Path, dtype: str | None) -> NDArray[Any]:
     """Memory-map a token file.
 
     Raises:
@@ -156,7 +160,9 @@ def _mapped(file: Path, dtype: str | None) -> NDArray[Any]:
             array: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
             if array.dtype.kind not in "iu" or not array.flags.c_contiguous:
                 raise DataError(
-                    f"{file}: expected a contiguous array of integers, got one of {array.dtype}"
+                    f"{file}: expected a contiguous array of integers, got {array.dtype}"
+                    f" {list(array.shape)}\nsave it with"
+                    " np.save(file, np.ascontiguousarray(tokens, np.uint32))"
                 )
             return array.reshape(-1)
         token_dtype, offset = _dtype_and_offset(file, dtype)
@@ -173,33 +179,33 @@ def _mapped(file: Path, dtype: str | None) -> NDArray[Any]:
     if is_default and len(upper_halves) > 8 and upper_halves.max() < 4:
         raise DataError(
             f"{file}: looks like uint32 tokens, because every second uint16 value is below 4\n"
-            "set data.dtype to uint32, or to uint16 if the tokens do have 16 bits"
+            "set `data.dtype` to uint32, or to uint16 if the tokens do have 16 bits"
         )
     return array
 
 
 def _dtype_and_offset(file: Path, dtype: str | None) -> tuple[str, int]:
-    """Token dtype of a `.bin` file, and the length of its header in bytes."""
+    """Return the token dtype of a `.bin` file, and the length of its header in bytes."""
     index = file.with_suffix(".idx")
     if dtype is None and index.is_file():
         with index.open("rb") as content:
             start = content.read(18)
-        if start.startswith(b"MMIDIDX") and len(start) == 18 and start[17] in MEGATRON:
-            return MEGATRON[start[17]], 0
+        if start.startswith(b"MMIDIDX") and len(start) == 18 and start[17] in MEGATRON_DTYPES:
+            return MEGATRON_DTYPES[start[17]], 0
         raise DataError(f"{index}: not the index file of a Megatron-LM dataset")
     with file.open("rb") as content:
         start = content.read(4)
     magic = struct.unpack("<I", start)[0] if len(start) == 4 else 0
-    return (LLM_C[magic], 1024) if magic in LLM_C else (dtype or "uint16", 0)
+    return (LLM_C_DTYPES[magic], 1024) if magic in LLM_C_DTYPES else (dtype or "uint16", 0)
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `path` is a folder that `datasets` saved."""
+    """Whether `path` is a folder saved by `datasets`."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def saved_dataset(path: Path, column: str) -> Any:
-    """Load the `datasets.Dataset` that was saved at `path`, memory-mapped.
+    """Load the `datasets.Dataset` saved at `path`, memory-mapped.
 
     Args:
         column: a column that the dataset must have.
@@ -208,26 +214,27 @@ def saved_dataset(path: Path, column: str) -> Any:
         DataError: `datasets` is not installed, the folder is damaged or has several splits, or the
             column is missing.
     """
-    with needs_extra("datasets", f"{path}: a folder of datasets needs datasets", DataError):
+    with needs_extra("datasets", f"{path}: a saved dataset needs `datasets`", DataError):
         from datasets import DatasetDict, load_from_disk
     try:
         dataset = load_from_disk(str(path))
     except Exception as error:  # Damaged files can raise anything.
-        raise DataError(f"{path}: datasets cannot load it: {error}") from None
+        raise DataError(f"{path}: `datasets` cannot load this folder: {error}") from None
     if isinstance(dataset, DatasetDict):
         raise DataError(
-            f"{path}: has several splits: {', '.join(dataset)}\n"
+            f"{path}: the dataset has several splits: {', '.join(dataset)}\n"
             f"use one of them, for example {path}/{next(iter(dataset))}"
         )
     if column not in dataset.column_names:
         raise DataError(
-            f"{path}: has no column {column}, only {', '.join(dataset.column_names)}\n"
-            "set data.name to tokens for a column input_ids, and to text for a column text"
+            f"{path}: the dataset has no column `{column}`, only"
+            f" {', '.join(dataset.column_names)}\n"
+            "set `data.name` to tokens for a column `input_ids`, and to text for a column `text`"
         )
     return dataset
 
 
-def _column(path: Path, name: str, optional: bool = False) -> tuple[TokenArray, ...]:
+def _read_column(path: Path, name: str, optional: bool = False) -> tuple[TokenArray, ...]:
     dataset = saved_dataset(path, "input_ids")
     if optional and name not in dataset.column_names:
         return ()
@@ -237,7 +244,7 @@ def _column(path: Path, name: str, optional: bool = False) -> tuple[TokenArray, 
             values = chunk.flatten().to_numpy(zero_copy_only=True)
         except (AttributeError, ValueError) as error:
             raise DataError(
-                f"{path}: expected lists of tokens in the column {name}: {error}"
+                f"{path}: expected lists of token ids in the column `{name}`: {error}"
             ) from None
         arrays.append(TokenArray(f"{path}, column {name}", values, first))
         first += len(values)

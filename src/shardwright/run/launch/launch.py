@@ -47,10 +47,10 @@ def launch(
         command: the arguments of the Python interpreter.
         num_ranks: number of processes.
         logs: the log folder, with a folder for each rank.
-        max_restarts: how many times all ranks are restarted after a failure.
+        max_restarts: number of times that all ranks are restarted after a failure.
         on_restart: called before each restart with its number, counted from 1.
         timeout: how long a rank may be stopped by a signal such as SIGSTOP before it counts as
-            failed; equal to the timeout of collectives, which wait for it.
+            failed; usually the timeout of collectives, since the other ranks wait for it in one.
         locks: file descriptors of locked folders; inherited by the ranks, so that folders stay
             locked until all ranks have ended, even if this process is killed.
 
@@ -60,7 +60,7 @@ def launch(
             terminated.
     """
     # One store for all restarts; `join_store` gives the keys of each restart a prefix of its own.
-    with serve_store() as port, _stop_signals() as received:
+    with serve_store() as port, _collect_stop_signals() as stop_signals:
         for restart in range(max_restarts + 1):
             logs.archive_attempt()
             if restart > 0:
@@ -70,11 +70,11 @@ def launch(
                 environments = rank_environments(num_ranks, port, restart, max_restarts)
                 for rank, environment in enumerate(environments):
                     ranks.append(RankProcess.start(rank, command, environment, logs, locks))
-                wait_for_ranks(ranks, timeout, received)
+                wait_for_ranks(ranks, timeout, stop_signals)
             finally:
                 end_ranks(ranks)
-            if received:
-                raise StoppedError(received[0])
+            if stop_signals:
+                raise StoppedError(stop_signals[0])
             ends = [rank.end for rank in ranks]
             if all(end.status == 0 for end in ends):
                 return
@@ -83,22 +83,22 @@ def launch(
 
 
 @contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Context that collects stop signals in a list, instead of letting them end this process.
+def _collect_stop_signals() -> Iterator[list[int]]:
+    """Context that collects stop signals in a list, so that they do not end this process.
 
-    Outside the main thread the list stays empty: Python runs signal handlers only there.
+    Outside the main thread the list stays empty, because Python runs signal handlers only there.
     """
-    received = list[int]()
+    stop_signals = list[int]()
 
     def receive(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        stop_signals.append(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield stop_signals
         return
     handlers = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
     try:
-        yield received
+        yield stop_signals
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -118,7 +118,8 @@ class DeviceRange:
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.maximum:
             raise ConfigError(
-                f"--elastic {self.minimum}:{self.maximum}: expected MIN:MAX with 1 ≤ MIN ≤ MAX"
+                f"--elastic {self.minimum}:{self.maximum}: expected MIN:MAX with 1 ≤ MIN ≤ MAX, for"
+                " example 2:8"
             )
 
     @staticmethod
@@ -170,16 +171,16 @@ def launch_elastic(
             launch(command, devices, logs, timeout=timeout, locks=locks)
             return
         except RankFailedError as error:
-            remaining_devices -= len(error.lost)
-            restarts += not error.lost
+            remaining_devices -= len(error.lost_ranks)
+            restarts += not error.lost_ranks
             if remaining_devices < minimum:
                 raise RankFailedError(
                     f"{error}\ndevices left: {remaining_devices}, fewer than the minimum of"
-                    f" {minimum} set by --elastic"
+                    f" {minimum} in --elastic"
                 ) from None
             if restarts > max_restarts:
                 raise
-            # The message goes on with the path of the log after the semicolon.
+            # After the semicolon comes the path of the log.
             reason = str(error).partition(";")[0]
         command, devices = command_for(remaining_devices)
         on_restart(f"{reason}; devices left: {remaining_devices}; continuing on {devices}")

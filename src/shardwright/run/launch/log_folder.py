@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class LogFolder:
-    """The log folder of a run: `<root>/1/rank.N/…`."""
+    """The log folder of a run, with a subfolder `<root>/1/rank.N` for each rank."""
 
     root: Path
 
@@ -31,7 +31,7 @@ class LogFolder:
         return self.rank(rank) / "error.json"
 
     def steps(self, rank: int) -> Path:
-        """One JSON line per training step."""
+        """JSON Lines file with one line per training step."""
         return self.rank(rank) / "steps.jsonl"
 
     @property
@@ -54,7 +54,11 @@ class LogFolder:
             steps.write_bytes(step_log)
 
     def archive_attempt(self, rank: int | None = None) -> None:
-        """Rename the logs of one rank, or of all, before a restart, e.g. to `stdout.attempt-0`."""
+        """Rename logs before a restart, for example `stdout` to `stdout.attempt-0`.
+
+        Args:
+            rank: rank of the logs; None for all ranks.
+        """
         for folder in self.run.glob("rank.[0-9]*") if rank is None else [self.rank(rank)]:
             attempt = len(list(folder.glob("stdout.attempt-*")))
             for name in ("stdout", "stderr", "error.json"):

@@ -1,4 +1,4 @@
-"""Launches the ranks of one of several nodes, with torchrun's elastic agent.
+"""Launches the ranks of one node of several, with torchrun's elastic agent.
 
 Every node runs the same command with its own node rank. The agent of each node starts its ranks,
 and restarts all of them if a rank fails or a node joins or leaves. Node 0 serves the store of the
@@ -48,15 +48,15 @@ HEARTBEAT_SECONDS = 1.0
 NUM_NODES_KEY = "nodes present"
 
 # Seconds until an agent gives up on a store that does not answer.
-READ_TIMEOUT = 60
+READ_TIMEOUT_SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Node:
-    """One of several nodes, with the meaning of torchrun's flags.
+    """One node of a run on several nodes; its options are those of torchrun.
 
     Args:
-        rank: the node rank; node 0 serves the store.
+        rank: node rank; node 0 serves the store.
         minimum, maximum: bounds of the number of nodes.
         host, port: address at which node 0 serves the store.
         local_size: number of ranks on this node.
@@ -71,11 +71,11 @@ class Node:
 
     @staticmethod
     def parse(nnodes: str, rank: int | None, rdzv: str | None, local_size: int | None) -> Node:
-        """Parse the options of a node.
+        """Parse the command-line options of a node.
 
         Args:
             nnodes: `N` or `MIN:MAX`.
-            rank: the node rank.
+            rank: value of `--node-rank`; None if not given.
             rdzv: `HOST:PORT` of node 0.
             local_size: ranks on this node; by default one per accelerator, or one without any.
 
@@ -96,8 +96,11 @@ class Node:
             )
         minimum, maximum = numbers
         if not 0 <= rank < maximum:
-            raise ConfigError(f"--node-rank {rank}: must be 0 to {maximum - 1} (--nnodes {nnodes})")
-        host, port = _endpoint(rdzv)
+            raise ConfigError(
+                f"--node-rank {rank}: out of range for --nnodes {nnodes}\n"
+                f"use a number from 0 to {maximum - 1}"
+            )
+        host, port = _parse_endpoint(rdzv)
         if local_size is None:
             local_size = max(1, num_accelerators())
         return Node(rank, minimum, maximum, host, port, local_size)
@@ -107,7 +110,7 @@ class Node:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def _endpoint(text: str) -> tuple[str, int]:
+def _parse_endpoint(text: str) -> tuple[str, int]:
     try:
         url = urlsplit(f"//{text}")
         if url.netloc == text and "@" not in text and url.hostname and url.port:
@@ -139,11 +142,11 @@ def launch_node(
         StoppedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT.
     """
     os.environ.update(_agent_environment(node))
-    # The agent logs failures of ranks, with stacks of its own; this function raises them instead.
+    # The agent would log failures of ranks with its own stack traces; this function raises them.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     seconds = int(timeout.total_seconds())
-    with _joined(node, timeout) as local_address:
+    with _join_store(node, timeout) as local_address:
         agent = LaunchConfig(
             min_nodes=node.minimum,
             max_nodes=node.maximum,
@@ -154,7 +157,7 @@ def launch_node(
             rdzv_configs={
                 "is_host": node.rank == 0,
                 "join_timeout": seconds,
-                "read_timeout": min(seconds, READ_TIMEOUT),
+                "read_timeout": min(seconds, READ_TIMEOUT_SECONDS),
             },
             max_restarts=max_restarts,
             local_addr=local_address,
@@ -164,53 +167,60 @@ def launch_node(
         try:
             elastic_launch(agent, sys.executable)(*command)
         except ChildFailedError as error:
-            raise first_failure(_ends(error.failures, logs), logs) from None
+            raise first_failure(_rank_ends(error.failures, logs), logs) from None
         except SignalException as error:
             raise StoppedError(error.sigval) from None
         except RendezvousTimeoutError:
             raise RankFailedError(
-                f"fewer than {node.minimum} nodes joined at {node.endpoint} within {seconds} s"
+                f"fewer than {node.minimum} nodes joined at {node.endpoint} within {seconds} s\n"
+                f"start the command on each node, with --rdzv {node.endpoint}"
             ) from None
         except RendezvousError:
-            raise RankFailedError(_no_answer(node)) from None
+            raise RankFailedError(_no_answer_message(node)) from None
 
 
-def _ends(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankEnd]:
-    """How the ranks of this node ended.
+def _rank_ends(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankEnd]:
+    """Convert the agent's report of failed ranks.
 
     After a failure, the agent sends SIGTERM to the other ranks, then SIGKILL to those that do not
-    exit. It does not report which signals it sent, so they are inferred from exit codes and times.
+    exit. It does not report the signals that it sent, so they are inferred from exit codes and
+    times.
     """
-    first = min(failure.timestamp for failure in failures.values())
-    terminated = -signal.SIGTERM
-    # If every rank died of SIGTERM, somebody else sent it.
-    agent_terminated = any(failure.exitcode != terminated for failure in failures.values())
+    first_timestamp = min(failure.timestamp for failure in failures.values())
+    sigterm_exit = -signal.SIGTERM
+    # If every rank died of SIGTERM, no rank failed first, so the agent did not send it.
+    agent_terminated = any(failure.exitcode != sigterm_exit for failure in failures.values())
     ends = []
     for rank, failure in failures.items():
-        error, sent = RankError.read(logs.error(rank)), frozenset[int]()
-        if failure.exitcode == terminated and agent_terminated:
-            sent = frozenset({signal.SIGTERM})
-        elif failure.exitcode == -signal.SIGKILL and failure.timestamp >= first + SHUTDOWN_SECONDS:
-            sent = frozenset({signal.SIGTERM, signal.SIGKILL})
-        end = RankEnd(rank, failure.pid, failure.exitcode, failure.timestamp, sent, error=error)
+        error, sent_signals = RankError.read(logs.error(rank)), frozenset[int]()
+        if failure.exitcode == sigterm_exit and agent_terminated:
+            sent_signals = frozenset({signal.SIGTERM})
+        elif (
+            failure.exitcode == -signal.SIGKILL
+            and failure.timestamp >= first_timestamp + SHUTDOWN_SECONDS
+        ):
+            sent_signals = frozenset({signal.SIGTERM, signal.SIGKILL})
+        end = RankEnd(
+            rank, failure.pid, failure.exitcode, failure.timestamp, sent_signals, error=error
+        )
         ends.append(end)
     return ends
 
 
 def _agent_environment(node: Node) -> dict[str, str]:
-    """Settings that torchrun's agent reads from environment variables; the user's own win."""
+    """Return environment variables for torchrun's agent; those that the user has set win."""
     return {
         **process_settings(node.local_size),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
         **os.environ,
-        # Not overridable: rank 0 serves a new store at each start. An agent that replaces a killed
-        # one never learns the address of a shared store.
+        # Not overridable: rank 0 must serve a new store at each start, because an agent that
+        # replaces a killed one never learns the address of a shared store.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
 
 class _RankLogs(LogsSpecs):
-    """Log paths of a local run; the output of rank 0 is also printed on its node."""
+    """Gives ranks the log paths of a local run; the output of rank 0 is also printed."""
 
     def __init__(self, logs: LogFolder) -> None:
         super().__init__(str(logs.root))
@@ -237,15 +247,15 @@ class _RankLogs(LogsSpecs):
 
 
 @contextmanager
-def _joined(node: Node, timeout: timedelta) -> Iterator[str]:
-    """Context in which this node is connected to the store, with a node rank of its own.
+def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
+    """Context in which this node is connected to the store, has claimed its rank, and is alive.
 
     Node 0 serves the store; all nodes send heartbeats.
 
     Yields:
-        The address at which other nodes reach this one.
+        The IP address at which other nodes reach this one.
     """
-    address = _check_address(node)
+    address = _local_address(node)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             node.host,
@@ -255,7 +265,7 @@ def _joined(node: Node, timeout: timedelta) -> Iterator[str]:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        _claim_rank(store, node)
+        _claim_node_rank(store, node)
     except RuntimeError:
         raise ConfigError(
             f"--rdzv {node.endpoint}: node 0 has not answered within"
@@ -268,7 +278,7 @@ def _joined(node: Node, timeout: timedelta) -> Iterator[str]:
     try:
         store.add(NUM_NODES_KEY, 1)
         yield address
-        # The store ends with node 0: it waits until all other agents have left.
+        # The store ends with node 0, which therefore waits until all other agents have left.
         with suppress(RuntimeError):
             count_until(store, NUM_NODES_KEY, -1, lambda count: node.rank != 0 or count <= 0)
     finally:
@@ -276,9 +286,9 @@ def _joined(node: Node, timeout: timedelta) -> Iterator[str]:
 
 
 def _heartbeat(store: Store, node: Node, timeout: timedelta, ended: threading.Event) -> None:
-    """Send heartbeats until `ended`, and exit the process if the store stops answering.
+    """Send heartbeats until `ended` is set, and exit the process if the store stops answering.
 
-    The agent does not detect a cut link: it would wait for the store forever.
+    Needed because the agent does not detect a cut link, and would wait for the store forever.
     """
     with suppress(RuntimeError):
         while not ended.wait(HEARTBEAT_SECONDS):
@@ -293,22 +303,22 @@ def _heartbeat(store: Store, node: Node, timeout: timedelta, ended: threading.Ev
 
 
 def _exit_process(node: Node) -> None:
-    # Without cleanup, which would wait for the store. The ranks have asked the kernel to kill them
-    # when this process ends.
-    print(f"error: {_no_answer(node)}", file=sys.stderr, flush=True)
+    # Exits without cleanup, which would wait for the store. The kernel kills the ranks when this
+    # process ends.
+    print(f"error: {_no_answer_message(node)}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def _no_answer(node: Node) -> str:
+def _no_answer_message(node: Node) -> str:
     return f"node 0 no longer answers at {node.endpoint}: it has ended, or cannot be reached"
 
 
-def _check_address(node: Node) -> str:
-    """The address of this node's interface towards node 0.
+def _local_address(node: Node) -> str:
+    """Return the IP address of this node's interface to node 0.
 
     Raises:
-        ConfigError: the host does not exist; or, on node 0, the host is another machine or the port
-            is in use.
+        ConfigError: the host does not exist; or this is node 0, and the host is another machine or
+            the port is in use.
     """
     try:
         family, socket_type, _, _, address = socket.getaddrinfo(
@@ -333,23 +343,23 @@ def _check_address(node: Node) -> str:
         raise ConfigError(f"--rdzv {node.endpoint}: {error.strerror}{hint}") from None
 
 
-def _claim_rank(store: Store, node: Node) -> None:
-    """Claim the node rank; the rank of a node that has ended can be claimed again.
+def _claim_node_rank(store: Store, node: Node) -> None:
+    """Claim the node rank, unless a live node has it.
 
     Raises:
         ConfigError: a live node has this rank.
     """
-    holder = f"holder of node {node.rank}"
+    owner_key = f"holder of node {node.rank}"
     if store.add(f"claims of node {node.rank}", 1) > 1:
-        # An earlier holder is alive if its heartbeats continue.
+        # An earlier owner is alive if its heartbeats continue.
         heartbeats = store.add(_heartbeat_key(node), 0)
         time.sleep(3 * HEARTBEAT_SECONDS)
         if store.add(_heartbeat_key(node), 0) > heartbeats:
             raise ConfigError(
-                f"--node-rank {node.rank} is taken by {store.get(holder).decode()}\n"
+                f"--node-rank {node.rank} is taken by {store.get(owner_key).decode()}\n"
                 "give each node its own --node-rank, and each run its own --rdzv"
             )
-    store.set(holder, f"process {os.getpid()} on {socket.gethostname()}")
+    store.set(owner_key, f"process {os.getpid()} on {socket.gethostname()}")
 
 
 def _heartbeat_key(node: Node) -> str:

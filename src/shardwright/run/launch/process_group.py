@@ -39,8 +39,8 @@ class World:
     """Rank and world size of this process, as its launcher (torchrun or ours) sets them.
 
     Args:
-        rank, size: global rank and world size.
-        local_rank, local_size: rank and number of ranks on this machine.
+        rank, size: global rank and number of ranks.
+        local_rank, local_size: rank and number of ranks on this node.
         restarts: number of restarts after failures so far.
     """
 
@@ -52,7 +52,7 @@ class World:
 
     @staticmethod
     def from_environment() -> World:
-        """Read the environment variables of the launcher; a world of size 1 without a launcher."""
+        """Read the environment variables of the launcher; without a launcher the size is 1."""
         if not is_launched():
             return World(rank=0, size=1, local_rank=0, local_size=1)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -68,7 +68,7 @@ def is_launched() -> bool:
 
 
 def local_device(world: World, choice: DeviceChoice = "auto") -> torch.device:
-    """The accelerator of this process; the CPU if chosen, or without accelerators.
+    """Return the accelerator of this process, or the CPU if chosen or without accelerators.
 
     Raises:
         ConfigError: this machine has fewer accelerators than ranks.
@@ -86,7 +86,7 @@ def process_group(
 
     Args:
         world: rank and world size of this process.
-        timeout: timeout of collectives, after which other ranks count as dead or stuck.
+        timeout: timeout of collectives, after which a missing rank counts as dead or stuck.
         device: `cpu`, or by default the accelerator of the local rank, if the machine has any.
 
     Yields:
@@ -105,11 +105,13 @@ def process_group(
         return
     _die_with_launcher()
     with naming_redistributions():
-        # Compared before the group is created, so that all ranks raise the same error, instead of
-        # waiting for each other in the initialization of their backends.
-        fact = device_fact(world, device)
-        hardware = None if fact.startswith("none") else hardware_of(local_device(world, device))
-        store = _agreed_store(world, {"device": fact}, "devices", timeout, hardware)
+        # Device types are compared before the group is created: otherwise ranks with different
+        # backends would wait for each other in its initialization.
+        device_type = device_type_or_error(world, device)
+        hardware = (
+            None if device_type.startswith("none") else hardware_of(local_device(world, device))
+        )
+        store = _join_checked_store(world, {"device": device_type}, "devices", timeout, hardware)
         local = local_device(world, device)
         use_device(local)
         dist.init_process_group(
@@ -121,18 +123,18 @@ def process_group(
             device_id=None if local.type == "cpu" else local,
         )
         yield local
-    # Not after an error: this would block while other ranks wait in a collective.
+    # Not in a `finally`: after an error this would block while other ranks wait in a collective.
     dist.destroy_process_group()
 
 
 @contextmanager
-def same_run(
+def check_same_run(
     world: World, facts: Mapping[str, Any], timeout: timedelta, device: DeviceChoice = "auto"
 ) -> Iterator[None]:
-    """Context in which all nodes are known to run the same configuration.
+    """Context that first checks that all nodes run the same configuration.
 
-    Compares `facts`, the number of ranks per node, the PyTorch version and the device type, before
-    anything is planned. On a single node nothing is compared: its ranks have the same launcher.
+    Compares `facts`, the number of ranks per node, the PyTorch version and the device type. Does
+    nothing on a single node, whose ranks have the same launcher.
 
     Args:
         facts: JSON values to compare, by name.
@@ -140,16 +142,16 @@ def same_run(
         device: see `process_group`.
 
     Raises:
-        ConfigError: on all ranks, with the first difference.
+        ConfigError: a fact differs between ranks; raised on all of them.
         CommunicationError: a rank did not join in time.
     """
     if world.local_size == world.size:
         yield
         return
     sizes = {"torch": torch.__version__, "ranks on the node": world.local_size}
-    facts = {**sizes, "device": device_fact(world, device), **facts}
+    facts = {**sizes, "device": device_type_or_error(world, device), **facts}
     # Kept alive until the process group, which joins the same store, has ended.
-    store = _agreed_store(world, facts, "same run", timeout)
+    store = _join_checked_store(world, facts, "same run", timeout)
     yield
     del store
 
@@ -157,7 +159,7 @@ def same_run(
 def _die_with_launcher() -> None:
     """Ask the kernel to kill this process when the elastic agent that started it dies.
 
-    Nothing else would end it while ranks on other nodes continue.
+    Otherwise the process would survive its agent as long as ranks on other nodes continue.
     """
     if dist.is_torchelastic_launched() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -166,26 +168,26 @@ def _die_with_launcher() -> None:
 def join_store(world: World, timeout: timedelta) -> Store:
     """Join the rendezvous store, which the launcher or rank 0 serves.
 
-    A launcher's store survives restarts, so keys get a prefix with the number of the restart.
+    Keys get a prefix with the number of restarts, because a launcher's store survives a restart.
     """
     store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     store.set_timeout(timeout)
-    # With several nodes, rank 0 serves a new store at each start. The number of restarts must not
-    # be in the prefix then: nodes that joined later have counted fewer.
+    # With several nodes, rank 0 serves a new store at each start, and nodes that joined later have
+    # counted fewer restarts: their prefixes would differ.
     is_persistent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     restarts = world.restarts if is_persistent else 0
     return PrefixStore(f"restart {restarts} of {world.size} ranks", store)
 
 
-def device_fact(world: World, choice: DeviceChoice) -> str:
-    """The device type of this rank, or why it has no device, to compare between ranks."""
+def device_type_or_error(world: World, choice: DeviceChoice) -> str:
+    """Return the device type of this rank, or `none:` and the reason why it has no device."""
     try:
         return local_device(world, choice).type
     except ConfigError as error:
         return f"none: {error}"
 
 
-def _agreed_store(
+def _join_checked_store(
     world: World,
     facts: Mapping[str, Any],
     purpose: str,
@@ -195,12 +197,13 @@ def _agreed_store(
     """Join the store, and check that `facts` are equal on all ranks; see `check_same_facts`.
 
     Args:
-        purpose: prefix of the keys of this comparison.
+        facts: JSON values to compare, by name.
+        purpose: prefix of the store keys of this comparison.
         timeout: how long to wait for the other ranks.
         own: a value that must differ between ranks, such as the hardware id of their device.
 
     Raises:
-        ConfigError: on all ranks, with the first difference.
+        ConfigError: a fact differs between ranks, or `own` is equal; raised on all of them.
         CommunicationError: a rank did not join in time.
     """
     try:
@@ -208,6 +211,7 @@ def _agreed_store(
         check_same_facts(PrefixStore(purpose, joined), world.rank, world.size, facts, own)
     except RuntimeError as error:
         raise CommunicationError(
-            f"not all {world.size} ranks joined within {timeout.total_seconds():.0f} s"
+            f"not all {world.size} ranks joined within {timeout.total_seconds():.0f} s\n"
+            "check the logs of all ranks, and on several nodes that each was started"
         ) from error
     return joined

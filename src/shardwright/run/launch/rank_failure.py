@@ -19,10 +19,9 @@ class RankFailedError(Exception):
     """A rank failed or was killed; the message gives the rank, the reason and its log.
 
     Args:
-        message: the message.
         exception_type, text: type name and message of the exception that ended the rank; empty
             without one.
-        lost: the ranks that were killed.
+        lost_ranks: ranks that were killed by a signal, whose devices count as lost.
     """
 
     def __init__(
@@ -30,27 +29,27 @@ class RankFailedError(Exception):
         message: str,
         exception_type: str = "",
         text: str = "",
-        lost: frozenset[int] = frozenset(),
+        lost_ranks: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(message)
         self.exception_type = exception_type
         self.text = text
-        self.lost = lost
+        self.lost_ranks = lost_ranks
 
 
 class StoppedError(Exception):
     """The launching process received a signal to stop, for example by Ctrl-C."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, signal_number: int) -> None:
         super().__init__(
-            f"stopped by {signal.Signals(number).name}; all ranks have been terminated"
+            f"stopped by {signal.Signals(signal_number).name}; all ranks have been terminated"
         )
-        self.number = number
+        self.signal_number = signal_number
 
 
 @dataclass(frozen=True)
 class RankError:
-    """The exception that ended a rank: type name, message and traceback."""
+    """Type name, message and traceback of the exception that ended a rank."""
 
     exception_type: str
     text: str
@@ -58,7 +57,7 @@ class RankError:
 
     @staticmethod
     def read(file: Path) -> RankError | None:
-        """Read the file written by `torch.distributed`'s `record`; None if missing or cut off."""
+        """Read the JSON file that `torch.distributed`'s `record` wrote; None if missing or cut."""
         try:
             message = json.loads(file.read_text())["message"]
         except (FileNotFoundError, json.JSONDecodeError):
@@ -68,7 +67,7 @@ class RankError:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the exception follows from the failure of another rank."""
+        """Whether the failure of another rank caused the exception."""
         return self.exception_type == CommunicationError.__name__
 
 
@@ -77,13 +76,14 @@ class RankEnd:
     """How the process of a rank ended.
 
     Args:
-        rank, pid: the rank and its process id.
-        status: the exit status; the negative signal number if a signal killed it; None if it could
-            not be killed.
-        time: when its end was observed, on one clock for all ranks.
-        signals: signals that the launcher sent to it.
-        stopped_by: the signal that had stopped it (SIGSTOP, SIGTSTP) when the launcher ended it.
-        error: the exception that it raised.
+        rank, pid: rank and process id.
+        status: exit status; the negative signal number if a signal killed the process; None if it
+            could not be killed.
+        time: seconds at which the end was observed, on one clock for all ranks.
+        signals: signals that the launcher sent to the process.
+        stopped_by: the signal, such as SIGSTOP, that had stopped the process before the launcher
+            killed it; None if it was running.
+        error: the exception that ended the process; None without one.
     """
 
     rank: int
@@ -96,19 +96,19 @@ class RankEnd:
 
     @property
     def killed_by(self) -> int | None:
-        """The signal that killed it, unless the launcher sent it."""
+        """The signal that killed the process; None if the launcher sent it, or without one."""
         if self.status is None or self.status >= 0 or -self.status in self.signals:
             return None
         return -self.status
 
     @property
     def is_lost(self) -> bool:
-        """Whether its device counts as lost."""
+        """Whether the device of the rank counts as lost."""
         return self.killed_by in DEVICE_LOSS_SIGNALS
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether it failed for a reason of its own, not because of another rank."""
+        """Whether the rank failed by itself, not because of another rank."""
         if self.error is not None:
             return not self.error.is_consequence
         return self.killed_by is not None or (self.status not in (0, None) and not self.signals)
@@ -134,10 +134,10 @@ class RankEnd:
 
 
 def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
-    """The failure from which the others follow.
+    """Return the failure that caused the others.
 
-    Candidates in order: ranks that were killed, were stopped, failed for a reason of their own,
-    still ran when others timed out, timed out. Among equals the earliest wins.
+    Prefers, in this order: ranks that were killed, were stopped, failed by themselves, still ran
+    when others timed out, timed out. Ties go to the earliest.
     """
     groups = (
         [end for end in ends if end.is_lost],
@@ -148,15 +148,15 @@ def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
     )
     causes = sorted(next(filter(None, groups)), key=lambda end: (end.time, end.rank))
     first, error = causes[0], causes[0].error
-    named = [first] if error is not None else [end for end in causes if end.error is None]
-    message = f"{', '.join(map(str, named))}; its log: {logs.stderr(first.rank)}"
+    named_ends = [first] if error is not None else [end for end in causes if end.error is None]
+    message = f"{', '.join(map(str, named_ends))}; its log: {logs.stderr(first.rank)}"
     if error is not None and not error.is_consequence:
         message += f"\n{error.traceback}"
     elif error is None and first.killed_by is None:
-        # One timed-out rank, whose message names the collective in which it waited.
+        # Adds one timed-out rank, whose message names the collective in which it waited.
         timed_out = [end for end in ends if end.error is not None and end.error.is_consequence]
         message += "".join(f"\n{end}" for end in timed_out[:1])
-    lost = frozenset(end.rank for end in ends if end.is_lost)
+    lost_ranks = frozenset(end.rank for end in ends if end.is_lost)
     return RankFailedError(
-        message, error.exception_type if error else "", error.text if error else "", lost
+        message, error.exception_type if error else "", error.text if error else "", lost_ranks
     )

@@ -20,20 +20,20 @@ from shardwright.core.runtime.accelerator import LOOPBACK, loopback_interfaces
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.rank_failure import RankEnd, RankError
 
-# Seconds between two checks of the processes.
+# Seconds between two polls of the processes.
 POLL_SECONDS = 0.05
 
-# After a rank fails with an error that another rank may have caused: seconds to wait for the
-# failure of that other rank, which is the one to report.
+# Seconds to wait, after a failure that another rank may have caused, for the failure of that other
+# rank, which is the one to report.
 GRACE_SECONDS = 2.0
 
 # Seconds after SIGTERM until ranks are killed, and after SIGKILL until they are abandoned: a
 # process may hang in the kernel.
 SHUTDOWN_SECONDS = 5
-KILL_SECONDS = 2
+ABANDON_SECONDS = 2
 
-# Asks the kernel to kill the rank when its launcher dies. Only the process itself can ask, so this
-# runs before the rank's own code; it checks that the launcher has not already died.
+# Asks the kernel to kill the rank when its launcher dies. A process can ask this only for itself,
+# so it runs before the rank's own code; it checks that the launcher has not already died.
 START_RANK = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -47,13 +47,11 @@ class RankProcess:
     """The process of one rank.
 
     Args:
-        rank: the rank.
-        process: its process.
         logs: the log folder of the run.
-        ended: when its end was observed, on the monotonic clock; None while it runs.
-        seconds_stopped: how long it has been stopped by a signal such as SIGSTOP.
-        stopped_by: the signal that stopped it; None while it is not stopped.
-        signals: signals that this launcher sent to it.
+        ended: seconds on the monotonic clock when the end was observed; None while it runs.
+        seconds_stopped: seconds since a signal such as SIGSTOP stopped the process.
+        stopped_by: the signal that stopped the process; None while it is not stopped.
+        signals: signals that this launcher sent to the process.
     """
 
     rank: int
@@ -90,7 +88,7 @@ class RankProcess:
         return RankProcess(rank, process, logs)
 
     def poll(self) -> bool:
-        """Update the state of the process; return whether it is still running."""
+        """Update the fields from the process; return whether it is still running."""
         if self.ended is not None:
             return False
         if self.process.poll() is not None:
@@ -102,13 +100,13 @@ class RankProcess:
         return True
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process, and record it."""
+        """Send a signal to the process, and add it to `signals`."""
         self.signals.add(number)
         self.process.send_signal(number)
 
     @property
     def end(self) -> RankEnd:
-        """How the process ended."""
+        """Exit status, signals and exception of the ended process."""
         return RankEnd(
             self.rank,
             self.process.pid,
@@ -121,7 +119,7 @@ class RankProcess:
 
 
 def _stop_signal(pid: int) -> int | None:
-    """The signal that has stopped a child process; None if it is not stopped."""
+    """Return the signal that has stopped a child process; None if it is not stopped."""
     # WNOWAIT leaves the process waitable, so that `Popen.poll` still sees its end.
     try:
         stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
@@ -131,7 +129,7 @@ def _stop_signal(pid: int) -> int | None:
 
 
 def wait_for_ranks(
-    ranks: Sequence[RankProcess], timeout: timedelta, received: Collection[int]
+    ranks: Sequence[RankProcess], timeout: timedelta, stop_signals: Collection[int]
 ) -> None:
     """Wait until all ranks have ended, or one has failed.
 
@@ -139,10 +137,10 @@ def wait_for_ranks(
 
     Args:
         timeout: how long a rank may be stopped by a signal.
-        received: stop signals that this process has received; the first one ends the wait.
+        stop_signals: stop signals that this process has received; the first one ends the wait.
     """
     grace_left = GRACE_SECONDS
-    while grace_left > 0 and not received:
+    while grace_left > 0 and not stop_signals:
         running = [rank for rank in ranks if rank.poll()]
         failed = [rank.end for rank in ranks if rank.process.returncode]
         if not running or any(end.is_root_cause for end in failed):
@@ -159,14 +157,14 @@ def end_ranks(ranks: Sequence[RankProcess]) -> None:
     for rank in ranks:
         if rank.poll():
             rank.send(signal.SIGKILL if rank.stopped_by else signal.SIGTERM)
-    _await_end(ranks, SHUTDOWN_SECONDS)
+    _wait_until_ended(ranks, SHUTDOWN_SECONDS)
     for rank in ranks:
         if rank.poll():
             rank.send(signal.SIGKILL)
-    _await_end(ranks, KILL_SECONDS)
+    _wait_until_ended(ranks, ABANDON_SECONDS)
 
 
-def _await_end(ranks: Sequence[RankProcess], seconds: float) -> None:
+def _wait_until_ended(ranks: Sequence[RankProcess], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while [rank for rank in ranks if rank.poll()] and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 5)
@@ -179,8 +177,8 @@ def serve_store() -> Iterator[int]:
     Yields:
         The port of the store.
     """
-    # On the loopback interface only: ranks unpickle values of the store, so whoever can write to it
-    # can run code in them. TCPStore itself would listen on all interfaces.
+    # Bound to the loopback interface: ranks unpickle values of the store, so whoever can write to
+    # it can run code in them. TCPStore by itself would listen on all interfaces.
     listener = socket.socket()
     listener.bind((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -196,7 +194,7 @@ def serve_store() -> Iterator[int]:
 
 
 def process_settings(num_local: int) -> dict[str, str]:
-    """Default environment variables of the ranks of one machine."""
+    """Return default environment variables of the `num_local` ranks of one node."""
     return {
         # Each rank would start one thread per core, and the ranks would compete for them.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_local)),
@@ -208,7 +206,7 @@ def process_settings(num_local: int) -> dict[str, str]:
 def rank_environments(
     num_ranks: int, store_port: int, restart: int, max_restarts: int
 ) -> list[dict[str, str]]:
-    """Environment variables of each rank, as torchrun sets them on a single machine.
+    """Return the environment of each rank, as torchrun sets it on a single node.
 
     Communication backends listen on the loopback interface unless the user sets another.
     """

@@ -1,4 +1,4 @@
-"""Finds the operator that first produces NaN or infinity, by repeating a step with checks."""
+"""Finds the first operator that produces NaN or infinity, by repeating a step with checks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from shardwright.core.runtime.collective_errors import ProgramLine, program_line
 from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals import pytree
 
-NOWHERE = 2**62
-"""The order of a rank that has found no such number, after all others."""
+NO_FINDING = 2**62
+"""Sort key of a rank without a finding: larger than that of any finding."""
 
 NON_FINITE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "nan": torch.isnan,
     "inf": torch.isposinf,
     "-inf": torch.isneginf,
 }
+"""Test for each non-finite value, by its name in messages."""
 
 
 def non_finite_value(tensor: Tensor) -> str | None:
-    """The first key of `NON_FINITE` that occurs in a tensor; None if it is finite."""
+    """Return the first key of `NON_FINITE` that occurs in a tensor; None if all are finite."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -37,23 +38,23 @@ def non_finite_value(tensor: Tensor) -> str | None:
     return next(name for name, test in NON_FINITE.items() if bool(test(values).any()))
 
 
-def earliest_of_ranks(net: torch.nn.Module, order: int, text: str) -> str | None:
-    """Compare the findings of all ranks; return the earliest on every rank, or None without any.
+def earliest_finding(net: torch.nn.Module, order: int, text: str) -> str | None:
+    """Return the earliest finding of all ranks, on every rank; None if no rank has one.
 
     Args:
-        order: the order of this rank's finding in time; `NOWHERE` without one.
-        text: the description of this rank's finding.
+        order: sort key of this rank's finding by time; `NO_FINDING` without one.
+        text: description of this rank's finding.
     """
     if not (
         isinstance(net, ParallelModule)
         and net.execution.devices.is_distributed
         and has_other_ranks()
     ):
-        return None if order == NOWHERE else text
+        return None if order == NO_FINDING else text
     order, rank, text = min(
         (order, rank, text) for rank, (order, text) in enumerate(values_of_ranks((order, text)))
     )
-    return None if order == NOWHERE else f"{text} (seen by rank {rank})"
+    return None if order == NO_FINDING else f"{text} (seen by rank {rank})"
 
 
 def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None:
@@ -63,24 +64,26 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
     Gradients are left in the parameters.
 
     Returns:
-        The description of the first non-finite value; None if the repeated step is finite.
+        A description of the value and of its operator; None if the repeated step is finite.
     """
     checker = _ResultChecker()
-    order, text = NOWHERE, ""
-    for index, (name, tensor) in enumerate(_inputs(net, batch)):
+    order, text = NO_FINDING, ""
+    for index, (name, tensor) in enumerate(_step_inputs(net, batch)):
         value = non_finite_value(detached_local(tensor))
         if value is not None:
-            order, text = min((order, text), (index, f"{name} holds {value}"))
-    # Without finite inputs, the first operator would be blamed.
-    if order == NOWHERE:
+            order, text = min((order, text), (index, f"{name} contains {value}"))
+    # With non-finite inputs, the first operator that reads them would be blamed.
+    if order == NO_FINDING:
         with checker:
             net.train_step(*batch)
-        order, text = checker.result(net.execution.devices.stage, net.execution.devices.stages)
-    return earliest_of_ranks(net, order, text)
+        order, text = checker.first_finding(
+            net.execution.devices.stage, net.execution.devices.stages
+        )
+    return earliest_finding(net, order, text)
 
 
-def _inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Rows of the batch, then the parameters, by name."""
+def _step_inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each row of the batch, then each parameter, with a name for messages."""
     for index, tensor in enumerate(batch):
         for row, values in enumerate(tensor if tensor.ndim else tensor.view(1)):
             yield f"the batch itself: row {row} of input {index}", values
@@ -89,11 +92,12 @@ def _inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple[str,
 
 @dataclass
 class _ResultChecker(TorchFunctionMode):
-    """Checks all results of a program's operators and their gradients.
+    """Checks the outputs of a program's operators, and their gradients.
 
     Args:
-        num_checked: tensors checked so far, which numbers the findings in order of time.
-        forward, backward: the first finding of each kind: its number and description.
+        num_checked: number of tensors checked so far.
+        forward, backward: the first finding in the pass, by key of `NON_FINITE`: the value of
+            `num_checked` and a description.
     """
 
     num_checked: int = 0
@@ -108,15 +112,15 @@ class _ResultChecker(TorchFunctionMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         line = program_line()
-        # Asynchronous collectives: their result may not have arrived yet. `empty` allocates
-        # uninitialized memory, which may contain NaN.
+        # Skips asynchronous collectives, whose result may not have arrived yet, and `empty`, whose
+        # uninitialized memory may contain NaN.
         if line is None or not line.computes or "empty" in getattr(function, "__name__", ""):
             return result
         # Views of arguments were checked when the arguments were computed.
         arguments = pytree.tree_leaves((args, kwargs))
-        addresses = {_address(t) for t in arguments if isinstance(t, Tensor)}
+        addresses = {_storage_address(t) for t in arguments if isinstance(t, Tensor)}
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and _address(tensor) not in addresses:
+            if isinstance(tensor, Tensor) and _storage_address(tensor) not in addresses:
                 self._check(self.forward, tensor, line, "the output of")
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_hook(self._backward_hook(line))
@@ -138,25 +142,30 @@ class _ResultChecker(TorchFunctionMode):
         if value is not None and value not in findings:
             findings[value] = (self.num_checked, f"{value} first in {role} {line}")
 
-    def result(self, stage: int, stages: int) -> tuple[int, str]:
-        """The order in time and the description of this rank's first finding."""
+    def first_finding(self, stage: int, stages: int) -> tuple[int, str]:
+        """Return the sort key by time, and the description, of this rank's first finding.
+
+        Args:
+            stage: pipeline stage of this rank.
+            stages: number of pipeline stages.
+        """
         for phase, findings in ((1, self.forward), (2, self.backward)):
             value = next((value for value in NON_FINITE if value in findings), None)
             # Attention masks contain -inf in every finite step.
             if value is None or (phase == 1 and value == "-inf"):
                 continue
-            number, text = findings[value]
-            # Comparable between ranks: the forward pass runs from the first pipeline stage to the
-            # last, the backward pass in reverse.
+            index, text = findings[value]
+            # Makes findings comparable between ranks: the forward pass runs from the first pipeline
+            # stage to the last, the backward pass in reverse.
             stage_order = stage if phase == 1 else stages - stage
             infinite = findings.get("inf")
-            if value == "nan" and infinite is not None and infinite[0] < number:
+            if value == "nan" and infinite is not None and infinite[0] < index:
                 text += f", after {infinite[1]}"
-            return (phase * 2**16 + stage_order) * 2**40 + number, text
-        return NOWHERE, ""
+            return (phase * 2**16 + stage_order) * 2**40 + index, text
+        return NO_FINDING, ""
 
 
-def _address(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     # Tensors without storage, such as sparse or wrapper tensors, raise here.
     with suppress(RuntimeError, NotImplementedError):
         return tensor.untyped_storage().data_ptr()

@@ -16,7 +16,7 @@ from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.runtime.exposed_communication import WaitTimer
 from shardwright.run.data.data import Batches
 from shardwright.run.data.evaluation import Evaluation
-from shardwright.run.loop.non_finite import NonFinite, NonFiniteSteps, is_finite
+from shardwright.run.loop.non_finite import NonFinite, NonFiniteGuard, is_finite
 from shardwright.run.loop.step_log import StepRecord
 
 
@@ -47,7 +47,7 @@ def train(
         max_steps: total number of steps, over all epochs and including those before `start`.
         start: the position at which to resume.
         after_step: called after `on_step` with the new position.
-        rate: maps a step to its learning rate; by default the optimizer's own is used.
+        rate: maps a step, counted from 0, to its learning rate; by default the optimizer's own.
         clip_norm: maximum global norm of the gradients; None for no clipping.
         non_finite: `stop` the run at a step whose loss or gradient norm is not finite, or `skip`
             the step.
@@ -59,15 +59,15 @@ def train(
     """
     net.train()
     remaining = None if max_steps is None else max(0, max_steps - start.step)
-    steps = NonFiniteSteps(net, optimizer, non_finite)
+    guard = NonFiniteGuard(net, optimizer, non_finite)
     waits = net.execution.devices.waits if isinstance(net, ParallelModule) else WaitTimer()
-    for position, batch in islice(_steps(batches, epochs, start), remaining):
-        # Reset: waits during an evaluation or a checkpoint do not belong to the step.
+    for position, batch in islice(_remaining_batches(batches, epochs, start), remaining):
+        # Resets the timer: waits in an evaluation or a checkpoint do not belong to the step.
         waits.take_seconds()
         started = perf_counter()
         inputs = [tensor.to(device) for tensor in batch]
-        steps.save_state()
-        finite, loss, norm = is_finite(*_with_gradients(net, inputs, clip_norm))
+        guard.save_state()
+        finite, loss, norm = is_finite(*_forward_backward(net, inputs, clip_norm))
         if finite:
             if rate is not None:
                 for group in optimizer.param_groups:
@@ -75,11 +75,11 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         else:
-            steps.undo(inputs, loss, norm, _describe(batches, position))
+            guard.undo(inputs, loss, norm, _describe_step(batches, position))
         speed, exposed = batches.batch_size / (perf_counter() - started), waits.take_seconds()
-        next_position = batches.after(position)
+        next_position = batches.position_after(position)
         evaluation_loss = (
-            None if evaluation is None else evaluation.after(next_position.step, net, device)
+            None if evaluation is None else evaluation.loss_if_due(next_position.step, net, device)
         )
         learning_rate = float(optimizer.param_groups[0]["lr"])
         record = StepRecord(
@@ -90,7 +90,7 @@ def train(
             after_step(next_position)
 
 
-def _with_gradients(
+def _forward_backward(
     net: nn.Module, batch: Sequence[Tensor], clip_norm: float | None
 ) -> tuple[Tensor, Tensor]:
     """Run forward and backward, and clip gradients.
@@ -106,7 +106,7 @@ def _with_gradients(
     return loss, nn.utils.clip_grad_norm_(net.parameters(), max_norm)
 
 
-def _describe(batches: Batches, position: Position) -> str:
+def _describe_step(batches: Batches, position: Position) -> str:
     first = batches.first_sample(position)
     last = first + batches.batch_size - 1
     return (
@@ -115,17 +115,18 @@ def _describe(batches: Batches, position: Position) -> str:
     )
 
 
-def _steps(
+def _remaining_batches(
     batches: Batches, epochs: int, start: Position
 ) -> Iterator[tuple[Position, tuple[Tensor, ...]]]:
     position = start
     for epoch in range(start.epoch, epochs):
-        # Fewer samples than a batch were left in the epoch at which the run resumed.
+        # The epoch in which the run resumed may have no full batch left, and so never advances
+        # `position` to the next epoch.
         if position.epoch < epoch:
             position = Position(position.step, epoch)
         for batch in batches.epoch(epoch, batches.first_sample(position)):
             yield position, batch
-            position = batches.after(position)
+            position = batches.position_after(position)
 
 
 class MeanAbsoluteError(nn.Module):

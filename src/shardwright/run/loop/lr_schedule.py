@@ -17,7 +17,7 @@ class LRSchedule:
         peak: learning rate at the end of the warmup.
         end: learning rate at the end of the decay.
         warmup_steps: number of warmup steps.
-        warmup_ratio: warmup as a fraction of all steps; overrides `warmup_steps`.
+        warmup_ratio: warmup steps as a fraction of `total_steps`; overrides `warmup_steps`.
         total_steps: steps after which the rate stays at `end`; None for the length of the run.
         power: exponent of `polynomial`.
     """
@@ -31,7 +31,7 @@ class LRSchedule:
     power: float = 1.0
 
     def rate(self, step: int, run_steps: int) -> float:
-        """The learning rate of `step`, counted from 0, in a run of `run_steps` steps."""
+        """Return the learning rate of `step`, counted from 0, in a run of `run_steps` steps."""
         total = self.total_steps if self.total_steps is not None else run_steps
         warmup = self.warmup_steps
         if self.warmup_ratio is not None:
@@ -41,10 +41,10 @@ class LRSchedule:
         if self.kind == "constant":
             return self.peak
         progress = min((step - warmup) / max(1, total - warmup), 1.0)
-        return self.end + (self.peak - self.end) * self._remaining(progress)
+        return self.end + (self.peak - self.end) * self._decay_factor(progress)
 
-    def _remaining(self, progress: float) -> float:
-        """The fraction of `peak - end` that is left at `progress` in 0…1 of the decay."""
+    def _decay_factor(self, progress: float) -> float:
+        """Return the remaining fraction of `peak - end` at `progress`, 0 to 1, of the decay."""
         if self.kind == "cosine":
             return (1 + cos(pi * progress)) / 2
         return float((1 - progress) ** (1.0 if self.kind == "linear" else self.power))

@@ -18,8 +18,8 @@ from shardwright.core.runtime.accelerator import generator_states, set_generator
 from shardwright.core.runtime.dtensor import detached_local
 from shardwright.errors import NonFiniteError
 from shardwright.run.loop.first_non_finite import (
-    NOWHERE,
-    earliest_of_ranks,
+    NO_FINDING,
+    earliest_finding,
     first_non_finite,
     non_finite_value,
 )
@@ -31,33 +31,35 @@ NonFinite = Literal["stop", "skip"]
 
 
 @dataclass
-class NonFiniteSteps:
+class NonFiniteGuard:
     """Undoes steps whose loss or gradient norm is not finite, on all ranks.
 
     Loss and norm are reduced over all ranks, so every rank takes the same decision.
 
     Args:
         net: the trained module.
-        optimizer: its optimizer, whose gradients are cleared.
-        policy: whether the run stops or the step is skipped.
+        optimizer: the optimizer of `net`; an undone step clears its gradients.
+        policy: stop the run or skip the step.
     """
 
     net: nn.Module
     optimizer: torch.optim.Optimizer
     policy: NonFinite
-    _before: Mapping[str, Tensor] = field(default_factory=dict)
-    _generators: Mapping[str, Tensor] = field(default_factory=dict)
+    _saved_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    _saved_generators: Mapping[str, Tensor] = field(default_factory=dict)
 
     def save_state(self) -> None:
-        """Save the state that forward and backward change; to be called before each step."""
-        self._before = {n: t.detach().clone() for n, t in _changed_by_forward(self.net).items()}
+        """Save the state that forward and backward change; must be called before each step."""
+        self._saved_tensors = {
+            n: t.detach().clone() for n, t in _tensors_changed_by_forward(self.net).items()
+        }
         if (
             not isinstance(self.net, ParallelModule)
             or not self.net.execution.devices.is_distributed
         ):
             # With several ranks each random operator has its own seed; a single device draws from
             # PyTorch's global generators.
-            self._generators = generator_states(device_of(self.net))
+            self._saved_generators = generator_states(device_of(self.net))
 
     def undo(self, batch: Sequence[Tensor], loss: float, norm: float, where: str) -> None:
         """Undo a step with a non-finite loss or gradient norm, before the optimizer has run.
@@ -70,7 +72,7 @@ class NonFiniteSteps:
             NonFiniteError: the policy is `stop`, or parameters are not finite, so that every later
                 step would fail too.
         """
-        self._restore()
+        self._restore_state()
         problem = f"{where}: the loss is {loss:g}, the gradient norm {norm:g}"
         if self.policy == "skip":
             check_finite_state(self.net, self.optimizer, where)
@@ -82,18 +84,18 @@ class NonFiniteSteps:
             # The repeated step draws the same random numbers.
             self.net.execution.random_step -= 1
             cause = first_non_finite(self.net, batch)
-            self._restore()
+            self._restore_state()
         self.optimizer.zero_grad()
         raise NonFiniteError(
             f"{problem}; {cause or 'a repetition of the step was finite'}. No later checkpoint is"
-            " saved\nset train.non_finite: skip to skip these steps"
+            " saved\nset `train.non_finite: skip` to skip such steps"
         )
 
-    def _restore(self) -> None:
-        current = _changed_by_forward(self.net)
-        for name, before in self._before.items():
+    def _restore_state(self) -> None:
+        current = _tensors_changed_by_forward(self.net)
+        for name, before in self._saved_tensors.items():
             detached_local(current[name]).copy_(detached_local(before))
-        set_generator_states(self._generators, device_of(self.net))
+        set_generator_states(self._saved_generators, device_of(self.net))
         self.optimizer.zero_grad()
 
 
@@ -103,25 +105,25 @@ def check_finite_state(net: nn.Module, optimizer: torch.optim.Optimizer, where: 
     Raises:
         NonFiniteError: on every rank, if any rank has a non-finite tensor.
     """
-    order, text = NOWHERE, ""
+    order, text = NO_FINDING, ""
     for index, (name, tensor) in enumerate(_training_state(net, optimizer)):
         value = non_finite_value(detached_local(tensor))
         if value is not None:
-            order, text = index, f"{name} holds {value}"
+            order, text = index, f"{name} contains {value}"
             break
-    problem = earliest_of_ranks(net, order, text)
+    problem = earliest_finding(net, order, text)
     if problem is not None:
         raise NonFiniteError(
             f"{where}: {problem}. No checkpoint of this state is saved\n"
-            "lower the learning rate, or clip gradients with optimizer.clip_norm"
+            "lower the learning rate, or clip gradients with `optimizer.clip_norm`"
         )
 
 
 def is_finite(loss: Tensor, norm: Tensor) -> tuple[bool, float, float]:
-    """Whether both numbers are finite, and their values on the host."""
+    """Return whether both scalars are finite, and their values on the host."""
     # Stacked, so that the host waits for the device once, not twice.
-    pair: list[float] = torch.stack([loss.detach().double(), norm.detach().double()]).tolist()
-    return all(map(math.isfinite, pair)), pair[0], pair[1]
+    values: list[float] = torch.stack([loss.detach().double(), norm.detach().double()]).tolist()
+    return all(map(math.isfinite, values)), values[0], values[1]
 
 
 def _training_state(
@@ -132,16 +134,16 @@ def _training_state(
         names[parameter] = name
         if parameter.requires_grad:
             yield f"parameter {name}", parameter
-    for name, tensor in _changed_by_forward(net).items():
+    for name, tensor in _tensors_changed_by_forward(net).items():
         yield f"buffer {name}", tensor
     for param, state in optimizer.state.items():
         for key, tensor in state.items():
             if isinstance(tensor, Tensor):
-                yield f"{key} of the optimizer for {names.get(param)}", tensor
+                yield f"optimizer state {key} of {names.get(param)}", tensor
 
 
-def _changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
-    """Buffers, and parameters updated in place without autograd, that `forward` changes."""
+def _tensors_changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers and parameters that `forward` updates in place, by name."""
     if not isinstance(net, ParallelModule):
         return dict(net.named_buffers())
     state = dict(net.named_parameters()) | dict(net.named_buffers())

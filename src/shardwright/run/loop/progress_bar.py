@@ -16,12 +16,12 @@ from shardwright.run.loop.step_log import StepRecord
 
 
 class LiveProgress(Progress):
-    """A context that prints lines and, if the console is a terminal, a progress bar below them.
+    """Context that prints lines and, if the console is a terminal, a progress bar below them.
 
     Args:
-        console: the console to print to.
+        console: receives the output.
         num_steps: number of steps of the run, the length of the bar.
-        steps_per_epoch: number of steps per epoch.
+        steps_per_epoch: converts an epoch and its step into a position on the bar.
     """
 
     def __init__(self, console: Console, num_steps: int, steps_per_epoch: int) -> None:
@@ -36,7 +36,7 @@ class LiveProgress(Progress):
             transient=True,
         )
         self._steps_per_epoch = steps_per_epoch
-        self._run = self.add_task("starting", total=num_steps, loss="-", speed="")
+        self._task = self.add_task("starting", total=num_steps, loss="-", speed="")
 
     def line(self, text: str) -> None:
         """Print `text` verbatim above the bar."""
@@ -45,7 +45,7 @@ class LiveProgress(Progress):
     def step(self, step: StepRecord) -> None:
         """Show a finished step on the bar, which moves back after a restart from a checkpoint."""
         self.update(
-            self._run,
+            self._task,
             completed=step.epoch * self._steps_per_epoch + step.step + 1,
             description=f"epoch {step.epoch} step {step.step}",
             loss=f"{step.loss:.6f}",
@@ -54,13 +54,14 @@ class LiveProgress(Progress):
 
 
 POLL_SECONDS = 0.1
+"""Seconds between two reads of the followed files."""
 
 
 @contextmanager
-def followed(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None]:
+def follow_files(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None]:
     """Context that follows growing files, like `tail -F`.
 
-    The files need not exist yet. If a file is replaced, the old one is read to its end, then the
+    The files need not exist yet. If a file is is_replaced, the old one is read to its end, then the
     new one from its beginning. On exit, the rest of each file is read, including a last line
     without a newline.
 
@@ -89,20 +90,22 @@ def followed(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None]:
 
 
 class _FollowedFile:
+    """A growing file, possibly replaced by a new one, with the part that was read so far."""
+
     def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
         self._path, self._on_line = path, on_line
         self._file: BinaryIO | None = None
         self._unfinished = b""
 
     def read(self) -> None:
-        """Pass on new lines of the file, and of the file that replaced it."""
-        for file in self._files():
+        """Call `on_line` with each new line of the file, and of a file that replaced it."""
+        for file in self._unread_files():
             *lines, self._unfinished = (self._unfinished + file.read()).split(b"\n")
             for line in lines:
                 self._on_line(line.decode(errors="replace"))
 
     def close(self) -> None:
-        """Pass on the last line, even if it is incomplete."""
+        """Call `on_line` with the last line, even if it is incomplete, and close the file."""
         if self._unfinished:
             self._on_line(self._unfinished.decode(errors="replace"))
             self._unfinished = b""
@@ -110,19 +113,19 @@ class _FollowedFile:
             self._file.close()
             self._file = None
 
-    def _files(self) -> Iterator[BinaryIO]:
+    def _unread_files(self) -> Iterator[BinaryIO]:
         if self._file is not None:
             # Checked before reading, so that nothing written before the replacement is missed.
-            replaced = self._replaced(self._file)
+            is_replaced = self._is_replaced(self._file)
             yield self._file
-            if not replaced:
+            if not is_replaced:
                 return
             self.close()
         if self._path.exists():
             self._file = self._path.open("rb")
             yield self._file
 
-    def _replaced(self, file: BinaryIO) -> bool:
+    def _is_replaced(self, file: BinaryIO) -> bool:
         try:
             return not os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
         except FileNotFoundError:

@@ -43,21 +43,21 @@ class StepRecord:
 
     @property
     def line(self) -> str:
-        """The line to print, with losses as the shortest text of their float32 value."""
+        """Line for the console; losses are rounded to float32 and printed with fewest digits."""
         line = f"epoch: {self.epoch}, step: {self.step}, loss is {np.float32(self.loss)!s}"
         if self.evaluation_loss is not None:
             line += f", evaluation loss is {np.float32(self.evaluation_loss)!s}"
         return line
 
     @property
-    def numbers(self) -> dict[str, float]:
-        """All numbers that were measured, by name, except epoch and step."""
+    def metrics(self) -> dict[str, float]:
+        """Measured metrics by name, without epoch and step."""
         return {
             k: v for k, v in asdict(self).items() if k not in ("epoch", "step") and v is not None
         }
 
     def to_json(self) -> str:
-        return json.dumps({"epoch": self.epoch, "step": self.step, **self.numbers})
+        return json.dumps({"epoch": self.epoch, "step": self.step, **self.metrics})
 
     @staticmethod
     def from_json(text: str) -> StepRecord:
@@ -67,8 +67,8 @@ class StepRecord:
 def open_step_log(path: Path, start: Position) -> TextIO:
     """Open the step log at `path` to append the steps from `start` on.
 
-    Removes lines of steps after `start`, which will run again, and a line truncated by a crash, so
-    that no step is logged twice.
+    Removes the lines of steps after `start`, which will run again, and a last line truncated by a
+    crash, so that no step is logged twice.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""Profiles steps of a run on each rank: a Chrome trace, and a summary."""
+"""Profiles steps of a run on each rank, into a Chrome trace and a summary."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from shardwright.core.runtime.accelerator import peak_bytes, restart_peak
 from shardwright.core.runtime.dtensor import detached_local
 from shardwright.run.loop.step_summary import StepSummary, peak_allocated
 
-TRACE = "trace.json.gz"
+TRACE_FILE = "trace.json.gz"
 
 
 class StepProfile:
     """Context that profiles `steps` steps, after one warm-up step.
 
     Args:
-        folder: the folder of the trace, a Chrome trace for `ui.perfetto.dev`.
+        folder: where to write the trace, a Chrome trace for `ui.perfetto.dev`.
         device: the device of this rank.
     """
 
     def __init__(self, steps: int, folder: Path, device: torch.device) -> None:
         self.steps = steps
-        self._accelerated, self._device = device.type != "cpu", device
-        self._done, self._began, self._seconds = 0, 0.0, 0.0
-        trace = str(folder / TRACE)
+        self._is_accelerated, self._device = device.type != "cpu", device
+        self._num_done, self._start_time, self._seconds_per_step = 0, 0.0, 0.0
+        trace = str(folder / TRACE_FILE)
         self._profile = profile(
             activities=supported_activities(),  # type: ignore[no-untyped-call]
             schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
@@ -47,41 +47,47 @@ class StepProfile:
         self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def step_done(self) -> bool:
-        """Count a finished step; to be called after each step.
+        """Count a finished step; must be called after each step.
 
         Returns:
             Whether it was the last profiled step.
         """
-        if self._done > self.steps:
+        if self._num_done > self.steps:
             return False
-        self._done += 1
-        last = self._done > self.steps
+        self._num_done += 1
+        last = self._num_done > self.steps
         if last:
-            # Before `step()`, which writes the trace and would be counted.
-            self._seconds = (perf_counter() - self._began) / self.steps
+            # Taken before `step()`, which writes the trace and takes seconds itself.
+            self._seconds_per_step = (perf_counter() - self._start_time) / self.steps
         self._profile.step()
         # The warm-up step allocates optimizer state and compiles kernels: measure after it.
-        if self._done == 1:
+        if self._num_done == 1:
             restart_peak(self._device)
-            self._began = perf_counter()
+            self._start_time = perf_counter()
         return last
 
-    def measured(
+    def summarize(
         self, rank: int, stage: int, net: nn.Module, optimizer: torch.optim.Optimizer
     ) -> MeasuredRank:
-        """Summarize the profiled steps, after the last has ended."""
+        """Summarize the profiled steps, after the last has ended.
+
+        Args:
+            rank, stage: this rank and its pipeline stage.
+        """
         events = self._profile.events() or []  # type: ignore[no-untyped-call]
-        summary = StepSummary.of(events, self.steps, self._accelerated)
+        summary = StepSummary.of(events, self.steps, self._is_accelerated)
         peak = peak_bytes(self._device)
         if peak is None:
             # The CPU allocator records no peak: add up the allocation events of the profiler.
             peak = _persistent_bytes(net, optimizer) + peak_allocated(events)
         seconds_by_kind = dict(summary.kinds)
-        return MeasuredRank(rank, stage, self._seconds, seconds_by_kind, summary.collectives, peak)
+        return MeasuredRank(
+            rank, stage, self._seconds_per_step, seconds_by_kind, summary.collectives, peak
+        )
 
 
 def _persistent_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of a rank between steps: its shards of parameters, buffers and optimizer state."""
+    """Return the bytes of a rank's shards of parameters, buffers and optimizer state."""
     states = (value for state in optimizer.state.values() for value in state.values())
     tensors = (t for t in (*net.parameters(), *net.buffers(), *states) if torch.is_tensor(t))
     storages = (detached_local(tensor).untyped_storage() for tensor in tensors)
@@ -92,8 +98,11 @@ def _persistent_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def gather_measured(own: MeasuredRank) -> tuple[MeasuredRank, ...]:
     """Gather the measurements of all ranks on rank 0. Every rank must call it.
 
+    Args:
+        own: measurements of this rank.
+
     Returns:
-        On rank 0 the measurements in order of ranks; on other ranks nothing.
+        The measurements in order of ranks on rank 0; an empty tuple on other ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return (own,)

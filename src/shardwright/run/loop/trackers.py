@@ -11,7 +11,7 @@ from typing import Any
 from shardwright.errors import ConfigError
 
 Track = Callable[[int, Mapping[str, float]], None]
-"""Logs a step, counted from 1 over all epochs, and its numbers by name."""
+"""Function that logs the metrics of a step, by name; steps count from 1 over all epochs."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -20,15 +20,15 @@ def check_trackers(names: Sequence[str]) -> None:
         if find_spec(name) is None:
             raise ConfigError(
                 f"train.log_to: {name} is not installed\n"
-                f"pip install 'shardwright[{name}]', or remove {name} from train.log_to"
+                f"pip install 'shardwright[{name}]', or remove {name} from `train.log_to`"
             )
 
 
 @contextmanager
-def trackers(
+def open_trackers(
     names: Sequence[str], folder: Path, config: Mapping[str, Any], start: int
 ) -> Iterator[Track]:
-    """Open trackers; yields a function that logs the numbers of a step to all of them.
+    """Context with open trackers; yields a function that logs the metrics of a step to all.
 
     Args:
         names: `tensorboard`, which writes to the subfolder `tensorboard`, and `wandb`, whose

@@ -27,12 +27,12 @@ def load_weights(net: nn.Module, path: str | Path) -> None:
     if not path.is_dir() or any(path.glob("*.safetensors")):
         load_state_dict(net, path)
         return
-    folder, step = _checkpoint_at(path)
+    folder, step = _find_checkpoint(path)
     load_checkpoint(folder, net, step=step)
 
 
-def _checkpoint_at(path: Path) -> tuple[Path, int | None]:
-    """The folder of checkpoints at `path`, and the step to load; None for the newest.
+def _find_checkpoint(path: Path) -> tuple[Path, int | None]:
+    """Return the folder of the checkpoints at `path`, and the step to load; None for the newest.
 
     Raises:
         CheckpointError: `path` is neither a checkpoint nor a folder of checkpoints.
@@ -41,5 +41,8 @@ def _checkpoint_at(path: Path) -> tuple[Path, int | None]:
     if name is not None:
         return path.parent, int(name[1])
     if not complete_steps(path):
-        raise CheckpointError(f"{path} contains no complete checkpoint")
+        raise CheckpointError(
+            f"{path} contains no complete checkpoint\n"
+            "use a `state_dict` file, a folder of `.safetensors` files, or a folder of checkpoints"
+        )
     return path, None
