@@ -145,7 +145,7 @@ def test_options_of_a_report_that_cannot_be_are_refused(
         (lambda text: text[: len(text) // 2], r"plan.json: not a plan: invalid JSON"),
         (lambda text: text.replace('"version": 3', '"version": 2'), "plan version 2 is not"),
         (lambda text: "model: {name: llama2_7b}", r"plan.json: not a plan: invalid JSON"),
-        (lambda text: text.replace('"mesh"', '"meshes"'), r"incomplete plan: mesh: Field required"),
+        (lambda text: text.replace('"mesh"', '"meshes"'), r"invalid plan: `mesh`: Field required"),
     ],
     ids=["cut off", "another version", "a configuration", "a key missing"],
 )

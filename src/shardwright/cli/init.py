@@ -13,7 +13,7 @@ import typer
 
 import shardwright
 from shardwright.cli.app import app
-from shardwright.core.plan.text_columns import GAP, NARROWEST, wrapped
+from shardwright.core.plan.text_columns import GAP, MIN_WIDTH, wrapped
 from shardwright.errors import ConfigError
 
 PACKAGE = Path(shardwright.__file__).parent
@@ -59,7 +59,7 @@ def listing_lines(files: Mapping[str, Path]) -> Iterator[str]:
         names = list(group)
         width = max(map(len, names))
         for name in names:
-            yield from wrapped(first_line(files[name]), NARROWEST, f"{name:{width}}{GAP}")
+            yield from wrapped(first_line(files[name]), MIN_WIDTH, f"{name:{width}}{GAP}")
 
 
 @app.command("init")

@@ -36,7 +36,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.plan.diff import Difference, differences
 from shardwright.core.plan.measured import Measured
 from shardwright.core.plan.table import plan_text
-from shardwright.core.plan.text_columns import GAP, NARROWEST, at_dots, text_width
+from shardwright.core.plan.text_columns import GAP, MIN_WIDTH, at_dots, text_width
 from shardwright.errors import ConfigError, PlanError, PlanInterrupted
 from shardwright.progress import OnProgress
 from shardwright.run.config.other_plans import AlternativePlanner
@@ -337,7 +337,7 @@ def differences_text(changes: list[Difference], first: str, second: str) -> str:
         first, second: titles of the plans' columns.
     """
     label_width = max(len(change.what) for change in changes)
-    value_width = (NARROWEST - label_width) // 2 - len(GAP)
+    value_width = (MIN_WIDTH - label_width) // 2 - len(GAP)
     lines = list[str]()
     for change in (Difference("", first, second), *changes):
         values = [wrap(value, value_width) for value in (change.first, change.second)]
@@ -345,7 +345,7 @@ def differences_text(changes: list[Difference], first: str, second: str) -> str:
             cells = label.ljust(label_width), left.ljust(value_width), right
             lines.append(GAP.join(cells).rstrip())
         for name in change.names[:MAX_LISTED_NAMES]:
-            lines += (GAP + part for part in at_dots(name, NARROWEST - len(GAP)))
+            lines += (GAP + part for part in at_dots(name, MIN_WIDTH - len(GAP)))
         if len(change.names) > MAX_LISTED_NAMES:
             lines.append(f"{GAP}and {len(change.names) - MAX_LISTED_NAMES} more")
     return "\n".join(lines)

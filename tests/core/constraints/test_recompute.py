@@ -204,6 +204,6 @@ def test_a_plan_shows_what_is_computed_again() -> None:
     assert "recomputed in the backward pass in segment model.layers.1" in up
     assert "communication inside the segment is not repeated" in up
     last = plan.explain("model.layers.1.add_1")
-    assert "in segment model.layers.1, but not recomputed: autograd saves nothing of it" in last
+    assert "in segment model.layers.1, but not recomputed: autograd saves no tensor of it" in last
     assert "in segment model.layers.0, without its communication" in plan.dump()
     assert sw.Plan.from_json(plan.to_json()) == plan

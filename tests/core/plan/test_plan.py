@@ -162,11 +162,13 @@ def test_a_plan_of_another_version_or_none_at_all_is_refused(tmp_path: Path) -> 
         sw.Plan.load(path)
     data = json.loads(plan_of_network().to_json())
     path.write_text(json.dumps({**data, "version": 99}))
-    with pytest.raises(sw.PlanError, match="plan version 99 is not supported, only version 3 is"):
+    with pytest.raises(
+        sw.PlanError, match="plan version 99 is not supported; the supported version is 3"
+    ):
         sw.Plan.load(path)
     del data["cuts"]
     path.write_text(json.dumps(data))
-    with pytest.raises(sw.PlanError, match="incomplete plan: cuts: Field required"):
+    with pytest.raises(sw.PlanError, match="invalid plan: `cuts`: Field required"):
         sw.Plan.load(path)
 
 
@@ -207,19 +209,22 @@ def test_operators_without_a_rule_are_listed_never_silent() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data["cuts"].update(layer1={"zz": [0]}), "no factor 'zz' that can be cut"),
+        (
+            lambda data: data["cuts"].update(layer1={"zz": [0]}),
+            "no factor 'zz' that can be sharded",
+        ),
         (lambda data: data["cuts"]["layer1"].update(k=[0, 0]), "used more than once"),
         (lambda data: data["cuts"].update(layer9={"k": [0]}), "no operator 'layer9'"),
-        (lambda data: data["storage"].pop("layer1.weight"), "have different names"),
+        (lambda data: data["storage"].pop("layer1.weight"), "list different parameters"),
         (lambda data: data["storage"].update({"layer1.weight": [[0]]}), "is not divisible into"),
         (
             lambda data: data["mesh"].update(device_matrix=[2**40, 2, 2]),
             "more than 1048576 devices",
         ),
-        (lambda data: data.update(devices=7), "devices is 7, but mesh and stages are for 8"),
-        (lambda data: data.update(bucket_bytes=-1), "bucket_bytes: .*greater than or equal to 0"),
-        (lambda data: data["operators"][0].update(stage=4), "is on stage 4 of 1"),
-        (lambda data: data.update(surprise=1), "surprise: Extra inputs"),
+        (lambda data: data.update(devices=7), "`devices` is 7, but `mesh` and `stages` have 8"),
+        (lambda data: data.update(bucket_bytes=-1), "`bucket_bytes`: .*greater than or equal to 0"),
+        (lambda data: data["operators"][0].update(stage=4), "is on stage 4, but the last is 0"),
+        (lambda data: data.update(surprise=1), "`surprise`: Extra inputs"),
     ],
 )
 def test_a_plan_that_contradicts_itself_or_its_model_is_refused(

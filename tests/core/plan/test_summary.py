@@ -10,7 +10,7 @@ import shardwright as sw
 from sample_models import llama, network
 from shardwright.core.cost.memory import binary
 from shardwright.core.plan.parallelism import parallelism
-from shardwright.core.plan.summary import MOST_LINES, plan_summary
+from shardwright.core.plan.summary import MAX_LINES, plan_summary
 from shardwright.core.plan.text_columns import in_columns
 
 
@@ -54,7 +54,7 @@ def test_it_has_at_most_25_lines_of_at_most_the_width(
 ) -> None:
     for plan in (made[name], sw.Plan.from_json(made[name].to_json())):
         lines = plan_summary(plan, width).splitlines()
-        assert len(lines) <= MOST_LINES
+        assert len(lines) <= MAX_LINES
         assert max(map(len, lines)) <= width
         full = plan.text(full=True).splitlines()
         assert max(map(len, full)) <= 160

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright.core.plan.text_columns import NARROWEST, WIDEST, at_dots, in_columns, text_width
+from shardwright.core.plan.text_columns import MAX_WIDTH, MIN_WIDTH, at_dots, in_columns, text_width
 
 
 def test_names_break_behind_dots_and_ranges_stay_whole() -> None:
@@ -28,6 +28,6 @@ def test_columns_keep_to_the_width_and_numbers_stay_whole() -> None:
 
 
 def test_the_width_is_that_of_the_terminal_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for columns, width in (("20", NARROWEST), ("100", 100), ("900", WIDEST)):
+    for columns, width in (("20", MIN_WIDTH), ("100", 100), ("900", MAX_WIDTH)):
         monkeypatch.setenv("COLUMNS", columns)
         assert text_width() == width

@@ -25,10 +25,10 @@ class PlanAnalysis:
     The planner assigns `partitioned` and `memory` if it has computed them already.
 
     Args:
-        partitioned: the partitioned model.
-        optimizer: the optimizer whose state is counted in the memory.
+        partitioned: the graph with the decisions of the plan.
+        optimizer: name or instance of the optimizer whose state is counted in the memory.
         dry_runs: cached dry runs of the chunks.
-        pricing: the costs of the time-based search; None if another search decided.
+        pricing: the costs of the time-based search; None if another search made the decisions.
         mem_coeff: weight of memory in the search.
         on_progress: callback for the progress of slow computations.
     """
@@ -42,21 +42,24 @@ class PlanAnalysis:
 
     @cached_property
     def memory(self) -> Memory:
-        """Peak memory per device of each stage in a training step, from a dry run."""
+        """Peak bytes per device of each stage in a training step, from a dry run."""
         on_share = share_reporter(self.on_progress, "memory")
         return memory(self.partitioned, self.optimizer, self.dry_runs, on_share)
 
     @cached_property
     def choices(self) -> tuple[AxisChoice, ...]:
-        """Alternative cuts of the main operators, with their costs."""
+        """The alternative cuts of the main operators per mesh axis, with their costs."""
         graph, mesh = self.partitioned.graph, self.partitioned.mesh
         decisions = self.partitioned.decisions
         return choices(graph, mesh, decisions, self.pricing, self.mem_coeff)
 
     @cached_property
     def gap(self) -> float | None:
-        """Upper bound on the relative cost over the best plan with the same device matrix, stages
-        and micro-batches; None without `pricing`, or if no lower bound was found."""
+        """Upper bound on how much the plan costs more than the best plan with the same device
+        matrix, stages and micro-batches, as a fraction of that plan's cost.
+
+        None without `pricing`, or if no lower bound was found.
+        """
         if self.pricing is None:
             return None
         return gap_of(

@@ -52,23 +52,25 @@ def make_plan(
 
     Args:
         partitioned: the graph with the search's decisions.
-        mode, options: the search mode and its options.
+        mode: the search mode.
+        options: the options of the search mode, by name.
         search_seconds: duration of the search.
-        training: whether the plan is for training.
+        training: whether the plan is for training rather than evaluation.
         pins: the strategies that the user fixed, by operator.
-        predicted: the predicted step time, if a cluster was named.
-        memory_limit: bytes of a device that a step may use.
+        predicted: the predicted step time; None without a cluster.
+        memory_limit: bytes of a device that a step may use; None for no limit.
         optimizer: the optimizer that the memory prediction assumes.
-        dry_runs: dry runs made during the search.
-        pricing: the costs of a time-based search.
+        dry_runs: cached dry runs, made during the search.
+        pricing: the costs of a time-based search; None for other searches.
 
     Raises:
-        PlanError: if the operators cannot be divided into the chunks of the pipeline, or an
+        PlanError: if the operators cannot be assigned to the chunks of the pipeline, or an
             argument's class cannot be serialized.
     """
     graph, mesh, decisions = partitioned.graph, partitioned.mesh, partitioned.decisions
     step_bytes = max(partitioned.step_bytes, key=sum)
-    counted: set[int] = set()
+    # Ids of the transfers whose bytes are in a row; filled by `_redistribution_row`.
+    counted_transfers: set[int] = set()
     leaves = tuple(
         {"name": leaf.name, "shape": leaf.shape, "dtype": dtype_name(leaf)}
         if isinstance(leaf, Value)
@@ -97,10 +99,10 @@ def make_plan(
         inputs=leaves,
         structure=_structure_text(graph),
         fingerprint=graph.fingerprint,
-        operators=_rows(partitioned, pins, counted, predicted),
-        returned=_returned(partitioned, counted),
-        crossings=_crossings(partitioned),
-        step=None if predicted is None else _step(partitioned, predicted),
+        operators=_operator_rows(partitioned, pins, counted_transfers, predicted),
+        returned=_returned_rows(partitioned, counted_transfers),
+        crossings=_crossing_rows(partitioned),
+        step=None if predicted is None else _step_row(partitioned, predicted),
         chunk_seconds=_chunk_seconds(partitioned, predicted),
         forward_bytes=step_bytes[0],
         backward_bytes=step_bytes[1],
@@ -128,12 +130,12 @@ def _structure_text(graph: Graph) -> str:
         return pytree.treespec_dumps(graph.in_spec)
     except NotImplementedError as error:
         raise PlanError(
-            f"a plan cannot name the class of an argument, such as a namedtuple: {error}\n"
+            f"a plan cannot store the class of an argument, such as a namedtuple: {error}\n"
             "pass its fields (`net(*batch)`, `net(**batch._asdict())`), a tuple or a dictionary"
         ) from error
 
 
-def _step(partitioned: Partitioned, predicted: Predicted) -> StepRow:
+def _step_row(partitioned: Partitioned, predicted: Predicted) -> StepRow:
     return StepRow(
         predicted.cluster.name,
         predicted.seconds,
@@ -154,15 +156,15 @@ def _chunk_seconds(
     return (timeline or planned_timeline(partitioned)).chunks
 
 
-def _rows(
+def _operator_rows(
     partitioned: Partitioned,
     pins: Mapping[str, OperatorStrategy],
-    counted: set[int],
+    counted_transfers: set[int],
     predicted: Predicted | None,
 ) -> tuple[OperatorRow, ...]:
     """One row per operator, in the order of the graph.
 
-    An operator that several chunks compute has the row of the first chunk.
+    The row of an operator that several chunks compute describes it in the first of them.
     """
     mesh, cuts, time_model = partitioned.mesh, partitioned.decisions.cuts, None
     if predicted is not None:
@@ -173,7 +175,7 @@ def _rows(
         for op in chunk.graph.ops:
             if op.name not in rows:
                 operator_cuts = cuts.get(op.name, {})
-                row = _row(op, mesh, operator_cuts, chunk.communication, counted)
+                row = _operator_row(op, mesh, operator_cuts, chunk.communication, counted_transfers)
                 meanings = {factor: trace.of_factor(op, factor) for factor in row.cuts}
                 rows[op.name] = replace(
                     row,
@@ -189,20 +191,24 @@ def _rows(
     return tuple(rows[op.name] for op in partitioned.graph.ops)
 
 
-def _row(
-    op: Op, mesh: DeviceMatrix, cuts: Cuts, comm: Communication, counted: set[int]
+def _operator_row(
+    op: Op, mesh: DeviceMatrix, cuts: Cuts, comm: Communication, counted_transfers: set[int]
 ) -> OperatorRow:
     rule, segment = rule_of(op), comm.segment_of.get(op.name)
     redistributions = []
     for index, value in enumerate(op.inputs):
         route = comm.routes[op.name, index]
         if route:
-            redistributions.append(replace(_redistribution(value, route, counted), input=index))
+            redistributions.append(
+                replace(_redistribution_row(value, route, counted_transfers), input=index)
+            )
     for value in op.outputs:
         if value in comm.leading_transfers:
-            redistributions.append(_redistribution(value, comm.leading_transfers[value], counted))
+            redistributions.append(
+                _redistribution_row(value, comm.leading_transfers[value], counted_transfers)
+            )
     if op.name in comm.reductions:
-        redistributions.append(_inside(op, comm))
+        redistributions.append(_kernel_collectives_row(op, comm))
     return OperatorRow(
         name=op.name,
         operator=target_text(op),
@@ -219,8 +225,10 @@ def _row(
     )
 
 
-def _returned(partitioned: Partitioned, counted: set[int]) -> tuple[RedistributionRow, ...]:
-    """The redistributions of the model's outputs, then of updated buffers."""
+def _returned_rows(
+    partitioned: Partitioned, counted_transfers: set[int]
+) -> tuple[RedistributionRow, ...]:
+    """The redistributions of the model's outputs, then those of updated buffers."""
     routes = [
         (value, chunk.communication.output_routes[value])
         for chunk in partitioned.chunks
@@ -231,10 +239,12 @@ def _returned(partitioned: Partitioned, counted: set[int]) -> tuple[Redistributi
         for chunk in partitioned.chunks
         for before, value in chunk.graph.updates
     ]
-    return tuple(_redistribution(value, route, counted) for value, route in routes if route)
+    return tuple(
+        _redistribution_row(value, route, counted_transfers) for value, route in routes if route
+    )
 
 
-def _crossings(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
+def _crossing_rows(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
     rows = []
     for chunk, following in pairwise(partitioned.chunks):
         if chunk.stage != following.stage:
@@ -245,8 +255,8 @@ def _crossings(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
     return tuple(rows)
 
 
-def _inside(op: Op, comm: Communication) -> RedistributionRow:
-    """The collectives that the operator's kernel performs, such as batch norm's all-reduces."""
+def _kernel_collectives_row(op: Op, comm: Communication) -> RedistributionRow:
+    """One row for the collectives inside an operator's kernel, such as batch norm's all-reduces."""
     steps, forward, backward = [], 0, 0
     for inner in comm.reductions[op.name]:
         collective = f"{inner.reduction.collective} {inner.reduction.kind}"
@@ -258,24 +268,25 @@ def _inside(op: Op, comm: Communication) -> RedistributionRow:
     return RedistributionRow("", tuple(steps), forward, backward, False)
 
 
-def _redistribution(
-    value: Value, route: tuple[Transfer, ...], counted: set[int]
+def _redistribution_row(
+    value: Value, route: tuple[Transfer, ...], counted_transfers: set[int]
 ) -> RedistributionRow:
     # Consumers of a value share leading steps; the first consumer's row has their bytes, so that
     # the bytes of all rows add up to what the program sends.
-    unshared = [t for t in route if id(t) not in counted]
-    counted.update(id(t) for t in unshared)
+    unshared = [t for t in route if id(t) not in counted_transfers]
+    counted_transfers.update(id(t) for t in unshared)
     return RedistributionRow(
         value=value.name,
-        steps=tuple(describe(t) for t in route),
+        steps=tuple(transfer_text(t) for t in route),
         forward_bytes=sum(t.forward_bytes for t in unshared),
         backward_bytes=sum(t.backward_bytes for t in unshared),
         shared=len(unshared) < len(route),
     )
 
 
-def describe(transfer: Transfer) -> str:
-    """A step as text, forward / backward: `all_gather dim 1 over tp / reduce_scatter`."""
+def transfer_text(transfer: Transfer) -> str:
+    """The collectives of a transfer as text: `all_gather dim 1 over tp / reduce_scatter`, with the
+    forward collective before the slash and the backward one after it."""
     step = transfer.step
     words = [step.kind]
     if step.dim is not None:

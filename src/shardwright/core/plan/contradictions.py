@@ -1,4 +1,4 @@
-"""Consistency checks of a plan that was read from a file, which may have been edited."""
+"""Check the consistency of a plan that was read from a file, which may have been edited."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shardwright.text_files import short_repr
 
 
 def check_consistent(plan: PlanData, devices: int, where: str) -> None:
-    """Check that the parts of a plan agree.
+    """Check that the fields of a plan agree with each other.
 
     Args:
         plan: the plan as read.
-        devices: the number of devices that the file names.
-        where: the file, which errors name.
+        devices: the number of devices in the file.
+        where: path of the file, for errors.
 
     Raises:
-        PlanError: if parts contradict each other; names the first contradiction.
+        PlanError: if fields contradict each other; names the first contradiction.
     """
     try:
         problem = next(_contradictions(plan, devices), None)
@@ -37,7 +37,7 @@ def check_consistent(plan: PlanData, devices: int, where: str) -> None:
 def _contradictions(plan: PlanData, devices: int) -> Iterator[str]:
     pipeline, names = plan.pipeline, {row.name for row in plan.operators}
     if plan.devices != devices:
-        yield f"devices is {devices}, but mesh and stages are for {plan.devices}"
+        yield f"`devices` is {devices}, but `mesh` and `stages` have {plan.devices}"
     for key, operator_names in (
         ("cuts", plan.cuts),
         ("outputs", plan.outputs),
@@ -47,20 +47,23 @@ def _contradictions(plan: PlanData, devices: int) -> Iterator[str]:
     ):
         for name in operator_names:
             if name not in names:
-                yield f"{key}: there is no operator {short_repr(name)}"
+                yield f"`{key}`: there is no operator {short_repr(name)}"
     for name, chunk in pipeline.chunk_of.items():
         if chunk >= pipeline.num_chunks:
-            yield f"pipeline.part_of: {name} is in part {chunk} of {pipeline.num_chunks}"
+            last = pipeline.num_chunks - 1
+            yield f"`pipeline.part_of`: {name} is in chunk {chunk}, but the last is {last}"
     if len(plan.chunk_seconds) not in (0, pipeline.num_chunks):
-        yield f"chunk_seconds: {len(plan.chunk_seconds)} chunks, not {pipeline.num_chunks}"
+        count = len(plan.chunk_seconds)
+        yield f"`chunk_seconds` has {count} chunks, but the pipeline has {pipeline.num_chunks}"
     memory = plan.saved_memory
     if memory is not None and len(memory.stages) != pipeline.stages:
-        yield f"saved_memory: {len(memory.stages)} stages, not {pipeline.stages}"
+        stages = len(memory.stages)
+        yield f"`saved_memory` has {stages} stages, but the pipeline has {pipeline.stages}"
     for name, factors in plan.cuts.items():
-        # The constructor raises LayoutError for unknown axes and for one that is used twice.
+        # The constructor raises LayoutError for unknown axes and for an axis that is used twice.
         _ = TensorLayout(plan.mesh, tuple(factors.values()))
         if not all(factors.values()):
-            yield f"cuts: {name}: a factor has no axes"
+            yield f"`cuts`: operator {name!r} has a factor without axes"
     yield from _tensor_contradictions(plan)
     for row in plan.operators:
         yield from _row_contradictions(row, plan)
@@ -68,32 +71,33 @@ def _contradictions(plan: PlanData, devices: int) -> Iterator[str]:
 
 def _tensor_contradictions(plan: PlanData) -> Iterator[str]:
     if set(plan.storage) != set(plan.parameters):
-        yield "storage and parameters have different names"
+        yield "`storage` and `parameters` list different parameters"
         return
     for name, (shape, dtype) in plan.parameters.items():
-        yield from _check_divisible(f"storage: {name}", plan.storage[name], shape, plan.mesh)
-        yield from _check_dtype(f"parameters: {name}", dtype)
+        yield from _check_divisible(f"`storage`: {name}", plan.storage[name], shape, plan.mesh)
+        yield from _check_dtype(f"`parameters`: {name}", dtype)
     inputs = {leaf["name"]: leaf for leaf in plan.inputs if isinstance(leaf, dict)}
     for name, axes in plan.arrivals.items():
         if name not in inputs:
-            yield f"arrivals: there is no input {short_repr(name)}"
+            yield f"`arrivals`: there is no input {short_repr(name)}"
         else:
-            yield from _check_divisible(f"arrivals: {name}", axes, inputs[name]["shape"], plan.mesh)
+            where = f"`arrivals`: {name}"
+            yield from _check_divisible(where, axes, inputs[name]["shape"], plan.mesh)
     for name, leaf in inputs.items():
-        yield from _check_dtype(f"inputs: {name}", leaf["dtype"])
+        yield from _check_dtype(f"`inputs`: {name}", leaf["dtype"])
     if plan.compute_dtype is not None:
-        yield from _check_dtype("compute_dtype", plan.compute_dtype)
+        yield from _check_dtype("`compute_dtype`", plan.compute_dtype)
 
 
 def _row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
-    where, recompute = f"operators: {row.name}", plan.recompute.get(row.name)
+    where, recompute = f"`operators`: {row.name}", plan.recompute.get(row.name)
     if row.segment and recompute is None:
         yield f"{where}: is in segment {row.segment!r}, but missing in `recompute`"
     for name, _, kind in row.inputs:
         if kind == "parameter" and name not in plan.parameters:
             yield f"{where}: there is no parameter {short_repr(name)}"
     if row.stage >= plan.pipeline.stages:
-        yield f"{where}: is on stage {row.stage} of {plan.pipeline.stages}"
+        yield f"{where}: is on stage {row.stage}, but the last is {plan.pipeline.stages - 1}"
     for axes in row.cuts.values():
         for axis in axes:
             _ = plan.mesh.axis(axis)  # raises LayoutError for an unknown axis
@@ -108,7 +112,7 @@ def _row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
         yield from _check_divisible(where, layout.axes, shape, plan.mesh)
     for output_axes, shape in zip(plan.outputs.get(row.name, ()), row.outputs, strict=False):
         if output_axes is not None:
-            yield from _check_divisible(f"outputs: {row.name}", output_axes, shape, plan.mesh)
+            yield from _check_divisible(f"`outputs`: {row.name}", output_axes, shape, plan.mesh)
 
 
 def _check_divisible(where: str, axes: CutAxes, shape: Shape, mesh: DeviceMatrix) -> Iterator[str]:
@@ -120,4 +124,4 @@ def _check_divisible(where: str, axes: CutAxes, shape: Shape, mesh: DeviceMatrix
 
 def _check_dtype(where: str, name: str) -> Iterator[str]:
     if not isinstance(getattr(torch, name, None), torch.dtype):
-        yield f"{where}: {short_repr(name)} is not a torch dtype"
+        yield f"{where}: {short_repr(name)} is not the name of a torch dtype, such as 'float32'"

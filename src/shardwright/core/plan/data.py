@@ -50,18 +50,24 @@ class PlanData:
 
     Args:
         mesh: the device matrix of one pipeline stage, outermost axis first.
-        mode, options: the search mode and its options.
-        cuts: for each sharded operator, its sharded factors with their mesh axes.
-        storage: for each parameter, the axes that shard each dimension of the stored tensor.
-        outputs: for operators with pinned output layouts, the axes of each dimension.
-        arrivals: for inputs that are passed as local shards, the axes of each dimension, by name.
-        sharding: ZeRO / FSDP sharding of parameters, gradients and optimizer state, if requested.
-        bucket_bytes: maximum size of a bucket of parameters.
-        recompute: activation checkpointing: the operators to recompute in the backward pass.
-        compute_dtype: dtype to which float32 parameters and inputs are cast before use, if any.
-            `parameters` and `inputs` have the dtypes in which they are stored and passed.
+        mode: the search mode.
+        options: the options of the search mode, by name.
+        cuts: the sharded factors of each sharded operator with their mesh axes, by operator.
+        storage: the mesh axes that shard each dimension of the stored parameter, by parameter.
+        outputs: pinned output layouts, by operator: for each output the mesh axes that shard each
+            dimension, or None if that output is not pinned.
+        arrivals: inputs of which each rank passes its shard, by name, with the mesh axes that
+            shard each dimension.
+        sharding: ZeRO / FSDP sharding of parameters, gradients and optimizer state; None if not
+            requested.
+        bucket_bytes: maximum bytes of a bucket of parameters.
+        recompute: activation checkpointing: the segments of the operators to recompute in the
+            backward pass, by operator.
+        compute_dtype: name of the dtype to which float32 parameters and inputs are cast before
+            use; None for no cast. `parameters` and `inputs` have the dtypes in which they are
+            stored and passed.
         pipeline: stages and micro-batches; shapes are those of one micro-batch.
-        pins: the users' strategies, by operator.
+        pins: the strategies that the user fixed, by operator.
         parameters: shape and dtype of each parameter, by name.
         inputs: name, shape and dtype of each input tensor; other leaves unchanged.
         structure: the nesting of the inputs, as a serialized PyTorch pytree spec.
@@ -69,7 +75,7 @@ class PlanData:
         operators: one row per operator, in the order of the graph.
         returned: redistributions of the model's outputs and of its updated buffers.
         crossings: the values sent between stages.
-        step: predicted step time, if a cluster was named.
+        step: predicted step time; None without a cluster.
         chunk_seconds: with several stages, the time of each chunk: seconds on the cluster or,
             without a cluster, 10⁹ FLOPs of matrix products.
         saved_memory: the memory predicted when the plan was saved; for plans from files.
@@ -77,10 +83,10 @@ class PlanData:
         saved_choices: the alternative cuts computed when the plan was saved.
         memory_limit: bytes of a device that a step may use: the requested limit, else the memory
             of the cluster's devices; None if neither is known.
-        optimizer: the optimizer that `memory` assumes, as `memory_with` takes it.
+        optimizer: name or instance of the optimizer that `memory` assumes; see `memory_with`.
         forward_bytes, backward_bytes: bytes that one device of the busiest stage sends per step,
             over all micro-batches.
-        search_seconds, capture_seconds: the duration of planning.
+        search_seconds, capture_seconds: durations of the search and of the capture.
         graph: the captured model; None for a plan from a file until `parallelize` captures it.
         dry_runs: cached dry runs of the chunks.
         pricing: the costs of a time-based search; None for other searches.
@@ -167,14 +173,17 @@ class PlanData:
         return self.analysis.partitioned
 
     def partition(self, graph: Graph) -> Partitioned:
-        """Partition `graph` as planned, on the device matrix with the fewest axes; this runs."""
+        """Partition `graph` as planned, for execution: on the device matrix with the fewest axes.
+
+        Axes that always shard together are merged, so that each collective runs on one group.
+        """
         if graph is self.graph:
             return fold_axes(self.partitioned)
         return fold_axes(Partitioned(graph, self.mesh, self.decisions, self.pipeline))
 
     @property
     def computed_in(self) -> torch.dtype | None:
-        """`compute_dtype` as a `torch.dtype`."""
+        """`compute_dtype` as a `torch.dtype`; None for no cast."""
         return None if self.compute_dtype is None else getattr(torch, self.compute_dtype)
 
     @property
@@ -249,7 +258,7 @@ class PlanData:
 
     @property
     def memory(self) -> Memory:
-        """Peak memory per device of each stage in a training step with the plan's optimizer.
+        """Peak bytes per device of each stage in a training step with the plan's optimizer.
 
         Predicted by a dry run of the program on the meta device; `memory_with` takes other
         optimizers.
@@ -281,8 +290,8 @@ class PlanData:
 
     @property
     def gap(self) -> float | None:
-        """Upper bound on the relative cost over the best plan with the same device matrix, stages
-        and micro-batches: 0.02 means at most 2 % more.
+        """Upper bound on how much the plan costs more than the best plan with the same device
+        matrix, stages and micro-batches, as a fraction of that plan's cost: 0.02 means at most 2 %.
 
         Compares the cost of the time-based search with a proven lower bound. A plan without a
         graph returns the value saved in its file; None without a cluster or a lower bound.
@@ -304,7 +313,7 @@ class PlanData:
 
     @cached_property
     def choices_of(self) -> dict[str, list[AxisChoice]]:
-        """The choices of each operator that has alternatives, by name."""
+        """The choices of each operator that has alternatives, one per mesh axis, by operator."""
         by_name: dict[str, list[AxisChoice]] = {}
         for choice in self.choices:
             for name in choice.operators:
@@ -313,7 +322,8 @@ class PlanData:
 
     @cached_property
     def neighbors(self) -> tuple[dict[str, OperatorRow], dict[str, list[tuple[int, OperatorRow]]]]:
-        """The operators by name; and for each value its consumers, each with the input index."""
+        """The operators by name, and the consumers of each value, by the value's name, each with
+        the index of the input that reads it."""
         consumers: dict[str, list[tuple[int, OperatorRow]]] = {}
         for row in self.operators:
             for input_index, (name, _, _) in enumerate(row.inputs):
@@ -321,7 +331,7 @@ class PlanData:
         return {row.name: row for row in self.operators}, consumers
 
     def memory_with(self, optimizer: str | torch.optim.Optimizer) -> Memory:
-        """Peak memory per device of each stage in a training step with an optimizer.
+        """Predict the peak bytes per device of each stage in a training step with an optimizer.
 
         Args:
             optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an instance of the optimizer to use.
@@ -358,7 +368,7 @@ class PlanData:
 
 
 def target_text(op: Op) -> str:
-    """The operator without its default overload: `aten.linear`."""
+    """The name of an operator's target without the default overload: `aten.linear`."""
     target = str(op.target) if isinstance(op.target, OpOverload) else op.target.__name__
     return target.removesuffix(".default")
 

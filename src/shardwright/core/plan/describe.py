@@ -1,6 +1,6 @@
-"""A plan as complete, reproducible text (`dump`), and the explanation of one operator.
+"""Write a plan as complete, reproducible text (`dump`), and explain one operator.
 
-The dump of equal plans is equal: it has no timings, addresses or source lines. For example:
+Equal plans have equal dumps: they have no timings, addresses or source lines. For example:
 
 layer2: aten.linear, b k, j k -> b j
   cuts j/tp, b/dp, strategy ((2,1),(4,1))
@@ -29,27 +29,29 @@ from shardwright.core.plan.rows import (
 )
 from shardwright.core.plan.text_columns import wrapped_lines
 
-SHARED = ", the rest shared with an earlier operator"
+SHARED_SUFFIX = ", the rest shared with an earlier operator"
 """Suffix of the bytes of a redistribution that shares steps with an earlier consumer."""
 
 
 def dump(plan: PlanData) -> str:
     """The complete plan as text; see `Plan.dump`."""
-    lines = [*_head(plan), "", "inputs", *_inputs(plan)]
+    lines = [*_head_lines(plan), "", "inputs", *_input_lines(plan)]
     if plan.parameters:
-        lines += ["", "parameters", *_parameters(plan)]
+        lines += ["", "parameters", *_parameter_lines(plan)]
     lines += ["", "operators"]
     for row in plan.operators:
-        lines += [f"  {line}" for line in _operator(plan, row)]
+        lines += [f"  {line}" for line in _operator_lines(plan, row)]
     if plan.crossings:
-        lines += ["", "between stages, per micro-batch", *_crossings(plan)]
+        lines += ["", "between stages, per micro-batch", *_crossing_lines(plan)]
     if plan.returned:
         lines += ["", "outputs"]
-        lines += [f"  {line}" for row in plan.returned for line in (row.value, f"  {_steps(row)}")]
+        lines += [
+            f"  {line}" for row in plan.returned for line in (row.value, f"  {_steps_text(row)}")
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _head(plan: PlanData) -> Iterator[str]:
+def _head_lines(plan: PlanData) -> Iterator[str]:
     yield f"plan for {devices_text(plan.mesh, plan.pipeline.stages)}"
     if plan.pipeline.stages * plan.pipeline.micro_batches > 1:
         pipeline = plan.pipeline
@@ -66,7 +68,7 @@ def _head(plan: PlanData) -> Iterator[str]:
     )
 
 
-def _crossings(plan: PlanData) -> Iterator[str]:
+def _crossing_lines(plan: PlanData) -> Iterator[str]:
     for row in plan.crossings:
         yield (
             f"  stage {row.stage} to stage {row.to_stage}: {', '.join(row.values)}:"
@@ -74,7 +76,7 @@ def _crossings(plan: PlanData) -> Iterator[str]:
         )
 
 
-def _inputs(plan: PlanData) -> Iterator[str]:
+def _input_lines(plan: PlanData) -> Iterator[str]:
     for leaf in plan.inputs:
         if isinstance(leaf, dict):
             yield f"  {leaf['name']} {leaf['dtype']} {list(leaf['shape'])}"
@@ -82,14 +84,14 @@ def _inputs(plan: PlanData) -> Iterator[str]:
             yield f"  {leaf!r}"
 
 
-def _parameters(plan: PlanData) -> Iterator[str]:
+def _parameter_lines(plan: PlanData) -> Iterator[str]:
     for name, (shape, dtype) in plan.parameters.items():
         stored = TensorLayout(plan.mesh, plan.storage[name])
         shard = list(stored.shard_shape(shape))
         yield f"  {name} {dtype} {list(shape)}: stored as {stored.placement}, {shard} per device"
 
 
-def _operator(plan: PlanData, row: OperatorRow) -> Iterator[str]:
+def _operator_lines(plan: PlanData, row: OperatorRow) -> Iterator[str]:
     yield f"{row.name}: {row.operator}, {row.rule or 'no rule'}"
     if plan.pipeline.stages > 1:
         yield f"  in stage {row.stage}"
@@ -108,11 +110,11 @@ def _operator(plan: PlanData, row: OperatorRow) -> Iterator[str]:
     ):
         yield f"  input {name} {list(shape)} {kind}: {layout.placement}"
         if index in redistributed:
-            yield f"    {_steps(redistributed[index])}"
+            yield f"    {_steps_text(redistributed[index])}"
     for redistribution in (
         redistribution for redistribution in row.redistributions if not redistribution.value
     ):
-        yield f"  inside: {_steps(redistribution)}"
+        yield f"  inside: {_steps_text(redistribution)}"
     pinned = plan.outputs.get(row.name, (None,) * len(row.outputs))
     for shape, layout, axes in zip(row.outputs, row.output_layouts, pinned, strict=True):
         yield f"  output {list(shape)}: {layout.placement}" + (
@@ -123,12 +125,12 @@ def _operator(plan: PlanData, row: OperatorRow) -> Iterator[str]:
         for redistribution in row.redistributions
         if redistribution.input is None and redistribution.value
     ):
-        yield f"    {_steps(redistribution)}"
+        yield f"    {_steps_text(redistribution)}"
 
 
-def _steps(row: RedistributionRow) -> str:
+def _steps_text(row: RedistributionRow) -> str:
     sent = f"{row.forward_bytes:,} bytes forward, {row.backward_bytes:,} backward"
-    return f"{row.steps_text}: {sent}{SHARED if row.shared else ''}"
+    return f"{row.steps_text}: {sent}{SHARED_SUFFIX if row.shared else ''}"
 
 
 def explanation(plan: PlanData, row: OperatorRow) -> str:
@@ -143,15 +145,15 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     lines.append(f"  {origin(plan, row)[1]}")
     for label, text in choice_lines(plan, row):
         lines.append(f"    {f'{label}: ' if label else '  '}{text}")
-    lines += [f"  {line}" for line in _recomputed(plan, row)]
+    lines += [f"  {line}" for line in _recomputation_lines(plan, row)]
     redistributed = {redistribution.input: redistribution for redistribution in row.redistributions}
     for index, ((name, shape, kind), counts) in enumerate(
         zip(row.inputs, row.strategy, strict=True)
     ):
-        lines.append(f"  input {name} {shape_text(shape)} ({kind}): {_shards(counts)}")
+        lines.append(f"  input {name} {shape_text(shape)} ({kind}): {_shards_text(counts)}")
         if kind == "parameter" and name in plan.storage:
             stored = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
-            lines.append(f"    stored {_shards(stored)}")
+            lines.append(f"    stored {_shards_text(stored)}")
         if index in redistributed:
             lines += [f"    {line}" for line in _redistribution_lines(redistributed[index])]
     for redistribution in row.redistributions:
@@ -163,20 +165,21 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
         for redistribution in consumer.redistributions:
             if redistribution.value == row.name:
                 lines.append(f"    for {consumer.name}: {redistribution.steps_text}")
-                lines.append(f"      {_sent(redistribution)}")
+                lines.append(f"      {_sent_text(redistribution)}")
     return "\n".join(wrapped_lines(lines))
 
 
-def _shards(counts: tuple[int, ...]) -> str:
-    """
-    >>> _shards((4, 1)), _shards((1, 1))
+def _shards_text(counts: tuple[int, ...]) -> str:
+    """Numbers of shards per dimension as words.
+
+    >>> _shards_text((4, 1)), _shards_text((1, 1))
     ('sharded 4·1', 'replicated')
     """
     return f"sharded {'·'.join(map(str, counts))}" if max(counts, default=1) > 1 else "replicated"
 
 
-def _recomputed(plan: PlanData, row: OperatorRow) -> Iterable[str]:
-    """How the operator is recomputed in the backward pass; empty if the plan does not mark it."""
+def _recomputation_lines(plan: PlanData, row: OperatorRow) -> Iterable[str]:
+    """Describe the operator's activation checkpointing; no lines if it is in no segment."""
     recompute = plan.recompute.get(row.name)
     if row.segment and recompute is not None:
         count = sum(other.segment == row.segment for other in plan.operators)
@@ -185,13 +188,13 @@ def _recomputed(plan: PlanData, row: OperatorRow) -> Iterable[str]:
         yield f"recomputed in the backward pass in segment {row.segment}{with_others};"
         yield f"communication inside the segment is {repeated}"
     elif recompute is not None:
-        yield f"in segment {recompute.segment}, but not recomputed: autograd saves nothing of it"
+        yield f"in segment {recompute.segment}, but not recomputed: autograd saves no tensor of it"
 
 
 def _redistribution_lines(row: RedistributionRow) -> tuple[str, ...]:
-    return (*row.steps, _sent(row))
+    return (*row.steps, _sent_text(row))
 
 
-def _sent(row: RedistributionRow) -> str:
+def _sent_text(row: RedistributionRow) -> str:
     sent = f"{binary(row.forward_bytes)} forward, {binary(row.backward_bytes)} backward"
-    return f"sends {sent}{SHARED if row.shared else ''}"
+    return f"sends {sent}{SHARED_SUFFIX if row.shared else ''}"

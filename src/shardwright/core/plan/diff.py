@@ -1,4 +1,4 @@
-"""The differences between two plans."""
+"""List the differences between two plans."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Difference:
     """One property in which two plans differ.
 
     Args:
-        what: the property: `step time`, `cuts`, `stage`, …
+        what: name of the property: `step time`, `cuts`, `stage`, …
         first, second: its value in each plan; `-` if a plan does not have the property.
-        names: names of the operators or parameters, those of repeated blocks joined; empty for a
-            property of the whole plan.
+        names: names of the operators or parameters that differ, with those of repeated blocks
+            joined; empty for a property of the whole plan.
     """
 
     what: str
@@ -35,8 +35,8 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
     """List the differences between two plans, global properties before single operators.
 
     Args:
-        first, second: the plans.
-        every: also compare the cuts of operators that only follow their neighbors.
+        first, second: the plans to compare.
+        every: whether to compare also the cuts of operators that only follow their neighbors.
     """
     return [
         *(
@@ -46,8 +46,8 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
             )
             if value != other
         ),
-        *_group_equal(_operators(first, second, every)),
-        *_group_equal(_storage(first, second)),
+        *_join_equal(_compare_operators(first, second, every)),
+        *_join_equal(_compare_storage(first, second)),
     ]
 
 
@@ -72,10 +72,10 @@ def _global_properties(plan: PlanData) -> Iterator[tuple[str, str]]:
 
 
 ComparedPair = tuple[str, str, str, str]
-"""A name, a property, and its value in the first and in the second plan."""
+"""(operator or parameter, property, value in the first plan, value in the second plan)."""
 
 
-def _operators(first: PlanData, second: PlanData, every: bool) -> Iterator[ComparedPair]:
+def _compare_operators(first: PlanData, second: PlanData, every: bool) -> Iterator[ComparedPair]:
     # Axis names are comparable only on equal meshes; otherwise numbers of shards are compared.
     show_axes = first.mesh == second.mesh
     staged = first.pipeline.stages > 1 or second.pipeline.stages > 1
@@ -88,14 +88,19 @@ def _operators(first: PlanData, second: PlanData, every: bool) -> Iterator[Compa
             yield name, "operator", first_has, second_has
             continue
         if every or is_notable(row) or is_notable(other):
-            yield name, "cuts", _cuts(first, row, show_axes), _cuts(second, other, show_axes)
+            yield (
+                name,
+                "cuts",
+                _cuts_text(first, row, show_axes),
+                _cuts_text(second, other, show_axes),
+            )
         if staged:
             yield name, "stage", f"{row.stage}", f"{other.stage}"
-        yield name, "recomputed", _recomputed(row), _recomputed(other)
+        yield name, "recomputed", _recomputed_text(row), _recomputed_text(other)
 
 
-def _cuts(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
-    """Each sharded factor with its axes or, without `show_axes`, its number of shards."""
+def _cuts_text(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
+    """Each sharded factor with its axes, `k/tp`, or without `show_axes` its number of shards."""
     sizes = dict(zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True))
     cuts = (
         f"{factor}/{'·'.join(axes) if show_axes else prod(sizes[axis] for axis in axes)}"
@@ -104,23 +109,23 @@ def _cuts(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
     return ", ".join(cuts) or "none"
 
 
-def _recomputed(row: OperatorRow) -> str:
+def _recomputed_text(row: OperatorRow) -> str:
     return "yes" if row.segment else "no"
 
 
-def _storage(first: PlanData, second: PlanData) -> Iterator[ComparedPair]:
-    """Numbers of shards of the stored parameters that both plans have."""
+def _compare_storage(first: PlanData, second: PlanData) -> Iterator[ComparedPair]:
+    """Compare the numbers of shards in which both plans store their common parameters."""
     for name in first.storage:
         if name in second.storage:
-            yield name, "storage", _shards(first, name), _shards(second, name)
+            yield name, "storage", _shard_counts_text(first, name), _shard_counts_text(second, name)
 
 
-def _shards(plan: PlanData, name: str) -> str:
+def _shard_counts_text(plan: PlanData, name: str) -> str:
     return "·".join(str(plan.mesh.size(axes)) for axes in plan.storage[name]) or "1"
 
 
-def _group_equal(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
-    """Join equal differences, with the names of all operators or parameters they apply to."""
+def _join_equal(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
+    """Join equal differences into one with all their names; drops pairs with equal values."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, what, value, other in comparisons:
         if value != other:

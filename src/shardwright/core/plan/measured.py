@@ -1,4 +1,4 @@
-"""Measurements of a plan: the steps that a run profiled on each rank, and their file."""
+"""Store measurements of a plan: the steps that a run profiled on each rank."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ PROFILE_FILE = "profile.json"
 """Name of the profile in the log folder of a run."""
 
 PROFILE_FORMAT = 1
+"""Version of the file format."""
 
 EXPOSED = "communication"
 """Key of `MeasuredRank.kinds`: communication that no computation overlaps."""
@@ -27,12 +28,13 @@ class MeasuredRank:
 
     Args:
         rank: the global rank.
-        stage: its pipeline stage.
+        stage: the rank's pipeline stage.
         seconds: duration of the step.
-        kinds: seconds by kind of work, with the keys of `core/cost/time_parts.py`; of
-            communication only the exposed part.
-        collectives: its collectives; on an accelerator their seconds include overlapped ones.
-        peak: peak bytes of its tensors.
+        kinds: seconds by kind of work, with the keys of `core/cost/time_parts.py`. Communication
+            counts only as far as no computation overlaps it.
+        collectives: number, bytes and seconds of the rank's collectives; on an accelerator the
+            seconds include those that computation overlaps.
+        peak: peak bytes of the rank's tensors.
     """
 
     rank: int
@@ -49,10 +51,10 @@ class Measured:
 
     Args:
         fingerprint: fingerprint of the plan's model.
-        device: the device type.
+        device: the device type, such as `cuda`.
         steps: number of profiled steps.
-        ranks: the ranks in ascending order.
-        predicted: the planned collectives of each stage.
+        ranks: the average step of each rank, in ascending order of ranks.
+        predicted: the planned collectives of each pipeline stage.
     """
 
     fingerprint: str
@@ -71,10 +73,10 @@ class Measured:
         """Load a profile.
 
         Args:
-            path: the file, or the log folder of a run.
+            path: the profile, or the log folder of a run.
 
         Raises:
-            PlanError: if there is no profile, or it is not one of this version.
+            PlanError: if there is no profile, or it has another format version.
         """
         # `path` may be the root of the run's log folder, which has its files in subfolder 1.
         candidates = (path / PROFILE_FILE, path / "1" / PROFILE_FILE)
@@ -88,8 +90,14 @@ class Measured:
         try:
             values = json.loads(read_text(file, PlanError))
             if not isinstance(values, dict) or values.pop("profile_format", None) != PROFILE_FORMAT:
-                raise PlanError(f"{file}: is not a profile of this version\nprofile the run again")
+                raise PlanError(
+                    f"{file}: is not a profile of format version {PROFILE_FORMAT}\nprofile the run"
+                    " again with `shardwright train --profile`"
+                )
             return TypeAdapter(Measured).validate_python(values)
         except (json.JSONDecodeError, ValidationError) as error:
             reason = str(error).partition("\n")[0]
-            raise PlanError(f"{file}: is not a complete profile: {reason}") from None
+            raise PlanError(
+                f"{file}: is not a complete profile: {reason}\nprofile the run again with"
+                " `shardwright train --profile`"
+            ) from None

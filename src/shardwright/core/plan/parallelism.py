@@ -11,8 +11,8 @@ from shardwright.core.plan.rows import OperatorRow
 
 REPLICATED, NO_RULE = "replicated", "no rule: replicated"
 
-SHARDED_STORAGE = {"level1": "ZeRO-1", "level2": "ZeRO-2", "level3": "FSDP"}
-"""Name of data parallelism with sharded storage, by the level of sharding."""
+DATA_PARALLELISM_OF_LEVEL = {"level1": "ZeRO-1", "level2": "ZeRO-2", "level3": "FSDP"}
+"""Name of data parallelism with sharded storage, by ZeRO level."""
 
 PARALLELISM_OF_MEANING = {
     "batch": "data-parallel",
@@ -21,7 +21,7 @@ PARALLELISM_OF_MEANING = {
     "feature": "tensor-parallel",
     "expert": "expert-parallel",
 }
-"""Name of the parallelism that shards a dimension of each `OperatorRow.meanings`."""
+"""Name of the parallelism that shards a factor, by the factor's `OperatorRow.meanings`."""
 
 AXIS_PURPOSES = {
     "dp": ("data parallel", "batch"),
@@ -30,32 +30,32 @@ AXIS_PURPOSES = {
     "ep": ("expert parallel", "expert"),
     "tp": ("tensor parallel", "parameter"),
 }
-"""Purpose of a mesh axis by its name, and the meaning of the dimensions that it shards.
+"""(parallelism, `OperatorRow.meanings` of the factors that it shards), by name of the mesh axis.
 
-The meaning serves plan files of earlier releases, which lack `OperatorRow.meanings`."""
+The second is used for plan files of earlier releases, which lack `OperatorRow.meanings`."""
 
 COMMUNICATION_OF_LEVEL = {
     "level1": "gathered and reduced once a step",
     "level2": "with gradients reduced in each micro-batch",
     "level3": "gathered for each use",
 }
-"""How often sharded parameters are gathered and their gradients reduced."""
+"""How often sharded parameters are gathered and their gradients reduced, by ZeRO level."""
 
 
 def axis_purpose(plan: PlanData, axis: int) -> str:
-    """The parallelism of an axis of the device matrix: `tensor parallel`."""
+    """The parallelism of an axis of the device matrix, such as `tensor parallel`."""
     if axis in plan.unused_axes:
         return "equal copies"
-    return _purpose_by_name(plan.mesh.alias_names[axis])[0]
+    return _purpose_and_meaning(plan.mesh.alias_names[axis])[0]
 
 
-def _purpose_by_name(axis: str) -> tuple[str, str]:
+def _purpose_and_meaning(axis_name: str) -> tuple[str, str]:
     # Several axes of one purpose have numbers: dp0, dp1.
-    return AXIS_PURPOSES.get(axis.rstrip("0123456789"), ("mixed parallel", ""))
+    return AXIS_PURPOSES.get(axis_name.rstrip("0123456789"), ("mixed parallel", ""))
 
 
 def sentence(plan: PlanData) -> str:
-    """One sentence with the plan's kinds of parallelism, sharding level and recomputation."""
+    """Describe the plan's kinds of parallelism, ZeRO level and recomputation in one sentence."""
     pipeline, sizes = plan.pipeline, dict[str, int]()
     for axis, size in enumerate(plan.mesh.device_matrix):
         purpose = axis_purpose(plan, axis)
@@ -80,14 +80,15 @@ def sentence(plan: PlanData) -> str:
 
 
 def parallelism(plan: PlanData, row: OperatorRow) -> tuple[str, ...]:
-    """The parallelism of an operator: one phrase per sharded factor, the batch last."""
+    """The parallelism of an operator, `row-parallel over tp`: one phrase per sharded factor, the
+    batch last."""
     phrases = tuple(dict.fromkeys(_phrases(plan, row)))
     return (NO_RULE,) if row.rule is None else phrases or (REPLICATED,)
 
 
 def _phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
-    # As in Megatron: a weight sharded along the summed dimension leaves partial sums, and is
-    # row-parallel; otherwise it is column-parallel.
+    # As in Megatron: an operator whose weight is sharded along the summed dimension produces
+    # partial sums and is row-parallel; otherwise it is column-parallel.
     partial_axes = {axis for layout in row.output_layouts for axis in layout.partial}
     cuts = {factor: tuple(map(plan.mesh.axis, names)) for factor, names in row.cuts.items()}
     for factor, axes in sorted(cuts.items(), key=lambda cut: _meaning(row, *cut) == "batch"):
@@ -103,7 +104,9 @@ def _phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
 
 
 def _meaning(row: OperatorRow, factor: str, axes: Axes) -> str:
-    return row.meanings.get(factor) or (_purpose_by_name(row.cuts[factor][0])[1] if axes else "")
+    return row.meanings.get(factor) or (
+        _purpose_and_meaning(row.cuts[factor][0])[1] if axes else ""
+    )
 
 
 def _weights(row: OperatorRow) -> dict[str, TensorLayout]:
@@ -113,10 +116,11 @@ def _weights(row: OperatorRow) -> dict[str, TensorLayout]:
 
 
 def _data_parallel(plan: PlanData, row: OperatorRow, factor: str, axes: Axes) -> str:
-    """`data-parallel`, or FSDP, HSDP or ZeRO if parameters are stored in shards over `axes`.
+    """Name the data parallelism of a factor: `data-parallel`, or FSDP, HSDP or ZeRO if parameters
+    are stored in shards over `axes`.
 
-    Axis names `dp` and `fsdp` say so for the whole plan; for axes with other names, the storage of
-    the parameters that `row` reads is decisive.
+    Axes named `dp` replicate parameters, and axes named `fsdp` shard them. For axes with other
+    names, the storage of the parameters that `row` reads decides.
     """
     names = row.cuts[factor]
     if all(name.startswith(("dp", "fsdp")) for name in names):
@@ -128,4 +132,6 @@ def _data_parallel(plan: PlanData, row: OperatorRow, factor: str, axes: Axes) ->
     if not shards.intersection(axes):
         return PARALLELISM_OF_MEANING["batch"]
     level = "level3" if plan.sharding is None else plan.sharding.level
-    return SHARDED_STORAGE[level] if level != "level3" or shards.issuperset(axes) else "HSDP"
+    return (
+        DATA_PARALLELISM_OF_LEVEL[level] if level != "level3" or shards.issuperset(axes) else "HSDP"
+    )

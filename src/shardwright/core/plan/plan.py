@@ -1,7 +1,7 @@
 """`sw.Plan`: the result of planning as data, text and files.
 
-The search produces plans and lowering consumes them; neither depends on the other. A plan is saved
-as JSON, printed as a table and explained operator by operator, all without the model.
+The search produces plans and lowering consumes them, so neither imports the other. A plan can be
+saved as JSON, printed as a table and explained operator by operator, all without the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwright.errors import PlanError
 from shardwright.text_files import read_text
 
 NOTEBOOK_WIDTH = 120
-"""Width of a plan in a notebook cell, in characters; a notebook does not report its own."""
+"""Width of a plan in a notebook cell, in characters; a notebook does not report its width."""
 
 
 class Plan(PlanData):
@@ -89,7 +89,7 @@ class Plan(PlanData):
 
         Args:
             text: the JSON text.
-            where: the source of the text, which errors name.
+            where: path of the file or another source of the text, for errors.
 
         Raises:
             PlanError: if the text is not a plan of this file version.
@@ -119,8 +119,8 @@ class Plan(PlanData):
 
         Args:
             path: the file to write.
-            others: plans to compare with, by name; a string instead of a plan is shown as the
-                reason why that plan does not exist.
+            others: plans to compare with, by name; a string instead of a plan is the reason why
+                that plan does not exist.
             measured: profiled steps of this plan, from `shardwright train --profile`.
 
         Raises:
@@ -143,7 +143,7 @@ class Plan(PlanData):
         """Check that the plan can shard `graph`.
 
         Raises:
-            PlanError: if the plan was made for another model, or contains cuts that the operators'
+            PlanError: if the plan was made for another model, or has cuts that the operators'
                 rules do not allow; names the first problem.
         """
         if graph.fingerprint == self.fingerprint:
@@ -161,7 +161,7 @@ class Plan(PlanData):
 
 
 def _incompatibilities(plan: Plan, graph: Graph) -> Iterator[str]:
-    """Decisions of the plan that the sharding rules of the model's operators do not allow.
+    """Describe the decisions of a plan that the sharding rules of the operators do not allow.
 
     The fingerprint covers the model only: an edited plan file passes it with invalid decisions.
     """
@@ -172,21 +172,27 @@ def _incompatibilities(plan: Plan, graph: Graph) -> Iterator[str]:
         rule = rule_of(op)
         for factor, axes in plan.cuts.get(op.name, {}).items():
             if rule is None or factor not in rule.factors:
-                yield f"operator {op.name!r} has no factor {factor!r} that can be cut"
+                yield f"operator {op.name!r} has no factor {factor!r} that can be sharded"
             elif rule.capacity[factor] % mesh.size(axes):
                 yield (
                     f"operator {op.name!r}: factor {factor!r} of size {rule.capacity[factor]} is"
                     f" not divisible into {mesh.size(axes)} shards"
                 )
         if rule is not None and rule.indivisible_factor(mesh, plan.cuts.get(op.name, {})):
-            yield f"operator {op.name!r}: two cut factors share a dimension that is too small"
+            yield f"operator {op.name!r}: two sharded factors share a dimension that is too small"
         for axes_of_each, value in zip(plan.outputs.get(op.name, ()), op.outputs, strict=False):
             if axes_of_each is not None and len(axes_of_each) != len(value.shape):
-                yield f"the output of operator {op.name!r} has {len(value.shape)} dimensions"
+                yield (
+                    f"the output of operator {op.name!r} has {len(value.shape)} dimensions, but"
+                    f" {len(axes_of_each)} in `outputs`"
+                )
 
 
 def _first_difference(plan: Plan, graph: Graph) -> str:
-    """The first difference between the plan's model and `graph`, parameters before operators."""
+    """Describe the first difference between the plan's model and `graph`.
+
+    Parameters are compared before operators.
+    """
     parameters = {v.name: (v.shape, dtype_name(v)) for v in graph.parameters}
     for name, planned in plan.parameters.items():
         if name not in parameters:
@@ -207,5 +213,5 @@ def _first_difference(plan: Plan, graph: Graph) -> str:
             return f"operator {op.name!r} returns {shapes} in the model, {row.outputs} in the plan"
     if len(plan.operators) != len(graph.ops):
         return f"the model has {len(graph.ops)} operators, the plan {len(plan.operators)}"
-    # Rows hold no constants (axes, eps, scales): only the fingerprint sees these differ.
+    # Rows have no constants (dims, eps, scales); only the fingerprint covers them.
     return "an operator has different arguments"

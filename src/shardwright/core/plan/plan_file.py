@@ -43,7 +43,7 @@ FILE_KEYS = {
     "chunk_of": "part_of",
     "saved_gap": "gap",
 }
-"""Keys in the file of fields with another name; the file format must not change."""
+"""Keys in the file that differ from the field's name, by field; the file format must not change."""
 
 UNSAVED_FIELDS = ("graph", "optimizer", "dry_runs", "pricing")
 """Fields of a plan that are not written; without them its memory cannot be predicted again."""
@@ -54,7 +54,7 @@ OPTIONAL_FIELDS: dict[type, tuple[str, ...]] = {
     StepRow: ("utilization", "parts"),
     StageMemory: ("largest", "curve"),
 }
-"""Fields that files of earlier releases do not have."""
+"""Fields that files of earlier releases do not have, by dataclass."""
 
 Natural = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -72,7 +72,7 @@ class _Mesh(_FileObject):
 
 
 class _LayoutOnMesh(_FileObject):
-    """A tensor layout as axis indices of the plan's mesh."""
+    """A tensor layout as indices of axes of the plan's mesh."""
 
     axes: tuple[Sizes, ...]
     partial: Sizes = ()
@@ -80,7 +80,7 @@ class _LayoutOnMesh(_FileObject):
 
 
 class _OwnLayout(_Mesh):
-    """A tensor layout with its own mesh, as `TensorLayout.to_dict` writes it; of a user's pin."""
+    """A tensor layout with its own mesh, which a user has pinned; see `TensorLayout.to_dict`."""
 
     tensor_map: tuple[int | tuple[int, ...], ...]
     rank_list: Sizes | None = None
@@ -100,14 +100,17 @@ class _Input(_FileObject):
 
 
 def _to_mesh(parsed: _Mesh, info: ValidationInfo) -> DeviceMatrix:
-    """Convert the mesh, and remember it for the layouts: `mesh` is the first field of a plan."""
+    """Convert the mesh, and store it in the context for `_to_layout`.
+
+    `mesh` is the first field of a plan, so it is validated before all layouts.
+    """
     context: Any = info.context
     context["mesh"] = mesh = DeviceMatrix(parsed.device_matrix, parsed.alias_names)
     return mesh
 
 
 def _to_layout(parsed: _LayoutOnMesh, info: ValidationInfo) -> TensorLayout | None:
-    """Convert a layout; None if the mesh is invalid, because then its error is reported."""
+    """Convert a layout; None if the mesh is invalid, since pydantic then reports that error."""
     context: Any = info.context
     mesh = context.get("mesh")
     axes = (parsed.axes, frozenset(parsed.partial), frozenset(parsed.varying))
@@ -125,7 +128,7 @@ _FILE_TYPES: dict[Any, Any] = {
     TensorLayout: Annotated[_LayoutOnMesh, AfterValidator(_to_layout)],
     OperatorStrategy: Annotated[_Pin, AfterValidator(_to_pin)],
 }
-"""The annotation that validates a value in the file, by the type of the field."""
+"""Annotations that validate a value in the file, by type of the field."""
 
 MEANINGS = tuple(meaning.name.lower() for meaning in Meaning)
 
@@ -151,12 +154,12 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {
         "loss_reduction": Literal[REDUCTIONS],
     },
 }
-"""Annotations of fields whose limits are narrower or wider than those of their types."""
+"""Annotations of fields with other limits than their type has in `_FILE_TYPES`, by dataclass."""
 
 
 @cache
 def _file_type(field_type: Any) -> Any:
-    """The annotation that validates values of `field_type` in the file."""
+    """The annotation that validates a field of type `field_type` in the file."""
     if field_type in _FILE_TYPES:
         return _FILE_TYPES[field_type]
     if isinstance(field_type, type) and is_dataclass(field_type):
@@ -171,7 +174,12 @@ def _file_type(field_type: Any) -> Any:
 
 
 def _model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
-    """The pydantic model of the JSON object of a dataclass, with `extra_keys`."""
+    """Create the pydantic model of the JSON object of a dataclass.
+
+    Args:
+        dataclass: the class of the object.
+        extra_keys: types of keys that are no fields of the dataclass.
+    """
     hints = get_type_hints(dataclass)
     limited, optional = _FIELD_TYPES.get(dataclass, {}), OPTIONAL_FIELDS.get(dataclass, ())
     definitions: Any = {
@@ -186,20 +194,20 @@ def _model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
 
 @cache
 def _keys(dataclass: Any) -> dict[str, str]:
-    """The saved fields of a dataclass, with their keys in the file."""
+    """The keys in the file of the saved fields of a dataclass, by field."""
     unsaved = UNSAVED_FIELDS if issubclass(dataclass, PlanData) else ()
     names = (field.name for field in fields(dataclass) if field.name not in unsaved)
     return {name: FILE_KEYS.get(name, name) for name in names}
 
 
 def _to_dataclass(dataclass: type[DataclassT], parsed: BaseModel) -> DataclassT:
-    """Convert a parsed JSON object; fields that the file lacks get their defaults."""
+    """Convert a parsed JSON object; fields that the file does not have get their defaults."""
     names = parsed.model_fields_set - EXTRA_KEYS.keys()
     return dataclass(**{name: getattr(parsed, name) for name in names})
 
 
 EXTRA_KEYS: dict[str, Any] = {"version": int, "devices": AtLeastOne}
-"""Keys of the file that are no fields of the plan."""
+"""Types of the keys of the file that are no fields of the plan."""
 
 PlanFile = _model(PlanData, **EXTRA_KEYS)
 
@@ -216,7 +224,7 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
     Args:
         plan_type: the class of the plan to return.
         text: the JSON text.
-        where: the file, which errors name.
+        where: path of the file, for errors.
 
     Raises:
         PlanError: if the file has another version, or a field is missing, unknown, of another type
@@ -226,8 +234,8 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:
         raise PlanError(
-            f"{where}: plan version {short_repr(version)} is not supported, only version {VERSION}"
-            " is\nrun `shardwright plan` again"
+            f"{where}: plan version {short_repr(version)} is not supported; the supported version"
+            f" is {VERSION}\nrun `shardwright plan` again"
         )
     try:
         parsed: Any = PlanFile.model_validate_json(text, strict=True, context={})
@@ -237,14 +245,22 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
             raise PlanError(f"{where}: {details['ctx']['error']}") from None
         key = ".".join(str(part) for part in details["loc"])
         got = "" if details["type"] == "missing" else f", not {short_repr(details['input'])}"
-        raise PlanError(f"{where}: incomplete plan: {key}: {details['msg']}{got}") from None
+        raise PlanError(
+            f"{where}: invalid plan: `{key}`: {details['msg']}{got}\nplan the model again to write"
+            " a valid file"
+        ) from None
     plan = _to_dataclass(plan_type, parsed)
     check_consistent(plan, parsed.devices, where)
     return plan
 
 
 def plan_to_json(plan: PlanData, **overrides: Any) -> str:
-    """The plan as JSON; `overrides` replace the values of their keys."""
+    """Write a plan as JSON.
+
+    Args:
+        plan: the plan.
+        overrides: values to write instead of those of the plan, by key in the file.
+    """
     data = {"version": VERSION, "devices": plan.devices, **_as_json(plan), **overrides}
     return json.dumps(data, indent=1, default=_as_json)
 

@@ -13,14 +13,14 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.rows import seconds_text
 from shardwright.core.plan.text_columns import in_columns, text_width, wrapped
 
-SMALLEST_SHARE = 1e-3
-"""Smallest difference in seconds that is shown, as a fraction of the step."""
+MIN_SHOWN_FRACTION = 1e-3
+"""Smallest difference in time that is shown, as a fraction of the fastest plan's step time."""
 
 UNSHARDED = "unsharded"
-"""Shown for plans without ZeRO / FSDP sharding."""
+"""Text for plans without ZeRO / FSDP sharding."""
 
-MOST_REASONS = 2
-"""Largest number of reasons shown why a plan is slower."""
+MAX_LISTED_REASONS = 2
+"""Largest number of kinds of work listed for which a plan is slower."""
 
 
 @dataclass(frozen=True, order=True)
@@ -28,9 +28,11 @@ class PlanKind:
     """The properties by which `--top` groups plans.
 
     Args:
-        micro_batches, stages: their numbers.
+        micro_batches: number of micro-batches.
+        stages: number of pipeline stages.
         schedule: the pipeline schedule; empty for one stage.
-        level: the level of sharding of parameters and optimizer state; empty without sharding.
+        level: ZeRO level, such as `level3` for FSDP; empty without sharding of parameters,
+            gradients and optimizer state.
         recomputes: whether operators are recomputed.
     """
 
@@ -42,18 +44,19 @@ class PlanKind:
 
     @property
     def requested(self) -> PlanKind:
-        """The kind without `recomputes`, which follows from the memory limit."""
+        """The kind as the user can request it: without `recomputes`, which follows from the memory
+        limit."""
         return replace(self, recomputes=False)
 
     def __str__(self) -> str:
         return self.in_words((self.level,))
 
     def in_words(self, levels: Iterable[str], show_micro_batches: bool = True) -> str:
-        """Describe the kinds that differ from this one only in their level.
+        """Describe several kinds that differ from this one only in their ZeRO level.
 
         Args:
-            levels: their levels of sharding.
-            show_micro_batches: whether to name the number of micro-batches.
+            levels: the ZeRO level of each kind; empty without sharding.
+            show_micro_batches: whether to include the number of micro-batches.
         """
         words = [
             f"{self.stages} stages ({self.schedule})" if self.stages > 1 else "",
@@ -70,12 +73,12 @@ class PlanKind:
 class LeftOut:
     """The reason why no plan of a kind is among the best.
 
-    Reasons order from the nearest miss: slower steps, then too much memory, then other reasons.
+    Sorts from the nearest miss on: slower steps, then too much memory, then other reasons.
 
     Args:
-        rank: the position of this type of reason in that order.
-        seconds: lower bound on the step time, if that is the reason.
-        memory: lower bound on the bytes of a device, if that is the reason.
+        rank: position of this type of reason in that order, from 0.
+        seconds: lower bound on the step time, if that is the reason; else 0.
+        memory: lower bound on the bytes that a device needs, if that is the reason; else 0.
         text: the reason in words.
     """
 
@@ -105,8 +108,8 @@ class RankedPlans:
     """The best plan of each kind, as a table.
 
     Args:
-        plans: plans by kind, the fastest first.
-        left_out: for each other kind, why none of its plans is among them.
+        plans: the best plan of each kind, the fastest first.
+        left_out: why no plan of a kind is among them, by kind.
     """
 
     plans: Mapping[PlanKind, Plan]
@@ -142,11 +145,11 @@ class RankedPlans:
 
     @property
     def _micro_batches_vary(self) -> bool:
-        """Whether kinds differ in their number of micro-batches."""
+        """Whether the kinds of this table differ in their number of micro-batches."""
         return len({kind.micro_batches for kind in (*self.plans, *self.left_out)}) > 1
 
     def _nearest_first(self) -> list[tuple[PlanKind, LeftOut]]:
-        """The kinds left out with their reasons, the nearest miss first."""
+        """`left_out` as a list, the nearest miss first."""
         return sorted(self.left_out.items(), key=lambda entry: (entry[1], entry[0]))
 
     def _row(self, kind: PlanKind) -> tuple[str, ...]:
@@ -162,13 +165,16 @@ class RankedPlans:
         )
 
     def slower_for(self, kind: PlanKind) -> list[tuple[str, float]]:
-        """The kinds of work that take longer than in the first plan, with the additional seconds,
-        largest first."""
+        """The kinds of work for which a plan takes longer than the fastest plan.
+
+        Returns (kind of work, additional seconds per step), the largest first; at most
+        `MAX_LISTED_REASONS`, and without differences below `MIN_SHOWN_FRACTION`.
+        """
         seconds_of, best_seconds = _seconds_by_work(self.plans[kind]), _seconds_by_work(self.best)
         more = [(work, secs - best_seconds.get(work, 0.0)) for work, secs in seconds_of.items()]
-        smallest = SMALLEST_SHARE * (self.best.step_time or 0.0)
+        smallest = MIN_SHOWN_FRACTION * (self.best.step_time or 0.0)
         longer = sorted((each for each in more if each[1] > smallest), key=lambda each: -each[1])
-        return longer[:MOST_REASONS]
+        return longer[:MAX_LISTED_REASONS]
 
     def to_json(self) -> str:
         """The main figures of each plan, the fastest first, and the kinds left out, as JSON."""

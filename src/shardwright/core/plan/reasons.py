@@ -1,4 +1,4 @@
-"""Explain an operator's cuts: their origin, and the cost of the alternatives."""
+"""Explain an operator's cuts: who chose them, and the cost of the alternatives."""
 
 from __future__ import annotations
 
@@ -13,43 +13,45 @@ TURNING_POINTS = {
     BATCH: "the batch were {} times as large",
     MEM_COEFF: "mem_coeff were {} times as large",
 }
-"""Text of the factor by which a quantity must change for an alternative to become cheaper."""
+"""Condition under which an alternative is cheaper, with `{}` for the factor by which a quantity
+must change; by quantity."""
 
 
 def origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
-    """The origin of an operator's cuts, as one word and as a sentence."""
+    """Who or what chose an operator's cuts, as one word and as a sentence."""
     if row.pinned:
         return "pinned", f"pinned by the user to {plan.pins.get(row.name, 'a strategy')}"
     if row.rule is None:
         return "no rule", "no sharding rule, so it is replicated"
     if row.main:
         return "decided", f"a main operator: {plan.mode} chose its cuts by their cost"
-    chain = _chain(plan, row)
+    chain = _path_to_followed(plan, row)
     if not chain:
         return "follows", "follows the layouts of its neighbors"
     through = f", through {' and '.join(chain[:-1])}" if chain[:-1] else ""
     return "follows", f"follows its neighbors: split as {chain[-1]} is{through}"
 
 
-def _chain(plan: PlanData, row: OperatorRow) -> list[str]:
-    """Names on the shortest path to the main or pinned operator that `row` follows.
+def _path_to_followed(plan: PlanData, row: OperatorRow) -> list[str]:
+    """Names on the shortest path to the main or pinned operator whose layout `row` follows.
 
-    The path runs along values that producer and consumer have in the same layout. Empty if it
-    reaches no such operator.
+    The path runs along values that producer and consumer have in the same layout. It excludes
+    `row`; empty if no main or pinned operator is reached.
     """
-    seen, paths = {row.name}, [(row, list[str]())]
+    visited, paths = {row.name}, [(row, list[str]())]
     for end, path in paths:  # breadth first: `paths` grows while it is iterated
         if end.name != row.name and (end.main or end.pinned):
             return path
         for neighbor in _same_layout_neighbors(plan, end):
-            if neighbor.name not in seen:
-                seen.add(neighbor.name)
+            if neighbor.name not in visited:
+                visited.add(neighbor.name)
                 paths.append((neighbor, [*path, neighbor.name]))
     return []
 
 
 def _same_layout_neighbors(plan: PlanData, row: OperatorRow) -> Iterator[OperatorRow]:
-    """Producers and consumers that share a sharded value with `row` without redistributing it."""
+    """Yield producers and consumers that share a sharded value with `row` and need no
+    redistribution of it."""
     rows, consumers = plan.neighbors
     for (name, _, _), layout in zip(row.inputs, row.input_layouts, strict=True):
         producer = rows.get(name)
@@ -62,10 +64,10 @@ def _same_layout_neighbors(plan: PlanData, row: OperatorRow) -> Iterator[Operato
 
 
 def choice_lines(plan: PlanData, row: OperatorRow) -> Iterator[tuple[str, str]]:
-    """Lines of label and text: per mesh axis, the chosen cut and the cost of each alternative, then
-    the conditions under which an alternative would be cheaper."""
+    """Yield (label, text) per mesh axis: the chosen cut with the cost of each alternative, then one
+    line per condition under which an alternative would be cheaper."""
     for choice in plan.choices_of.get(row.name, ()):
-        others = ", ".join(_cost(choice, other) for other in choice.alternatives)
+        others = ", ".join(_cost_text(choice, other) for other in choice.alternatives)
         count = len(choice.operators)
         together = (
             f"; all {count} equal operators together" if count > 1 and not choice.symbolic else ""
@@ -77,7 +79,7 @@ def choice_lines(plan: PlanData, row: OperatorRow) -> Iterator[tuple[str, str]]:
                 yield "", f"{other.factor or 'no cut'} would cost less if {text}"
 
 
-def _cost(choice: AxisChoice, other: OtherChoice) -> str:
+def _cost_text(choice: AxisChoice, other: OtherChoice) -> str:
     name = other.factor or "no cut"
     size = abs(other.cost)
     amount = f"{size:,.4g} (symbolic)" if choice.symbolic else seconds_text(size) + " a step"

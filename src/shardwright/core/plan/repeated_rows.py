@@ -15,11 +15,11 @@ class Fold:
     """Operators that differ only in the numbers of their names, their stage and recomputation.
 
     Args:
-        row: the first row, with the numbers of all in its name: `layers.{0..79}.mlp.up`.
+        row: the first row, with the numbers of all rows in its name: `layers.{0..79}.mlp.up`.
         members: the rows of all operators.
-        stages: the stages that compute them: `0..7`.
-        recomputed: which of them are recomputed in the backward pass: `recomputed`,
-            `recomputed in 0..9`, or empty.
+        stages: indices of the pipeline stages that compute them, as text: `0..7`.
+        recomputed: text on recomputation in the backward pass: `recomputed` for all operators,
+            `recomputed in 0..9` for these blocks, empty for none.
     """
 
     row: OperatorRow
@@ -29,7 +29,7 @@ class Fold:
 
     @property
     def count(self) -> int:
-        """The number of operators."""
+        """Number of operators."""
         return len(self.members)
 
 
@@ -40,8 +40,8 @@ def fold_rows(
 
     Args:
         rows: the rows of a plan.
-        key: rows with equal keys and equal name patterns are folded; by default rows whose
-            operator, shapes, cuts and redistributions are equal.
+        key: function of a row; rows with equal keys and equal name patterns are folded. By default
+            rows with equal operator, shapes, cuts and redistributions.
     """
     groups: dict[object, list[OperatorRow]] = {}
     for row in rows:
@@ -53,18 +53,18 @@ def fold_rows(
 def _grids(members: Sequence[OperatorRow]) -> Iterator[Sequence[OperatorRow]]:
     """Split rows of one pattern into groups whose names have all combinations of their numbers.
 
-    Only these can be written with ranges: `a.{0..1}.b.{0..1}` stands for four names.
+    Only the names of such a group can be written with ranges: `a.{0..1}.b.{0..1}` means four names.
     """
     names = [row.name for row in members]
     positions = _varying_positions(names)
     if len(positions) < 2 or _is_grid(names):
         yield members
         return
-    outer: dict[str, list[OperatorRow]] = {}
+    by_first_number: dict[str, list[OperatorRow]] = {}
     for row in members:
-        outer.setdefault(row.name.split(".")[positions[0]], []).append(row)
-    for inner in outer.values():
-        yield from _grids(inner)
+        by_first_number.setdefault(row.name.split(".")[positions[0]], []).append(row)
+    for rows in by_first_number.values():
+        yield from _grids(rows)
 
 
 def _default_key(row: OperatorRow) -> tuple[object, ...]:
@@ -98,8 +98,11 @@ def _fold(members: Sequence[OperatorRow]) -> Fold:
 
 
 def fold_crossings(rows: Sequence[CrossingRow]) -> list[tuple[str, CrossingRow]]:
-    """Fold equal crossings, in the order of their first occurrence, each with its stages as text:
-    `each of stages 0..6 to the next`."""
+    """Fold the crossings between stages that have equal values and bytes.
+
+    Returns (stages as text, such as `each of stages 0..6 to the next`, crossing), in the order of
+    their first occurrence.
+    """
     groups: dict[tuple[object, ...], list[CrossingRow]] = {}
     for row in rows:
         values = tuple(map(_pattern, row.values))
@@ -108,11 +111,11 @@ def fold_crossings(rows: Sequence[CrossingRow]) -> list[tuple[str, CrossingRow]]
     folded = []
     for members in groups.values():
         names = map(join_names, zip(*(row.values for row in members), strict=True))
-        folded.append((_stages(members), replace(members[0], values=tuple(names))))
+        folded.append((_stages_text(members), replace(members[0], values=tuple(names))))
     return folded
 
 
-def _stages(members: Sequence[CrossingRow]) -> str:
+def _stages_text(members: Sequence[CrossingRow]) -> str:
     first, stages = members[0], {row.stage for row in members}
     if len(stages) == 1:
         return f"stage {first.stage} to stage {first.to_stage}"
@@ -121,7 +124,8 @@ def _stages(members: Sequence[CrossingRow]) -> str:
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Join names of one pattern, in the order of their first occurrence; see `join_names`."""
+    """Join names that differ only in numbers with `join_names`, in the order of their first
+    occurrence."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_pattern(name), []).append(name)
@@ -129,7 +133,9 @@ def fold_names(names: Iterable[str]) -> list[str]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Join names that have all combinations of their numbers into one; list other names.
+    """Join names that differ only in numbers into one, with ranges of numbers.
+
+    Names that do not have all combinations of their numbers are listed with commas instead.
 
     >>> join_names(["layers.0.add", "layers.1.add", "layers.3.add"])
     'layers.{0..1,3}.add'
@@ -148,8 +154,8 @@ def module_words(name: str, most: int = 0) -> list[str]:
     """Split a module path, whose numbers may be ranges, at its dots.
 
     Args:
-        name: the path.
-        most: largest number of parts before the last, which then has the rest; 0 for no limit.
+        name: the module path.
+        most: largest number of splits, after which the rest stays one part; 0 for no limit.
 
     >>> module_words("layers.{0..3}.add")
     ['layers', '{0..3}', 'add']
@@ -159,7 +165,7 @@ def module_words(name: str, most: int = 0) -> list[str]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in ascending order, with consecutive ones as ranges.
+    """Write numbers in ascending order, with consecutive numbers as ranges.
 
     >>> ranges([0, 1, 2, 3, 5])
     '0..3,5'
@@ -185,6 +191,6 @@ def _is_grid(names: Sequence[str]) -> bool:
 
 
 def _varying_positions(names: Sequence[str]) -> list[int]:
-    """The positions in their dotted paths at which names of one pattern differ."""
+    """Indices of the dotted parts in which names of one pattern differ."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return [position for position, column in enumerate(columns) if len(set(column)) > 1]

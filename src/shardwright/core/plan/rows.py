@@ -9,19 +9,20 @@ from shardwright.core.layout.axes import Shape
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 
 Strategy = tuple[tuple[int, ...], ...]
+"""Number of shards of each dimension of each input of an operator."""
 
 
 @dataclass(frozen=True)
 class RedistributionRow:
-    """The redistribution of a value from its producer's layout to the one a consumer reads.
+    """The redistribution of a value from its producer's layout to the layout a consumer reads.
 
     Args:
         value: name of the value; empty for collectives inside an operator.
-        steps: one description per collective.
-        forward_bytes, backward_bytes: bytes that one device sends. Steps shared with an earlier
-            consumer of the value are counted there.
-        shared: whether some of the steps are shared with an earlier consumer.
-        input: index of the redistributed input; None if the value is not an input.
+        steps: one description per collective, in order.
+        forward_bytes, backward_bytes: bytes that one device sends in each pass. The bytes of steps
+            that are shared with an earlier consumer are in that consumer's row only.
+        shared: whether some of the steps are shared with an earlier consumer of the value.
+        input: index of the redistributed input of the operator; None if the value is no input.
     """
 
     value: str
@@ -33,7 +34,7 @@ class RedistributionRow:
 
     @property
     def steps_text(self) -> str:
-        """All steps on one line."""
+        """The steps in one line, joined by ", then "."""
         return ", then ".join(self.steps)
 
 
@@ -42,7 +43,7 @@ class CrossingRow:
     """The point-to-point communication between two consecutive chunks on different stages.
 
     Args:
-        stage, to_stage: the sending and the receiving stage.
+        stage, to_stage: indices of the sending and the receiving stage.
         values: names of the values sent.
         forward_bytes, backward_bytes: bytes that one device sends per micro-batch: the values
             forward, their gradients backward.
@@ -62,21 +63,22 @@ class OperatorRow:
     Args:
         name: name of the operator, which begins with its module path.
         operator: the ATen operator, such as `aten.linear`.
-        rule: its sharding rule as text; None if it has no rule and is replicated.
+        rule: the operator's sharding rule as text; None without a rule, which means replicated.
         inputs: name, shape and kind (`input`, `parameter`, ...) of each tensor input.
         outputs: shape of each output.
-        cuts: for each sharded factor, the names of the mesh axes that shard it.
-        input_layouts: the layout in which it reads each input.
-        output_layouts: the layout in which it produces each output.
-        redistributions: redistributions of its inputs, and collectives inside it.
-        source: the line of user code that called it.
-        main: whether the search chose its cuts by their cost.
-        pinned: whether the user fixed its cuts.
-        segment: its segment of activation checkpointing; empty if it is not recomputed.
-        stage: the pipeline stage that computes it.
+        cuts: the names of the mesh axes that shard each sharded factor, by factor.
+        input_layouts: the layout in which the operator reads each input.
+        output_layouts: the layout in which the operator produces each output.
+        redistributions: redistributions of the inputs, and collectives inside the operator.
+        source: the line of user code that called the operator.
+        main: whether the search chose the cuts by their cost, rather than by the neighbors' cuts.
+        pinned: whether the user fixed the cuts.
+        segment: name of the activation checkpointing segment; empty if the operator is not
+            recomputed.
+        stage: index of the pipeline stage that computes the operator.
         seconds: computation time in one micro-batch, forward and backward; 0 without a cluster.
-        meanings: for each sharded factor, the origin of its dimension: a
-            `partition.axis_meaning.Meaning` in lower case. Factors of unknown origin are missing.
+        meanings: name of the `partition.axis_meaning.Meaning` of each sharded factor, in lower
+            case, such as `batch`, by factor. Factors of unknown meaning are missing.
     """
 
     name: str
@@ -116,7 +118,7 @@ class StepRow:
         seconds: time of the step.
         computation: seconds of computation on the busiest stage.
         communication: seconds of exposed communication within a stage; the maximum over stages.
-        bubble: fraction of all stages' time that is pipeline bubbles.
+        bubble: pipeline bubbles, as a fraction of the time of all stages.
         utilization: model FLOPs utilization: matrix products without recomputation, as a fraction
             of the devices' peak; None if not predicted.
         parts: the seconds by kind of work; empty if not predicted.
@@ -132,12 +134,14 @@ class StepRow:
 
 
 def is_notable(row: OperatorRow) -> bool:
-    """Whether the table shows the operator by default."""
+    """Whether the table shows an operator by default: it was chosen, pinned or replicated for lack
+    of a rule, or it communicates."""
     return row.main or row.pinned or row.rule is None or row.bytes > 0
 
 
 def shape_text(sizes: Shape) -> str:
-    """
+    """A shape in short form.
+
     >>> shape_text((4, 8, 32))
     '4×8×32'
     """
@@ -151,7 +155,8 @@ def shapes_text(row: OperatorRow) -> str:
 
 
 def devices_text(mesh: DeviceMatrix, stages: int) -> str:
-    """
+    """The number of devices of all stages, with the sizes of the mesh axes.
+
     >>> devices_text(DeviceMatrix((4, 2), ("dp", "tp")), stages=1)
     '8 devices: dp 4, tp 2'
     >>> devices_text(DeviceMatrix((4, 2), ("dp", "tp")), stages=2)
@@ -169,7 +174,8 @@ def cuts_text(row: OperatorRow) -> str:
 
 
 def strategy_text(strategy: Strategy) -> str:
-    """
+    """A strategy as a tuple without spaces.
+
     >>> strategy_text(((2, 4), (4,)))
     '((2,4),(4,))'
     """
@@ -177,12 +183,13 @@ def strategy_text(strategy: Strategy) -> str:
     return f"({inner}{',' if len(strategy) == 1 else ''})"
 
 
-def seconds_text(number: float) -> str:
-    """
+def seconds_text(seconds: float) -> str:
+    """A duration with three significant digits, in the largest unit that is at most the duration.
+
     >>> seconds_text(1.24), seconds_text(0.0351), seconds_text(0.00021)
     ('1.24 s', '35.1 ms', '210 μs')
     """
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if number * scale >= 1:
-            return f"{number * scale:.3g} {unit}"
-    return f"{number * 1e6:.3g} μs"
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} μs"

@@ -1,4 +1,4 @@
-"""Export a plan as strategies of operators, in the form in which users write them."""
+"""Export a plan as operator strategies, in the form in which users write them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from shardwright.errors import StrategyError
 def strategies(plan: PlanData) -> dict[str, FileEntry]:
     """The strategies of operators, and the storage of modules' parameters, that reproduce `plan`.
 
-    Operators without a sharding rule have no strategy and are left out.
+    Returns the entries by operator or module. Operators without a sharding rule have no strategy
+    and are left out.
     """
-    on_primes = _on_prime_axes(plan)
+    on_primes = _partition_on_prime_axes(plan)
     entries = {
-        row.name: FileEntry(plan.pins.get(row.name) or _strategy(plan, row, on_primes))
+        row.name: FileEntry(plan.pins.get(row.name) or _shortest_strategy(plan, row, on_primes))
         for row in plan.operators
         if row.rule is not None
     }
-    for name, storage in _stored(plan):
+    for name, storage in _parameters_stored_differently(plan):
         module, _, parameter = name.rpartition(".")
         module_entry = entries.get(module, FileEntry(None))
         parameters = {**module_entry.parameters, parameter: storage}
@@ -37,15 +38,19 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
     return entries
 
 
-def _strategy(plan: PlanData, row: OperatorRow, on_primes: Partitioned | None) -> OperatorStrategy:
+def _shortest_strategy(
+    plan: PlanData, row: OperatorRow, on_primes: Partitioned | None
+) -> OperatorStrategy:
+    """Numbers of shards if they resolve to the planned cuts, otherwise layouts."""
     outputs = _outputs(plan, row)
     counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.input_layouts), outputs)
     layouts = OperatorStrategy(tuple(_sharding(layout) for layout in row.input_layouts), outputs)
-    return counts if not row.cuts or _suffice(row, counts, on_primes) else layouts
+    return counts if not row.cuts or _resolve_to_cuts(row, counts, on_primes) else layouts
 
 
 def _outputs(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
-    """Layouts of the outputs if they are pinned, or if an axis shards only outputs."""
+    """The layouts of the outputs if they are pinned, or if an axis shards only outputs; else None:
+    they then follow from the inputs."""
     pinned = plan.outputs.get(row.name)
     if pinned is not None:
         return tuple(None if axes is None else TensorLayout(plan.mesh, axes) for axes in pinned)
@@ -61,10 +66,10 @@ def _sharding(layout: TensorLayout) -> TensorLayout:
     return replace(layout, partial=frozenset(), varying=frozenset())
 
 
-def _on_prime_axes(plan: PlanData) -> Partitioned | None:
+def _partition_on_prime_axes(plan: PlanData) -> Partitioned | None:
     """The plan's partition on the device matrix of prime axes, on which strategies are resolved.
 
-    None if the plan has no graph, or its matrix is no folding of the prime axes.
+    None if the plan has no graph, or its axes are not products of consecutive prime axes.
     """
     mesh, decisions = split_axes(plan.mesh, plan.decisions)
     if plan.graph is None or mesh.device_matrix != prime_mesh(plan.devices).device_matrix:
@@ -72,8 +77,10 @@ def _on_prime_axes(plan: PlanData) -> Partitioned | None:
     return Partitioned(plan.graph, mesh, decisions)
 
 
-def _suffice(row: OperatorRow, counts: OperatorStrategy, on_primes: Partitioned | None) -> bool:
-    """Whether the numbers of shards alone resolve to the planned cuts."""
+def _resolve_to_cuts(
+    row: OperatorRow, counts: OperatorStrategy, on_primes: Partitioned | None
+) -> bool:
+    """Whether the numbers of shards `counts` resolve to the planned cuts; False if unknown."""
     if on_primes is None:
         return False
     try:
@@ -83,8 +90,9 @@ def _suffice(row: OperatorRow, counts: OperatorStrategy, on_primes: Partitioned 
     return cuts == on_primes.decisions.cuts[row.name]
 
 
-def _stored(plan: PlanData) -> Iterator[tuple[str, Entry]]:
-    """Names and layouts of the parameters that are stored otherwise than they are first used."""
+def _parameters_stored_differently(plan: PlanData) -> Iterator[tuple[str, Entry]]:
+    """Yield the name and storage layout of parameters that are not stored in the layout of their
+    first use."""
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:
         for (name, _, kind), layout in zip(row.inputs, row.input_layouts, strict=True):

@@ -15,27 +15,32 @@ from shardwright.core.plan.repeated_rows import Fold, fold_names, fold_rows, mod
 from shardwright.core.plan.rows import devices_text, seconds_text
 from shardwright.core.plan.text_columns import in_columns, wrapped
 
-MOST_LINES = 25
+MAX_LINES = 25
 """Largest number of lines of the summary."""
 
-MOST_NAMES = 4
+MAX_LISTED_NAMES = 4
 """Largest number of names of modules in one row."""
 
-MORE = "every operator: --full, plan.text(full=True); why: shardwright explain, plan.explain(name)"
+HINT = "every operator: --full, plan.text(full=True); why: shardwright explain, plan.explain(name)"
 
 
 def plan_summary(plan: PlanData, width: int) -> str:
-    """The text of the summary, with the most detailed table that fits `MOST_LINES`."""
+    """The text of the summary, with the most detailed table that fits `MAX_LINES`.
+
+    Args:
+        plan: the plan.
+        width: largest width of a line in characters.
+    """
     head = plan_head(plan, width)
-    tail = [line for note in (*notes(plan, most=1), MORE) for line in wrapped(note, width)]
-    room = MOST_LINES - len(head) - len(tail)
+    tail = [line for note in (*notes(plan, most=1), HINT) for line in wrapped(note, width)]
+    remaining_lines = MAX_LINES - len(head) - len(tail)
     table: list[str] = []
     for detail in (2, 1, 0):
         table = _table(_blocks(plan, detail), plan.step is not None, width)
-        if len(table) <= room:
+        if len(table) <= remaining_lines:
             break
     else:
-        table[room - 1 :] = ["…"]
+        table[remaining_lines - 1 :] = ["…"]
     return "\n".join([*head, *table, *tail])
 
 
@@ -49,7 +54,7 @@ def plan_head(plan: PlanData, width: int) -> list[str]:
 
 
 def _figures(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """The labeled lines of the head; figures that are unknown are left out."""
+    """Yield (label, text) of the lines of the head; leaves out unknown figures."""
     step, memory, limit = plan.step, plan.known_memory, plan.memory_limit
     if step is not None:
         words = [f"{seconds_text(step.seconds)} on {step.cluster}", speed(plan, step.seconds)]
@@ -97,11 +102,11 @@ def speed(plan: PlanData, seconds: float) -> str:
 
 
 def notes(plan: PlanData, most: int | None = None) -> Iterator[str]:
-    """Warnings about a plan: unused axes and operators without a sharding rule.
+    """Yield warnings about unused mesh axes and operators without a sharding rule.
 
     Args:
         plan: the plan.
-        most: largest number of operators to name; all by default.
+        most: largest number of operators to list; all by default.
     """
     yield from unused_axes_text(plan)
     names = fold_names(plan.without_rule)
@@ -112,7 +117,7 @@ def notes(plan: PlanData, most: int | None = None) -> Iterator[str]:
 
 
 def unused_axes_text(plan: PlanData) -> Iterable[str]:
-    """A warning about mesh axes that shard no operator; none if all axes are used."""
+    """Yield a warning about the mesh axes that shard no operator; yields nothing without any."""
     unused = plan.unused_axes
     if unused:
         names = plan.mesh.named(unused)
@@ -127,15 +132,16 @@ class _Block:
     """A row of the summary: operators of one kind of block with the same parallelism.
 
     Args:
-        path: module path of the block, with the numbers of all repetitions; empty outside of any.
-        split: the phrases of the operators' `parallelism`.
-        names: names of the operators within the block.
-        sent: bytes that one device of each stage sends in one micro-batch.
-        seconds: computation time of one device of each stage in one micro-batch.
+        path: module path of the block, with the numbers of all repetitions: `layers.{0..3}`; empty
+            outside of repeated blocks.
+        phrases: the operators' `parallelism`.
+        names: names of the operators, relative to `path`.
+        sent: bytes that one device sends in one micro-batch, by stage.
+        seconds: computation time of one device in one micro-batch, by stage.
     """
 
     path: str
-    split: tuple[str, ...]
+    phrases: tuple[str, ...]
     names: list[str] = field(default_factory=list)
     sent: Counter[int] = field(default_factory=Counter)
     seconds: dict[int, float] = field(default_factory=dict)
@@ -149,64 +155,69 @@ class _Block:
 
 
 def _group_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
-    """The key by which operators of equal parallelism share a row: block and module within it
-    (detail 2), block (1), or nothing (0)."""
+    """The key by which operators of equal parallelism share a row: (block, module within the block)
+    with `detail` 2, the block alone with 1, a constant with 0."""
     return block_path if detail else "", name.rpartition(".")[0] if detail > 1 else ""
 
 
 def _blocks(plan: PlanData, detail: int) -> list[_Block]:
-    """Main and pinned operators by block and parallelism, in the order of the model; then the
-    other operators by parallelism alone, under the names of their ATen operators."""
+    """Group operators into rows: main and pinned operators by block and parallelism, in the order
+    of the model; then the other operators by parallelism alone, named by their ATen operators.
+
+    Args:
+        plan: the plan.
+        detail: how finely main and pinned operators are grouped; see `_group_key`.
+    """
     sent = _sent_by_operator(plan)
     blocks: dict[object, _Block] = {}
     others: dict[tuple[str, ...], _Block] = {}
     for fold in fold_rows(plan.operators, partial(parallelism, plan)):
-        row, split = fold.row, parallelism(plan, fold.row)
+        row, phrases = fold.row, parallelism(plan, fold.row)
         if row.main or row.pinned:
             block_path, name = _split_at_block(row.name)
             key = _group_key(block_path, name, detail)
-            block = blocks.setdefault((key, split), _Block(key[0], split))
+            block = blocks.setdefault((key, phrases), _Block(key[0], phrases))
             block.add(name if key[0] else row.name, fold, sent)
         else:
             words = row.operator.split(".")
             aten_name = words[min(1, len(words) - 1)]
-            others.setdefault(split, _Block("", split)).add(aten_name, fold, sent)
+            others.setdefault(phrases, _Block("", phrases)).add(aten_name, fold, sent)
     for block in others.values():
-        block.names = [f"others: {', '.join(_capped(block.names))}"]
+        block.names = [f"others: {', '.join(_cap_names(block.names))}"]
     return [*blocks.values(), *others.values()]
 
 
 def _sent_by_operator(plan: PlanData) -> Counter[str]:
-    """Bytes of redistributions by the operator that causes them.
+    """Bytes that one device sends for redistributions, by the operator that causes them.
 
     A row-parallel linear layer causes the reduction of its partial sums, although the plan lists
-    redistributions at the consumer; all others are caused by the consumer.
+    the redistribution at the consumer; the consumer causes all other redistributions.
     """
     names = {row.name for row in plan.operators}
     sent: Counter[str] = Counter()
     for row in plan.operators:
         for each in row.redistributions:
-            completes = any(s.startswith(("all_reduce", "reduce_scatter")) for s in each.steps[:1])
-            cause = each.value if completes and each.value in names else row.name
+            reduces = any(s.startswith(("all_reduce", "reduce_scatter")) for s in each.steps[:1])
+            cause = each.value if reduces and each.value in names else row.name
             sent[cause] += each.forward_bytes + each.backward_bytes
     return sent
 
 
 def _split_at_block(name: str) -> tuple[str, str]:
-    """The path up to the last number, and the rest: `layers.{0..3}` and `attn.q`."""
+    """Split a name behind its last number: `layers.{0..3}` and `attn.q`."""
     words = module_words(name)
-    numbers = [at for at, word in enumerate(words[:-1]) if re.fullmatch(r"\d+|\{.*\}", word)]
-    cut = numbers[-1] + 1 if numbers else 0
-    return ".".join(words[:cut]), ".".join(words[cut:])
+    numbers = [i for i, word in enumerate(words[:-1]) if re.fullmatch(r"\d+|\{.*\}", word)]
+    block_length = numbers[-1] + 1 if numbers else 0
+    return ".".join(words[:block_length]), ".".join(words[block_length:])
 
 
 def _table(blocks: list[_Block], timed: bool, width: int) -> list[str]:
-    """The rows as lines; several rows of one block are below a line with its path."""
-    first = blocks[0].split if blocks else ()
+    """Lay out the rows as lines; several rows of one block are below a line with its path."""
+    first = blocks[0].phrases if blocks else ()
     # Phrases that apply to all rows, usually data parallelism, are written once, in the header.
-    common = [phrase for phrase in first if all(phrase in block.split for block in blocks)]
-    split_header = f"all {', '.join(common)}, and" if common and len(blocks) > 1 else ""
-    header = ("", split_header, "sends", *(["computes"] if timed else []))
+    common = [phrase for phrase in first if all(phrase in block.phrases for block in blocks)]
+    common_header = f"all {', '.join(common)}, and" if common and len(blocks) > 1 else ""
+    header = ("", common_header, "sends", *(["computes"] if timed else []))
     rows_of_path = Counter(block.path for block in blocks)
     rows: list[tuple[str, ...]] = []
     previous_path = ""
@@ -219,20 +230,20 @@ def _table(blocks: list[_Block], timed: bool, width: int) -> list[str]:
         sent, seconds = max(block.sent.values()), max(block.seconds.values())
         numbers = [binary(sent) if sent else "-"]
         numbers += [seconds_text(seconds) if seconds else "-"] * timed
-        own = [phrase for phrase in block.split if not split_header or phrase not in common]
-        names = prefix + ", ".join(_capped(_join_modules(block.names)))
+        own = [phrase for phrase in block.phrases if not common_header or phrase not in common]
+        names = prefix + ", ".join(_cap_names(_join_modules(block.names)))
         rows.append((names, ", ".join(own) or "nothing else", *numbers))
     return in_columns(header, rows, width)
 
 
-def _capped(names: list[str]) -> list[str]:
-    """At most `MOST_NAMES` names, then the number of the others."""
-    remaining = len(names) - MOST_NAMES
-    return [*names[:MOST_NAMES], f"{remaining} more"] if remaining > 1 else names
+def _cap_names(names: list[str]) -> list[str]:
+    """The first `MAX_LISTED_NAMES` names, followed by the number of the rest."""
+    remaining = len(names) - MAX_LISTED_NAMES
+    return [*names[:MAX_LISTED_NAMES], f"{remaining} more"] if remaining > 1 else names
 
 
 def _join_modules(names: Iterable[str]) -> list[str]:
-    """Join names in one module.
+    """Join the names of operators in the same module.
 
     >>> _join_modules(["attn.q", "attn.k", "mlp.up", "head"])
     ['attn.{q,k}', 'mlp.up', 'head']

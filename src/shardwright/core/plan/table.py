@@ -24,36 +24,38 @@ from shardwright.core.plan.text_columns import at_dots, printed, text_width, wra
 def plan_text(
     plan: PlanData, full: bool = False, every: bool = False, width: int | None = None
 ) -> str:
-    """The summary or, with `full` or `every`, its first lines with the table and further notes.
+    """Render the summary of a plan or, with `full` or `every`, its head, table and notes.
 
     Args:
         plan: the plan.
-        full: show the table instead of the summary.
-        every: show the table, with operators that follow their neighbors without communication.
+        full: whether to render the table instead of the summary.
+        every: whether to render the table, including operators that follow their neighbors without
+            communication.
         width: width in characters; by default that of the terminal.
     """
     width = text_width() if width is None else width
     if not full and not every:
         return plan_summary(plan, width)
     table = printed(width, plan_table(plan, every, width))
-    below = [part for line in _below(plan, every) for part in wrapped(line, width)]
-    return "\n".join([*plan_head(plan, width), *table, *below])
+    notes_below = [part for line in _table_notes(plan, every) for part in wrapped(line, width)]
+    return "\n".join([*plan_head(plan, width), *table, *notes_below])
 
 
 def plan_table(plan: PlanData, every: bool, width: int) -> Table:
-    """The table of operators, repeated blocks as one row.
+    """The table of operators, with one row for the operators of repeated blocks.
 
     Args:
         plan: the plan.
-        every: also show operators that follow their neighbors without communication.
+        every: whether to include operators that follow their neighbors without communication.
         width: width of the table in characters.
     """
     staged = plan.pipeline.stages > 1
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     # Columns of fixed width: 13 characters for bytes with their padding, 9 for the stage.
-    room = width - 13 - (9 if staged else 0)
+    flexible_width = width - 13 - (9 if staged else 0)
+    # Percentage of the remaining width, by header.
     columns = {"operator: shapes": 38, "cuts: strategy": 22, "redistribution: forward/backward": 40}
-    names, cuts, sent = (room * share // 100 - 1 for share in columns.values())
+    names, cuts, sent = (flexible_width * percent // 100 - 1 for percent in columns.values())
     for column, size in zip(columns, (names, cuts, sent), strict=True):
         table.add_column(column, overflow="fold", width=size)
     table.add_column("bytes", justify="right", no_wrap=True)
@@ -64,23 +66,23 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
         cuts_or_note = cuts_text(row) if row.rule is not None else "no rule: replicated"
         table.add_row(
             "\n".join((*at_dots(row.name, names), shapes_text(row))),
-            "\n".join(filter(None, (cuts_or_note, _strategy(fold)))),
-            "\n".join(line for each in _redistributions(row) for line in at_dots(each, sent)),
+            "\n".join(filter(None, (cuts_or_note, _strategy_cell(fold)))),
+            "\n".join(line for each in _redistribution_lines(row) for line in at_dots(each, sent)),
             binary(row.bytes) if row.bytes else "",
             *([fold.stages] if staged else []),
         )
     return table
 
 
-def _strategy(fold: Fold) -> str:
-    """The strategy if the operator is sharded or pinned, `pinned`, and which are recomputed."""
+def _strategy_cell(fold: Fold) -> str:
+    """The strategy of operators that are sharded or pinned, with `pinned` and `recomputed`."""
     row = fold.row
     strategy = strategy_text(row.strategy) if row.cuts or row.pinned else ""
     pinned = "pinned" if row.pinned else ""
     return " ".join(word for word in (strategy, pinned, fold.recomputed) if word)
 
 
-def _redistributions(row: OperatorRow) -> Iterable[str]:
+def _redistribution_lines(row: OperatorRow) -> Iterable[str]:
     for redistribution in row.redistributions:
         words = [word for word in redistribution.value.split(".") if not word.isdigit()]
         short = ".".join(words[-2:]) or "inside"
@@ -88,8 +90,7 @@ def _redistributions(row: OperatorRow) -> Iterable[str]:
         yield f"{short}: {redistribution.steps_text}{suffix}"
 
 
-def _below(plan: PlanData, every: bool) -> Iterator[str]:
-    """Notes below the table."""
+def _table_notes(plan: PlanData, every: bool) -> Iterator[str]:
     samples, micro_batches = plan.global_batch, plan.pipeline.micro_batches
     if samples is not None and micro_batches > 1:
         rows = samples // micro_batches
@@ -100,7 +101,7 @@ def _below(plan: PlanData, every: bool) -> Iterator[str]:
             f" {binary(crossing.forward_bytes)} forward, {binary(crossing.backward_bytes)} backward"
             " per micro-batch"
         )
-    yield from _memory(plan)
+    yield from _memory_lines(plan)
     if plan.pipeline.stages > 1 and plan.step is None and plan.graph is not None:
         yield f"pipeline bubbles: {plan.timeline().bubble:.1%}, estimated from FLOPs alone"
     yield from notes(plan)
@@ -116,8 +117,8 @@ def _below(plan: PlanData, every: bool) -> Iterator[str]:
     )
 
 
-def _memory(plan: PlanData) -> Iterator[str]:
-    """The memory by category of the stage that needs most, and the peaks of the other stages."""
+def _memory_lines(plan: PlanData) -> Iterator[str]:
+    """The memory by category of the stage with the highest peak, then the peaks of the others."""
     if plan.known_memory is None:
         return
     *other_stages, largest = sorted(plan.known_memory.stages, key=lambda stage: stage.peak)
@@ -125,6 +126,6 @@ def _memory(plan: PlanData) -> Iterator[str]:
     categories = ", ".join(f"{name} {binary(size)}" for size, name in sizes if size)
     yield f"memory at the peak{f' of stage {largest.stage}' if other_stages else ''}: {categories}"
     if other_stages:
-        ends = other_stages if len(other_stages) == 1 else (other_stages[0], other_stages[-1])
-        peaks = " to ".join(f"{binary(stage.peak)} (stage {stage.stage})" for stage in ends)
+        extremes = other_stages if len(other_stages) == 1 else (other_stages[0], other_stages[-1])
+        peaks = " to ".join(f"{binary(stage.peak)} (stage {stage.stage})" for stage in extremes)
         yield f"peak memory of the other stage{'s' if len(other_stages) > 1 else ''}: {peaks}"

@@ -11,14 +11,17 @@ from textwrap import wrap
 
 from rich.console import Console, RenderableType
 
-NARROWEST, WIDEST = 80, 160
+MIN_WIDTH, MAX_WIDTH = 80, 160
+"""Limits of the width of text, in characters."""
+
 GAP = "  "
+"""Space between columns."""
 
 
 def text_width() -> int:
-    """Width of the terminal or of the variable `COLUMNS`, within 80 to 160; 120 if both are
-    missing."""
-    return min(max(get_terminal_size((120, 24)).columns, NARROWEST), WIDEST)
+    """Width for text in characters: that of the variable `COLUMNS` or the terminal, within 80 to
+    160; 120 if both are missing."""
+    return min(max(get_terminal_size((120, 24)).columns, MIN_WIDTH), MAX_WIDTH)
 
 
 def printed(width: int, *parts: RenderableType) -> list[str]:
@@ -41,8 +44,8 @@ def wrapped(text: str, width: int, label: str = "") -> list[str]:
     )
 
 
-def wrapped_lines(lines: Iterable[str], width: int = NARROWEST) -> list[str]:
-    """Wraps each line at spaces; continuations are indented by four more columns than the line.
+def wrapped_lines(lines: Iterable[str], width: int = MIN_WIDTH) -> list[str]:
+    """Wrap each line at spaces; continuations are indented by four more columns than the line.
 
     >>> wrapped_lines(["  over tp: k chosen; j 2.1 ms more"], 24)
     ['  over tp: k chosen; j', '      2.1 ms more']
@@ -65,7 +68,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def at_dots(text: str, width: int) -> list[str]:
-    """Break names into lines that end behind a dot, a comma or a space if possible.
+    """Break names into lines, behind a dot, a comma or a space if possible.
 
     >>> at_dots("model.layers.{0..79}.self_attn.q_proj", 22)
     ['model.layers.{0..79}.', 'self_attn.q_proj']
@@ -75,16 +78,16 @@ def at_dots(text: str, width: int) -> list[str]:
         if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
             lines.append("")
         lines[-1] += word
-    cut = [line.rstrip()[at : at + width] for line in lines for at in range(0, len(line), width)]
-    return [line for line in cut if line]
+    parts = [line.rstrip()[i : i + width] for line in lines for i in range(0, len(line), width)]
+    return [part for part in parts if part]
 
 
 def in_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[str]:
     """Lay out two columns of text, followed by any number of columns of numbers.
 
     Numbers are never broken. The first column holds names, of which at most two lines are shown.
-    The second column gets its full width, or at least two fifths of the width that the numbers
-    leave; the first gets the rest.
+    The second column gets its full width if that leaves the first column its own, otherwise two
+    fifths of the width that the numbers leave; the first gets the rest.
 
     Args:
         header: the header of each column.
