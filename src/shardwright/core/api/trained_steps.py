@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,14 @@ class Differences:
     worst_state: str
 
     @classmethod
-    def between(cls, steps: TrainedSteps, wanted: TrainedSteps) -> Differences:
+    def between(
+        cls, steps: TrainedSteps, wanted: TrainedSteps, *, zeros: Collection[str] = ()
+    ) -> Differences:
+        """Compare two trainings.
+
+        Args:
+            zeros: parameters of which no gradient counts as zeros.
+        """
         outputs = [
             difference(a, b)
             for each, others in zip(steps.outputs, wanted.outputs, strict=True)
@@ -62,8 +69,7 @@ class Differences:
         gradients: dict[str, float] = {}
         for each, others in zip(steps.gradients, wanted.gradients, strict=True):
             for name in {**each, **others}:
-                both = name in each and name in others
-                gap = difference(each[name], others[name]) if both else math.inf
+                gap = _gradient_gap(each.get(name), others.get(name), is_zero=name in zeros)
                 gradients[name] = max(gap, gradients.get(name, 0.0))
         state = {name: difference(steps.state[name], t) for name, t in wanted.state.items()}
         parameter = max(gradients, key=gradients.__getitem__, default="")
@@ -96,6 +102,20 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor
         signs = torch.randint(-1, 2, tensor.shape, generator=self._generator)
         return tensor * (1 + torch.finfo(tensor.dtype).eps * signs.to(tensor.device))
+
+
+def _gradient_gap(got: Tensor | None, wanted: Tensor | None, *, is_zero: bool) -> float:
+    """Difference of two gradients, of which one may be missing.
+
+    Args:
+        is_zero: whether a missing one counts as zeros.
+    """
+    if got is not None and wanted is not None:
+        return difference(got, wanted)
+    only = got if wanted is None else wanted
+    if only is None or not is_zero:
+        return math.inf
+    return difference(only, torch.zeros_like(only))
 
 
 def difference(got: Tensor, wanted: Tensor) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.core.graph.local_gradients import ShapesAndDtypes
+from shardwright.core.graph.local_gradients import ShapesAndDtypes, reached_by_gradients
 from shardwright.core.graph.local_map import Body
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.autograd import functions_applied_by
@@ -29,12 +29,14 @@ class DryResult:
         results: shapes and dtypes of the tensors in it.
         output: makes what the call returns of such tensors.
         changed: which parameters and buffers, by number, it changes.
+        constant: numbers of the arguments, parameters and buffers that get no gradient.
         random: whether it draws random numbers.
     """
 
     results: ShapesAndDtypes
     output: Callable[[Sequence[Tensor]], Any]
     changed: tuple[int, ...]
+    constant: frozenset[int]
     random: bool
 
 
@@ -90,14 +92,24 @@ class DryCall:
             return None  # A size that depends on values.
 
         def output(made: Sequence[Tensor]) -> Any:
-            remaining = iter(made)
+            remaining = (
+                result if part.requires_grad else result.detach()
+                for part, result in zip(found, made, strict=True)
+            )
             filled = [next(remaining) if isinstance(part, Tensor) else part for part in parts]
             return pytree.tree_unflatten(filled, structure)
 
         results = [(tuple(part.shape), part.dtype) for part in found]
         state = enumerate(tensors[given:])
         changed = tuple(n for n, t in state if n in after or id(t) in effects.statistics)
-        return DryResult(results, output, changed, effects.random)
+        return DryResult(results, output, changed, _constant(tensors, found), effects.random)
+
+
+def _constant(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:
+    """Numbers of the tensors that require a gradient and get none from `results`."""
+    trained = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
+    reached = reached_by_gradients(results, [tensors[number] for number in trained])
+    return frozenset(n for n, is_reached in zip(trained, reached, strict=True) if not is_reached)
 
 
 _NORMALIZATIONS = frozenset(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dis
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import update_wrapper
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +23,7 @@ from shardwright.core.capture.local_trace import LocalPart, Options
 from shardwright.core.capture.naming import current_line
 from shardwright.core.deferred import copies_of_attributes
 from shardwright.core.graph.local_declaration import Declaration, Partial
-from shardwright.core.graph.local_map import FunctionBody, ModuleBody
+from shardwright.core.graph.local_map import FunctionBody, ModuleBody, function_text
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.modules import own_buffers
 from shardwright.errors import StrategyError
@@ -231,7 +235,31 @@ def _options(
         )
     kinds = None if dtypes is None else tuple(dtypes)
     declaration = Declaration(inputs, outputs, partials, notation)
+    _check_can_be_sharded(declaration)
     return Options(declaration, kinds, random, flops, saved_bytes)
+
+
+def _check_can_be_sharded(declaration: Declaration) -> None:
+    """
+    Raises:
+        StrategyError: if some dimensions are named, and results without `partial` lack all of them.
+    """
+    names = dict.fromkeys(n for dims in declaration.input_dims for n in dims if n is not None)
+    results = list(zip(declaration.output_dims, declaration.partial, strict=True))
+    if not names or any(all(n in dims or partial for dims, partial in results) for n in names):
+        return
+    number, name = next(
+        (number, name)
+        for number, (dims, partial) in enumerate(results)
+        for name in names
+        if name not in dims and not partial
+    )
+    reductions = ['"mean"' if n == number else repr(p) for n, (_, p) in enumerate(results)]
+    given = reductions[0] if len(results) == 1 else f"({', '.join(reductions)})"
+    raise StrategyError(
+        f"local_map {declaration.text!r}: result {number} lacks {name!r}, so nothing can be sharded"
+        f'\nsay what it is over shards: partial={given}, or "sum"; or write `_` for {name!r}'
+    )
 
 
 def _entries(side: str) -> tuple[tuple[str, ...], ...]:
@@ -244,23 +272,40 @@ def _check_closure(function: Any) -> None:
     Raises:
         StrategyError: if a function reads what is trained other than by its arguments.
     """
-    held = [getattr(function, "__self__", None)]
-    with _inspectable():
-        held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    for thing in held:
-        if isinstance(thing, nn.Module) or (isinstance(thing, Tensor) and thing.requires_grad):
+    for thing in _things_read(function):
+        tensors = thing.parameters() if isinstance(thing, nn.Module) else (thing,)
+        if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
             raise StrategyError(
-                f"local_map: {getattr(function, '__qualname__', function)!r} reads a"
+                f"local_map: {function_text(function)!r} reads a"
                 f" {type(thing).__name__} that is not among its arguments, and would get no"
                 " gradient of other shards\n"
                 "give the module itself (`sw.local_map(net.attention, …)`), or pass the tensor"
             )
 
 
-@contextmanager
-def _inspectable() -> Iterator[None]:
-    """A context in which a variable of an enclosing function may have no value yet."""
-    try:
-        yield
-    except ValueError:
+def _things_read(function: Any) -> Iterator[Any]:
+    """What a function has besides its arguments: its object, bound arguments, variables of
+    enclosing functions, and global variables that its code reads."""
+    if isinstance(function, functools.partial):
+        yield from pytree.tree_leaves((function.args, function.keywords))
+        yield from _things_read(function.func)
         return
+    yield getattr(function, "__self__", None)
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not inspect.isfunction(function):
+        return
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # Of a variable that has no value yet.
+            yield from pytree.tree_leaves(cell.cell_contents)
+    for name in _global_names(function.__code__):
+        yield function.__globals__.get(name)
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    """Names of the global variables that code and the functions in it read."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)

@@ -98,7 +98,9 @@ class LocalPart:
             saved_bytes=options.saved_bytes,
         )
         results += [(tuple(state[number].shape), state[number].dtype) for number in changed]
-        made = _one_operator(call, [*tensors, *state], results)
+        constant = frozenset[int]() if dry is None else dry.constant
+        read = [t.detach() if n in constant else t for n, t in enumerate([*tensors, *state])]
+        made = _one_operator(call, read, results)
         with torch.no_grad():
             for number, value in zip(changed, made[len(made) - len(changed) :], strict=True):
                 state[number].copy_(value)

@@ -70,17 +70,19 @@ def linked(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     if not trained or not any(result.requires_grad for result in results):
         return tuple(results)
-    edges = [get_gradient_edge(tensor) for tensor in trained]
-    reached = _reached(results, {edge.node for edge in edges})
-    missed = [
-        tensor
-        for tensor, edge in zip(trained, edges, strict=True)
-        if (edge.node, edge.output_nr) not in reached
-    ]
+    reached = reached_by_gradients(results, trained)
+    missed = [tensor for tensor, is_reached in zip(trained, reached, strict=True) if not is_reached]
     if not missed:
         return tuple(results)
     joined: tuple[Tensor, ...] = _Linked.apply(len(results), *results, *missed)  # type: ignore[no-untyped-call]
     return joined
+
+
+def reached_by_gradients(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
+    """For each of `tensors`, which require gradients, whether one of `results` depends on it."""
+    edges = [get_gradient_edge(tensor) for tensor in tensors]
+    reached = _reached(results, {edge.node for edge in edges})
+    return [(edge.node, edge.output_nr) in reached for edge in edges]
 
 
 def _reached(results: Sequence[Tensor], ends: set[Any]) -> set[tuple[Any, int]]:

@@ -10,6 +10,7 @@ gradients of all shards are summed.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -56,12 +57,29 @@ class FunctionBody:
     function: Callable[..., Any]
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
-        return self.function(*args, **kwargs), {}
+        with recomputed_in(nullcontext):
+            return self.function(*args, **kwargs), {}
 
     @property
     def text(self) -> str:
-        name = getattr(self.function, "__qualname__", repr(self.function))
-        return f"{getattr(self.function, '__module__', '')}.{name}"
+        return function_text(self.function)
+
+
+def function_text(function: Callable[..., Any]) -> str:
+    """Module and name of a function, with the arguments that it is bound to; equal on all ranks."""
+    if isinstance(function, functools.partial):
+        bound = [*map(_argument_text, function.args)]
+        bound += [f"{name}={_argument_text(x)}" for name, x in function.keywords.items()]
+        return f"{function_text(function.func)}({', '.join(bound)})"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _argument_text(argument: Any) -> str:
+    if isinstance(argument, Tensor):
+        return f"Tensor {list(argument.shape)}"
+    is_plain = isinstance(argument, (str, int, float, complex, bool, type(None), torch.dtype))
+    return repr(argument) if is_plain else type(argument).__qualname__
 
 
 @dataclass(frozen=True)
@@ -148,6 +166,12 @@ class ModuleBody:
         return root.get_submodule(self.path)
 
 
+def _container_text(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        return f"a {type(result).__name__} of {', '.join(type(part).__name__ for part in result)}"
+    return f"a {type(result).__name__}"
+
+
 def _differ(one: Tensor, other: Tensor) -> bool:
     if one.is_meta or isinstance(one, FakeTensor):
         return False
@@ -213,6 +237,11 @@ class LocalCall:
         results = tuple((shape, double_dtype(dtype)) for shape, dtype in self.results)
         return replace(self, results=results, in_float64=True)
 
+    @property
+    def is_opaque(self) -> bool:
+        """Whether it is unknown what its backward pass reads, and which inputs get gradients."""
+        return self.sample is None or self.saved_bytes is not None
+
     def is_mean(self, output: int) -> bool:
         """Whether the mean of a result over shards is the result; of changed buffers it is."""
         partial = self.declaration.partial
@@ -262,8 +291,29 @@ class LocalCall:
             if number not in self.changed:
                 raise CaptureError(self._changes(given + number))
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if self.sample is None:
+            self._check_container(result, len(results))
         buffers = [after.get(number, state[number]).detach() for number in self.changed]
         return self._checked([*results, *buffers], tensors)
+
+    def _check_container(self, result: Any, count: int) -> None:
+        """
+        Raises:
+            CaptureError: if code around the call was traced with another container of its `count`
+                tensors, as that is unknown of a part that needs values.
+        """
+        is_whole = isinstance(self.body, ModuleBody) and not self.body.path
+        if isinstance(result, (tuple, list)):
+            fits = count > 1 and all(isinstance(part, Tensor) for part in result)
+        else:
+            fits = isinstance(result, Tensor) or count > 1 or is_whole
+        if not fits:
+            expected = "a tensor" if count == 1 else f"a tuple of {count} tensors"
+            raise CaptureError(
+                f"local_map {self.name!r} returns {_container_text(result)}; it needs values to "
+                f"run, so the code around it was captured as if it returned {expected}\n"
+                f"return {expected}"
+            )
 
     def _region(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
         if self.in_float64:
@@ -360,6 +410,11 @@ def bound_to(graph: Graph, root: nn.Module) -> Graph:
         return replace(target, body=replace(body, root=lambda: root, _bound={}))
 
     return replace(graph, ops=tuple(replace(op, target=bound(op.target)) for op in graph.ops))
+
+
+def is_opaque(target: object) -> bool:
+    """Whether a target is a `local_map` of which gradients and saved tensors are unknown."""
+    return isinstance(target, LocalCall) and target.is_opaque
 
 
 def is_module_call(target: object) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwright.core.graph.graph import Graph, Kind, Op, OpTarget, Value
+from shardwright.core.graph.local_map import is_opaque
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.core.torch_internals.tensors import FakeTensorMode, storage_id
@@ -131,7 +132,7 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
     """Returns the operator inputs that read a parameter or buffer which autograd saves.
 
     A linear layer saves its weight; an embedding and an addition do not. If a view of a parameter
-    is saved, the input of the first view counts.
+    is saved, the input of the first view counts. A `local_map` may save all that it reads.
     """
     needed: set[InputUse] = set()
     views: dict[Value, InputUse] = {}
@@ -146,8 +147,8 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
         if _is_view(op) and 0 in uses:
             views[op.output] = uses[0]
             continue
-        saved = saved_tensors(op)
-        needed.update(use for index, use in uses.items() if index in saved.inputs)
+        saved = range(len(op.inputs)) if is_opaque(op.target) else saved_tensors(op).inputs
+        needed.update(use for index, use in uses.items() if index in saved)
     return frozenset(needed)
 
 

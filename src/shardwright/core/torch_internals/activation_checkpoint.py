@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils import checkpoint
 
 
@@ -28,11 +30,28 @@ def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -
         checkpoint._checkpoint_without_reentrant_generator = original
 
 
+class _NonReentrant:
+    """In place of `CheckpointFunction`, by which `checkpoint` is reentrant."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        has_gradient = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
+            return checkpoint.checkpoint(
+                function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+            )
+
+
 @contextmanager
 def recomputed_in(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Lets what is called in it under `checkpoint(function, …, use_reentrant=False)` be recomputed
-    in a context of its own in the backward pass."""
+    """Lets what is called in it under `checkpoint` be recomputed in a context of its own in the
+    backward pass.
+
+    Reentrant calls become non-reentrant ones, which compute the same: a backward pass of their own
+    would reach parameters of the program around them, and reduce their gradients one by one.
+    """
     original: Any = checkpoint._checkpoint_without_reentrant_generator
+    reentrant = checkpoint.CheckpointFunction
 
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def recomputed(*inputs: Any, **keywords: Any) -> Any:
@@ -42,7 +61,9 @@ def recomputed_in(context: Callable[[], AbstractContextManager[None]]) -> Iterat
         return original(recomputed, *args, **kwargs)
 
     vars(checkpoint)["_checkpoint_without_reentrant_generator"] = generator
+    vars(checkpoint)["CheckpointFunction"] = _NonReentrant
     try:
         yield
     finally:
         checkpoint._checkpoint_without_reentrant_generator = original
+        vars(checkpoint)["CheckpointFunction"] = reentrant
