@@ -101,3 +101,21 @@ def test_a_boundary_has_an_entry_for_each_result() -> None:
     net.twice = sw.shard(twice, ((2, 2), (1, 2)), ((4, 1), (1, 1)))
     with pytest.raises(sw.StrategyError, match=r"twice returns tensors \[8, 8\]"):
         sw.capture(net, ARGS)
+
+
+def test_gradients_flow_through_reshard_under_no_grad() -> None:
+    """As in eager code, where it is the tensor itself."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.same = nn.Linear(4, 4), sw.shard(nn.Identity(), ((2, 1),))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            with torch.no_grad():
+                z, same = sw.reshard(y, (2, 1)), self.same(y)
+            return (y * z * same).mean()
+
+    net, args = Product(), (torch.randn(8, 4),)
+    assert sw.check(net, args, None, sw.plan(net, args, devices=2)).passes()

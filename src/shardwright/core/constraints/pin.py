@@ -190,7 +190,8 @@ def _pin_tensors(
 
 
 def _tagged_alias(tensor: Tensor, tag: Any) -> Tensor:
-    with tagging(tag):
+    # Also under `torch.no_grad()`: eager code returns the tensor itself, which keeps its gradient.
+    with tagging(tag), torch.enable_grad():
         alias: Tensor = torch.ops.aten.alias.default(tensor)
         return alias
 
