@@ -26,7 +26,7 @@ from shardwright.core.api import plan
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.search.by_time.search import searches_by_time
+from shardwright.core.search.by_time.search import candidates_by_time
 from shardwright.core.search.request import Pricing, SearchRequest
 from shardwright.run.config.run import Run
 
@@ -121,7 +121,7 @@ def measured(name: str, batch: int = BATCH, many: Sequence[int] = MANY) -> Scale
     requests = [
         SearchRequest(graph, prime_mesh(n), pricing=pricing, mem_coeff=MEM_COEFF) for n in many
     ]
-    searches = [partial(searches_by_time, request) for request in requests]
+    searches = [partial(candidates_by_time, request) for request in requests]
     plans = [partial(planned, n) for n in many]
     return Scale(
         parameters=sum(value.numel for value in graph.parameters),

@@ -34,7 +34,7 @@ from shardwright.core.search.baselines import data_parallel
 from shardwright.core.search.by_time.exact import search_exactly
 from shardwright.core.search.by_time.objective import Objective
 from shardwright.core.search.by_time.problem import search_problem
-from shardwright.core.search.by_time.search import searches_by_time
+from shardwright.core.search.by_time.search import candidates_by_time
 from shardwright.core.search.recursive.search import search_recursively
 from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 
@@ -76,7 +76,7 @@ def _compare(table: Table, graph: Graph, batch: int, cluster: str) -> None:
     request = SearchRequest(graph, mesh, pricing=pricing, mem_coeff=MEM_COEFF)
     exact = search_exactly(request)
     plans = {
-        "seconds": searches_by_time(request)[0],
+        "seconds": candidates_by_time(request)[0],
         "symbolic": search_recursively(replace(request, pricing=None)),
     }
     if batch % DEVICES == 0:
@@ -109,7 +109,7 @@ def _time(table: Table, name: str, batch: int) -> None:
     samples = {}
     for devices in MANY:
         request = SearchRequest(graph, prime_mesh(devices), pricing=pricing, mem_coeff=MEM_COEFF)
-        one = partial(searches_by_time, request)
+        one = partial(candidates_by_time, request)
         samples[devices] = Sample(
             tuple(in_fork(partial(cpu_seconds, one)) for _ in range(PROCESSES))
         )

@@ -80,9 +80,9 @@ def _places(problem: SearchProblem) -> list[tuple[float, float]]:
     depth = [0] * len(problem.variables)
     for _ in depth:
         for edge in problem.edges:
-            if edge.source is not None:
-                for reader, _ in edge.readers:
-                    depth[reader] = max(depth[reader], depth[edge.source[0]] + 1)
+            if edge.producer is not None:
+                for consumer, _ in edge.consumers:
+                    depth[consumer] = max(depth[consumer], depth[edge.producer[0]] + 1)
     step = (PANEL[0] - 60) / max(depth)
     beside: dict[int, int] = {}
     places = []

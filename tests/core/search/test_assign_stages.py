@@ -14,7 +14,11 @@ from random_cases import random_cases
 from sample_models import captured, llama, mlp
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.split import split_graph
-from shardwright.core.search.assign_stages import _cheapest_ends, balanced_stages, operator_work
+from shardwright.core.search.assign_stages import (
+    _cheapest_chunk_ends,
+    balanced_stages,
+    operator_work,
+)
 
 
 def work_of_parts(graph: Graph, chunk_of: dict[str, int]) -> list[float]:
@@ -87,7 +91,7 @@ def test_of_all_divisions_with_no_heavier_chunk_the_one_that_sends_least_is_take
     every = [(*inner, len(weights)) for inner in combinations(range(1, len(weights)), count - 1)]
     divisions = [ends for ends in every if min(chunks(ends)) > 0]
     limit = random.choice(sorted(max(chunks(ends)) for ends in divisions))
-    found = _cheapest_ends(total, crossing, count, limit)
+    found = _cheapest_chunk_ends(total, crossing, count, limit)
     assert tuple(found) in divisions and max(chunks(tuple(found))) <= limit
 
     def sent(ends: tuple[int, ...]) -> int:

@@ -244,7 +244,7 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
         if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:
             log.info("mode=%r weighs no costs: none are logged", mode)
         started = time.perf_counter()
-        results = MODES[mode].searches(replace(request, on_share=on_share))
+        results = MODES[mode].candidate_cuts(replace(request, on_share=on_share))
         model.searched[key] = results, time.perf_counter() - started
     results, seconds = model.searched[key]
     found = []

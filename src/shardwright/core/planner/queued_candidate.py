@@ -11,11 +11,8 @@ from shardwright.core.planner.attempts import Attempt
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.recompute.blocks import DEFAULT_PRICES, RecomputePrices
-from shardwright.core.search.recompute.search import (
-    RecomputeLevels,
-    RecomputeSearch,
-    max_peak_ratio,
-)
+from shardwright.core.search.recompute.levels import RecomputeLevels
+from shardwright.core.search.recompute.search import RecomputeSearch, max_peak_ratio
 
 
 @dataclass(frozen=True)

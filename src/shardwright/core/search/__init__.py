@@ -7,10 +7,10 @@ Nouns of a search, from small to large:
 
     choice      the factor that one operator cuts over one axis, or none
     cuts        the choices of an operator over all axes
-    layout      how a tensor is sharded, as the cuts of its producer or reader imply
+    layout      how a tensor is sharded, as the cuts of its producer or consumer imply
     decisions   cuts, storage, stages and recomputation of a whole model
     candidate   decisions with their predicted step time; the best becomes the plan
-    bound       seconds that no candidate with some property can go below
+    bound       lower bound on the seconds of all candidates with some property
 
 Decided:
 
@@ -26,7 +26,7 @@ Objective, where the cluster is known (seconds of a step plus weighted parameter
 
     F, W   forward and backward computation       sum over o of work(o, c) / rate
     R      redistributions of activations         sum over values v of the cheapest steps from the
-                                                  layout of its source to those of its readers
+                                                  layout of its producer to those of its consumers
     E      exposed communication of parameters    max(0, Ga - F) + max(0, Gr - W): all-gathers hide
                                                   behind the forward, reductions behind the backward
     U      the optimizer's update                 bytes of parameters and state / memory bandwidth
@@ -34,11 +34,11 @@ Objective, where the cluster is known (seconds of a step plus weighted parameter
 
     implemented in: by_time/objective.py: Objective.cost, ObjectiveCost.total
 
-Objective, without a cluster (elements sent and held, as MindSpore's recursive programming):
+Objective, without a cluster (elements sent and stored, as in MindSpore's recursive programming):
 
     (2)  sum over o, axis by axis, of  min over f of  cut_cost(o, f) + redistribution(o, f)
 
-         redistribution(o, f)  to the neighbors of o that are decided already on this axis
+         redistribution(o, f)  to the neighbors of o whose choice on this axis is decided
 
     implemented in: cost/symbolic.py: cut_cost, redistribution_cost; recursive/search.py: Recursion
 

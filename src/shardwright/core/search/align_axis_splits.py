@@ -27,14 +27,14 @@ def align_axis_splits(
     pinned: Container[str],
     equal_axes: Axes,
 ) -> Iterator[CutsOfGraph]:
-    """Yield, for each split position that occurs, the cuts with all splits moved there.
+    """Yield, for each split position that occurs, the cuts with all splits moved to it.
 
-    Operators whose sizes are not divisible by the moved cuts keep theirs. Yields nothing if there
-    are fewer than two positions.
+    Operators whose sizes are not divisible by the moved cuts keep their own. Yields nothing if
+    there are fewer than two positions.
 
     Args:
         pinned: names of operators whose cuts stay as they are.
-        equal_axes: axes of one size and equal links.
+        equal_axes: a group of axes of equal size over equal links.
     """
     limits = {
         op.name: dict(zip(op_type.factors, op_type.limits, strict=True))
@@ -56,18 +56,21 @@ def align_axis_splits(
 
 
 def _axes_in_group(cuts: Cuts, group: Axes) -> dict[str, Axes]:
-    """The axes of `group` that cut each factor, ordered by the first of them."""
+    """Return the axes of `group` that cut each factor; factors in the order of their first axes."""
     parts = {f: tuple(axis for axis in axes if axis in group) for f, axes in cuts.items()}
     return dict(sorted(((f, p) for f, p in parts.items() if p), key=lambda part: part[1]))
 
 
 def _split_position(cuts: Cuts, group: Axes) -> int:
-    """The number of axes of `group` before the split; 0 unless two factors split all of `group`."""
+    """Return the number of axes of `group` before the split; 0 unless two factors split all of
+    `group`."""
     parts = list(_axes_in_group(cuts, group).values())
     return len(parts[0]) if len(parts) == 2 and parts[0] + parts[1] == group else 0
 
 
 def _split_at(cuts: Cuts, group: Axes, position: int) -> dict[str, Axes]:
+    """Return `cuts` with the first `position` axes of `group` given to the first of the two
+    factors, and the others to the second."""
     first, second = _axes_in_group(cuts, group)
     split = {first: group[:position], second: group[position:]}
     return {

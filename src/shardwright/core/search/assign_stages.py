@@ -2,8 +2,8 @@
 
 The work of a chunk is the multiply-adds of its main operators plus the elements of its parameters,
 or seconds if these are known. Among the divisions whose largest chunk is within a tolerance of the
-smallest possible, the one that sends the fewest bytes between chunks is chosen: between two layers
-of a transformer one value crosses, within a layer two.
+smallest possible, the one that sends the fewest bytes between chunks is chosen. In a transformer
+one value crosses between two layers, but two values within a layer.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from shardwright.core.rules import rule_of
 from shardwright.errors import StrategyError
 
 TOLERANCE = 0.1
-"""How much larger the largest chunk may be than necessary, in order to send fewer bytes."""
+"""Allowed excess of the largest chunk's work over the smallest possible, as a fraction of the
+latter, in order to send fewer bytes."""
 
-TOLERANCE_OF_SECONDS = 0.01
-"""The tolerance for work in seconds, which is more precise: every micro-batch waits for the slowest
+SECONDS_TOLERANCE = 0.01
+"""`TOLERANCE` for work in seconds, which is more precise: every micro-batch waits for the slowest
 chunk, and sending takes little time beside it."""
 
 
 def balanced_stages(
     graph: Graph, count: int, work: Sequence[float] | None = None
 ) -> dict[str, int]:
-    """Return for each operator the number of its chunk, for `count` chunks of nearly equal work.
+    """Return the chunk index of each operator, by name, for `count` chunks of nearly equal work.
 
     Args:
         work: seconds of each operator; by default its multiply-adds plus the elements of its
@@ -57,10 +58,10 @@ def balanced_stages(
     total = [0.0]
     for weight in weights:
         total.append(total[-1] + weight)
-    tolerance = TOLERANCE if work is None else TOLERANCE_OF_SECONDS
-    limit = (1 + tolerance) * _least_largest(total, weights, count)
+    tolerance = TOLERANCE if work is None else SECONDS_TOLERANCE
+    limit = (1 + tolerance) * _min_largest_chunk(total, weights, count)
     crossing = _crossing_bytes(graph)
-    ends = _cheapest_ends(total, [crossing[position] for position in positions], count, limit)
+    ends = _cheapest_chunk_ends(total, [crossing[position] for position in positions], count, limit)
     # Operator `index` ends at position `index + 1`, so that the first chunk that ends there or
     # later has it.
     chunk_ends = [positions[end] for end in ends]
@@ -68,24 +69,27 @@ def balanced_stages(
 
 
 def _chunk_boundaries(graph: Graph) -> list[int]:
-    """The positions where a chunk may end; position `i` is in front of operator `i`.
+    """Return the positions where a chunk may end; position `i` is in front of operator `i`.
 
-    None between the operators that read a buffer and the one that updates it: other micro-batches
-    run between two chunks, and would read the buffer before the update.
+    No chunk ends between the operators that read a buffer and the one that updates it: other
+    micro-batches run between two chunks, and would read the buffer before the update.
     """
-    numbers = {op.name: index for index, op in enumerate(graph.ops)}
+    op_index = {op.name: index for index, op in enumerate(graph.ops)}
     joined: set[int] = set()
     for buffer, value in graph.updates:
         producer = graph.producer.get(value)
         if producer is not None:
-            readers = (numbers[op.name] for op, _ in graph.consumers[buffer])
-            connected = [numbers[producer.name], *readers]
+            consumer_indices = (op_index[op.name] for op, _ in graph.consumers[buffer])
+            connected = [op_index[producer.name], *consumer_indices]
             joined.update(range(min(connected) + 1, max(connected) + 1))
     return [position for position in range(len(graph.ops) + 1) if position not in joined]
 
 
 def operator_work(graph: Graph) -> list[float]:
-    """Return for each operator its multiply-adds plus the elements of parameters it reads first."""
+    """Return for each operator its multiply-adds plus the elements of its parameters.
+
+    A parameter that several operators read counts for the first of them.
+    """
     seen = set()
     work = []
     for op in graph.ops:
@@ -96,7 +100,7 @@ def operator_work(graph: Graph) -> list[float]:
 
 
 def _multiply_adds(op: Op) -> int:
-    """The product of the sizes of all factors of a main operator, 0 for others.
+    """Return the product of the sizes of all factors of a main operator; 0 for other operators.
 
     A token passes through only some experts, so their work is that of balanced routing.
     """
@@ -114,9 +118,15 @@ def _multiply_adds(op: Op) -> int:
     return prod(sizes.values())
 
 
-def _least_largest(total: Sequence[float], weights: Sequence[float], count: int) -> float:
-    """The smallest possible weight of the heaviest of `count` contiguous chunks, to a relative
-    precision of 1e-6, by bisection."""
+def _min_largest_chunk(total: Sequence[float], weights: Sequence[float], count: int) -> float:
+    """Return the smallest possible weight of the heaviest of `count` contiguous chunks.
+
+    By bisection, to a relative precision of 1e-6.
+
+    Args:
+        total: work in front of each position.
+        weights: work between each position and the next.
+    """
     low, high = max(max(weights), total[-1] / count), total[-1]
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
@@ -131,39 +141,46 @@ def _least_largest(total: Sequence[float], weights: Sequence[float], count: int)
 
 
 def _crossing_bytes(graph: Graph) -> list[int]:
-    """For each position (`i` is in front of operator `i`) the bytes of the values that are computed
-    before it and read after it."""
-    numbers = {op.name: index for index, op in enumerate(graph.ops)}
-    change = [0] * (len(graph.ops) + 2)
+    """Return for each position the bytes of the values computed before it and read after it.
+
+    Position `i` is in front of operator `i`.
+    """
+    op_index = {op.name: index for index, op in enumerate(graph.ops)}
+    change_at = [0] * (len(graph.ops) + 2)
     for index, op in enumerate(graph.ops):
         for value in op.outputs:
-            readers = [numbers[reader.name] for reader, _ in graph.consumers[value]]
-            if readers:
-                change[index + 1] += value.numel * value.itemsize
-                change[max(readers) + 1] -= value.numel * value.itemsize
+            consumer_indices = [op_index[consumer.name] for consumer, _ in graph.consumers[value]]
+            if consumer_indices:
+                # A prefix sum over these changes takes one pass, however long values live.
+                change_at[index + 1] += value.numel * value.itemsize
+                change_at[max(consumer_indices) + 1] -= value.numel * value.itemsize
     bytes_at, crossing = [], 0
-    for added_bytes in change[: len(graph.ops) + 1]:
+    for added_bytes in change_at[: len(graph.ops) + 1]:
         crossing += added_bytes
         bytes_at.append(crossing)
     return bytes_at
 
 
-def _cheapest_ends(
+def _cheapest_chunk_ends(
     total: Sequence[float], crossing: Sequence[int], count: int, limit: float
 ) -> list[int]:
-    """The end of each of `count` chunks with the fewest crossing bytes, by dynamic programming.
+    """Return the end of each of `count` chunks with the fewest crossing bytes.
 
-    No chunk is heavier than `limit`, and none is without work.
+    By dynamic programming over chunk ends. Every chunk has work, and none more than `limit`.
+
+    Args:
+        total: work in front of each position.
+        crossing: bytes that cross each position.
     """
     num_positions = len(total)
     infinity = float("inf")
-    best: list[float] = [0.0] + [infinity] * (num_positions - 1)
+    least_bytes: list[float] = [0.0] + [infinity] * (num_positions - 1)
     starts_of_chunks: list[list[int]] = []
     for chunk in range(count):
-        starts = _cheapest_starts(total, best, count - chunk, limit)
-        last = chunk == count - 1
-        best = [
-            infinity if start < 0 else best[start] + (0 if last else crossing[end])
+        starts = _cheapest_chunk_starts(total, least_bytes, count - chunk, limit)
+        is_last = chunk == count - 1
+        least_bytes = [
+            infinity if start < 0 else least_bytes[start] + (0 if is_last else crossing[end])
             for end, start in enumerate(starts)
         ]
         starts_of_chunks.append(starts)
@@ -173,41 +190,46 @@ def _cheapest_ends(
     return ends[::-1]
 
 
-def _cheapest_starts(
-    total: Sequence[float], best: Sequence[float], chunks: int, limit: float
+def _cheapest_chunk_starts(
+    total: Sequence[float], least_bytes: Sequence[float], chunks: int, limit: float
 ) -> list[int]:
-    """For each end of a chunk the cheapest valid start, -1 if none; the first of equal ones.
+    """Return for each end of a chunk the cheapest valid start; ties go to the first.
 
     A minimum over a sliding window: as ends advance, so do the starts within `limit`. The queue
-    holds those that may still become the cheapest, in order of cost.
+    holds the starts that may still become the cheapest, in order of cost.
 
     Args:
-        best: for each start the fewest bytes that cross the ends of all chunks before it.
+        total: work in front of each position.
+        least_bytes: for each start the fewest bytes that cross the ends of all chunks before it.
         chunks: the number of chunks from this one on, which must hold the remaining work.
+
+    Returns:
+        -1 for an end without a valid start.
     """
     # Differences of running totals round otherwise than the sums that gave the limit.
     max_weight = limit * (1 + 1e-9)
-    waiting: deque[int] = deque()
+    candidates: deque[int] = deque()
     starts, start = [], 0
     for weight in total:
         # Strictly less: from a start with an equal total on, the chunk would have no work.
         while total[start] < weight:
             # Starts that leave later chunks more work than they can hold lead nowhere.
-            if best[start] < float("inf") and total[-1] - total[start] <= chunks * max_weight:
+            is_reachable = least_bytes[start] < float("inf")
+            if is_reachable and total[-1] - total[start] <= chunks * max_weight:
                 # A later start that is cheaper outlives earlier ones in the window. Strictly
                 # cheaper, so that the first of equal starts is taken.
-                while waiting and best[waiting[-1]] > best[start]:
-                    waiting.pop()
-                waiting.append(start)
+                while candidates and least_bytes[candidates[-1]] > least_bytes[start]:
+                    candidates.pop()
+                candidates.append(start)
             start += 1
-        while waiting and weight - total[waiting[0]] > max_weight:
-            waiting.popleft()
-        starts.append(waiting[0] if waiting else -1)
+        while candidates and weight - total[candidates[0]] > max_weight:
+            candidates.popleft()
+        starts.append(candidates[0] if candidates else -1)
     return starts
 
 
 StageConfig = Mapping[str, int]
-"""The number of the stage of each module, by name."""
+"""Stage index of each module, by module name."""
 
 
 def named_stages(
@@ -216,33 +238,37 @@ def named_stages(
     schedule: str,
     modules: Iterable[str] = (),
 ) -> tuple[int, int, dict[str, int]]:
-    """Return the number of stages, the chunks of each, and for each operator its chunk number.
+    """Return the number of stages, the number of chunks per stage, and each operator's chunk index.
 
     The longest configured name that is a prefix of a module's path decides. Operators outside of
-    all named modules go to the chunk of their inputs, or else of their readers.
+    all named modules go to the chunk of their inputs, or else of their consumers.
 
     Args:
-        stage_config: stages must ascend in the order of execution. With several chunks per stage
-            they repeat (0, 1, 0, 1) or come back (0, 1, 1, 0), as the schedule requires.
+        stage_config: stage index of each module. Stages must ascend in the order of execution. With
+            several chunks per stage they repeat (0, 1, 0, 1) or come back (0, 1, 1, 0), as the
+            schedule requires.
         modules: valid names besides those of modules with operators or parameters.
 
     Raises:
         StrategyError: if a name is not that of a module, a module with parameters is left out, or
-            stages are in another order than that of the schedule.
+            stages are not in the order that the schedule requires.
     """
     _check_names(graph, stage_config, modules)
-    stages = _stages(stage_config)
-    labels = {op.name: _stage_of_module(op.module, stage_config) for op in graph.ops}
+    stages = _num_stages(stage_config)
+    stage_of_op = {op.name: _stage_of_module(op.module, stage_config) for op in graph.ops}
     _check_parameters(graph, stage_config)
-    ordered = [op for op in graph.ops if labels[op.name] is not None]
+    named_ops = [op for op in graph.ops if stage_of_op[op.name] is not None]
     runs = [
-        (stage, list(ops)) for stage, ops in groupby(ordered, key=lambda op: labels[op.name] or 0)
+        (stage, list(ops))
+        for stage, ops in groupby(named_ops, key=lambda op: stage_of_op[op.name] or 0)
     ]
     if SCHEDULES[schedule].chunked:
-        anchored, chunks = _chunked(graph, runs, stages, SCHEDULES[schedule])
+        chunk_of_named, chunks = _assign_chunks(graph, runs, stages, SCHEDULES[schedule])
     else:
-        anchored, chunks = {op.name: labels[op.name] or 0 for op in ordered}, 1
-    chunk_of = assign_neighbors(graph, anchored)
+        chunk_of_named, chunks = {op.name: stage_of_op[op.name] or 0 for op in named_ops}, 1
+    # Operators such as a residual addition belong to a module outside of the named ones; they
+    # follow their neighbors, so that no value crosses more often than necessary.
+    chunk_of = assign_neighbors(graph, chunk_of_named)
     _check_ascending(graph, chunk_of, PipelineSpec(stages, 1, schedule, chunks))
     return stages, chunks, chunk_of
 
@@ -260,16 +286,17 @@ def _check_names(graph: Graph, stage_config: StageConfig, modules: Iterable[str]
     # cutoff=0.0: the nearest names are shown even if none is similar.
     nearest = get_close_matches(unmatched[0], list(valid_names), n=3, cutoff=0.0)
     raise StrategyError(
-        f"stage_config: no module is named {_listed(list(map(repr, unmatched)))}\n"
-        f"nearest to the first: {', '.join(nearest)}; valid are {_listed(list(valid_names))}"
+        f"stage_config: no module is named {_first_names(list(map(repr, unmatched)))}\n"
+        f"names like {unmatched[0]!r} are {', '.join(nearest)}; the modules of the model are"
+        f" {_first_names(list(valid_names))}"
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
-def _stages(stage_config: StageConfig) -> int:
+def _num_stages(stage_config: StageConfig) -> int:
     for name, stage in stage_config.items():
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
             raise StrategyError(
@@ -282,13 +309,14 @@ def _stages(stage_config: StageConfig) -> int:
     if missing:
         raise StrategyError(
             f"stage_config has stages up to {stages - 1}, but no module in stage"
-            f" {_listed(list(map(str, missing)))}"
+            f" {_first_names(list(map(str, missing)))}\n"
+            "number the stages from 0 without gaps"
         )
     return stages
 
 
 def _stage_of_module(path: str, stage_config: StageConfig) -> int | None:
-    """The stage of the longest configured name that is a prefix of `path`."""
+    """Return the stage of the longest configured name that is a prefix of `path`, or None."""
     words = path.split(".")
     for length in range(len(words), 0, -1):
         name = ".".join(words[:length])
@@ -299,8 +327,8 @@ def _stage_of_module(path: str, stage_config: StageConfig) -> int | None:
 
 def _check_parameters(graph: Graph, stage_config: StageConfig) -> None:
     tied_names: dict[str, list[str]] = {}
-    for other, first in graph.tied.items():
-        tied_names.setdefault(first, []).append(other)
+    for alias, first_name in graph.tied.items():
+        tied_names.setdefault(first_name, []).append(alias)
     omitted = []
     for value in graph.parameters:
         owners = [name.rpartition(".")[0] for name in (value.name, *tied_names.get(value.name, ()))]
@@ -310,14 +338,19 @@ def _check_parameters(graph: Graph, stage_config: StageConfig) -> None:
     if omitted:
         raise StrategyError(
             "stage_config leaves out modules with parameters:"
-            f" {_listed(list(dict.fromkeys(omitted)))}\nadd them, or a module that contains them"
+            f" {_first_names(list(dict.fromkeys(omitted)))}\n"
+            "add them, or a module that contains them"
         )
 
 
-def _chunked(
+def _assign_chunks(
     graph: Graph, runs: list[tuple[int, list[Op]]], stages: int, schedule: ScheduleSpec
 ) -> tuple[dict[str, int], int]:
-    """The chunk of each operator in a named module, and the number of chunks of a stage."""
+    """Return the chunk of each operator in a named module, and the number of chunks per stage.
+
+    Args:
+        runs: the stages in the order of execution, each with its consecutive operators.
+    """
     if schedule.v_shaped:
         runs = _split_last_stage(graph, runs, stages)
     chunks = schedule.max_chunks or max(1, len(runs) // stages)
@@ -325,15 +358,16 @@ def _chunked(
     order = [stage for stage, _ in runs]
     if order != required:
         raise StrategyError(
-            f"stage_config: the modules run through stages {_shown(order)} in the order of"
-            f" execution\nwith schedule {schedule.name!r} it must be {_shown(required)}"
+            f"stage_config: the modules run through stages {_first_stages(order)} in the order of"
+            f" execution\nwith schedule {schedule.name!r} the order must be"
+            f" {_first_stages(required)}"
         )
     return {op.name: chunk for chunk, (_, ops) in enumerate(runs) for op in ops}, (
         len(runs) // stages
     )
 
 
-def _shown(order: Sequence[int]) -> str:
+def _first_stages(order: Sequence[int]) -> str:
     return ", ".join(map(str, order[:16])) + (", …" if len(order) > 16 else "")
 
 
@@ -342,8 +376,8 @@ def _split_last_stage(
 ) -> list[tuple[int, list[Op]]]:
     """Split the operators of the last stage of a V-shaped schedule into its two chunks.
 
-    They follow each other, so names cannot separate them; split between two modules where the work
-    is most nearly equal.
+    The two chunks follow each other, so `stage_config` cannot tell where the second begins. The
+    split is between the two modules at which the work is most nearly equal.
     """
     work = dict(zip((op.name for op in graph.ops), operator_work(graph), strict=True))
     result = []
@@ -358,13 +392,13 @@ def _split_last_stage(
     return result
 
 
-def _schedules_with_chunks() -> str:
-    """The remedy for stages that come again: the schedules with several chunks per stage."""
+def _repeated_stages_hint() -> str:
+    """Return the remedy for repeated stages: the schedules with several chunks per stage."""
     schedules = []
     for schedule in SCHEDULES.values():
         if schedule.chunked:
             order = [schedule.stage_of(chunk, 2) for chunk in range(4)]
-            schedules.append(f"{_shown(order)} with schedule {schedule.name!r}")
+            schedules.append(f"{_first_stages(order)} with schedule {schedule.name!r}")
     return f"stages may repeat in the order {', or '.join(schedules)}"
 
 
@@ -378,5 +412,5 @@ def _check_ascending(graph: Graph, chunk_of: Mapping[str, int], pipeline: Pipeli
             late = pipeline.stage_of(chunk_of[producer.name])
             raise StrategyError(
                 f"stages must ascend in the order of execution: {op.name} is in stage {early}, but"
-                f" reads the output of {producer.name} in stage {late}\n{_schedules_with_chunks()}"
+                f" reads the output of {producer.name} in stage {late}\n{_repeated_stages_hint()}"
             )

@@ -16,7 +16,7 @@ from shardwright.errors import StrategyError
 
 
 def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
-    """Return the cuts of data parallelism: the batch, dim 0 of the inputs, over all axes.
+    """Return the cuts of data parallelism: all axes shard the batch, dim 0 of the inputs.
 
     Raises:
         StrategyError: if the model has no tensor input, or its batch size is not a multiple of the
@@ -25,7 +25,10 @@ def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
     indexed = index_graph(graph)
     devices, batch_size = mesh.num_devices, indexed.batch_size
     if batch_size is None:
-        raise StrategyError("data parallel: the model has no tensor input with a batch dimension")
+        raise StrategyError(
+            "data parallel: the model has no tensor input with a batch dimension\n"
+            'use another mode, such as mode="recursive_programming"'
+        )
     if batch_size % devices:
         valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
         raise StrategyError(
@@ -53,7 +56,7 @@ def _data_parallel_cuts(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGrap
     cuts: CutsOfGraph = {}
     for axis, axis_size in enumerate(mesh.device_matrix):
         level = AxisLevel(indexed, shard_counts, axis_size)
-        # Nothing is decided by cost, so that all operators follow the batch of the inputs.
+        # No operator is decided by cost first, so all of them follow the batch of the inputs.
         level.decide_remaining()
         record_axis(indexed, level.choice, axis, cuts)
         shard_counts = level.next_shard_counts()

@@ -29,19 +29,20 @@ COMMUNICATION, BATCH, MEM_COEFF = "communication", "batch", "mem_coeff"
 KNOBS = (COMMUNICATION, BATCH, MEM_COEFF)
 
 MAX_SCALE = 64.0
-"""The largest factor by which a knob is scaled, up or down."""
+"""The largest scale of a knob that is tried; the smallest is its inverse."""
 
 
 @dataclass(frozen=True)
 class OtherChoice:
-    """An alternative choice.
+    """A factor that an operator could cut over an axis instead of the chosen one.
 
     Args:
-        factor: the factor that is cut over the axis; empty for none.
-        cost: its objective minus that of the chosen factor, in seconds of a step, or its symbolic
-            cost minus that; below 0 if it is cheaper.
-        turns: for each knob (time of all communication, batch size, `mem_coeff`) the factor nearest
-            to 1, up to `MAX_SCALE`, at which the alternative is as cheap; missing if none does.
+        factor: the factor that is cut over the axis; empty for no cut.
+        cost: its objective minus that of the chosen factor, in seconds per step, or the difference
+            of the symbolic costs; below 0 if it is cheaper.
+        turns: for each knob (time of all communication, batch size, `mem_coeff`) the scale nearest
+            to 1 at which the alternative is as cheap as the chosen factor. Knobs without such a
+            scale between `1 / MAX_SCALE` and `MAX_SCALE` are missing.
     """
 
     factor: str
@@ -54,8 +55,9 @@ class AxisChoice:
     """The choice of equal operators on one axis, with its alternatives.
 
     Args:
-        operators: their names. Costs in seconds are those of all of them, symbolic costs of one.
-        chosen: the factor that is cut; empty for none.
+        operators: names of the operators. Costs in seconds are sums over all of them, symbolic
+            costs those of one.
+        chosen: the factor that is cut; empty for no cut.
         symbolic: whether costs are symbolic rather than seconds.
     """
 
@@ -67,7 +69,8 @@ class AxisChoice:
 
 
 Cost = Callable[[str, Mapping[str, float]], float]
-"""The cost of cutting a factor with knobs scaled; missing knobs have the factor 1."""
+"""Returns the cost of cutting a factor, given the scale of each knob; missing knobs have scale
+1."""
 
 
 def choices(
@@ -111,16 +114,20 @@ def _axis_choice(
 
 
 def _break_even_scale(cost: Cost, chosen: str, factor: str, knob: str) -> float | None:
-    """The scale of a knob at which `factor` becomes cheaper than `chosen`, by bisection."""
+    """Return the scale nearest to 1 at which `factor` is cheaper than `chosen`, by bisection.
+
+    Returns:
+        None if there is no such scale up to `MAX_SCALE`.
+    """
 
     def is_cheaper(scale: float) -> bool:
         return cost(factor, {knob: scale}) < cost(chosen, {knob: scale})
 
-    outermost = 1.0
-    while outermost < MAX_SCALE:
-        outermost *= 2
+    scale_limit = 1.0
+    while scale_limit < MAX_SCALE:
+        scale_limit *= 2
         # Up and down by factors of two, so that the scale nearest to 1 is found.
-        for low, high in ((outermost / 2, outermost), (2 / outermost, 1 / outermost)):
+        for low, high in ((scale_limit / 2, scale_limit), (2 / scale_limit, 1 / scale_limit)):
             if is_cheaper(high):
                 # In log space: 12 halvings of a factor of two leave an error of 0.02%.
                 for _ in range(12):
@@ -133,7 +140,8 @@ def _break_even_scale(cost: Cost, chosen: str, factor: str, knob: str) -> float 
 def _alternative_cuts(
     op_type: OpType, cuts: Cuts, mesh: DeviceMatrix, axis: int
 ) -> Iterator[tuple[str, Cuts]]:
-    """The factors that may be cut over `axis`, and none, each with the operator's new cuts."""
+    """Yield each factor that may be cut over `axis`, and "" for no cut, with the operator's new
+    cuts."""
     current_factors = factor_of_axis(cuts)
     other_axes = {a: factor for a, factor in current_factors.items() if a != axis}
     yield "", axes_of_factors(other_axes)
@@ -157,16 +165,16 @@ def _choices_by_time(
     model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.optimizer_shard_size, weight)
     objective, edges = Objective(problem, model), problem.edges_around()
     names: dict[int, list[str]] = {}
-    for op, number in zip(graph.ops, problem.variable_of, strict=True):
-        names.setdefault(number, []).append(op.name)
+    for op, index in zip(graph.ops, problem.variable_of, strict=True):
+        names.setdefault(index, []).append(op.name)
     cuts: list[Cuts] = [all_cuts[variable.op.name] for variable in problem.variables]
     total_cost = objective.cost(cuts)
     byte_seconds = pricing.seconds_per_parameter_byte(mem_coeff)
 
-    def cost_around(number: int, variable: OpVariable, new_cuts: Cuts) -> ObjectiveCost:
-        changed = [*cuts[:number], new_cuts, *cuts[number + 1 :]]
+    def cost_around(index: int, variable: OpVariable, new_cuts: Cuts) -> ObjectiveCost:
+        changed = [*cuts[:index], new_cuts, *cuts[index + 1 :]]
         cost = ObjectiveCost().plus(objective.operator(variable, new_cuts), variable.count)
-        for edge in edges[number]:
+        for edge in edges[index]:
             cost = cost.plus(objective.edge(edge, changed), edge.count)
         return cost
 
@@ -174,23 +182,23 @@ def _choices_by_time(
         mem_coeff_scale = knobs.get(MEM_COEFF, 1.0)
         # Terms of parameters contain `weight` already, hence the ratio.
         parameter_scale = pricing.parameter_weight(mem_coeff * mem_coeff_scale) / weight
-        return _scaled(cost, knobs, parameter_scale).total(
+        return _scale_cost(cost, knobs, parameter_scale).total(
             pricing.micro_batches, byte_seconds * mem_coeff_scale, model.slowdown
         )
 
-    for number, variable in enumerate(problem.variables):
+    for index, variable in enumerate(problem.variables):
         if not variable.op_type.is_main:
             continue
         # The objective is a sum over operators and edges up to the overlap of communication, which
-        # is why whole costs are compared and not those around the operator.
-        other_cost = total_cost.plus(cost_around(number, variable, cuts[number]), -1)
+        # is why total costs are compared and not those around the operator.
+        other_cost = total_cost.plus(cost_around(index, variable, cuts[index]), -1)
         for axis, name in enumerate(mesh.alias_names):
-            alternatives = dict(_alternative_cuts(variable.op_type, cuts[number], mesh, axis))
+            alternatives = dict(_alternative_cuts(variable.op_type, cuts[index], mesh, axis))
             costs = {
-                factor: other_cost.plus(cost_around(number, variable, new_cuts), 1)
+                factor: other_cost.plus(cost_around(index, variable, new_cuts), 1)
                 for factor, new_cuts in alternatives.items()
             }
-            chosen = factor_of_axis(cuts[number]).get(axis, "")
+            chosen = factor_of_axis(cuts[index]).get(axis, "")
             other_factors = [factor for factor in costs if factor != chosen]
             if chosen not in costs:  # Pins may cut factors that a search may not.
                 continue
@@ -201,17 +209,18 @@ def _choices_by_time(
                 return total(costs[factor], knobs)
 
             yield _axis_choice(
-                tuple(names[number]), name, chosen, other_factors, cost, symbolic=False
+                tuple(names[index]), name, chosen, other_factors, cost, symbolic=False
             )
 
 
-def _scaled(
+def _scale_cost(
     cost: ObjectiveCost, knobs: Mapping[str, float], parameter_scale: float
 ) -> ObjectiveCost:
-    """The cost with scaled communication and batch size.
+    """Return `cost` with the seconds of communication, batch and parameters scaled.
 
     Args:
-        parameter_scale: factor of the seconds of parameters.
+        knobs: scales of communication and batch size; missing knobs have scale 1.
+        parameter_scale: scale of the seconds of parameters.
     """
     links, batch = knobs.get(COMMUNICATION, 1.0), knobs.get(BATCH, 1.0)
     # A larger batch computes and sends more activations, but gathers, reduces and updates the same
@@ -233,7 +242,7 @@ def _symbolic_choices(
     indexed = index_graph(graph)
     recursions: dict[float, Recursion] = {}
     for axis, name in enumerate(mesh.alias_names):
-        shard_counts, choice = _state_before(indexed, mesh, decisions, axis)
+        shard_counts, choice = _state_without_axis(indexed, mesh, decisions, axis)
         level = AxisLevel(indexed, shard_counts, mesh.device_matrix[axis])
         level.choice = choice
         equal_ops: dict[object, list[int]] = {}
@@ -260,7 +269,7 @@ def _symbolic_choices(
             equal_ops.setdefault(key, []).append(op)
         for ops in equal_ops.values():
             first, factors = ops[0], indexed.op_types[ops[0]].factors
-            level.choice = _choices_without(level, choice, first)
+            level.choice = _choices_with_undecided(level, choice, first)
             chosen = "" if choice[first] == NO_CUT else factors[choice[first]]
             op_costs = costs(first, 1.0)
             if chosen not in op_costs:
@@ -274,11 +283,11 @@ def _symbolic_choices(
             yield _axis_choice(names, name, chosen, other_factors, cost, symbolic=True)
 
 
-def _choices_without(level: AxisLevel, choice: list[int], op: int) -> list[int]:
-    """The choices on one axis as if `op` were the last to be decided.
+def _choices_with_undecided(level: AxisLevel, choice: list[int], op: int) -> list[int]:
+    """Return the choices on one axis as if `op` were the last to be decided.
 
-    It is undecided, and so are the operators that would follow it, unless they follow another main
-    operator at the border of their region.
+    `op` is undecided, and so are the operators that would follow it, unless they follow another
+    main operator at the border of their region.
     """
     graph = level.graph
     region, borders, queue = {op}, set[int](), deque([op])
@@ -287,7 +296,7 @@ def _choices_without(level: AxisLevel, choice: list[int], op: int) -> list[int]:
         producers = (graph.producer[value] for value in graph.inputs[current])
         neighbors = [producer[0] for producer in producers if producer is not None]
         neighbors += [
-            reader for value in graph.outputs[current] for reader, _ in graph.consumers[value]
+            consumer for value in graph.outputs[current] for consumer, _ in graph.consumers[value]
         ]
         for neighbor in neighbors:
             if graph.op_types[neighbor].is_main:
@@ -300,11 +309,11 @@ def _choices_without(level: AxisLevel, choice: list[int], op: int) -> list[int]:
     return level.choice
 
 
-def _state_before(
+def _state_without_axis(
     indexed: IndexedGraph, mesh: DeviceMatrix, decisions: Decisions, axis: int
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """For each operator the number of shards of each factor over all other axes, and its choice on
-    this axis."""
+    """Return, as lists over operators, the number of shards of each factor over all axes but
+    `axis`, and the choice on `axis`."""
     shard_counts, choice = [], []
     for name, op_type in zip(indexed.names, indexed.op_types, strict=True):
         cuts = decisions.cuts.get(name, {})

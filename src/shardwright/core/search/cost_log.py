@@ -14,7 +14,7 @@ from shardwright.core.search.indexed_graph import NO_CUT
 
 @dataclass(frozen=True, slots=True)
 class CutAlternative:
-    """One choice of an operator on one axis, with its cost."""
+    """A choice of an operator on one axis, with its cost; the indices are those of `OpType`."""
 
     factor: int
     label: str
@@ -38,7 +38,7 @@ def log_choice(
     """Log the cost of each alternative and the chosen one.
 
     Args:
-        unit: of the costs; empty for symbolic ones.
+        unit: appended to each cost, such as " s"; empty for symbolic costs.
     """
     log(f"{name}, level {axis + 1} ({axis_size} devices along the axis)")
     for each in alternatives:

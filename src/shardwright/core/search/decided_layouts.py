@@ -1,4 +1,4 @@
-"""The layouts of values between decided operators, and the bytes of their redistributions."""
+"""The layouts that decided operators give to values, and the bytes of their redistributions."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from shardwright.core.search.nearby_cuts import layouts_of
 from shardwright.core.search.request import CutsOfGraph
 
 SharedRedistribution = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
-"""A redistribution: source, target, and targets of other readers that may share its first steps."""
+"""A redistribution: source layout, target layout, and the targets of other consumers, which may
+share its first steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorContext:
-    """One tensor of an operator that is to be decided, with the layouts at decided neighbors.
+    """An input or output of an operator to decide, with its layouts at decided neighbors.
 
     Args:
         dims: the factor of each dim in the operator's rule.
         is_parameter: whether it is a parameter, which is stored in the layout in which it is read.
-        source: the layout in which its producer leaves it; None if that is not decided, and for
-            outputs of the operator.
-        reads: the layouts in which other decided operators read it.
+        initial_layout: the layout in which it is computed or passed in; None if that is not
+            decided, and for outputs of the operator.
+        consumer_layouts: the layouts in which other decided operators read it.
     """
 
     dims: Dims
@@ -39,42 +40,50 @@ class TensorContext:
     itemsize: int
     differentiable: bool
     is_parameter: bool = False
-    source: TensorLayout | None = None
-    reads: tuple[TensorLayout, ...] = ()
+    initial_layout: TensorLayout | None = None
+    consumer_layouts: tuple[TensorLayout, ...] = ()
 
     @property
-    def known_layouts(self) -> tuple[TensorLayout, ...]:
-        return self.reads if self.source is None else (self.source, *self.reads)
+    def neighbor_layouts(self) -> tuple[TensorLayout, ...]:
+        if self.initial_layout is None:
+            return self.consumer_layouts
+        return (self.initial_layout, *self.consumer_layouts)
 
-    def redistribution(
-        self, source: TensorLayout, target: TensorLayout, other_reads: Sequence[TensorLayout]
+    def redistribution_bytes(
+        self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> int:
-        """Return the bytes of `traffic`, without reductions of partial sums."""
-        return self.traffic(
+        """Return the bytes of `steps` without reductions of partial sums and of gradients.
+
+        Partial and varying axes count as replicated: they follow from an operator's own cuts.
+        """
+        return self.communication_volume(
             without_partial(source),
             without_partial(target),
-            [without_partial(layout) for layout in other_reads],
+            [without_partial(layout) for layout in other_targets],
         )
 
-    def traffic(
-        self, source: TensorLayout, target: TensorLayout, other_reads: Sequence[TensorLayout]
+    def communication_volume(
+        self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> int:
-        """Return the bytes of the steps that redistributions to `other_reads` do not share."""
-        return sum(size for _, size in self.steps(source, target, other_reads))
+        """Return the bytes that a device sends for `steps`, forward plus backward."""
+        return sum(size for _, size in self.steps(source, target, other_targets))
 
     def steps(
-        self, source: TensorLayout, target: TensorLayout, other_reads: Sequence[TensorLayout]
+        self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> list[tuple[RedistributionStep, int]]:
-        """Return the steps that redistributions to `other_reads` do not share, with bytes."""
+        """Return the steps not shared with redistributions from `source` to `other_targets`.
+
+        Each step comes with the bytes that a device sends for it, forward plus backward.
+        """
         path, sizes = self._steps_and_bytes(source, target)
         if not path:
             return []
         # A program runs equal first steps of several redistributions of a value once.
-        shared = max(
-            (_num_common_steps(path, self._steps_and_bytes(source, o)[0]) for o in other_reads),
+        num_shared = max(
+            (_num_common_steps(path, self._steps_and_bytes(source, o)[0]) for o in other_targets),
             default=0,
         )
-        return list(zip(path, sizes, strict=True))[shared:]
+        return list(zip(path, sizes, strict=True))[num_shared:]
 
     def _steps_and_bytes(
         self, source: TensorLayout, target: TensorLayout
@@ -87,7 +96,7 @@ class TensorContext:
 
 @lru_cache(maxsize=1 << 14)
 def without_partial(layout: TensorLayout) -> TensorLayout:
-    """Return the layout after all partial sums are reduced."""
+    """Return the layout with its partial and varying axes replicated."""
     return replace(layout, partial=frozenset(), varying=frozenset())
 
 
@@ -99,8 +108,8 @@ def _steps_and_bytes(
     itemsize: int,
     differentiable: bool,
 ) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
-    """The steps of a redistribution, and the bytes that a device sends for each, forward plus
-    backward."""
+    """Return the steps of a redistribution, and the bytes that a device sends for each, forward
+    plus backward."""
     path = redistribution_steps(source, target, shape, differentiable)
     return path, tuple(
         step.forward_bytes(shape, itemsize)
@@ -123,18 +132,30 @@ def _num_common_steps(
 def tensor_context(
     value: Value,
     dims: Dims,
-    source: TensorLayout | None = None,
-    reads: tuple[TensorLayout, ...] = (),
+    initial_layout: TensorLayout | None = None,
+    consumer_layouts: tuple[TensorLayout, ...] = (),
 ) -> TensorContext:
-    """Return the context of a value as a tensor of an operator with these `dims`."""
-    is_parameter = value.kind is Kind.PARAMETER
+    """Return the context of a value as an input or output of an operator; see `TensorContext`."""
     return TensorContext(
-        dims, value.shape, value.itemsize, value.requires_grad, is_parameter, source, reads
+        dims,
+        value.shape,
+        value.itemsize,
+        value.requires_grad,
+        value.kind is Kind.PARAMETER,
+        initial_layout,
+        consumer_layouts,
     )
 
 
 class DecidedLayouts:
-    """The cuts decided so far, and the layouts of each value at its source and its readers."""
+    """The cuts decided so far, and the layouts that follow from them.
+
+    Attributes:
+        cuts: the cuts of each decided operator, by name.
+        initial_layouts: the layout in which each value is computed or passed in.
+        consumer_layouts: for each value the layouts in which decided operators read it, by
+            `(operator name, input index)`.
+    """
 
     def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
         self.graph = graph
@@ -145,27 +166,27 @@ class DecidedLayouts:
         # Every rank receives whole inputs, buffers and constants; callers replace the layouts of
         # inputs that arrive sharded.
         arriving = (*graph.input_values, *graph.buffers, *graph.constants)
-        self.sources = {value: mesh.replicated(len(value.shape)) for value in arriving}
-        self.reads: dict[Value, dict[tuple[str, int], TensorLayout]] = {
+        self.initial_layouts = {value: mesh.replicated(len(value.shape)) for value in arriving}
+        self.consumer_layouts: dict[Value, dict[tuple[str, int], TensorLayout]] = {
             value: {} for value in graph.values()
         }
-        # Replicated outputs of the model and new values of buffers have one more reader.
+        # Replicated outputs of the model and new values of buffers have one more consumer.
         updates = (value for _, value in graph.updates)
         for value in (*replicated_outputs(graph), *updates):
-            self.reads[value]["", 0] = mesh.replicated(len(value.shape))
+            self.consumer_layouts[value]["", 0] = mesh.replicated(len(value.shape))
 
     def decide(self, op: Op, cuts: Cuts) -> None:
         """Set the cuts of an operator, replacing earlier ones."""
         self.cuts[op.name] = {factor: tuple(axes) for factor, axes in cuts.items() if axes}
-        reads, outputs = layouts_of(op, self.rules[op.name], self.mesh, self.cuts[op.name])
-        for index, (value, layout) in enumerate(zip(op.inputs, reads, strict=True)):
-            self.reads[value][op.name, index] = layout
-        fixed = self.outputs.get(op.name, (None,) * len(outputs))
-        for value, layout, axes in zip(op.outputs, outputs, fixed, strict=True):
-            self.sources[value] = layout if axes is None else TensorLayout(self.mesh, axes)
+        inputs, outputs = layouts_of(op, self.rules[op.name], self.mesh, self.cuts[op.name])
+        for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
+            self.consumer_layouts[value][op.name, index] = layout
+        fixed_axes = self.outputs.get(op.name, (None,) * len(outputs))
+        for value, layout, axes in zip(op.outputs, outputs, fixed_axes, strict=True):
+            self.initial_layouts[value] = layout if axes is None else TensorLayout(self.mesh, axes)
 
     def neighbors(self, op: Op) -> Iterator[tuple[Value, Op]]:
-        """Yield the producers of inputs and the readers of outputs, each with the value."""
+        """Yield the producers of inputs and the consumers of outputs, each with the value."""
         for value in op.inputs:
             if value in self.graph.producer:
                 yield value, self.graph.producer[value]
@@ -173,29 +194,30 @@ class DecidedLayouts:
             for consumer, _ in self.graph.consumers[value]:
                 yield value, consumer
 
-    def other_reads(self, op: Op, value: Value) -> tuple[TensorLayout, ...]:
-        """Return the layouts in which other operators read `value`; none for parameters."""
+    def other_consumer_layouts(self, op: Op, value: Value) -> tuple[TensorLayout, ...]:
+        """Return the layouts in which operators other than `op` read `value`; () for parameters."""
         # Each use of a parameter may have its own layout; how it is stored follows from the uses.
         if value.kind is Kind.PARAMETER:
             return ()
-        reads = self.reads[value].items()
-        return tuple(dict.fromkeys(layout for (name, _), layout in reads if name != op.name))
+        layouts = self.consumer_layouts[value].items()
+        return tuple(dict.fromkeys(layout for (name, _), layout in layouts if name != op.name))
 
-    def paths(self, value: Value) -> Iterator[SharedRedistribution]:
-        """Yield the redistributions from the source of a value to its readers; none for
+    def redistributions(self, value: Value) -> Iterator[SharedRedistribution]:
+        """Yield the redistributions of a value to each layout in which it is read; none for
         parameters."""
-        if value in self.sources:
-            reads = tuple(dict.fromkeys(self.reads[value].values()))
-            for number, target in enumerate(reads):
-                # Each redistribution is charged only for the steps that earlier readers do not
+        if value in self.initial_layouts:
+            targets = tuple(dict.fromkeys(self.consumer_layouts[value].values()))
+            for index, target in enumerate(targets):
+                # Each redistribution is charged only for the steps that earlier consumers do not
                 # have.
-                yield self.sources[value], target, reads[:number]
+                yield self.initial_layouts[value], target, targets[:index]
 
 
 def inner_reductions(
     op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts
 ) -> Iterator[tuple[InnerReduction, int]]:
-    """Yield the collectives inside an operator's kernel, with bytes of forward plus backward."""
+    """Yield the collectives inside an operator's kernel, each with the bytes that a device sends
+    for it, forward plus backward."""
     differentiable = any(value.requires_grad for value in op.outputs)
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
         axes = tuple(axis for factor in reduction.factors for axis in cuts.get(factor, ()))

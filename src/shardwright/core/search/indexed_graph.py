@@ -19,12 +19,12 @@ from shardwright.core.rules.rule import Dims, ShardingRule, num_rules
 NO_CUT = -1
 """The choice of an operator that an axis does not cut, and the dim of a tensor that is replicated.
 
-It is -1 so that `input_dims[NO_CUT]` and `output_dims[NO_CUT]` are the last row."""
+It is -1 so that `input_dims[NO_CUT]` and `output_dims[NO_CUT]` are the last rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PricedTensor:
-    """The size of a tensor in the cost of its operator.
+    """The size of a tensor as the symbolic cost of its operator counts it.
 
     Args:
         size: elements of the full tensor.
@@ -35,7 +35,7 @@ class PricedTensor:
     factors: frozenset[int]
 
     def elements(self, shard_counts: Sequence[int]) -> int:
-        """Elements of a shard, for the number of shards of each factor."""
+        """Return the elements of a shard, given the number of shards of each factor."""
         return self.size // prod(shard_counts[factor] for factor in self.factors)
 
 
@@ -46,19 +46,19 @@ class OpType:
     Args:
         factors: names of the factors that may be cut, and of those that a main operator labels
             although their size is 1.
-        limits: for each factor the largest number of shards; valid numbers are its divisors.
+        limits: for each factor the largest number of shards; valid numbers of shards divide it.
         inputs, outputs: for each tensor the factor of each dim, `NO_CUT` if it cannot be cut. A dim
             that two joined factors cut has the one that cuts fewer dims: queries of attention that
             both `s` and `ring` cut have `s`, and keys that only `ring` cuts have `NO_CUT`.
         input_dims, output_dims: `input_dims[factor][i]` is the dim of input i that cutting `factor`
-            cuts, `NO_CUT` if none. A last row, `input_dims[NO_CUT]`, stands for no cut.
-        choices: the factors that the symbolic search chooses from, in the order that breaks ties.
+            shards, `NO_CUT` if none. The last row, `input_dims[NO_CUT]`, is that of no cut.
+        choices: the factors that the symbolic search chooses from; ties go to the first.
         labels: for each choice its name in the log, `I-axis` to `K-axis` for a matrix product.
-        weight: index of the input that `mem_coeff` weighs.
-        exclusive: for each factor those that must not be cut for a main operator to choose it.
+        weight: index of the input whose memory `mem_coeff` weighs; None without one.
+        exclusive: for each factor the factors that must not be cut if a main operator chooses it.
         joined: pairs of factors that cut the same dims, of which at most one may be cut.
         is_main: whether the symbolic search decides it by cost; other operators follow neighbors.
-        tensors: inputs, then outputs.
+        tensors: sizes of the inputs, then of the outputs.
         priced: `tensors` as the symbolic cost counts them. An embedding costs the same as the
             product `one_hot(ids) @ table`, so its indices count as one-hot rows.
     """
@@ -80,13 +80,13 @@ class OpType:
 
     @property
     def looks_up(self) -> bool:
-        """Whether it looks up rows of its weight, as an embedding does."""
+        """Whether the operator looks up rows of its weight, as an embedding does."""
         return self.priced != self.tensors and self.is_main
 
     def shard_counts(
         self, choices: Sequence[int], sizes: Sequence[int], except_axis: int
     ) -> tuple[int, ...]:
-        """The number of shards of each factor, from the choices on all axes but one.
+        """Return the number of shards of each factor, from the choices on all axes but one.
 
         Args:
             choices: for each axis the factor that it cuts, or `NO_CUT`.
@@ -99,10 +99,10 @@ class OpType:
         return tuple(shard_counts)
 
     def divides(self, factor: int, shard_counts: Sequence[int], axis_size: int) -> bool:
-        """Whether another axis of `axis_size` devices may cut `factor`.
+        """Whether one more axis of `axis_size` devices may cut `factor`.
 
         Args:
-            shard_counts: number of shards of each factor so far.
+            shard_counts: number of shards of each factor over the other axes.
         """
         if self.limits[factor] % (shard_counts[factor] * axis_size):
             return False
@@ -112,7 +112,8 @@ class OpType:
 
 
 def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
-    """The type of operators with `rule`; without a rule, that of an operator that cannot be cut."""
+    """Return the type of operators with `rule`; without a rule, that of an operator that cannot be
+    cut."""
     if rule is None:
         rule = ShardingRule(
             tuple((None,) * len(value.shape) for value in op.inputs),
@@ -134,42 +135,43 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
         for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True)
     )
     factors_and_none = (*factors, None)
-    # As J and K of a product: one that is cut on K is not cut on J too, nor the other way around.
+    # For example J and K of a matrix product, which is never cut on both.
     excluded: list[list[int]] = [[] for _ in index]
-    for one, other in main.exclusive if main is not None else ():
-        excluded[index[one]].append(index[other])
-        excluded[index[other]].append(index[one])
+    for first, second in main.exclusive if main is not None else ():
+        excluded[index[first]].append(index[second])
+        excluded[index[second]].append(index[first])
     return OpType(
         factors=factors,
         limits=_limits(rule, factors, values),
         inputs=tuple(numbered(dims) for dims in rule.inputs),
         outputs=tuple(numbered(dims) for dims in rule.outputs),
         input_dims=tuple(
-            tuple(_dim_cut_by(rule, row, dims) for dims in rule.inputs) for row in factors_and_none
+            tuple(_dim_cut_by(rule, f, dims) for dims in rule.inputs) for f in factors_and_none
         ),
         output_dims=tuple(
-            tuple(_dim_cut_by(rule, row, dims) for dims in rule.outputs) for row in factors_and_none
+            tuple(_dim_cut_by(rule, f, dims) for dims in rule.outputs) for f in factors_and_none
         ),
         tensors=tensors,
         choices=tuple(index[f] for f in labels),
         labels=_axis_names(labels),
         weight=main.weight if main is not None else None,
-        exclusive=tuple(tuple(others) for others in excluded),
+        exclusive=tuple(tuple(factors_of_one) for factors_of_one in excluded),
         joined=tuple((index[f], index[o]) for f, o in rule.joined.items() if {f, o} <= {*index}),
         is_main=main is not None,
-        priced=_priced(rule, tensors, index),
+        priced=_priced_tensors(rule, tensors, index),
     )
 
 
 def _dim_cut_by(rule: ShardingRule, factor: str | None, dims: Dims) -> int:
-    """The first dim that cutting `factor` cuts."""
+    """Return the first dim that cutting `factor` shards, or `NO_CUT`."""
     cut = (dim for dim, name in enumerate(dims) if factor in rule.factors_of_dim(name))
     return next(cut, NO_CUT)
 
 
-def _priced(
+def _priced_tensors(
     rule: ShardingRule, tensors: tuple[PricedTensor, ...], index: Mapping[str, int]
 ) -> tuple[PricedTensor, ...]:
+    """Return `OpType.priced`; () for operators without a symbolic cost."""
     if rule.main is None:
         return ()
     priced = list(tensors)
@@ -189,7 +191,8 @@ def _priced(
 
 
 def _limits(rule: ShardingRule, factors: Sequence[str], values: Sequence[Value]) -> tuple[int, ...]:
-    """The greatest common divisor of each factor's capacity and of all dims that carry it."""
+    """Return for each factor the greatest common divisor of its capacity and of all dims that carry
+    it."""
     limits = {f: rule.capacity[f] if rule.can_shard(f) else 1 for f in factors}
     for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True):
         for size, name in zip(value.shape, dims, strict=True):
@@ -199,7 +202,8 @@ def _limits(rule: ShardingRule, factors: Sequence[str], values: Sequence[Value])
 
 
 def _axis_names(labels: Mapping[str, str]) -> tuple[str, ...]:
-    """`I-axis`, or `I-axis (b)` where the operator has several factors with that letter."""
+    """Return the label of each factor: `I-axis`, or `I-axis (b)` if several factors have the letter
+    I."""
     letters = list(labels.values())
     return tuple(
         f"{letter}-axis ({factor})" if letters.count(letter) > 1 else f"{letter}-axis"
@@ -212,8 +216,8 @@ class IndexedGraph:
     """A graph whose operators and values are numbered in graph order.
 
     Args:
-        names: of the operators.
-        op_types: of the operators.
+        names: name of each operator.
+        op_types: type of each operator.
         main: the operators that the symbolic search decides by cost.
         inputs, outputs: for each operator its input and output values.
         producer: for each value the operator that computes it and the output index; None for
@@ -241,7 +245,7 @@ class IndexedGraph:
 
 
 def replicated_outputs(graph: Graph) -> frozenset[Value]:
-    """Outputs that the model returns replicated: loss and scalars, or all if there is no loss."""
+    """Return the outputs that are returned replicated: loss and scalars; all without a loss."""
     return frozenset(
         value
         for value in graph.output_values
@@ -251,30 +255,30 @@ def replicated_outputs(graph: Graph) -> frozenset[Value]:
 
 def index_graph(graph: Graph) -> IndexedGraph:
     """Return `graph` with numbered operators and values; cached until rules are registered."""
-    rules, cached = num_rules(), _INDEXED_GRAPHS.get(graph)
-    if cached is None or cached[0] != rules:
-        cached = _INDEXED_GRAPHS[graph] = rules, _indexed(graph)
+    rule_count, cached = num_rules(), _INDEXED_GRAPHS.get(graph)
+    if cached is None or cached[0] != rule_count:
+        cached = _INDEXED_GRAPHS[graph] = rule_count, _build_indexed_graph(graph)
     return cached[1]
 
 
 _INDEXED_GRAPHS: WeakKeyDictionary[Graph, tuple[int, IndexedGraph]] = WeakKeyDictionary()
-"""By graph the number of registered rules when it was indexed, and the result. Rules may be
-registered at any time, and a new one must not be shadowed by a cached graph."""
+"""For each graph the number of registered rules when it was indexed, and the indexed graph. Rules
+may be registered at any time, and a cached graph must not hide a new one."""
 
 
-def _indexed(graph: Graph) -> IndexedGraph:
-    number: dict[Value, int] = {value: i for i, value in enumerate(graph.values())}
-    inputs = tuple(tuple(number[v] for v in op.inputs) for op in graph.ops)
-    outputs = tuple(tuple(number[v] for v in op.outputs) for op in graph.ops)
+def _build_indexed_graph(graph: Graph) -> IndexedGraph:
+    value_index: dict[Value, int] = {value: i for i, value in enumerate(graph.values())}
+    inputs = tuple(tuple(value_index[v] for v in op.inputs) for op in graph.ops)
+    outputs = tuple(tuple(value_index[v] for v in op.outputs) for op in graph.ops)
     batch_size = next((v.shape[0] for v in graph.input_values if v.shape), None)
-    batch = [False] * len(number)
-    data = [False] * len(number)
+    batch = [False] * len(value_index)
+    data = [False] * len(value_index)
     for value in graph.input_values:
-        data[number[value]] = True
+        data[value_index[value]] = True
         # An input with another dim 0, such as a table of positions, has no batch to shard.
-        batch[number[value]] = bool(value.shape) and value.shape[0] == batch_size
-    producer: list[tuple[int, int] | None] = [None] * len(number)
-    consumers: list[list[tuple[int, int]]] = [[] for _ in number]
+        batch[value_index[value]] = bool(value.shape) and value.shape[0] == batch_size
+    producer: list[tuple[int, int] | None] = [None] * len(value_index)
+    consumers: list[list[tuple[int, int]]] = [[] for _ in value_index]
     for op, (read, written) in enumerate(zip(inputs, outputs, strict=True)):
         depends = any(data[v] for v in read)
         for index, v in enumerate(read):
@@ -299,7 +303,7 @@ def _indexed(graph: Graph) -> IndexedGraph:
 
 
 def _op_types(graph: Graph) -> tuple[OpType, ...]:
-    """The type of each operator: one per rule object, and one per operator without a rule."""
+    """Return the type of each operator: one per rule object or operator without a rule."""
     rules = [rule_of(op) for op in graph.ops]
     by_rule: dict[int, OpType] = {}
     op_types = []
@@ -324,12 +328,17 @@ def _replicating_inputs(
         is_data = tuple(data[v] for v in read)
         key = (id(op_type), is_data)
         if key not in cached:
-            cached[key] = _replicating(op_type, is_data)
+            cached[key] = _inputs_that_replicate(op_type, is_data)
         flags.append(cached[key])
     return tuple(flags)
 
 
-def _replicating(op_type: OpType, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
+def _inputs_that_replicate(op_type: OpType, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return for each input whether the operator is replicated if the input is.
+
+    Args:
+        is_data: for each input whether it depends on the model's inputs.
+    """
     # An input that carries all factors decides; a bias or a mask that lacks some is broadcast.
     counted = is_data if any(is_data) else (True,) * len(is_data)
     factors_of = [

@@ -26,15 +26,18 @@ MODES: Mapping[str, SearchMode] = MappingProxyType({mode.name: mode for mode in 
 
 
 def check_takes_pins(mode: str, pinned: Mapping[str, object]) -> None:
-    """Check that a mode supports pinned operators if there are any.
+    """Check that no operators are pinned in a mode that decides every operator itself.
+
+    Args:
+        pinned: the cuts of pinned operators, by name.
 
     Raises:
-        StrategyError: if operators are pinned in a mode that decides every operator itself.
+        StrategyError: if the mode does not support the pinned operators.
     """
     if pinned and not MODES[mode].takes_pins:
         names = ", ".join(list(pinned)[:5]) + (" …" if len(pinned) > 5 else "")
         valid = ", ".join(name for name, search_mode in MODES.items() if search_mode.takes_pins)
         raise StrategyError(
             f"mode={mode!r} decides every operator itself, but `shard` pins {names}\n"
-            f"modes that support pinned operators are {valid}"
+            f"use one of the modes that support pinned operators: {valid}"
         )

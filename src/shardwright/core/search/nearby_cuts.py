@@ -1,7 +1,7 @@
 """Cuts of one operator that match a neighbor's layout or change one axis, and helpers for cuts.
 
-Cuts are changed in the form axis -> factor, where an axis that cuts no factor is missing, and then
-reduced to what the operator's sizes are divisible by.
+Cuts are changed as a mapping from axis to factor, in which axes that cut no factor are missing.
+Then axes are dropped until the operator's sizes are divisible by the cuts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SharedTensor:
 
     Args:
         dims: the factor of each dim in the operator's own rule.
-        layout: in which the neighbor computes or reads it.
+        layout: the layout in which the neighbor computes or reads it.
     """
 
     dims: Dims
@@ -36,11 +36,11 @@ class SharedTensor:
 
 @dataclass(frozen=True)
 class NearbyCuts:
-    """Cuts of one operator near those of its neighbors, or near its own.
+    """Generates cuts of one operator that match a neighbor, or differ from its own on one axis.
 
     Args:
         limits: for each factor that may be cut the number that its number of shards must divide.
-        shared: the tensors that it shares with neighbors.
+        shared: the tensors that the operator shares with neighbors.
         joined: pairs of factors that cut the same dims, as in `ShardingRule.joined`; at most one of
             a pair is cut.
     """
@@ -63,10 +63,10 @@ class NearbyCuts:
     def with_one_axis_changed(
         self, factors: FactorOfAxis, axes: Iterable[int]
     ) -> Iterator[dict[int, str]]:
-        """Yield `factors` with one of `axes` cutting another factor, or none.
+        """Yield `factors` with one of `axes` changed to another factor, or to none.
 
-        If the new factor is joined with another, all axes of that one move along, as the operator
-        must not be cut by both.
+        If the new factor is joined with another factor, all axes of the latter change to the new
+        factor too, as the operator must not be cut by both.
         """
         for axis in axes:
             for factor in (*self.limits, None):
@@ -86,8 +86,8 @@ class NearbyCuts:
         """Return the cuts of `factors` without axes that the factors' sizes are not divisible by.
 
         Args:
-            preferred: axes of a factor that come first, in this order; others follow outermost
-                first.
+            preferred: for each factor the axes that come first, in this order; other axes follow,
+                outermost first.
         """
         cuts: dict[str, Axes] = {}
         axes_of = axes_of_factors(factors)
@@ -97,19 +97,20 @@ class NearbyCuts:
                 continue
             axes = [axis for axis in preferred.get(factor, ()) if axis in axes_of[factor]]
             axes += [axis for axis in axes_of[factor] if axis not in axes]
-            used: Axes = ()
+            divisible_axes: Axes = ()
             for axis in axes:
-                if limit % self.mesh.size((*used, axis)) == 0:
-                    used = (*used, axis)
-            if used:
-                cuts[factor] = used
+                if limit % self.mesh.size((*divisible_axes, axis)) == 0:
+                    divisible_axes = (*divisible_axes, axis)
+            if divisible_axes:
+                cuts[factor] = divisible_axes
         return cuts
 
 
 def unjoined_limits(rule: ShardingRule) -> dict[str, int]:
-    """The limits of a rule's factors without those that cut further inputs too (ring attention).
+    """Return the limits of a rule's factors without joined ones, such as those of ring attention.
 
-    For searches that compare bytes: a ring sends more bytes than a gather, but beside computation.
+    For searches that compare bytes: a ring sends more bytes than a gather, but they overlap
+    computation, which bytes do not show.
     """
     return {f: rule.capacity[f] for f in rule.factors if f not in rule.joined}
 

@@ -24,22 +24,23 @@ def sharded_storage(
     sharding: OptimizerParallel,
     pinned: Collection[str] = (),
 ) -> Storage:
-    """Return `used` with parameters sharded further over axes over which all uses are replicated.
+    """Return `used` with parameters sharded further, over axes over which all uses are replicated.
 
-    All axes shard one dim, so that a single all-gather restores the parameter: preferably a dim
-    that tensor parallelism does not shard, and the first of these. `shard_size=-1` shards over as
-    many devices as divide the dim; a smaller size over the innermost axes of that size, with
-    replicas across the others (HSDP), or over fewer devices if it does not divide.
+    All added axes shard the same dim, so that a single all-gather restores the parameter:
+    preferably a dim that tensor parallelism does not shard, and the first such dim.
+    `shard_size=-1` shards over as many devices as divide the dim; a smaller size over the innermost
+    axes of that size, with replicas across the others (HSDP), or over fewer devices if it does not
+    divide the dim.
 
     Args:
-        used: the storage of parameters as their operators use them.
-        pinned: names of parameters whose storage the user pinned; it is kept.
+        used: the layout in which operators use each parameter, by name.
+        pinned: names of parameters whose storage the user pinned; it does not change.
 
     Raises:
         StrategyError: if no axes of a parameter that is replicated over at least `shard_size`
             devices have that size; lists valid sizes.
     """
-    cut_axes = _cut_axes(graph, mesh, cuts)
+    cut_axes = _axes_cut_by_uses(graph, mesh, cuts)
     storage = dict(used)
     cached: dict[object, CutAxes] = {}
     for value in graph.parameters:
@@ -48,18 +49,20 @@ def sharded_storage(
         if value.name in pinned or size < sharding.threshold * KB:
             continue
         used_axes = cut_axes[value].union(*map(frozenset, used[value.name]))
-        free = tuple(a for a in range(len(mesh.device_matrix)) if a not in used_axes)
-        key = value.shape, used[value.name], free
+        free_axes = tuple(a for a in range(len(mesh.device_matrix)) if a not in used_axes)
+        key = value.shape, used[value.name], free_axes
         if key not in cached:
-            cached[key] = _sharded(value, mesh, used[value.name], free, sharding.shard_size)
+            cached[key] = _shard_further(
+                value, mesh, used[value.name], free_axes, sharding.shard_size
+            )
         storage[value.name] = cached[key]
     return storage
 
 
-def _cut_axes(
+def _axes_cut_by_uses(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]
 ) -> dict[Value, frozenset[int]]:
-    """For each parameter the axes over which any operator reads it sharded."""
+    """Return for each parameter the axes over which any operator reads it sharded."""
     cut_axes: dict[Value, frozenset[int]] = {value: frozenset() for value in graph.parameters}
     for value in graph.parameters:
         for op, index in graph.consumers[value]:
@@ -69,16 +72,23 @@ def _cut_axes(
     return cut_axes
 
 
-def _sharded(
-    value: Value, mesh: DeviceMatrix, used: CutAxes, free: Axes, shard_size: int
+def _shard_further(
+    value: Value, mesh: DeviceMatrix, used: CutAxes, free_axes: Axes, shard_size: int
 ) -> CutAxes:
-    subsets = [axes for n in range(1, len(free) + 1) for axes in combinations(free, n)]
-    if 1 <= shard_size <= mesh.size(free):
+    """Return `used` with one dim of a parameter sharded over up to `shard_size` devices more.
+
+    Args:
+        used: the axes that shard each dim where the parameter is used.
+        free_axes: axes over which all uses replicate the parameter.
+    """
+    subsets = [axes for n in range(1, len(free_axes) + 1) for axes in combinations(free_axes, n)]
+    if 1 <= shard_size <= mesh.size(free_axes):
         valid = sorted({1, *(mesh.size(axes) for axes in subsets)})
         if shard_size not in valid:
             raise StrategyError(
                 f"shard_size={shard_size}: parameter {value.name!r} is replicated over"
-                f" {mesh.size(free)} devices\nvalid values are -1, {', '.join(map(str, valid))}"
+                f" {mesh.size(free_axes)} devices\n"
+                f"valid values are -1, {', '.join(map(str, valid))}"
             )
     if shard_size != -1:
         subsets = [axes for axes in subsets if shard_size % mesh.size(axes) == 0]

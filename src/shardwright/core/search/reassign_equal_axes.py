@@ -21,7 +21,7 @@ from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.request import CutsOfGraph
 
 RankedAxis = tuple[int, int]
-"""The rank of the meaning that the axis cuts (0 batch, 1 position, 2 any other), and the axis."""
+"""An axis, after the rank of what it shards: 0 batch, 1 sequence position, 2 anything else."""
 
 
 def reassign_equal_axes(
@@ -30,7 +30,7 @@ def reassign_equal_axes(
     """Return the cuts with axes of equal size permuted; each factor keeps its number of shards.
 
     Args:
-        cuts: of each operator by name.
+        cuts: for each operator, by name, the axes that cut each factor.
         pinned: names of operators whose cuts stay as they are.
     """
     factors = trace_meanings(graph).factors
@@ -40,7 +40,7 @@ def reassign_equal_axes(
         ranked = {name: _ranked_axes(cuts[name], factors[name], equal_axes) for name in new_axes}
         orders = _axis_orders(equal_axes, list(ranked.values()))
         for name, ranked_axes in ranked.items():
-            new_axes[name].update(_reassigned(ranked_axes, orders))
+            new_axes[name].update(_replacements(ranked_axes, orders))
     return {
         name: {
             factor: tuple(new_axes[name].get(a, a) for a in axes)
@@ -53,6 +53,7 @@ def reassign_equal_axes(
 
 
 def _ranked_axes(cuts: Cuts, meanings: Mapping[str, Meaning], equal_axes: Axes) -> list[RankedAxis]:
+    # The batch first: nearly all operators have it, so that sharing its axes saves the most.
     rank = {Meaning.BATCH: 0, Meaning.POSITION: 1}
     return sorted(
         (rank.get(meanings.get(factor, Meaning.FEATURE), 2), axis)
@@ -62,28 +63,34 @@ def _ranked_axes(cuts: Cuts, meanings: Mapping[str, Meaning], equal_axes: Axes) 
     )
 
 
-def _axis_orders(equal_axes: Axes, ops: Sequence[list[RankedAxis]]) -> tuple[Axes, Axes, Axes]:
-    """The order in which each rank (batch, position, other) takes axes.
+def _axis_orders(
+    equal_axes: Axes, axes_of_ops: Sequence[list[RankedAxis]]
+) -> tuple[Axes, Axes, Axes]:
+    """Return the order in which each rank (batch, position, other) takes axes.
 
-    A rank starts behind the most axes that lower ranks take in any operator; once these run out it
-    goes on with the axes before them, backward. So positions never displace the batch of another
-    operator as long as there are enough axes.
+    A rank starts behind the most axes that lower ranks take in any operator. After the last axis
+    it goes on with the axes before its start, backward. So positions never displace the batch of
+    another operator as long as there are enough axes.
     """
-    batch, data = (
-        max((sum(rank <= last for rank, _ in each) for each in ops), default=0) for last in (0, 1)
+    num_batch_axes, num_data_axes = (
+        max((sum(rank <= last for rank, _ in each) for each in axes_of_ops), default=0)
+        for last in (0, 1)
     )
-    ordered = [(*equal_axes[start:], *reversed(equal_axes[:start])) for start in (0, batch, data)]
-    return ordered[0], ordered[1], ordered[2]
+    orders = [
+        (*equal_axes[start:], *reversed(equal_axes[:start]))
+        for start in (0, num_batch_axes, num_data_axes)
+    ]
+    return orders[0], orders[1], orders[2]
 
 
-def _reassigned(
+def _replacements(
     ranked_axes: list[RankedAxis], orders: tuple[Axes, Axes, Axes]
 ) -> Iterator[tuple[int, int]]:
-    """Pairs of an old axis and the axis that replaces it."""
-    taken: set[int] = set()
+    """Yield each axis of an operator with the axis that replaces it."""
+    taken_axes: set[int] = set()
     for rank, axis in ranked_axes:
         # In the order of ranks: each axis takes the first of its order that no lower rank has
         # taken.
-        new = next(each for each in orders[rank] if each not in taken)
-        taken.add(new)
-        yield axis, new
+        new_axis = next(each for each in orders[rank] if each not in taken_axes)
+        taken_axes.add(new_axis)
+        yield axis, new_axis

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import ClassVar
 
-from shardwright.core.search.by_time.search import searches_by_time
+from shardwright.core.search.by_time.search import candidates_by_time
 from shardwright.core.search.recursive.search import search_recursively
 from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchRequest
 from shardwright.core.search.shard_uncosted_ops import with_uncosted_ops_sharded
@@ -16,17 +16,17 @@ logger = logging.getLogger("shardwright.search")
 
 
 class RecursiveProgramming(SearchMode):
-    """Decides one axis after another, in a time that grows with the logarithm of the devices."""
+    """Decides one axis after another; search time grows with the logarithm of the devices."""
 
     name: ClassVar[str] = "recursive_programming"
     takes_pricing: ClassVar[bool] = True
 
     def search(self, request: SearchRequest) -> CutsOfGraph:
-        return self.searches(request)[0]
+        return self.candidate_cuts(request)[0]
 
-    def searches(self, request: SearchRequest) -> Sequence[CutsOfGraph]:
+    def candidate_cuts(self, request: SearchRequest) -> Sequence[CutsOfGraph]:
         if request.pricing is not None:
-            return searches_by_time(request)
+            return candidates_by_time(request)
         try:
             return with_uncosted_ops_sharded(request, search_recursively(request))
         except IndivisibleError as error:

@@ -26,12 +26,12 @@ CutsOfGraph = dict[str, dict[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Pricing:
-    """The cluster and the training step that the search by time minimizes seconds on.
+    """The cluster, and the training step whose seconds the search by time minimizes.
 
     Args:
         stages: number of pipeline stages, each with the full device matrix.
-        micro_batches: the number of the graph's batches in a step.
-        optimizer_shard_size: the number of devices over which optimizer state is sharded (ZeRO); -1
+        micro_batches: number of micro-batches per step; the graph is that of one micro-batch.
+        optimizer_shard_size: number of devices over which optimizer state is sharded (ZeRO); -1
             for all that replicate a parameter, None if it is not sharded.
     """
 
@@ -41,10 +41,11 @@ class Pricing:
     optimizer_shard_size: int | None = None
 
     def parameter_weight(self, mem_coeff: float) -> float:
-        """Return the weight of seconds for gathering and updating parameters and reducing
-        gradients.
+        """Return the weight of the seconds of parameters: all-gathers, updates and gradient
+        reductions.
 
-        Below 1 for a `mem_coeff` below the default, which favors replicated parameters.
+        The weight is below 1 for a `mem_coeff` below the default, which favors replicated
+        parameters.
         """
         # At most 1: a larger `mem_coeff` weighs memory only (`seconds_per_parameter_byte`).
         return min(1.0, mem_coeff / DEFAULT_MEM_COEFF)
@@ -60,10 +61,10 @@ class SearchRequest:
     """A graph whose operators are to be cut over the axes of a device matrix.
 
     Args:
-        pinned: cuts of operators that are fixed; the search decides the others.
-        outputs: the axes of each output of the operators whose output layouts are fixed.
-        arrivals: the axes of each dim of the model inputs that arrive sharded.
-        pricing: set to minimize seconds on a cluster; None for the symbolic cost.
+        pinned: cuts of operators that are fixed, by name; the search decides the others.
+        outputs: fixed output layouts, by operator name; see `Outputs`.
+        arrivals: for each model input that arrives sharded, by name, the axes that shard each dim.
+        pricing: set to minimize seconds on a cluster; None to minimize the symbolic cost.
         mem_coeff: weight of parameter memory. Small values favor data parallelism, large ones
             tensor parallelism; with tiny ones nothing is cut. With `pricing` a byte of parameters
             on a device counts as `mem_coeff` bytes sent over the fastest link, and below the
@@ -93,7 +94,7 @@ class SearchRequest:
         unknown = [name for name in self.pinned if name not in self.graph.by_name]
         if unknown:
             nearest = get_close_matches(unknown[0], self.graph.by_name, n=3, cutoff=0.3)
-            hint = f"\nnearest to {unknown[0]!r}: {', '.join(nearest)}" if nearest else ""
+            hint = f"\nnames like {unknown[0]!r} are {', '.join(nearest)}" if nearest else ""
             more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
             raise StrategyError(
                 f"pinned operators are not in the model: {', '.join(unknown[:10])}{more}{hint}"
@@ -106,8 +107,8 @@ class SearchMode(ABC):
     Attributes:
         name: the value of the users' option `mode`.
         takes_pins: whether operators may be pinned; else the mode decides every operator itself.
-        takes_pricing: whether it uses `mem_coeff` and, if given, `pricing`.
-        requires_pricing: whether it needs `pricing`.
+        takes_pricing: whether the mode uses `mem_coeff` and, if given, `pricing`.
+        requires_pricing: whether the mode needs `pricing`.
     """
 
     name: ClassVar[str]
@@ -123,8 +124,8 @@ class SearchMode(ABC):
             StrategyError: if the mode finds no cuts for the model on the request's mesh.
         """
 
-    def searches(self, request: SearchRequest) -> Sequence[Mapping[str, Cuts]]:
-        """Return the result of `search`, and perhaps others that the search cannot tell apart.
+    def candidate_cuts(self, request: SearchRequest) -> Sequence[Mapping[str, Cuts]]:
+        """Return the cuts of `search` and, if any, others whose objective is nearly as low.
 
         The predictor of whole plans picks the best.
         """

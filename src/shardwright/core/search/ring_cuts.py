@@ -1,7 +1,8 @@
 """Replace gathered keys and values by ring attention, which needs less memory.
 
 In attention that is cut along the sequence, gathering keys and values is mostly predicted to be
-faster, since a ring sends more. But a ring holds only a few shards of them at a time.
+faster, since a ring sends more bytes. But with a ring a device stores only a few shards of keys
+and values at a time.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.indexed_graph import index_graph
 
 MIN_MEMORY_SHARE = 1 / 256
-"""The share of a device's memory that the gathered keys and values of one operator must take for a
-ring to be worth another candidate."""
+"""Minimum size of the gathered keys and values of one operator for a ring to be worth another
+candidate, as a fraction of the memory limit of a device."""
 
 
 def ring_cuts(
@@ -25,11 +26,12 @@ def ring_cuts(
 ) -> Mapping[str, Cuts] | None:
     """Return `cuts` with ring attention where gathered inputs take much memory.
 
-    An operator changes from a factor to the one joined with it, which cuts the gathered inputs too.
+    Such an operator is cut on the factor joined with its own (`ShardingRule.joined`), which also
+    cuts the inputs that would be gathered.
 
     Args:
         pinned: names of operators whose cuts stay as they are.
-        limit: bytes of a device.
+        limit: memory limit in bytes per device.
 
     Returns:
         None if no operator changes.
@@ -41,21 +43,21 @@ def ring_cuts(
             continue
         rule = rule_of(op)
         assert rule is not None
-        for factor, other in rule.joined.items():
-            axes = op_cuts.get(other)
+        for ring, sequence in rule.joined.items():
+            axes = op_cuts.get(sequence)
             # The ring also cuts the keys and values, whose length may not be divisible.
-            if not axes or rule.capacity[factor] % mesh.size(axes):
+            if not axes or rule.capacity[ring] % mesh.size(axes):
                 continue
-            if _gathered_bytes(op, rule, mesh, op_cuts, factor) >= MIN_MEMORY_SHARE * limit:
-                changed[op.name] = {factor if f == other else f: a for f, a in op_cuts.items()}
+            if _gathered_bytes(op, rule, mesh, op_cuts, ring) >= MIN_MEMORY_SHARE * limit:
+                changed[op.name] = {ring if f == sequence else f: a for f, a in op_cuts.items()}
     return {**cuts, **changed} if changed else None
 
 
 def _gathered_bytes(op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts, factor: str) -> int:
-    """Bytes on a device of the inputs that only `factor` would shard."""
-    read, _ = rule.layouts(mesh, cuts)
+    """Return the bytes on a device of the inputs that `factor` would shard, but `cuts` do not."""
+    layouts, _ = rule.layouts(mesh, cuts)
     return sum(
         prod(layout.shard_shape(value.shape)) * value.itemsize
-        for value, dims, layout in zip(op.inputs, rule.inputs, read, strict=True)
+        for value, dims, layout in zip(op.inputs, rule.inputs, layouts, strict=True)
         if factor in dims
     )

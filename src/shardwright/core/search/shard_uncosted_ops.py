@@ -36,50 +36,59 @@ from shardwright.core.search.nearby_cuts import (
 from shardwright.core.search.request import CutsOfGraph, SearchRequest
 
 BYTES_PER_MESSAGE = 2**20
-"""Bytes that one more message counts as: about what a link sends within the latency of a message
-(0.4 MB for 0.8 μs at 450 GB/s, 0.9 MB for 3 μs at 300 GB/s)."""
+"""Bytes that each additional message counts as: about what a link sends within the latency of a
+message (0.4 MB for 0.8 μs at 450 GB/s, 0.9 MB for 3 μs at 300 GB/s)."""
 
 
 def with_uncosted_ops_sharded(request: SearchRequest, cuts: CutsOfGraph) -> list[CutsOfGraph]:
-    """Return the cuts with operators without a cost sharded further and, if different, `cuts`.
+    """Return the result of `shard_uncosted_ops` and, if it differs, also `cuts`.
 
-    Both are returned because the predictor of whole plans counts communication more precisely.
+    The predictor of whole plans, which counts communication more precisely, picks one.
     """
     sharded = shard_uncosted_ops(request, cuts)
     return [sharded] if sharded == cuts else [sharded, cuts]
 
 
 def shard_uncosted_ops(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CutsOfGraph:
-    """Return `cuts` with operators that have no cost cut over further axes like a neighbor.
+    """Return `cuts` with operators that have no cost model cut over further axes like a neighbor.
 
-    First operator by operator, forward and backward. Then, for each axis, connected operators that
-    are replicated over it together: one of a chain alone would be gathered again right behind it.
-    Pinned operators keep their cuts.
+    Operators are first tried one by one, forward and backward; then, for each axis, connected
+    operators that are replicated over it are tried together, since the output of a single operator
+    in a chain would be gathered again right behind it. Pinned operators keep their cuts.
     """
     ops, uncosted = request.graph.ops, _UncostedOps(request, cuts)
-    free = [op for op in ops if op.name not in request.pinned and uncosted.is_uncosted(op)]
-    # Forward, then backward: an operator may follow its reader only once that one is cut.
-    for op in (*free, *reversed(free)):
+    free_ops = [op for op in ops if op.name not in request.pinned and uncosted.is_uncosted(op)]
+    # Forward, then backward: an operator may follow its consumer only once that one is cut.
+    for op in (*free_ops, *reversed(free_ops)):
         uncosted.shard_further(op)
-    exhausted = set()
+    unchanged_columns = set()
     for axis in uncosted.axes:
         # If nothing changed on an axis, nothing will on another that cuts all operators equally.
-        column = tuple(cut.get(axis) for cut in uncosted.factors_by_axis.values())
-        regions = () if column in exhausted else uncosted.regions(free, axis)
+        factors_on_axis = tuple(cut.get(axis) for cut in uncosted.factors_by_axis.values())
+        regions = () if factors_on_axis in unchanged_columns else uncosted.regions(free_ops, axis)
+        # A list, not a generator: every region is tried, also after the first that changes.
         sharded_any = [uncosted.shard_region(region, axis) for region in regions]
         if not any(sharded_any):
-            exhausted.add(column)
+            unchanged_columns.add(factors_on_axis)
     return {op.name: uncosted.cuts[op.name] for op in ops if uncosted.cuts[op.name]}
 
 
 class _UncostedOps(DecidedLayouts):
-    """The decisions on all operators, and changes of those without a cost."""
+    """Cuts and layouts of all operators, with changes to the operators that have no cost model.
+
+    Attributes:
+        factors_by_axis: for each operator, by name, the factor that each axis cuts.
+        neighbor_names: for each operator the names of those that share a tensor with it.
+        axes: the axes of more than one device.
+        existing_gradient_axes: groups of axes over which gradients were reduced at the start.
+    """
 
     def __init__(self, request: SearchRequest, cuts: Mapping[str, Cuts]) -> None:
         super().__init__(request.graph, request.mesh, request.outputs)
         for value in self.graph.input_values:
             if value.name in request.arrivals:
-                self.sources[value] = TensorLayout(self.mesh, request.arrivals[value.name])
+                arrival = TensorLayout(self.mesh, request.arrivals[value.name])
+                self.initial_layouts[value] = arrival
         self.factors_by_axis: dict[str, FactorOfAxis] = {}
         self.neighbor_names = {
             op.name: tuple(dict.fromkeys(self._neighbor_names(op))) for op in self.graph.ops
@@ -90,11 +99,14 @@ class _UncostedOps(DecidedLayouts):
         self.existing_gradient_axes = {frozenset(), *self._gradient_axes(self.graph.ops)}
 
     def _neighbor_names(self, op: Op) -> Iterator[str]:
-        """Names of the producers and consumers of `op`, and of other readers of its inputs."""
+        """Yield names of the producers and consumers of `op`, and of other consumers of its
+        inputs."""
         for value in op.inputs:
             if value.requires_grad and value.kind is not Kind.PARAMETER:
                 yield from (
-                    reader.name for reader, _ in self.graph.consumers[value] if reader is not op
+                    consumer.name
+                    for consumer, _ in self.graph.consumers[value]
+                    if consumer is not op
                 )
         yield from (other.name for _, other in self.neighbors(op))
 
@@ -103,7 +115,7 @@ class _UncostedOps(DecidedLayouts):
         self.factors_by_axis[op.name] = factor_of_axis(cuts)
 
     def is_uncosted(self, op: Op) -> bool:
-        """Whether no search decides `op` by cost, and it has dimensions that may be cut."""
+        """Whether `op` may be cut, but has no cost model that the search decides it by."""
         rule = self.rules[op.name]
         return rule is not None and rule.main is None and bool(rule.factors)
 
@@ -114,13 +126,15 @@ class _UncostedOps(DecidedLayouts):
                 return
 
     def regions(self, ops: Sequence[Op], axis: int) -> Iterator[list[Op]]:
-        """Connected operators that are replicated over `axis`, next to one that is cut over it."""
+        """Yield maximal connected sets of `ops` that are replicated over `axis` and have a neighbor
+        that is cut over it."""
         replicated = {op.name: op for op in ops if axis not in self.factors_by_axis[op.name]}
         while replicated:
             region = [replicated.pop(next(iter(replicated)))]
-            borders = False
+            has_cut_neighbor = False
+            # The list grows while it is traversed: a breadth-first search without a queue.
             for op in region:
-                borders |= any(
+                has_cut_neighbor |= any(
                     axis in self.factors_by_axis[name] for name in self.neighbor_names[op.name]
                 )
                 region += [
@@ -128,7 +142,7 @@ class _UncostedOps(DecidedLayouts):
                     for name in self.neighbor_names[op.name]
                     if name in replicated
                 ]
-            if borders:
+            if has_cut_neighbor:
                 yield region
 
     def shard_region(self, region: Sequence[Op], axis: int) -> bool:
@@ -155,17 +169,22 @@ class _UncostedOps(DecidedLayouts):
     def _apply_if_cheaper(self, ops: Sequence[Op], change: Callable[[], None]) -> bool:
         """Call `change`, and undo it if communication grows.
 
-        Kept only if all hold: activations send no more bytes, also with each message counted as
-        `BYTES_PER_MESSAGE`; gradients are reduced over groups that already exist, so that they
-        share buckets; and additional gradient bytes cost less than the saved activation bytes.
+        The change remains only if all of these hold: redistributions of activations send no more
+        bytes, also with each message counted as `BYTES_PER_MESSAGE`; gradients are reduced over
+        groups that already exist, so that they share buckets; and additional gradient bytes cost
+        less than the activation memory that is saved.
+
+        Args:
+            ops: the operators whose cuts `change` may replace.
 
         Returns:
             Whether any cuts changed.
         """
-        before, costs = {op: self.cuts[op.name] for op in ops}, self._communication_costs(ops)
+        previous_cuts = {op: self.cuts[op.name] for op in ops}
+        previous_costs = self._communication_costs(ops)
         change()
         messages, sent_bytes, gradient_bytes, activation_bytes = map(
-            sub, self._communication_costs(ops), costs
+            sub, self._communication_costs(ops), previous_costs
         )
         # Fewer bytes in more messages can take longer: small tensors are bound by latency.
         sends_more = (
@@ -174,24 +193,28 @@ class _UncostedOps(DecidedLayouts):
             or self._gradient_axes(ops) - self.existing_gradient_axes
         )
         if sends_more or gradient_bytes * REDISTRIBUTION_PER_ELEMENT + activation_bytes > 0:
-            for op, cuts in before.items():
+            for op, cuts in previous_cuts.items():
                 self.decide(op, cuts)
-        return any(self.cuts[op.name] != cuts for op, cuts in before.items())
+        return any(self.cuts[op.name] != cuts for op, cuts in previous_cuts.items())
 
     def _communication_costs(self, ops: Sequence[Op]) -> tuple[int, int, int, int]:
-        """Costs of these operators on one device.
+        """Return the communication and the activation memory of operators on one device.
 
         Returns:
-            Consecutive messages for activations, bytes sent for activations, bytes sent for
-            gradients of parameters, and bytes of activations held.
+            The number of consecutive messages that redistribute activations, the bytes sent in
+            them, the bytes sent to reduce gradients of parameters, and the bytes of the operators'
+            inputs and outputs.
         """
         calls: list[tuple[str, int]] = []
         sent_bytes = gradient_bytes = activation_bytes = 0
         for value in dict.fromkeys(value for op in ops for value in (*op.inputs, *op.outputs)):
             context = tensor_context(value, ())
-            for step, size in (each for path in self.paths(value) for each in context.steps(*path)):
-                kinds = step.forward, step.backward if context.differentiable else None
-                calls += [(kind, step.group_size) for kind in kinds if kind is not None]
+            redistributions = self.redistributions(value)
+            for step, size in (
+                each for layouts in redistributions for each in context.steps(*layouts)
+            ):
+                collectives = step.forward, step.backward if context.differentiable else None
+                calls += [(name, step.group_size) for name in collectives if name is not None]
                 sent_bytes += size
         for op in ops:
             if (rule := self.rules[op.name]) is not None:
@@ -199,58 +222,66 @@ class _UncostedOps(DecidedLayouts):
                     calls.append((inner.reduction.collective, self.mesh.size(inner.axes)))
                     sent_bytes += size
             for index, value in enumerate(op.inputs):
-                layout = self.reads[value][op.name, index]
+                layout = self.consumer_layouts[value][op.name, index]
                 context = tensor_context(value, ())
                 if context.is_parameter:
-                    gradient_bytes += context.traffic(without_partial(layout), layout, ())
+                    gradient_bytes += context.communication_volume(
+                        without_partial(layout), layout, ()
+                    )
                 else:
                     activation_bytes += context.local_bytes(layout)
             activation_bytes += sum(
-                tensor_context(v, ()).local_bytes(self.sources[v]) for v in op.outputs
+                tensor_context(v, ()).local_bytes(self.initial_layouts[v]) for v in op.outputs
             )
+        # A collective counts as one message to start it, and log2 of its devices for each round.
         messages = sum(
-            1 + COLLECTIVES[kind].rounds * (devices - 1).bit_length()
-            for kind, devices in calls
+            1 + COLLECTIVES[name].rounds * (devices - 1).bit_length()
+            for name, devices in calls
             if devices > 1
         )
         return messages, sent_bytes, gradient_bytes, activation_bytes
 
     def _gradient_axes(self, ops: Sequence[Op]) -> set[frozenset[int]]:
-        """The groups of axes over which gradients of these operators' parameters are reduced."""
+        """Return the groups of axes over which gradients of the operators' parameters are
+        reduced."""
         return {
-            self.reads[value][op.name, index].varying
+            self.consumer_layouts[value][op.name, index].varying
             for op in ops
             for index, value in enumerate(op.inputs)
             if value.kind is Kind.PARAMETER and value.requires_grad
         }
 
     def _further_cuts(self, op: Op, axes: Axes) -> Iterator[Cuts]:
-        """The cuts of `op` extended by those of each neighbor over `axes` that do not cut it."""
+        """Yield, for each neighbor, the cuts of `op` extended by the neighbor's cuts over those of
+        `axes` that do not cut `op` yet."""
         cuts, rule = self.cuts[op.name], self.rules[op.name]
-        taken, neighbors = self.factors_by_axis[op.name], self.neighbor_names[op.name]
-        free = [
+        own_factors, neighbors = self.factors_by_axis[op.name], self.neighbor_names[op.name]
+        free_axes = [
             axis
             for axis in axes
-            if axis not in taken and any(axis in self.factors_by_axis[name] for name in neighbors)
+            if axis not in own_factors
+            and any(axis in self.factors_by_axis[name] for name in neighbors)
         ]
-        if rule is None or not free:
+        if rule is None or not free_axes:
             return
         limits = unjoined_limits(rule)
         for tensor in self._shared_tensors(op, rule):
             nearby = NearbyCuts(self.mesh, limits, (tensor,))
             (factors,) = nearby.matching_neighbors()
-            taken_over = {axis: factor for axis, factor in factors.items() if axis in free}
+            added = {axis: factor for axis, factor in factors.items() if axis in free_axes}
+            # The neighbor's order of axes: another order would be another layout, and so another
+            # redistribution.
             order = {f: a for f, a in zip(tensor.dims, tensor.layout.axes, strict=True) if f}
-            more_cuts = nearby.divisible({**taken, **taken_over}, order) if taken_over else cuts
-            if sum(map(len, more_cuts.values())) > len(taken):
+            more_cuts = nearby.divisible({**own_factors, **added}, order) if added else cuts
+            if sum(map(len, more_cuts.values())) > len(own_factors):
                 yield more_cuts
 
     def _shared_tensors(self, op: Op, rule: ShardingRule) -> Iterator[SharedTensor]:
-        """The tensors of `op` in the layouts of its neighbors."""
+        """Yield the tensors of `op`, each in every layout that a neighbor gives it."""
         tensors = (*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs)
         for value, dims in zip(*tensors, strict=True):
             if value.kind is not Kind.PARAMETER:
-                source = () if value in op.outputs else (self.sources[value],)
-                # By id: many readers share few layout objects.
-                reads = {id(layout): layout for layout in self.reads[value].values()}
-                yield from (SharedTensor(dims, layout) for layout in (*source, *reads.values()))
+                initial = () if value in op.outputs else (self.initial_layouts[value],)
+                # By id: many consumers share few layout objects.
+                targets = {id(layout): layout for layout in self.consumer_layouts[value].values()}
+                yield from (SharedTensor(dims, layout) for layout in (*initial, *targets.values()))

@@ -24,7 +24,7 @@ from shardwright.core.search.by_time.axis_tables import AxisTables
 from shardwright.core.search.by_time.elimination import minimum
 from shardwright.core.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.core.search.by_time.problem import search_problem
-from shardwright.core.search.by_time.search import cuts_of_graph, searches_by_time
+from shardwright.core.search.by_time.search import candidates_by_time, cuts_of_graph
 from shardwright.core.search.optimizer_sharding import sharded_storage
 from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 from shardwright.errors import ConfigError, StrategyError
@@ -39,7 +39,7 @@ def language_model() -> Graph:
 
 
 def by_time(graph: Graph, mesh: Layout, cluster: Cluster, **others: Any) -> CutsOfGraph:
-    return searches_by_time(SearchRequest(graph, mesh, pricing=Pricing(cluster), **others))[0]
+    return candidates_by_time(SearchRequest(graph, mesh, pricing=Pricing(cluster), **others))[0]
 
 
 def timed(graph: Graph, mesh: Layout, cuts: dict[str, Cuts], cluster: Cluster) -> StepTime:
@@ -128,7 +128,7 @@ def test_a_small_mem_coeff_gives_data_parallel_a_large_one_tensor_parallel(
 ) -> None:
     mesh, cluster = prime_mesh(8), load_cluster("ascend910b")
     found = {
-        mem_coeff: searches_by_time(
+        mem_coeff: candidates_by_time(
             SearchRequest(
                 language_model,
                 mesh,
@@ -206,7 +206,7 @@ def test_a_cluster_with_too_few_devices_and_a_request_without_one_are_refused() 
     with pytest.raises(ConfigError, match="has 4 devices, but 8 were requested"):
         by_time(graph, prime_mesh(8), small)
     with pytest.raises(StrategyError, match="needs a cluster: the request has no pricing"):
-        searches_by_time(SearchRequest(graph, prime_mesh(8)))
+        candidates_by_time(SearchRequest(graph, prime_mesh(8)))
 
 
 def test_parameters_that_are_stored_sharded_are_gathered_where_devices_use_them_alike() -> None:

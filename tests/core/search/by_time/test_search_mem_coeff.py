@@ -16,7 +16,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.partition.communication import storage_as_used
-from shardwright.core.search.by_time.search import searches_by_time
+from shardwright.core.search.by_time.search import candidates_by_time
 from shardwright.core.search.indexed_graph import index_graph
 from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 
@@ -44,9 +44,9 @@ def test_a_small_mem_coeff_gives_data_and_a_large_one_model_parallelism(
     graph = captured(model, **sizes)
     pricing = Pricing(TOY if cluster == "toy" else load_cluster(cluster))
     small, large = (
-        searches_by_time(SearchRequest(graph, prime_mesh(4), pricing=pricing, mem_coeff=mem_coeff))[
-            0
-        ]
+        candidates_by_time(
+            SearchRequest(graph, prime_mesh(4), pricing=pricing, mem_coeff=mem_coeff)
+        )[0]
         for mem_coeff in (1e-6, 1e4)
     )
     every = sum(v.numel for v in graph.parameters)

@@ -19,10 +19,10 @@ from shardwright.core.partition.communication import communication
 from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.search.recompute.blocks import RecomputeBlocks, RecomputePrices
+from shardwright.core.search.recompute.levels import RecomputeLevels
 from shardwright.core.search.recompute.search import (
     MeasuredDecisions,
     MeasureMemory,
-    RecomputeLevels,
     RecomputeSearch,
     max_peak_ratio,
 )
@@ -99,7 +99,7 @@ def test_what_experts_and_losses_keep_is_estimated_as_a_dry_run_finds_it() -> No
     assert graph is not None
     found = RecomputeBlocks(graph, plan.mesh, plan.decisions, lambda op: 0)
     kept = memory(plan.partitioned).stages[0].activations
-    assert 0.8 < sum(found.plain.values()) / kept < 1.1
+    assert 0.8 < sum(found.saved_without_blocks.values()) / kept < 1.1
 
 
 def test_a_fitted_plan_computes_the_same() -> None:
@@ -116,7 +116,9 @@ def test_layers_are_blocks_and_gathers_make_the_difference_between_ways() -> Non
     blocks = {block.name: block for block in found.blocks(found.depths[0][0])}
     assert {"model.layers.0", "model.layers.1"} <= set(blocks)
     options = blocks["model.layers.1"].options
-    cheap, kept, again = (options[name][0] for name in ("cheap", "kept", "again"))
+    cheap, kept, again = (
+        options[name][0] for name in ("cheap", "block", "block_and_communication")
+    )
     assert cheap.freed < kept.freed < again.freed
     assert cheap.cost < kept.cost < again.cost
 
@@ -141,7 +143,7 @@ def test_on_slow_links_what_is_sent_again_costs_more() -> None:
         options = next(
             b for b in found.blocks(found.depths[0][0]) if b.name == "model.layers.1"
         ).options
-        costs.append(options["again"][0].cost - options["kept"][0].cost)
+        costs.append(options["block_and_communication"][0].cost - options["block"][0].cost)
     assert 0 < costs[0] < costs[1]
 
 

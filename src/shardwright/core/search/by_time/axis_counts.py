@@ -1,15 +1,15 @@
-"""Layouts as numbers of axes, and lower bounds of redistributions between them.
+"""Layouts as numbers of axes, and lower bounds on the seconds of redistributions between them.
 
 Axes of one size on one level of links form a group. A lower bound needs only how many axes of each
-group cut each dim, not which ones; there are far fewer such layouts. What a device must receive
-between two of them bounds the redistribution:
+group shard each dim, not which ones; there are far fewer such layouts. The bound follows from the
+bytes that a device must receive:
 
 - From a layout without partial sums: the shard that is read, less the largest overlap that the
   shard on the device can have with it.
 - From partial sums of p terms: p - 1 messages for each element until it is summed, and one more
   message for each further copy.
 
-The same holds for all devices of a node together, whose messages cross the slower links.
+The same bound holds for all devices of a node together, whose messages cross the slower links.
 """
 
 from __future__ import annotations
@@ -26,15 +26,21 @@ from shardwright.core.layout.axes import Axes
 
 LayoutTable = npt.NDArray[np.float32]
 ROUNDING = 1e-6
-"""Shares of a value below this are rounding errors of single precision."""
+"""Fractions of a value below this are rounding errors of single precision."""
 
 Counts = npt.NDArray[np.int64]
-"""Numbers of axes, (..., use, axis group): of each group, how many axes cut a factor or a dim."""
+"""Numbers of axes of each group that cut each factor (of cuts) or shard each dim (of layouts); the
+last two dimensions are (factor or dim, axis group)."""
 
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """Axes of one size on one level of links."""
+    """Axes of one size on one level of links, which a lower bound does not distinguish.
+
+    Args:
+        level: index of the link level, 0 for the fastest.
+        size: number of devices along each axis.
+    """
 
     level: int
     size: int
@@ -56,28 +62,28 @@ def group_axes(links: Links) -> tuple[AxisGroup, ...]:
 def enumerate_cut_counts(
     axis_groups: Sequence[AxisGroup], limits: Sequence[int], max_cuts: int
 ) -> Counts | None:
-    """Return the numbers of axes of all valid cuts, (cuts, factor, axis group).
+    """Return the counts of all valid cuts of an operator, of shape (cuts, factor, axis group).
 
     Args:
         limits: for each factor the number that its number of shards must divide.
-        max_cuts: the largest number of cuts.
+        max_cuts: maximum number of cuts to return.
 
     Returns:
         None if there are more than `max_cuts`.
     """
     cut_counts = np.zeros((1, len(limits), 0), dtype=np.int64)
-    for number, group in enumerate(axis_groups, start=1):
+    for num_groups, group in enumerate(axis_groups, start=1):
         distributions = np.array(
             list(_axis_distributions(len(group.axes), len(limits))), dtype=np.int64
         )
-        # Before the invalid cuts are filtered out, of which there may be many: the factor of 20
-        # only limits memory.
+        # Checked before invalid cuts, of which there may be many, are filtered out: the factor of
+        # 20 only limits memory.
         if len(cut_counts) * len(distributions) > 20 * max_cuts:
             return None
         repeated = np.repeat(cut_counts, len(distributions), axis=0)
         added = np.tile(distributions, (len(cut_counts), 1))[:, :, None]
         cut_counts = np.concatenate([repeated, added], axis=2)
-        divides = np.array(limits) % num_shards_of(axis_groups[:number], cut_counts) == 0
+        divides = np.array(limits) % num_shards_of(axis_groups[:num_groups], cut_counts) == 0
         cut_counts = cut_counts[divides.all(axis=1)]
     return cut_counts if len(cut_counts) <= max_cuts else None
 
@@ -116,20 +122,22 @@ class CountedRedistributionBound:
         self._cached_tables: dict[object, LayoutTable] = {}
 
     def between(
-        self, source: Counts, reader: Counts, num_bytes: float, differentiable: bool
+        self, source: Counts, target: Counts, num_bytes: float, differentiable: bool
     ) -> LayoutTable:
-        """Return seconds from each layout at the source (row) to each at a reader (column).
+        """Return lower bounds in seconds from each source layout (row) to each target (column).
 
         Args:
-            source: (layout, dim, axis group); one more dim, the last, is for partial sums.
-            reader: (layout, dim, axis group); the last dim is for partial sums of the gradient.
-            num_bytes: of the full value.
+            source: counts of shape (layout, dim + 1, axis group); the last dim counts the axes over
+                which the value is a partial sum.
+            target: counts of the same shape; the last dim counts the axes over which the gradient
+                is a partial sum.
+            num_bytes: bytes of the full value.
             differentiable: whether the gradient is redistributed back.
         """
-        key = source.shape, source.tobytes(), reader.tobytes(), differentiable
+        key = source.shape, source.tobytes(), target.tobytes(), differentiable
         if (key, num_bytes) not in self._cached_tables:
             if key not in self._cached_rates:
-                self._cached_rates[key] = self._with_gradient(source, reader, differentiable)
+                self._cached_rates[key] = self._with_gradient(source, target, differentiable)
             seconds_per_byte, latency = self._cached_rates[key]
             if num_bytes < self._few_elements_bytes:
                 latency = np.minimum(latency, np.float32(self._latency[0]))
@@ -137,47 +145,56 @@ class CountedRedistributionBound:
         return self._cached_tables[key, num_bytes]
 
     def _with_gradient(
-        self, source: Counts, reader: Counts, differentiable: bool
+        self, source: Counts, target: Counts, differentiable: bool
     ) -> tuple[LayoutTable, LayoutTable]:
-        seconds_per_byte, latency = self._seconds_per_byte_and_latency(source, reader)
+        seconds_per_byte, latency = self._seconds_per_byte_and_latency(source, target)
         if not differentiable:
             return seconds_per_byte, latency
-        backward_byte, backward_latency = self._seconds_per_byte_and_latency(reader, source)
+        backward_byte, backward_latency = self._seconds_per_byte_and_latency(target, source)
         return seconds_per_byte + backward_byte.T, latency + backward_latency.T
 
     def _seconds_per_byte_and_latency(
-        self, source: Counts, reader: Counts
+        self, source: Counts, target: Counts
     ) -> tuple[LayoutTable, LayoutTable]:
-        """Seconds per byte of the full value, and seconds of latency."""
-        received_share = self._received_share(source, reader, self._level >= 0)
+        """Return seconds per byte of the full value, and seconds of latency."""
+        received_share = self._received_share(source, target, self._level >= 0)
         seconds_per_byte = self._added_seconds_per_byte[0] * received_share
         for level, added in enumerate(self._added_seconds_per_byte[1:], start=1):
             if added and (self._level >= level).any():
                 seconds_per_byte += added * self._received_share(
-                    source, reader, self._level >= level
+                    source, target, self._level >= level
                 )
-        sums = source[:, -1] @ (self._log_size * [self._latency[n] for n in self._level])
-        uncut = (source.sum(1) @ self._log_size)[:, None] - reader[:, :-1].sum(1) @ self._log_size
-        copies = self._latency[0] * np.maximum(uncut, 0.0)
-        latency = np.maximum(sums[:, None] + copies, self._latency[0] * (received_share > ROUNDING))
+        # A sum of p terms and p copies of a shard take log2 p messages in a row each, at least.
+        sum_latency = source[:, -1] @ (self._log_size * [self._latency[n] for n in self._level])
+        log_copies = (source.sum(1) @ self._log_size)[:, None] - (
+            target[:, :-1].sum(1) @ self._log_size
+        )
+        copy_latency = self._latency[0] * np.maximum(log_copies, 0.0)
+        latency = np.maximum(
+            sum_latency[:, None] + copy_latency, self._latency[0] * (received_share > ROUNDING)
+        )
         return seconds_per_byte, latency.astype(np.float32)
 
     def _received_share(
-        self, source: Counts, reader: Counts, crossed: npt.NDArray[np.bool_]
+        self, source: Counts, target: Counts, crossed: npt.NDArray[np.bool_]
     ) -> LayoutTable:
-        """The share of the full value that a device receives over links of the crossed groups."""
+        """Return the fraction of the full value that a device receives over slow links.
+
+        Args:
+            crossed: for each axis group whether its links count as slow.
+        """
         log_crossing = np.where(crossed, self._log_size, 0.0)
         devices_inside = 2.0 ** (self._num_axes * (self._log_size - log_crossing)).sum()
         num_groups = 2.0 ** (self._num_axes * log_crossing).sum()
-        source_shares, reader_shares = (
-            2.0 ** -(each @ log_crossing).astype(np.float32) for each in (source, reader)
+        source_shares, target_shares = (
+            2.0 ** -(each @ log_crossing).astype(np.float32) for each in (source, target)
         )
         num_terms = source_shares[:, -1, None] ** -1
-        read_share = reader_shares[:, :-1].prod(1)
-        common_share = np.ones((len(source), len(reader)), np.float32)
-        for dim in range(reader_shares.shape[1] - 1):
-            if (source_shares[:, dim] != 1).any() or (reader_shares[:, dim] != 1).any():
-                common_share *= np.minimum(source_shares[:, dim, None], reader_shares[:, dim])
+        read_share = target_shares[:, :-1].prod(1)
+        common_share = np.ones((len(source), len(target)), np.float32)
+        for dim in range(target_shares.shape[1] - 1):
+            if (source_shares[:, dim] != 1).any() or (target_shares[:, dim] != 1).any():
+                common_share *= np.minimum(source_shares[:, dim, None], target_shares[:, dim])
         from_complete, from_partial = (
             read_share - common_share,
             (num_terms - 2) / num_groups + read_share,
@@ -189,14 +206,15 @@ class CountedRedistributionBound:
 
 
 def num_shards_of(axis_groups: Sequence[AxisGroup], counts: Counts) -> Counts:
-    """Return the number of shards made by `counts` axes of each group (the last dimension)."""
+    """Return the number of shards that `counts` axes of each group make; the groups are the last
+    dimension."""
     sizes = np.array([group.size for group in axis_groups], dtype=np.int64)
     num_shards: Counts = (sizes**counts).prod(axis=-1)
     return num_shards
 
 
 def pick_axes(axis_groups: Sequence[AxisGroup], counts: Counts, skip: Counts | None = None) -> Axes:
-    """Return `counts` axes of each group, after skipping the first `skip` of the group."""
+    """Return `counts[g]` axes of each group g, after the first `skip[g]` of them."""
     first_axes = np.zeros_like(counts) if skip is None else skip
     return tuple(
         axis

@@ -1,12 +1,12 @@
 """Decide all operators on one axis of the device matrix exactly, by variable elimination.
 
 The choices of a variable are the factors that the axis may cut, then no cut. A table for each
-variable holds the cost of each choice (computation, parameters), and tables for pairs of variables
-the cost of redistributing a value between the layouts of its source and of its readers. Readers of
-one layout share its redistribution. So a value with several readers gets one more variable, the
-*set* of layouts in which it is read:
+variable contains the cost of each choice (computation, parameters), and tables for pairs of
+variables the cost of redistributing a value between the layouts of its producer and of its
+consumers. Consumers that read one layout share its redistribution. So a value with several
+consumers gets one more variable, the *set* of layouts in which it is read:
 
-    source -- costs of redistributing to all layouts of the set -- set -- 0 or infinity -- reader
+    producer -- cost of redistributing to all layouts of the set -- set -- 0 or infinity -- consumer
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ from shardwright.core.search.by_time.read_layouts import (
 from shardwright.core.search.indexed_graph import NO_CUT
 
 FIXED_PER_RETRY = 4
-"""How many more operators keep their present choice each time that a table would be too large."""
+"""Number of operators that are fixed to their present choice, in addition to those fixed before,
+each time that a table would be too large."""
 
 Choices = list[list[int]]
-"""For each variable on each axis the factor that it cuts, or `NO_CUT`."""
+"""The factor that each axis cuts, or `NO_CUT`, as `choices[variable][axis]`."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that make the objective linear, so that each table can be summed by itself.
+    """Coefficients of the linear objective, a sum over operators and edges.
 
     Args:
         forward, backward: weight of a second of computation.
         redistributions: weight of a second of redistributing activations.
         gradients: weight of a second of gathering parameters and reducing their gradients.
-        parameter_bytes: weight of a byte of parameters on a device.
+        parameter_bytes: seconds that a byte of parameters on a device counts as.
     """
 
     forward: float
@@ -67,7 +68,7 @@ class Weights:
     parameter_bytes: float
 
     def of(self, cost: ObjectiveCost) -> float:
-        """The weighted sum of a cost."""
+        """Return the weighted sum of the terms of a cost, in seconds."""
         return (
             self.forward * cost.forward
             + self.backward * cost.backward
@@ -83,8 +84,12 @@ class AxisTables:
 
     Args:
         axis: the axis of the device matrix to decide.
-        choices: on all axes; only those of the other axes are read, unless variables are fixed.
+        choices: choices on all axes; those on `axis` are read only for variables that are fixed.
         tables: cache shared by all axes, by size, links and everything else that costs depend on.
+
+    Attributes:
+        shard_counts: for each variable the number of shards of each factor over the other axes.
+        options: for each variable the factors that `axis` may cut, and `NO_CUT`.
     """
 
     def __init__(
@@ -114,8 +119,8 @@ class AxisTables:
     def decide(self, eliminations: dict[object, Elimination]) -> list[int]:
         """Return the choice of each variable on this axis with the least total cost.
 
-        If the elimination needs too large tables, the operators with the most neighbors keep their
-        present choice, `FIXED_PER_RETRY` more at each retry.
+        If the elimination would need a table above the limit, the operators with the most neighbors
+        keep their present choice, `FIXED_PER_RETRY` more at each retry.
 
         Args:
             eliminations: cache of elimination orders by table sizes and scopes, shared by all axes.
@@ -132,26 +137,29 @@ class AxisTables:
             except TooWideError:
                 self._fix_most_connected(scopes)
                 continue
-            least = eliminations[key].minimum([table for _, table in factors])
+            minimum = eliminations[key].minimum([table for _, table in factors])
             return [
                 options[choice]
-                for options, choice in zip(self.options, least.choices, strict=False)
+                for options, choice in zip(self.options, minimum.choices, strict=False)
             ]
 
     def _fix_most_connected(self, scopes: Sequence[Sequence[int]]) -> None:
+        """Fix the choice of the `FIXED_PER_RETRY` variables that share tables with the most
+        others."""
         degree = [0] * len(self.options)
         for scope in scopes:
-            for number in scope:
-                if number < len(degree) and len(self.options[number]) > 1:
-                    degree[number] += len(scope) - 1
-        for number in sorted(range(len(degree)), key=lambda n: -degree[n])[:FIXED_PER_RETRY]:
-            choice = self.choices[number][self.axis]
-            self.options[number] = (choice if choice in self.options[number] else NO_CUT,)
+            for variable in scope:
+                # Variables behind those of operators are storage and sets of layouts.
+                if variable < len(degree) and len(self.options[variable]) > 1:
+                    degree[variable] += len(scope) - 1
+        for variable in sorted(range(len(degree)), key=lambda n: -degree[n])[:FIXED_PER_RETRY]:
+            choice = self.choices[variable][self.axis]
+            self.options[variable] = (choice if choice in self.options[variable] else NO_CUT,)
 
-    def _options(self, number: int, variable: OpVariable) -> tuple[int, ...]:
+    def _options(self, index: int, variable: OpVariable) -> tuple[int, ...]:
         if variable.pinned is not None:
-            return (self.choices[number][self.axis],)
-        op_type, shard_counts = variable.op_type, self.shard_counts[number]
+            return (self.choices[index][self.axis],)
+        op_type, shard_counts = variable.op_type, self.shard_counts[index]
         # A factor only where the cuts of all other axes leave it divisible by this one; `NO_CUT`
         # last, so that ties prefer cuts.
         divides = [
@@ -160,6 +168,7 @@ class AxisTables:
         return (*divides, NO_CUT)
 
     def _tabulate(self) -> tuple[list[int], list[Factor]]:
+        """Return the number of choices of each variable, and all tables with their scopes."""
         sizes = [len(options) for options in self.options]
         factors: list[Factor] = [
             ((n,), self._operator_table(n, variable))
@@ -171,8 +180,9 @@ class AxisTables:
 
     # Costs of single operators.
 
-    def _operator_table(self, number: int, variable: OpVariable) -> Table:
-        options, shard_counts = self.options[number], self.shard_counts[number]
+    def _operator_table(self, index: int, variable: OpVariable) -> Table:
+        options, shard_counts = self.options[index], self.shard_counts[index]
+        # Without the axis: axes of one size and equal links share tables, as do repeated layers.
         op_key = (id(variable.work), id(variable.op_type), variable.own_parameters)
         key = (self._key, *op_key, options, shard_counts, variable.count)
         if key not in self._tables:
@@ -204,21 +214,21 @@ class AxisTables:
     def _parameter_cost(
         self, variable: OpVariable, input_index: int, choice: int, shard_counts: list[int]
     ) -> float:
-        """The cost of a parameter that only this operator reads, stored as it is read.
+        """Return the cost of a parameter that only this operator reads, stored as it is read.
 
-        If the axis does not shard it, the gradient is all-reduced over the axis where it is partial
-        there, or the parameter is gathered over the axis where it is stored sharded (ZeRO).
+        If the axis does not shard it, either its gradient is partial over the axis and all-reduced,
+        or (under ZeRO) the parameter is stored sharded over the axis and gathered.
         """
-        value, carried = (
+        value, own_factors = (
             variable.op.inputs[input_index],
             variable.op_type.tensors[input_index].factors,
         )
-        num_shards = prod(shard_counts[factor] for factor in carried)
+        num_shards = prod(shard_counts[factor] for factor in own_factors)
         parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
         cost = self.weights.parameter_bytes * parameter_bytes
         if value.requires_grad:
             cost += self.model.parameter_update(parameter_bytes, num_shards)
-            if choice not in carried:
+            if choice not in own_factors:
                 shard_bytes = value.numel * value.itemsize / num_shards
                 is_partial = choice != NO_CUT and variable.differentiable
                 axes = (self.axis,)
@@ -230,94 +240,100 @@ class AxisTables:
     # Costs of redistributions between operators.
 
     def _add_edge_tables(self, edge: TensorEdge, sizes: list[int], factors: list[Factor]) -> None:
-        """Add the tables of one value.
+        """Append the tables of one value to `factors`, and new variables to `sizes`.
 
-        Only readers that shard it equally over all other axes share redistributions, so they form
-        a group with tables of its own.
+        Only consumers that shard the value equally over all other axes share redistributions, so
+        they form a group with tables of its own.
         """
-        source = self._edge_source(edge, sizes, factors)
+        produced = self._produced_layouts(edge, sizes, factors)
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for reader, input_index in edge.readers:
-            groups.setdefault(self._dims_on_other_axes(reader, input_index), []).append(
-                (reader, input_index)
+        for consumer, input_index in edge.consumers:
+            groups.setdefault(self._dims_on_other_axes(consumer, input_index), []).append(
+                (consumer, input_index)
             )
         if edge.returned:
             groups.setdefault((REPLICATED,) * len(self.model.mesh.device_matrix), [])
-        for other_dims, readers in groups.items():
-            # Counted on the smaller of the shards that the other axes leave at source and readers:
-            # there the redistribution over this axis is cheaper.
-            num_shards = max(source.num_shards, self._num_shards_elsewhere(other_dims))
+        for other_dims, consumers in groups.items():
+            # The bytes of the smaller of the two shards that the other axes leave, at the producer
+            # or the consumers: there the redistribution over this axis is cheaper.
+            num_shards = max(produced.num_shards, self._num_other_shards(other_dims))
             num_bytes = edge.value.numel // num_shards * edge.value.itemsize
             costs = self._redistribution_table(
                 len(edge.value.shape), num_bytes, edge.differentiable, edge.is_shared_parameter
             )
-            costs = costs[[table_index(layout) for layout in source.layouts]]
+            costs = costs[[table_index(layout) for layout in produced.layouts]]
             # No table: the edge costs nothing, and need not connect its operators in the
             # elimination.
             if not costs.any():
                 continue
             reads: dict[int, ReadLayouts] = {}
-            for reader, input_index in readers:
-                layouts = self._read_layouts(edge, reader, input_index)
-                reads[reader] = united_reads(reads[reader], layouts) if reader in reads else layouts
+            for consumer, input_index in consumers:
+                layouts = self._read_layouts(edge, consumer, input_index)
+                reads[consumer] = (
+                    united_reads(reads[consumer], layouts) if consumer in reads else layouts
+                )
             is_replicated = edge.returned and all(dim == REPLICATED for dim in other_dims)
             returned = frozenset({REPLICATED} if is_replicated else ())
-            self._add_reader_tables(
-                costs * edge.count, source.variable, reads, returned, sizes, factors
+            self._add_consumer_tables(
+                costs * edge.count, produced.variable, reads, returned, sizes, factors
             )
 
-    def _edge_source(
+    def _produced_layouts(
         self, edge: TensorEdge, sizes: list[int], factors: list[Factor]
-    ) -> _EdgeSource:
+    ) -> _ProducedLayouts:
         matrix = self.model.mesh.device_matrix
         if edge.is_shared_parameter:
-            return self._storage_source(edge, sizes, factors)
+            return self._storage_layouts(edge, sizes, factors)
         if edge.fixed_axes is not None:
-            cut = [(axis, dim) for dim, axes in enumerate(edge.fixed_axes) for axis in axes]
-            here = next((dim for axis, dim in cut if axis == self.axis), REPLICATED)
-            return _EdgeSource(prod(matrix[a] for a, _ in cut if a != self.axis), None, (here,))
-        assert edge.source is not None
-        number, output_index = edge.source
-        variable = self.problem.variables[number]
+            dim_of_axis = {axis: dim for dim, axes in enumerate(edge.fixed_axes) for axis in axes}
+            num_shards = prod(matrix[a] for a in dim_of_axis if a != self.axis)
+            return _ProducedLayouts(num_shards, None, (dim_of_axis.get(self.axis, REPLICATED),))
+        assert edge.producer is not None
+        index, output_index = edge.producer
+        variable = self.problem.variables[index]
         op_type = variable.op_type
         num_shards = prod(
             matrix[axis]
-            for axis, choice in enumerate(self.choices[number])
+            for axis, choice in enumerate(self.choices[index])
             if axis != self.axis and op_type.output_dims[choice][output_index] != NO_CUT
         )
         complete = variable.rule.complete if variable.rule is not None else frozenset()
         layouts = []
-        for choice in self.options[number]:
+        for choice in self.options[index]:
             dim = op_type.output_dims[choice][output_index]
             if dim == NO_CUT and choice != NO_CUT:
                 # Cutting a factor that an output lacks leaves partial sums, unless the rule says
                 # that the operator completes them itself.
                 dim = REPLICATED if op_type.factors[choice] in complete else PARTIAL
             layouts.append(dim)
-        return _EdgeSource(num_shards, number, tuple(layouts))
+        return _ProducedLayouts(num_shards, index, tuple(layouts))
 
-    def _storage_source(
+    def _storage_layouts(
         self, edge: TensorEdge, sizes: list[int], factors: list[Factor]
-    ) -> _EdgeSource:
-        """Add a variable for how a parameter that several operators read is stored."""
+    ) -> _ProducedLayouts:
+        """Add a variable for the storage of a parameter that several operators read.
+
+        Its choices are the layouts in which consumers may read the parameter, and replicated.
+        """
         dims = sorted(
             {
-                self.problem.variables[reader].op_type.input_dims[choice][input_index]
-                for reader, input_index in edge.readers
-                for choice in self.options[reader]
+                self.problem.variables[consumer].op_type.input_dims[choice][input_index]
+                for consumer, input_index in edge.consumers
+                for choice in self.options[consumer]
             }
             - {NO_CUT}
         )
         num_shards = max(
-            self._num_shards_elsewhere(self._dims_on_other_axes(reader, input_index))
-            for reader, input_index in edge.readers
+            self._num_other_shards(self._dims_on_other_axes(consumer, input_index))
+            for consumer, input_index in edge.consumers
         )
         parameter_bytes = edge.value.numel * edge.value.stored_dtype.itemsize / num_shards
 
-        def cost_of(size: int) -> float:
-            cost = self.weights.parameter_bytes * parameter_bytes / size
+        def cost_of(shards_on_axis: int) -> float:
+            shard_bytes = parameter_bytes / shards_on_axis
+            cost = self.weights.parameter_bytes * parameter_bytes / shards_on_axis
             if edge.value.requires_grad:
-                cost += self.model.parameter_update(parameter_bytes / size, num_shards * size)
+                cost += self.model.parameter_update(shard_bytes, num_shards * shards_on_axis)
             return cost
 
         # Behind all operators: `decide` reads only the choices of the first `len(options)`
@@ -326,22 +342,24 @@ class AxisTables:
         sizes.append(len(dims) + 1)
         table = np.array([cost_of(self.size)] * len(dims) + [cost_of(1)])
         factors.append(((storage_variable,), table))
-        return _EdgeSource(num_shards, storage_variable, (*dims, REPLICATED))
+        return _ProducedLayouts(num_shards, storage_variable, (*dims, REPLICATED))
 
-    def _dims_on_other_axes(self, reader: int, input_index: int) -> tuple[int, ...]:
-        """For each other axis the dim of an input that it cuts, `REPLICATED` if none."""
-        read = self.problem.variables[reader].op_type.input_dims
+    def _dims_on_other_axes(self, consumer: int, input_index: int) -> tuple[int, ...]:
+        """Return for each other axis the dim of an input that it shards, or `REPLICATED`."""
+        input_dims = self.problem.variables[consumer].op_type.input_dims
+        # The entry of this axis is the same for all consumers, so that results can be compared.
         return tuple(
-            REPLICATED if axis == self.axis else read[choice][input_index]
-            for axis, choice in enumerate(self.choices[reader])
+            REPLICATED if axis == self.axis else input_dims[choice][input_index]
+            for axis, choice in enumerate(self.choices[consumer])
         )
 
-    def _num_shards_elsewhere(self, other_dims: tuple[int, ...]) -> int:
+    def _num_other_shards(self, other_dims: tuple[int, ...]) -> int:
+        """Return the number of shards that the other axes make, given the dim that each shards."""
         matrix = self.model.mesh.device_matrix
         return prod(matrix[axis] for axis, dim in enumerate(other_dims) if dim >= 0)
 
-    def _read_layouts(self, edge: TensorEdge, reader: int, input_index: int) -> ReadLayouts:
-        op_type, options = self.problem.variables[reader].op_type, self.options[reader]
+    def _read_layouts(self, edge: TensorEdge, consumer: int, input_index: int) -> ReadLayouts:
+        op_type, options = self.problem.variables[consumer].op_type, self.options[consumer]
         key = (id(op_type), options, input_index, edge.differentiable)
         if key not in self._reads:
             layouts = []
@@ -355,9 +373,9 @@ class AxisTables:
     def _redistribution_table(
         self, ndim: int, num_bytes: int, differentiable: bool, is_parameter: bool
     ) -> Table:
-        """The weighted `redistribution_table` of a value of `num_bytes` on one device.
+        """Return the weighted `redistribution_table` of a value of `num_bytes` on one device.
 
-        Parameters are redistributed once a step, in buckets that share latency.
+        Parameters are redistributed once per step, in buckets that share latency.
         """
         key = (self._key, "redistributions", ndim, num_bytes, differentiable, is_parameter)
         if key not in self._tables:
@@ -371,46 +389,51 @@ class AxisTables:
             self._tables[key] = weight * redistribution_table(ndim, differentiable, seconds)
         return self._tables[key]
 
-    def _add_reader_tables(
+    def _add_consumer_tables(
         self,
         costs: Table,
-        source: int | None,
+        producer: int | None,
         reads: dict[int, ReadLayouts],
         returned: frozenset[AxisLayout],
         sizes: list[int],
         factors: list[Factor],
     ) -> None:
-        """Add the tables of one value and a group of readers that may share redistributions.
+        """Append the tables of one value and a group of consumers that may share redistributions.
 
         Args:
-            costs: from the layout of each choice of the source (row) to each layout (column).
-            source: the variable that decides the rows; None if there is one row.
-            reads: for each reader the layouts that it reads at each of its choices.
+            costs: weighted seconds from the layout of each choice of the producer (row) to each
+                layout (column), as in `redistribution_table`.
+            producer: the variable that decides the row; None if there is one row.
+            reads: for each consumer, by variable, the layouts that it reads at each of its choices.
             returned: the layouts in which the model returns the value.
         """
         columns = costs.shape[1]
         if len(reads) + bool(returned) < 2:
-            reader = next(iter(reads), None)
-            layouts = reads[reader] if reader is not None else (returned,)
-            factors.append(factor_between(source, reader, costs @ column_sums(layouts, columns)))
+            consumer = next(iter(reads), None)
+            layouts = reads[consumer] if consumer is not None else (returned,)
+            factors.append(
+                factor_between(producer, consumer, costs @ column_sums(layouts, columns))
+            )
             return
         all_sets, serves = layout_sets(tuple(sorted(reads.values(), key=repr)), returned)
-        # Without it, a table over the source and all readers would be needed, which grows
-        # exponentially with the readers; sets keep all tables at two variables.
+        # Without a variable for the set, a table over the producer and all consumers would be
+        # needed, which grows exponentially with the consumers.
         set_variable = len(sizes)
         sizes.append(len(all_sets))
-        factors.append(factor_between(source, set_variable, costs @ column_sums(all_sets, columns)))
-        for reader, layouts in reads.items():
-            factors.append(factor_between(reader, set_variable, serves[layouts]))
+        factors.append(
+            factor_between(producer, set_variable, costs @ column_sums(all_sets, columns))
+        )
+        for consumer, layouts in reads.items():
+            factors.append(factor_between(consumer, set_variable, serves[layouts]))
 
 
-class _EdgeSource(NamedTuple):
-    """A value at its source.
+class _ProducedLayouts(NamedTuple):
+    """The layouts on one axis in which a value may be computed, stored or passed in.
 
     Args:
-        num_shards: the number of shards over the other axes.
-        variable: the number of the variable that decides its layout; None if it is fixed.
-        layouts: on this axis, for each choice of the variable.
+        num_shards: number of shards over the other axes.
+        variable: index of the variable that decides the layout; None if it is fixed.
+        layouts: the layout on the axis for each choice of the variable.
     """
 
     num_shards: int

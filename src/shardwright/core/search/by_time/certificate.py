@@ -1,4 +1,4 @@
-"""The optimality gap of a plan: its objective over a lower bound for all plans on its mesh.
+"""The optimality gap of a plan: its objective relative to a lower bound for all plans on its mesh.
 
 The objective is (1) in `core.search`: seconds of a step, without overlap of computation with
 redistributions of activations, plus the weighted parameter memory.
@@ -25,20 +25,20 @@ from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 from shardwright.progress import OnShare, ignore_share, subrange
 
 MAX_UNFOLDED_VARIABLES = 600
-"""With more variables, messages are computed on the folded problem, which weakens the bound a
-little."""
+"""Maximum number of variables for which messages are computed without folding repeated blocks.
+Messages of the folded problem weaken the bound a little."""
 
 TABLE_PRECISION = 1e-5
-"""Relative rounding error by which bounds are lowered: tables have single precision."""
+"""Fraction by which bounds are lowered for rounding errors, as tables have single precision."""
 
 
 @dataclass(frozen=True)
 class CertifiedCuts:
-    """Cuts with their objective and a lower bound of it.
+    """Cuts, their objective, and a lower bound on the objective of all cuts.
 
     Args:
         cost: the objective of the cuts, in seconds.
-        bound: no cuts cost less; 0 if unknown.
+        bound: seconds below which no cuts are; 0 if no bound is known.
     """
 
     cuts: CutsOfGraph
@@ -52,11 +52,11 @@ class CertifiedCuts:
 
 
 def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
-    """Return the objective of cuts and a lower bound of that of all cuts for the request.
+    """Return the objective of `cuts`, and a lower bound on the objective of all cuts.
 
     Args:
-        request: on a device matrix of prime axes, with pricing; its `on_share` is called.
-        cuts: of each operator.
+        request: a request with pricing, on a device matrix of prime axes; its `on_share` is called.
+        cuts: the cuts of each operator, by name.
 
     Raises:
         StrategyError: if the request has no pricing.
@@ -79,7 +79,7 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
         try:
             # Every λ proves a bound; the largest is the closest to the objective.
             bound = max(
-                _bound(
+                _bound_of_model(
                     search,
                     unfolded,
                     model,
@@ -95,7 +95,7 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
     return CertifiedCuts(_as_dicts(cuts), total, 0.0)
 
 
-def _bound(
+def _bound_of_model(
     search: TimedSearch,
     unfolded: TimedSearch,
     model: TimeModel,
@@ -109,7 +109,7 @@ def _bound(
 
 
 def _with_fastest_links(cluster: Cluster) -> Cluster:
-    """The cluster with all devices on one level of its fastest links.
+    """Return the cluster with all devices on a single level of its fastest links.
 
     No collective takes longer there, so its bounds hold for `cluster` too; and with all axes of a
     size in one group, tables are much smaller.
@@ -128,7 +128,7 @@ def to_prime_axes(mesh: DeviceMatrix, levels: Sequence[Spans]) -> tuple[DeviceMa
     """Split the axes of a device matrix into prime factors.
 
     Args:
-        levels: the link levels that each axis crosses, the fastest first.
+        levels: the link levels that each axis crosses, the fastest first; see `Links.levels`.
 
     Returns:
         The new device matrix, and for each axis of `mesh` the axes that replace it.
@@ -152,13 +152,13 @@ def gap_of(
     mem_coeff: float,
     on_share: OnShare = ignore_share,
 ) -> float | None:
-    """Return an upper bound of the relative gap between a plan and the best one.
+    """Return an upper bound on the gap between a plan and the best one: 0.02 for at most 2 %.
 
-    The best of all plans with the same device matrix, stages and micro-batches; pins and fixed
-    outputs are ignored.
+    The best one is that of all plans with the same device matrix, stages and micro-batches; pins
+    and fixed outputs are ignored.
 
     Args:
-        mesh: of the plan; its axes need not be prime.
+        mesh: device matrix of the plan; its axes need not be prime.
 
     Returns:
         None if the tables of the bound would be too large.

@@ -1,8 +1,8 @@
-"""Cost tables of the relaxed problem whose minimum bounds every plan from below.
+"""Cost tables of a relaxed problem, whose least sum is a lower bound for every plan.
 
-A choice of a variable is not a cut but its *counts*: how many axes of each group cut each factor.
-Tables of single variables hold costs of operators, tables of edges lower bounds of redistributions
-(`axis_counts`). `bound` bounds their least sum.
+A choice of a variable is not its cuts but their *counts*: how many axes of each group cut each
+factor. Tables of single variables contain costs of operators, tables of edges lower bounds of
+redistributions (`axis_counts`). `bound` computes a lower bound on their least sum.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from shardwright.progress import OnShare, ignore_share, subrange, track
 Array = npt.NDArray[np.float64]
 
 MAX_CUTS_PER_OPERATOR = 20_000
-"""The largest number of different counts of one operator."""
+"""Maximum number of distinct counts of one operator."""
 
 MAX_TABLE_ENTRIES = 1 << 22
-"""Entries of the largest table: 16 MB in single precision."""
+"""Maximum number of entries of a table: 16 MB in single precision."""
 
 EQUAL_COST_TOLERANCE = 1e-6
-"""Relative difference below which the redistributions of two readers count as equally expensive."""
+"""Relative difference up to which the redistribution costs of two consumers count as equal."""
 
 
 class TooManyCutsError(Exception):
@@ -47,10 +47,14 @@ class TooManyCutsError(Exception):
 
 
 class TableEnd:
-    """The variable at one end of an edge table.
+    """The layouts of a value for the counts of the variable at one end of an edge table.
 
     Args:
-        layout_of: for each of its counts the row or column: the layout of the value.
+        layout_of: for each count of the variable the layout of the value, as an index of the rows
+            or columns of the table.
+
+    Attributes:
+        first_of_layout: for each layout the position of its first count, in order of layouts.
     """
 
     def __init__(self, layout_of: npt.NDArray[np.intp]) -> None:
@@ -58,25 +62,27 @@ class TableEnd:
         self._order = np.argsort(layout_of, kind="stable")
         self.first_of_layout = np.flatnonzero(np.diff(layout_of[self._order], prepend=-1))
 
-    def least(self, costs: Array) -> Array:
+    def least_costs(self, costs: Array) -> Array:
         """Return for each layout the least of the costs of all counts with that layout."""
-        least: Array = np.minimum.reduceat(costs[self._order], self.first_of_layout)
-        return least
+        least_costs: Array = np.minimum.reduceat(costs[self._order], self.first_of_layout)
+        return least_costs
 
 
 @dataclass(frozen=True, eq=False)
 class EdgeTable:
-    """Lower bounds of the redistribution between the source of a value and one reader.
+    """Lower bounds on the seconds of redistributions of a value to one of its consumers.
 
     Args:
-        reader: the variable that reads it, and the input index.
-        variables: the variables of the rows (source) and of the columns (reader).
-        bounds: seconds between layouts.
-        scale: the weight of `bounds`: that of the reader times the number of equal values.
+        consumer: the variable that reads the value, and the input index.
+        variables: the variables of the rows (producer) and of the columns (consumer).
+        table_ends: the layouts at the producer and at the consumer.
+        bounds: seconds from each layout of the producer to each layout of the consumer.
+        scale: factor of `bounds` in the objective: the weights of the consumer and of
+            redistributions, times the number of equal values.
     """
 
     edge: TensorEdge
-    reader: tuple[int, int]
+    consumer: tuple[int, int]
     variables: tuple[int, int]
     table_ends: tuple[TableEnd, TableEnd]
     bounds: LayoutTable
@@ -84,18 +90,19 @@ class EdgeTable:
 
 
 class CountTables:
-    """The tables of a problem.
+    """The cost tables of a problem.
 
     Args:
-        model: on a device matrix of prime axes.
-        weights: of the linear objective.
-        plan: known cuts. Readers of one value share redistributions, so that only a weighted mean
-            of their costs is a lower bound; those with the largest cost in this plan are weighted.
-        on_share: called with the share of the variables and edges that have tables.
+        model: time model on a device matrix of prime axes.
+        weights: weights of the linear objective.
+        plan: the cuts of a plan, by operator. Consumers of one value share redistributions, so
+            that only a weighted mean of their costs is a lower bound; the consumers with the
+            largest cost in this plan have weight.
+        on_share: called with the fraction of the variables and edges that have tables.
 
     Attributes:
-        op_costs: for each variable the costs of all its counts, times the operators that it stands
-            for.
+        op_costs: for each variable the cost of each count, times the operators that the variable
+            stands for.
         edge_tables: tables of two variables.
         constant: cost of edges between fixed layouts.
 
@@ -141,7 +148,7 @@ class CountTables:
         )
         if cut_counts is None:
             raise TooManyCutsError
-        # Of two factors that cut the same dims at most one may be cut.
+        # At most one of two factors that cut the same dims may be cut.
         for pair in variable.op_type.joined:
             is_cut = np.stack([cut_counts[:, factor].any(axis=1) for factor in pair])
             cut_counts = cut_counts[~is_cut.all(axis=0)]
@@ -151,7 +158,8 @@ class CountTables:
         return self._count_axes([cuts.get(factor, ()) for factor in variable.op_type.factors])
 
     def _count_axes(self, axes: Sequence[Sequence[int]]) -> Counts:
-        """Counts with one entry: the number of axes of each group in each element of `axes`."""
+        """Return the number of axes of each group in each element of `axes`, as a single entry of
+        `Counts`."""
         counts = [[len(set(group.axes) & set(each)) for group in self.axis_groups] for each in axes]
         return np.array(counts, dtype=np.int64).reshape(1, len(axes), len(self.axis_groups))
 
@@ -164,7 +172,7 @@ class CountTables:
         parameter_keys = tuple((v.itemsize, v.stored_dtype, v.requires_grad) for v in parameters)
         ids = id(variable.work), id(variable.op_type), variable.differentiable
         key = (
-            "alone",
+            "operator",
             *ids,
             variable.own_parameters,
             parameter_keys,
@@ -180,7 +188,7 @@ class CountTables:
 
     def _computation_costs(self, variable: OpVariable, cut_counts: Counts) -> Array:
         op_type, rule, weights = variable.op_type, variable.rule, self.weights
-        distinct_counts, row_of = _distinct(num_shards_of(self.axis_groups, cut_counts))
+        distinct_counts, row_of = _distinct_rows(num_shards_of(self.axis_groups, cut_counts))
         shard_counts = [
             dict(zip(op_type.factors, map(int, row), strict=True)) for row in distinct_counts
         ]
@@ -188,27 +196,29 @@ class CountTables:
         costs: Array = (seconds @ [weights.forward, weights.backward])[row_of]
         if rule is None or rule.reductions is no_reductions:
             return costs
-        for number, (counts, row) in enumerate(zip(cut_counts, row_of, strict=True)):
+        for count_index, (counts, row) in enumerate(zip(cut_counts, row_of, strict=True)):
             for reduction in rule.reductions(variable.op, shard_counts[row]):
                 factors = [
                     op_type.factors.index(f) for f in reduction.factors if f in op_type.factors
                 ]
+                # Any axes of the groups: the time of a collective depends on sizes and links only.
                 axes = pick_axes(self.axis_groups, counts[factors].sum(0))
-                inside = self.model.inner_collective(
+                collective_seconds = self.model.inner_collective(
                     reduction, axes, variable.differentiable, tuple(seconds[row])
                 )
-                costs[number] += weights.redistributions * sum(inside)
+                costs[count_index] += weights.redistributions * sum(collective_seconds)
         return costs
 
     def _parameter_costs(self, variable: OpVariable, input_index: int, cut_counts: Counts) -> Array:
-        """Costs of a parameter that only this operator reads, stored as it is read."""
+        """Return the costs of a parameter that only this operator reads, stored as it is read."""
         value, weights = variable.op.inputs[input_index], self.weights
-        layouts = self._layouts(variable, 0, input_index, cut_counts)
-        shards, partial_counts = layouts[:, :-1].sum(1), layouts[:, -1]
+        layouts = self._layouts(variable, False, input_index, cut_counts)
+        shard_counts, partial_counts = layouts[:, :-1].sum(1), layouts[:, -1]
         uses = np.stack(
-            [shards, partial_counts if variable.differentiable else 0 * partial_counts], axis=1
+            [shard_counts, partial_counts if variable.differentiable else 0 * partial_counts],
+            axis=1,
         )
-        distinct_uses, row_of = _distinct(uses)
+        distinct_uses, row_of = _distinct_rows(uses)
         costs = []
         for shard_axes, partial_axes in distinct_uses:
             num_shards = int(num_shards_of(self.axis_groups, shard_axes))
@@ -237,120 +247,130 @@ class CountTables:
     # Redistributions between operators.
 
     def _layouts(
-        self, variable: OpVariable, side: int, tensor_index: int, cut_counts: Counts
+        self, variable: OpVariable, is_output: bool, tensor_index: int, cut_counts: Counts
     ) -> Counts:
-        """The layouts of a tensor for all counts of its operator, (counts, dim, axis group).
+        """Return the layouts of a tensor for all counts of its operator.
 
-        One more dim, the last, has the axes over which an output is partial, or the gradient of an
-        input.
+        Returns:
+            Counts of shape (count of the operator, dim + 1, axis group). The last dim counts the
+            axes over which an output is partial, or the gradient of an input.
         """
         op_type, rule = variable.op_type, variable.rule
-        value = (variable.op.inputs, variable.op.outputs)[side][tensor_index]
-        dims = (op_type.input_dims, op_type.output_dims)[side]
-        complete = rule.complete if rule is not None and side == 1 else frozenset[str]()
+        value = (variable.op.inputs, variable.op.outputs)[is_output][tensor_index]
+        dims = (op_type.input_dims, op_type.output_dims)[is_output]
+        complete = rule.complete if rule is not None and is_output else frozenset[str]()
         layouts = np.zeros(
             (len(cut_counts), len(value.shape) + 1, len(self.axis_groups)), dtype=np.int64
         )
-        for number, factor in enumerate(op_type.factors):
-            dim = dims[number][tensor_index]
+        for factor_index, factor in enumerate(op_type.factors):
+            dim = dims[factor_index][tensor_index]
             if dim != NO_CUT or factor not in complete:
-                layouts[:, dim] += cut_counts[:, number]  # `NO_CUT` is -1, the last dim.
+                layouts[:, dim] += cut_counts[:, factor_index]  # `NO_CUT` is -1, the last dim.
         return layouts
 
-    def _source_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Counts:
-        """The layouts of a value for all counts of its source."""
-        if edge.source_variable is None:
+    def _producer_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Counts:
+        """Return the layouts of a value for all counts of its producer."""
+        if edge.producer_variable is None:
             axes = edge.fixed_axes or ((),) * len(edge.value.shape)
             return self._count_axes((*axes, ()))
-        assert edge.source is not None
-        number, output_index = edge.source
-        return self._layouts(self.problem.variables[number], 1, output_index, cut_counts[number])
+        assert edge.producer is not None
+        index, output_index = edge.producer
+        return self._layouts(self.problem.variables[index], True, output_index, cut_counts[index])
 
-    def _reader_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Iterator[Counts]:
-        """The layouts of a value for all counts of each reader, and those in which it returns."""
-        for number, input_index in edge.readers:
-            yield self._layouts(self.problem.variables[number], 0, input_index, cut_counts[number])
+    def _consumer_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Iterator[Counts]:
+        """Yield the layouts of a value for all counts of each consumer, then the layout in which
+        the model returns it, if it does."""
+        for index, input_index in edge.consumers:
+            yield self._layouts(
+                self.problem.variables[index], False, input_index, cut_counts[index]
+            )
         if edge.returned:
             yield self._count_axes([()] * (len(edge.value.shape) + 1))
 
     def _add_edge(self, edge: TensorEdge) -> None:
-        sources, source_of = _distinct(self._source_layouts(edge, self._cut_counts))
-        plan_source = self._source_layouts(edge, self._plan_counts)
+        sources, source_of = _distinct_rows(self._producer_layouts(edge, self._cut_counts))
+        plan_source = self._producer_layouts(edge, self._plan_counts)
         plan_costs = [
-            float(self._lower_bounds(edge, plan_source, reads)[0, 0])
-            for reads in self._reader_layouts(edge, self._plan_counts)
+            float(self._lower_bounds(edge, plan_source, targets)[0, 0])
+            for targets in self._consumer_layouts(edge, self._plan_counts)
         ]
-        for number, (cut_counts, reader_weight) in enumerate(
+        for consumer_index, (layouts, consumer_weight) in enumerate(
             zip(
-                self._reader_layouts(edge, self._cut_counts),
-                _reader_weights(plan_costs),
+                self._consumer_layouts(edge, self._cut_counts),
+                _consumer_weights(plan_costs),
                 strict=True,
             )
         ):
-            reads, read_of = _distinct(cut_counts)
-            scale = reader_weight * edge.count * self.weights.redistributions
-            table = self._lower_bounds(edge, sources, reads)
+            targets, target_of = _distinct_rows(layouts)
+            scale = consumer_weight * edge.count * self.weights.redistributions
+            table = self._lower_bounds(edge, sources, targets)
+            # Without a table the edge is free, and need not connect its variables.
             if not scale or not table.any():
                 continue
-            reader = edge.readers[number] if number < len(edge.readers) else None
-            if edge.source_variable is not None and reader is not None:
-                table_ends = TableEnd(source_of), TableEnd(read_of)
-                variables = edge.source_variable, reader[0]
+            is_returned = consumer_index == len(edge.consumers)
+            consumer = None if is_returned else edge.consumers[consumer_index]
+            if edge.producer_variable is not None and consumer is not None:
+                table_ends = TableEnd(source_of), TableEnd(target_of)
+                variables = edge.producer_variable, consumer[0]
                 self.edge_tables.append(
-                    EdgeTable(edge, reader, variables, table_ends, table, scale)
+                    EdgeTable(edge, consumer, variables, table_ends, table, scale)
                 )
-            elif reader is not None:
-                self.op_costs[reader[0]] = self.op_costs[reader[0]] + scale * table[0][read_of]
-            elif edge.source_variable is not None:
-                self.op_costs[edge.source_variable] = (
-                    self.op_costs[edge.source_variable] + scale * table[:, 0][source_of]
+            elif consumer is not None:
+                self.op_costs[consumer[0]] = (
+                    self.op_costs[consumer[0]] + scale * table[0][target_of]
+                )
+            elif edge.producer_variable is not None:
+                self.op_costs[edge.producer_variable] = (
+                    self.op_costs[edge.producer_variable] + scale * table[:, 0][source_of]
                 )
             else:
                 self.constant += scale * float(table[0, 0])
 
     def _add_shared_parameter(self, edge: TensorEdge) -> None:
-        """Distribute the cost of a parameter that several operators read over these.
+        """Add the cost of a parameter that several operators read to the costs of these operators.
 
-        It is stored in one of the layouts in which it is read, or replicated. Each reader is
-        charged its share of the least cost over all of them, which is no more than the true cost.
+        It is stored in one of the layouts in which it is read, or replicated. Each consumer is
+        charged its weight times the least cost over these layouts, at most the true cost in total.
         """
-        reads = [
-            _distinct(cut_counts) for cut_counts in self._reader_layouts(edge, self._cut_counts)
+        layouts_of_consumers = [
+            _distinct_rows(layouts) for layouts in self._consumer_layouts(edge, self._cut_counts)
         ]
-        all_layouts = np.concatenate([layouts for layouts, _ in reads])
+        all_layouts = np.concatenate([layouts for layouts, _ in layouts_of_consumers])
         all_layouts[:, -1] = 0
-        storage_layouts, _ = _distinct(np.concatenate([all_layouts, 0 * all_layouts[:1]]))
+        storage_layouts, _ = _distinct_rows(np.concatenate([all_layouts, 0 * all_layouts[:1]]))
         num_shards = num_shards_of(self.axis_groups, storage_layouts[:, :-1].sum(1))
-        # A parameter may be stored as one of its readers reads it or replicated; other layouts
+        # A parameter may be stored as one of its consumers reads it or replicated; other layouts
         # would only add redistributions.
         storage_costs = np.array(
-            [self._parameter_byte_cost(edge.value, int(number)) for number in num_shards]
+            [self._parameter_byte_cost(edge.value, int(shards)) for shards in num_shards]
         )
-        plan_reads = list(self._reader_layouts(edge, self._plan_counts))
+        plan_layouts = list(self._consumer_layouts(edge, self._plan_counts))
         plan_costs = [
-            float(self._lower_bounds(edge, storage_layouts, read).min()) for read in plan_reads
+            float(self._lower_bounds(edge, storage_layouts, layouts).min())
+            for layouts in plan_layouts
         ]
-        for (number, _), (read, row_of), reader_weight in zip(
-            edge.readers, reads, _reader_weights(plan_costs), strict=True
+        for (variable, _), (layouts, row_of), consumer_weight in zip(
+            edge.consumers, layouts_of_consumers, _consumer_weights(plan_costs), strict=True
         ):
             weight = self.weights.gradients * self.model.parameter_weight
-            seconds = weight * self._lower_bounds(edge, storage_layouts, read)
-            least = (storage_costs[:, None] + seconds).min(axis=0)
-            self.op_costs[number] = (
-                self.op_costs[number] + edge.count * reader_weight * least[row_of]
+            seconds = weight * self._lower_bounds(edge, storage_layouts, layouts)
+            least_costs = (storage_costs[:, None] + seconds).min(axis=0)
+            self.op_costs[variable] = (
+                self.op_costs[variable] + edge.count * consumer_weight * least_costs[row_of]
             )
 
-    def _lower_bounds(self, edge: TensorEdge, sources: Counts, reads: Counts) -> LayoutTable:
-        if len(sources) * len(reads) > MAX_TABLE_ENTRIES:
+    def _lower_bounds(self, edge: TensorEdge, sources: Counts, targets: Counts) -> LayoutTable:
+        if len(sources) * len(targets) > MAX_TABLE_ENTRIES:
             raise TooManyCutsError
         num_bytes = edge.value.numel * edge.value.itemsize
-        return self._bound.between(sources, reads, num_bytes, edge.differentiable)
+        return self._bound.between(sources, targets, num_bytes, edge.differentiable)
 
 
-def _distinct(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
-    """Distinct entries along the first dimension, and the index of each entry's own.
+def _distinct_rows(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
+    """Return the distinct entries along the first dimension, and for each entry the index of the
+    distinct one.
 
-    As `np.unique(rows, axis=0)`, but without its sort of whole rows; entries are small integers.
+    Faster than `np.unique(rows, axis=0)`, which sorts whole rows; the entries are small integers.
     """
     flat = rows.reshape(len(rows), -1)
     codes = np.zeros(len(rows), dtype=np.int64)
@@ -361,8 +381,9 @@ def _distinct(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
     return rows[first], row_of.reshape(-1)
 
 
-def _reader_weights(costs: Sequence[float]) -> list[float]:
-    """The weight of each reader: equal for all with the largest cost, else 0; the sum is 1."""
+def _consumer_weights(costs: Sequence[float]) -> list[float]:
+    """Return the weight of each consumer: equal for all with the largest cost, 0 for the others;
+    the sum is 1."""
     highest = max(costs, default=0.0)
     is_highest = [each >= highest * (1 - EQUAL_COST_TOLERANCE) for each in costs]
     return [float(each) / sum(is_highest) for each in is_highest]

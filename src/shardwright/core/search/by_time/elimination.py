@@ -3,9 +3,9 @@
 Each table (*factor*) has the costs of all combinations of choices of a few variables. To eliminate
 a variable, the tables that contain it are added and replaced by their minimum over it; at the end
 the choices are read back in reverse order (Dechter, "Bucket elimination", 1999). The time grows
-with the largest table on the way, which depends on the connections between variables rather than on
-their number. The order of elimination is min-fill: next the variable whose elimination connects
-the fewest pairs of neighbors anew.
+with the largest intermediate table, which depends on the connections between variables rather than
+on their number. The order of elimination is min-fill: the next variable is the one whose
+elimination connects the fewest pairs of neighbors that are not connected yet.
 
 >>> import numpy as np
 >>> differ = np.array([[5.0, 0.0], [0.0, 5.0]])
@@ -25,18 +25,19 @@ import numpy.typing as npt
 
 Table = npt.NDArray[np.float64]
 Factor = tuple[tuple[int, ...], Table]
-"""Its scope, the variables in ascending order, and a table with a dimension for each of them."""
+"""The scope of a factor (variables in ascending order), and its table with one dimension for each
+of them."""
 
 LARGEST_TABLE = 1 << 22
-"""Elements of the largest table: 32 MB in double precision."""
+"""Maximum number of elements of a table: 32 MB in double precision."""
 
 
 def factor_between(row: int | None, column: int | None, table: Table) -> Factor:
     """Return a table of two variables as a factor.
 
     Args:
-        row, column: the variables that choose a row and a column; None if there is only one. If
-            both are the same variable, the diagonal counts.
+        row, column: the variables that choose a row and a column; None for a table with a single
+            row or column. If both are the same variable, only the diagonal remains.
     """
     if row is None or column is None:
         scope = tuple(variable for variable in (row, column) if variable is not None)
@@ -48,7 +49,7 @@ def factor_between(row: int | None, column: int | None, table: Table) -> Factor:
 
 @dataclass(frozen=True)
 class Minimum:
-    """The least cost and the choice of each variable; of equal choices the first."""
+    """The least cost and the choice of each variable; ties go to the first choice."""
 
     cost: float
     choices: tuple[int, ...]
@@ -67,8 +68,8 @@ def minimum(sizes: Sequence[int], factors: Iterable[Factor], limit: int = LARGES
 
     Args:
         sizes: the number of choices of each variable.
-        factors: tables; a variable in none of them takes its first choice.
-        limit: elements of the largest table.
+        factors: tables to add; a variable without a table takes its first choice.
+        limit: maximum number of elements of a table.
 
     Raises:
         TooWideError: if a table with more elements would be needed.
@@ -83,20 +84,25 @@ class _Step:
     """The elimination of one variable.
 
     Args:
-        reads: the numbers of the tables that contain it, each with its shape for broadcasting; the
-            smallest first, so that few additions have the full shape.
+        addends: the indices of the tables that contain it, each with its shape for broadcasting;
+            the smallest first, so that few additions have the full shape.
         axis: the dimension of their sum that belongs to the variable.
-        rest: the other variables of the sum, in order.
+        other_variables: the other variables of the sum, in order.
     """
 
     variable: int
-    reads: tuple[tuple[int, tuple[int, ...]], ...]
+    addends: tuple[tuple[int, tuple[int, ...]], ...]
     axis: int
-    rest: tuple[int, ...]
+    other_variables: tuple[int, ...]
 
 
 class Elimination:
-    """The steps of `minimum` for given scopes, which serve tables with any contents.
+    """The elimination steps for given scopes, reusable for tables with any contents.
+
+    Args:
+        sizes: the number of choices of each variable.
+        scopes: the variables of each table.
+        limit: maximum number of elements of a table.
 
     Raises:
         TooWideError: if a table with more elements than `limit` would be needed.
@@ -111,26 +117,28 @@ class Elimination:
         for position, variable in enumerate(self._order):
             self._position[variable] = position
         buckets: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in sizes]
-        self._constants = [number for number, scope in enumerate(scopes) if not scope]
-        for number, scope in enumerate(scopes):
-            self._add_to_bucket(buckets, number, scope)
+        # Tables without variables, given or left after the last variable of a component.
+        self._constants = [table for table, scope in enumerate(scopes) if not scope]
+        for table, scope in enumerate(scopes):
+            self._add_to_bucket(buckets, table, scope)
         self._steps: list[_Step] = []
         num_tables = len(scopes)
         for position, variable in enumerate(self._order):
             if buckets[position]:
                 step = self._step(variable, buckets[position], limit)
                 self._steps.append(step)
-                if not step.rest:
+                if not step.other_variables:
                     self._constants.append(num_tables)
-                self._add_to_bucket(buckets, num_tables, step.rest)
+                # The minimum over the variable is a new table, with the next index.
+                self._add_to_bucket(buckets, num_tables, step.other_variables)
                 num_tables += 1
 
     def _add_to_bucket(
-        self, buckets: list[list[tuple[int, tuple[int, ...]]]], number: int, scope: tuple[int, ...]
+        self, buckets: list[list[tuple[int, tuple[int, ...]]]], table: int, scope: tuple[int, ...]
     ) -> None:
-        """Add a table to the bucket of the first of its variables to be eliminated."""
+        """Add the index of a table to the bucket of its variable that is eliminated first."""
         if scope:
-            buckets[min(self._position[v] for v in scope)].append((number, scope))
+            buckets[min(self._position[v] for v in scope)].append((table, scope))
 
     def _step(self, variable: int, bucket: list[tuple[int, tuple[int, ...]]], limit: int) -> _Step:
         sizes = self._sizes
@@ -140,39 +148,44 @@ class Elimination:
         if len(bucket) > 1 and elements > limit:
             raise TooWideError(elements, limit)
         bucket = sorted(bucket, key=lambda entry: prod(sizes[v] for v in entry[1]))
-        reads = tuple(
-            (number, tuple(sizes[v] if v in variables else 1 for v in scope))
-            for number, variables in bucket
+        addends = tuple(
+            (table, tuple(sizes[v] if v in variables else 1 for v in scope))
+            for table, variables in bucket
         )
         axis = scope.index(variable)
-        return _Step(variable, reads, axis, scope[:axis] + scope[axis + 1 :])
+        return _Step(variable, addends, axis, scope[:axis] + scope[axis + 1 :])
 
     def minimum(self, tables: Sequence[Table]) -> Minimum:
-        """Return the choices with the least sum.
+        """Return the choices with the least sum of `tables`.
 
         Args:
-            tables: of the factors, in the order of the scopes.
+            tables: one table for each scope, in the same order.
         """
         all_tables = list(tables)
         best_choices: list[npt.NDArray[np.intp]] = []
         for step in self._steps:
-            total = all_tables[step.reads[0][0]].reshape(step.reads[0][1])
-            for number, shape in step.reads[1:]:
-                total = total + all_tables[number].reshape(shape)
+            table, shape = step.addends[0]
+            total = all_tables[table].reshape(shape)
+            for table, shape in step.addends[1:]:
+                total = total + all_tables[table].reshape(shape)
+            # `argmin` returns the first of equal costs, so that plans are the same in every run.
             best_choices.append(total.argmin(axis=step.axis))
             all_tables.append(np.minimum.reduce(total, axis=step.axis))
         choices = [0] * len(self._sizes)
         # Backwards: the best choice of a variable depends on those eliminated after it.
         for step, best in zip(reversed(self._steps), reversed(best_choices), strict=True):
-            choices[step.variable] = int(best[tuple(choices[v] for v in step.rest)])
-        return Minimum(sum(float(all_tables[number]) for number in self._constants), tuple(choices))
+            choices[step.variable] = int(best[tuple(choices[v] for v in step.other_variables)])
+        return Minimum(sum(float(all_tables[table]) for table in self._constants), tuple(choices))
 
 
 def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]:
-    """Return the min-fill order: next the variable whose neighbors lack the fewest connections.
+    """Return the min-fill order: the next variable is the one whose neighbors lack the fewest
+    connections.
+
+    Ties go to the smallest table over the neighbors, then to the first variable.
 
     Args:
-        sizes: the number of choices of each variable; ties go to the smaller table.
+        sizes: the number of choices of each variable.
         scopes: the variables of each factor.
     """
     count = len(sizes)
@@ -190,7 +203,7 @@ def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]
             for i, neighbor in enumerate(adjacent)
             for other in adjacent[i + 1 :]
         )
-        # The number of the variable breaks ties, so that plans are the same in every run.
+        # The variable's index breaks ties, so that plans are the same in every run.
         return fill, prod(sizes[v] for v in adjacent), variable
 
     keys = [key(variable) for variable in range(count)]
@@ -208,7 +221,7 @@ def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]
         is_eliminated[variable] = True
         order.append(variable)
         adjacent = neighbors[variable]
-        touched = set(adjacent)
+        changed = set(adjacent)
         for neighbor in adjacent:
             neighbors[neighbor].discard(variable)
         for neighbor in adjacent:
@@ -216,8 +229,8 @@ def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]
             if missing:
                 neighbors[neighbor] |= missing
                 # New connections between neighbors can also change the fill of their neighbors.
-                touched.update(neighbors[neighbor])
-        for neighbor in touched:
+                changed.update(neighbors[neighbor])
+        for neighbor in changed:
             if not is_eliminated[neighbor]:
                 keys[neighbor] = key(neighbor)
                 heappush(heap, keys[neighbor])

@@ -1,11 +1,13 @@
 """Joint search over all operators and axes, with a lower bound of the objective.
 
-Variable elimination as on one axis, but a choice is one combination of cuts on all axes. Tables of
-two operators cannot express that readers of a value share redistributions. So each of n readers is
-charged 1/n of its redistribution, which is at most what they cost together. The least sum is hence
-a *lower bound* for all plans; where its cuts cost as much, they are optimal. For small models and
-few devices: where tables become too large, the result is the best of the other searches with the
-bound of `certificate`.
+The search is a variable elimination as on one axis, but each choice is a combination of cuts on all
+axes. Tables of two operators cannot express that consumers of a value share redistributions. So
+each of n consumers is charged 1/n of its redistribution; the sum of these is at most the cost of
+the shared redistributions. The least sum of all tables is hence a *lower bound* for all plans, and
+cuts that cost no more are optimal.
+
+This works for small models and few devices. Where tables become too large, the result is the best
+of the other searches with the bound of `certificate`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ from shardwright.core.search.by_time.local_search import local_search
 from shardwright.core.search.by_time.log_costs import log_costs
 from shardwright.core.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.core.search.by_time.problem import OpVariable, SearchProblem, TensorEdge
-from shardwright.core.search.by_time.search import GAIN, ROUNDS, cuts_of_graph, timed_search
+from shardwright.core.search.by_time.search import (
+    MAX_ROUNDS,
+    MIN_GAIN,
+    cuts_of_graph,
+    timed_search,
+)
 from shardwright.core.search.indexed_graph import NO_CUT
 from shardwright.core.search.nearby_cuts import axes_of_factors
 from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchRequest
@@ -44,16 +51,17 @@ from shardwright.progress import OnShare, subrange, track
 logger = logging.getLogger("shardwright.search")
 
 MAX_CUTS_PER_OPERATOR = 512
-"""The largest number of combinations of cuts of one operator."""
+"""Maximum number of combinations of cuts of one operator."""
 
 MAX_REDISTRIBUTIONS = 1 << 14
-"""The largest number of pairs of layouts to search redistribution steps for."""
+"""Maximum number of pairs of layouts between which redistribution steps are searched for."""
 
 LARGEST_TABLE = 1 << 26
+"""Maximum number of elements of a table of the elimination: 512 MB in double precision."""
 
 
 class TablesTooLargeError(Exception):
-    """The tables of all operators together would be too large."""
+    """The joint search would need more cuts, redistributions or table elements than its limits."""
 
 
 def search_exactly(request: SearchRequest) -> CertifiedCuts:
@@ -65,9 +73,7 @@ def search_exactly(request: SearchRequest) -> CertifiedCuts:
     """
     search = timed_search(request)
     graph, bound = request.graph, 0.0
-    search_part, joint_part, bound_part = (
-        subrange(request.on_share, number, 3) for number in range(3)
-    )
+    search_part, joint_part, bound_part = (subrange(request.on_share, part, 3) for part in range(3))
     # The heuristic plan first: it is the result if the tables are too large.
     plans = [cuts_of_graph(graph, search.problem, search.best(search_part))]
     unfolded_search = timed_search(request, fold=False)
@@ -75,13 +81,16 @@ def search_exactly(request: SearchRequest) -> CertifiedCuts:
         tables = _JointTables(
             unfolded_search.problem, unfolded_search.model, unfolded_search.objective
         )
-        for number, exposed_share in enumerate(unfolded_search.exposed_shares):
+        for share_index, exposed_share in enumerate(unfolded_search.exposed_shares):
             weights = unfolded_search.weights(exposed_share)
             cuts, least_sum = tables.solve(
-                weights, subrange(joint_part, number, len(unfolded_search.exposed_shares))
+                weights, subrange(joint_part, share_index, len(unfolded_search.exposed_shares))
             )
             bound = max(bound, least_sum)
-            local_search(unfolded_search.objective, cuts, unfolded_search.total, ROUNDS, GAIN)
+            # The cuts minimize a lower bound; shared redistributions may make others cheaper.
+            local_search(
+                unfolded_search.objective, cuts, unfolded_search.total, MAX_ROUNDS, MIN_GAIN
+            )
             plans.append(cuts_of_graph(graph, unfolded_search.problem, cuts))
     except TablesTooLargeError as reason:
         logger.info("mode='exact' stops early: %s", reason)
@@ -110,14 +119,21 @@ class ExactSearch(SearchMode):
 
 
 class _JointTables:
-    """Cost tables in which a choice is the cuts of an operator over all axes."""
+    """Cost tables whose choices are the cuts of an operator over all axes.
+
+    Attributes:
+        all_cuts: for each variable all valid combinations of cuts.
+    """
 
     def __init__(self, problem: SearchProblem, model: TimeModel, objective: Objective) -> None:
         self.problem, self.model, self.objective = problem, model, objective
         self.all_cuts = [self._enumerate_cuts(variable) for variable in problem.variables]
         max_cuts = max(len(all_cuts) for all_cuts in self.all_cuts)
         if max_cuts > MAX_CUTS_PER_OPERATOR:
-            raise TablesTooLargeError(f"an operator has {max_cuts:,} combinations of cuts")
+            raise TablesTooLargeError(
+                f"an operator has {max_cuts:,} combinations of cuts, above the limit of"
+                f" {MAX_CUTS_PER_OPERATOR:,}"
+            )
         self._redistributions: dict[object, ObjectiveCost] = {}
 
     def solve(self, weights: Weights, on_share: OnShare) -> tuple[list[Cuts], float]:
@@ -141,20 +157,20 @@ class _JointTables:
             factors += self._edge_tables(edge, weights)
         for n, variable in enumerate(self.problem.variables):
             if not variable.differentiable and variable.pinned is None:
-                # Replicate operators without gradients (masks, positions), so that their readers
+                # Replicate operators without gradients (masks, positions), so that their consumers
                 # need no redistributions. Lower the bound by what their best cuts would save.
                 table = factors[n][1]
                 slack += float(table[-1] - table.min())
                 factors.append(((n,), np.array([np.inf] * (sizes[n] - 1) + [0.0])))
         try:
-            least = minimum(sizes, factors, limit=LARGEST_TABLE)
+            solution = minimum(sizes, factors, limit=LARGEST_TABLE)
         except TooWideError as error:
             raise TablesTooLargeError(f"the operators are too densely connected: {error}") from None
-        cuts = [all_cuts[c] for all_cuts, c in zip(self.all_cuts, least.choices, strict=True)]
-        return cuts, least.cost - slack
+        cuts = [all_cuts[c] for all_cuts, c in zip(self.all_cuts, solution.choices, strict=True)]
+        return cuts, solution.cost - slack
 
     def _enumerate_cuts(self, variable: OpVariable) -> list[Cuts]:
-        """All valid combinations of cuts; the last is no cut."""
+        """Return all valid combinations of cuts; the last is no cut."""
         if variable.pinned is not None:
             return [variable.pinned]
         matrix = self.model.mesh.device_matrix
@@ -175,30 +191,30 @@ class _JointTables:
         return variable.count * weights.of(self.objective.operator(variable, cuts))
 
     def _edge_tables(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
-        """A table for the source and each reader, with the reader's share of redistributions."""
+        """Return a table for the producer and each consumer, with its share of redistributions."""
         if edge.is_shared_parameter:
             return []
         mesh, ndim = self.model.mesh, len(edge.value.shape)
-        source_variable = edge.source_variable
+        producer = edge.producer_variable
         sources = [
-            self.objective.source_layout(edge, cuts)
-            for cuts in (self.all_cuts[source_variable] if source_variable is not None else [{}])
+            self.objective.initial_layout(edge, cuts)
+            for cuts in (self.all_cuts[producer] if producer is not None else [{}])
         ]
-        readers: list[tuple[int | None, list[TensorLayout]]] = []
-        for n, input_index in edge.readers:
+        consumers: list[tuple[int | None, list[TensorLayout]]] = []
+        for n, input_index in edge.consumers:
             variable = self.problem.variables[n]
             layouts = [self.objective.layouts(variable, cuts) for cuts in self.all_cuts[n]]
-            readers.append((n, [inputs[input_index] for inputs, _ in layouts]))
+            consumers.append((n, [inputs[input_index] for inputs, _ in layouts]))
         if edge.returned:
-            readers.append((None, [mesh.replicated(ndim)]))
-        # A table for two operators cannot know what other readers read: 1/n of each is at most what
-        # they cost together.
-        share = edge.count / len(readers)
+            consumers.append((None, [mesh.replicated(ndim)]))
+        # A table for two operators cannot know what other consumers read: the sum of 1/n of each
+        # redistribution is at most the cost of all.
+        share = edge.count / len(consumers)
         factors = []
-        for reader, targets in readers:
+        for consumer, targets in consumers:
             table = share * self._redistribution_table(edge, sources, targets, weights)
             if table.any():
-                factors.append(factor_between(source_variable, reader, table))
+                factors.append(factor_between(producer, consumer, table))
         return factors
 
     def _redistribution_table(
@@ -214,13 +230,14 @@ class _JointTables:
                 f"more than {MAX_REDISTRIBUTIONS:,} redistributions to search for"
             )
         costs = np.array(
-            [[weights.of(self._redistribution(edge, a, b)) for b in columns] for a in rows]
+            [[weights.of(self._redistribution_cost(edge, a, b)) for b in columns] for a in rows]
         )
+        # Many cuts give a tensor the same layout, so costs are computed for distinct layouts only.
         row_of = {layout: i for i, layout in enumerate(rows)}
         column_of = {layout: i for i, layout in enumerate(columns)}
         return costs[np.ix_([row_of[a] for a in sources], [column_of[b] for b in targets])]
 
-    def _redistribution(
+    def _redistribution_cost(
         self, edge: TensorEdge, source: TensorLayout, target: TensorLayout
     ) -> ObjectiveCost:
         value = edge.value

@@ -23,131 +23,144 @@ from shardwright.core.search.nearby_cuts import (
 from shardwright.progress import OnShare, ignore_share
 
 MAX_NEW_PRICES = 250
-"""The number of redistributions between new pairs of layouts that may be searched for: that takes
-nearly all of a sweep's time."""
+"""Maximum number of edges with new layouts whose redistribution steps are searched for, which takes
+nearly all of the time of a sweep."""
 
 MIN_COMMUNICATION_SHARE = 1e-4
-"""Operators are skipped if redistributions at their inputs and outputs take less of the step."""
+"""Minimum share of the total that redistributions at an operator's inputs and outputs take for its
+cuts to be changed."""
 
 
 def local_search(
     objective: Objective,
     cuts: list[Cuts],
     total: Total,
-    rounds: int,
-    gain: float,
+    max_rounds: int,
+    min_gain: float,
     on_share: OnShare = ignore_share,
 ) -> None:
     """Change `cuts` in place, operator by operator, as long as the total decreases.
 
     Args:
-        total: the number to minimize.
-        rounds: how often all operators are visited at most.
-        gain: relative decrease below which a change is rejected.
-        on_share: called with the share of the visits or of `MAX_NEW_PRICES`, whichever is larger.
+        total: the function to minimize, from the terms of the cost to seconds.
+        max_rounds: maximum number of visits to all operators.
+        min_gain: minimum decrease of the total for a change to be applied, as a fraction of it.
+        on_share: called with the completed fraction of the visits or of `MAX_NEW_PRICES`, whichever
+            is larger.
     """
     edges = objective.problem.edges_around()
     neighborhoods = [
-        _Neighborhood(objective, number, variable, edges[number])
-        for number, variable in enumerate(objective.problem.variables)
+        _Neighborhood(objective, index, variable, edges[index])
+        for index, variable in enumerate(objective.problem.variables)
         if variable.pinned is None and variable.op_type.factors
     ]
     total_cost = objective.cost(cuts)
     best_total = total(total_cost)
     # Counted from here: prices of earlier steps are cached, and cost nothing more.
     max_priced = objective.num_priced + MAX_NEW_PRICES
-    for round_number in range(rounds):
-        before = best_total
-        # The largest possible gain first, since `MAX_NEW_PRICES` may end the round. That is also
-        # the block that stands for most repeated ones.
-        order = sorted(neighborhoods, key=lambda each: -each.redistributions(cuts))
-        for visited, neighborhood in enumerate(order):
-            visit_share = (round_number + visited / len(order)) / rounds
+    for round_index in range(max_rounds):
+        previous_total = best_total
+        # The largest possible gain first, since `MAX_NEW_PRICES` may end the round. Blocks that
+        # stand for many repeated ones come first, too.
+        order = sorted(neighborhoods, key=lambda each: -each.redistribution_seconds(cuts))
+        for num_visited, neighborhood in enumerate(order):
+            visit_share = (round_index + num_visited / len(order)) / max_rounds
             price_share = min(1.0, 1 - (max_priced - objective.num_priced) / MAX_NEW_PRICES)
             on_share(max(visit_share, price_share))
-            if neighborhood.redistributions(cuts) <= MIN_COMMUNICATION_SHARE * best_total:
+            if neighborhood.redistribution_seconds(cuts) <= MIN_COMMUNICATION_SHARE * best_total:
                 continue
             if objective.num_priced > max_priced:
                 return
-            number = neighborhood.number
-            base = total_cost.plus(neighborhood.cost(cuts), -1)
+            index = neighborhood.index
+            other_cost = total_cost.plus(neighborhood.cost(cuts), -1)
             # A list, since `cuts` changes in the loop.
-            for changed_cuts in list(neighborhood.nearby_cuts(cuts)):
-                previous, cuts[number] = cuts[number], changed_cuts
-                new_cost = neighborhood.add_edges(base, cuts, total, best_total * (1 - gain))
+            for new_cuts in list(neighborhood.nearby_cuts(cuts)):
+                previous_cuts, cuts[index] = cuts[index], new_cuts
+                bound = best_total * (1 - min_gain)
+                new_cost = neighborhood.cost_with_others(other_cost, cuts, total, bound)
                 if new_cost is not None:
                     total_cost, best_total = new_cost, total(new_cost)
                 else:
-                    cuts[number] = previous
-        if best_total >= before * (1 - gain):
+                    cuts[index] = previous_cuts
+        if best_total >= previous_total * (1 - min_gain):
             return
 
 
 @dataclass(frozen=True)
 class _Neighborhood:
-    """One operator with the values that it computes and reads."""
+    """One operator with the values that it computes and reads.
+
+    Args:
+        index: index of the variable.
+        edges: the edges that have an end at the variable.
+    """
 
     objective: Objective
-    number: int
+    index: int
     variable: OpVariable
     edges: list[TensorEdge]
 
     def cost(self, cuts: list[Cuts]) -> ObjectiveCost:
-        """The cost that depends on the cuts of this operator."""
-        cost = self._with_operator(cuts, ObjectiveCost())
+        """Return the cost of the operator and its edges."""
+        cost = self._add_operator(cuts, ObjectiveCost())
         for edge in self.edges:
             cost = cost.plus(self.objective.edge(edge, cuts), edge.count)
         return cost
 
-    def add_edges(
-        self, base: ObjectiveCost, cuts: list[Cuts], total: Total, bound: float
+    def cost_with_others(
+        self, other_cost: ObjectiveCost, cuts: list[Cuts], total: Total, bound: float
     ) -> ObjectiveCost | None:
-        """`base` plus `cost(cuts)`, or None if the total is not below `bound`."""
+        """Return `other_cost` plus `cost(cuts)`, or None if the total is not below `bound`."""
         return self.objective.add_edges(
-            self._with_operator(cuts, base), self.edges, cuts, total, bound
+            self._add_operator(cuts, other_cost), self.edges, cuts, total, bound
         )
 
-    def _with_operator(self, cuts: list[Cuts], base: ObjectiveCost) -> ObjectiveCost:
-        """`base` plus the cost of the operator without its edges."""
-        op_cost = self.objective.operator(self.variable, cuts[self.number])
-        return base.plus(op_cost, self.variable.count)
+    def _add_operator(self, cuts: list[Cuts], cost: ObjectiveCost) -> ObjectiveCost:
+        """Return `cost` plus that of the operator without its edges."""
+        op_cost = self.objective.operator(self.variable, cuts[self.index])
+        return cost.plus(op_cost, self.variable.count)
 
-    def redistributions(self, cuts: list[Cuts]) -> float:
-        """Seconds of redistributions at inputs and outputs: an upper bound of the gain."""
+    def redistribution_seconds(self, cuts: list[Cuts]) -> float:
+        """Return seconds of redistributions at inputs and outputs, an upper bound on the gain."""
         return sum(self.objective.edge(e, cuts).redistributions * e.count for e in self.edges)
 
     def nearby_cuts(self, cuts: list[Cuts]) -> Iterator[Cuts]:
-        """Cuts that match the layout of a neighbor, as far as sizes divide, or change one axis."""
-        nearby, current = self._nearby(cuts), factor_of_axis(cuts[self.number])
-        seen = [current]
+        """Yield cuts of the operator that match the layout of a neighbor or change one axis.
+
+        Axes that sizes are not divisible by are left out.
+        """
+        nearby, current_factors = self._cut_generator(cuts), factor_of_axis(cuts[self.index])
+        yielded = [current_factors]
         for factors in chain(
             nearby.matching_neighbors(),
-            nearby.with_one_axis_changed(current, self._distinct_axes(cuts)),
+            nearby.with_one_axis_changed(current_factors, self._distinct_axes(cuts)),
         ):
-            if factors not in seen:
-                seen.append(factors)
+            if factors not in yielded:
+                yielded.append(factors)
                 # Factors in the order of their axes, as everywhere in this search: caches are keyed
                 # by the items of cuts in order.
                 yield axes_of_factors(factor_of_axis(nearby.divisible(factors)))
 
     def _distinct_axes(self, cuts: list[Cuts]) -> list[int]:
-        """One axis, the last, of each group that is equal for this operator and its neighbors."""
-        model = self.objective.model
-        numbers = {end.variable for edge in self.edges for end in edge.ends()}
-        links = dict(enumerate(model.links.levels))
-        uses: list[Mapping[int, object]] = [links]
-        uses += [factor_of_axis(cuts[number]) for number in sorted(numbers)]
-        return sorted(group[-1] for group in group_equal_axes(model.mesh, uses))
+        """Return the last axis of each group that is equal for the operator and its neighbors.
 
-    def _nearby(self, cuts: list[Cuts]) -> NearbyCuts:
-        """The moves among the layouts of its neighbors."""
+        Axes are equal if they have equal links and cut the same factor of each operator.
+        """
+        model = self.objective.model
+        variables = {end.variable for edge in self.edges for end in edge.ends()}
+        links = dict(enumerate(model.links.levels))
+        properties: list[Mapping[int, object]] = [links]
+        properties += [factor_of_axis(cuts[variable]) for variable in sorted(variables)]
+        return sorted(group[-1] for group in group_equal_axes(model.mesh, properties))
+
+    def _cut_generator(self, cuts: list[Cuts]) -> NearbyCuts:
         shared = [
             SharedTensor(self._dims(own_end), self._layout(other_end, cuts))
             for edge in self.edges
             for other_end in edge.ends()
-            if other_end.variable != self.number
+            if other_end.variable != self.index
             for own_end in edge.ends()
-            if own_end.variable == self.number
+            if own_end.variable == self.index
         ]
         op_type, rule = self.variable.op_type, self.variable.rule
         limits = dict(zip(op_type.factors, op_type.limits, strict=True))
@@ -157,8 +170,9 @@ class _Neighborhood:
     def _dims(self, end: EdgeEnd) -> Dims:
         rule = self.variable.rule
         assert rule is not None
-        return (rule.inputs, rule.outputs)[end.side][end.tensor_index]
+        return (rule.inputs, rule.outputs)[end.is_output][end.tensor_index]
 
     def _layout(self, end: EdgeEnd, cuts: list[Cuts]) -> TensorLayout:
         variable = self.objective.problem.variables[end.variable]
-        return self.objective.layouts(variable, cuts[end.variable])[end.side][end.tensor_index]
+        layouts = self.objective.layouts(variable, cuts[end.variable])
+        return layouts[end.is_output][end.tensor_index]

@@ -23,47 +23,49 @@ def log_costs(
     cuts: Sequence[Cuts],
     weights: Weights,
 ) -> None:
-    """Log the cost of each choice of each main operator, in seconds of a step, all others fixed.
+    """Log the seconds per step of each choice of each main operator, with all others fixed.
 
     Repeated blocks are logged once.
 
     Args:
+        axes: the axes to log.
         cuts: the decided cuts of each variable.
     """
     edges_around = problem.edges_around()
     mesh = objective.model.mesh
-    for number, variable in enumerate(problem.variables):
+    for index, variable in enumerate(problem.variables):
         if not variable.op_type.is_main or variable.pinned is not None:
             continue
-        op_type, current = variable.op_type, factor_of_axis(cuts[number])
+        op_type, current_factors = variable.op_type, factor_of_axis(cuts[index])
         for axis in axes:
             alternatives: list[CutAlternative] = []
             for factor in (*op_type.choices, NO_CUT):
-                other_axes = {a: f for a, f in current.items() if a != axis}
+                other_axes = {a: f for a, f in current_factors.items() if a != axis}
                 on_axis = {} if factor == NO_CUT else {axis: op_type.factors[factor]}
                 new_cuts = axes_of_factors({**other_axes, **on_axis})
                 limits = dict(zip(op_type.factors, op_type.limits, strict=True))
-                # Only choices that the search had.
+                # The search did not have choices that sizes are not divisible by.
                 if any(limits[f] % mesh.size(over) for f, over in new_cuts.items()):
                     continue
-                all_cuts = [*cuts[:number], new_cuts, *cuts[number + 1 :]]
+                all_cuts = [*cuts[:index], new_cuts, *cuts[index + 1 :]]
                 label = (
                     "no_cut" if factor == NO_CUT else op_type.labels[op_type.choices.index(factor)]
                 )
                 redistribution_seconds = sum(
-                    weights.of(objective.edge(edge, all_cuts)) for edge in edges_around[number]
+                    weights.of(objective.edge(edge, all_cuts)) for edge in edges_around[index]
                 )
                 operator_seconds = weights.of(objective.operator(variable, new_cuts))
                 alternatives.append(
                     CutAlternative(factor, label, operator_seconds, redistribution_seconds)
                 )
-            current_factor = current.get(axis)
+            current_factor = current_factors.get(axis)
             chosen = [
                 each
                 for each in alternatives
                 if (None if each.factor == NO_CUT else op_type.factors[each.factor])
                 == current_factor
             ]
+            # A cut factor without a label, such as `ring`, is not among the logged choices.
             if chosen:
                 size = mesh.device_matrix[axis]
                 log_choice(logger.info, variable.op.name, axis, size, alternatives, chosen[0], " s")

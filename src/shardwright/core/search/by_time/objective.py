@@ -19,15 +19,15 @@ from shardwright.core.search.nearby_cuts import OpLayouts, layouts_of
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveCost:
-    """The terms of the objective; of an operator, a value or the whole model.
+    """The terms of the objective (1) of an operator, of a value or of the whole model.
 
     Args:
-        forward, backward: F and W: seconds of computation of a micro-batch.
-        redistributions: R: seconds of redistributing activations and their gradients of a
+        forward, backward: F and W: seconds of computation per micro-batch.
+        redistributions: R: seconds of redistributing activations and their gradients per
             micro-batch.
-        gathers: Ga: seconds of gathering sharded parameters, once a step.
-        gradients: Gr: seconds of reducing gradients and redistributing parameters, once a step.
-        update: U: seconds of the optimizer's update.
+        gathers: Ga: seconds of gathering sharded parameters per step.
+        gradients: Gr: seconds of reducing gradients and redistributing parameters per step.
+        update: U: seconds of the optimizer's update per step.
         parameter_bytes: K: bytes of parameters on one device.
     """
 
@@ -43,6 +43,7 @@ class ObjectiveCost:
         return self.plus(other, 1)
 
     def plus(self, other: ObjectiveCost, times: float) -> ObjectiveCost:
+        """Return the sum of this cost and `times` the other."""
         return ObjectiveCost(
             self.forward + times * other.forward,
             self.backward + times * other.backward,
@@ -56,12 +57,12 @@ class ObjectiveCost:
     def total(
         self, micro_batches: int, parameter_byte_seconds: float, slowdown: float = 0.0
     ) -> float:
-        """Seconds of a step plus the weighted bytes of parameters.
+        """Return the seconds of a step plus the weighted bytes of parameters: T in (1).
 
         Args:
             parameter_byte_seconds: seconds that one byte of parameters counts as.
-            slowdown: share of overlapped communication that counts nevertheless, because it slows
-                down the computation beside it.
+            slowdown: fraction of the overlapped communication that counts as exposed, because it
+                slows down the computation that it overlaps.
         """
         micro_batch_seconds = micro_batches * (self.forward + self.backward + self.redistributions)
         exposed = self.exposed + slowdown * (self.gathers + self.gradients - self.exposed)
@@ -79,7 +80,7 @@ class ObjectiveCost:
 
 
 Total = Callable[[ObjectiveCost], float]
-"""From the terms of a cost to the number that is minimized."""
+"""Returns the seconds to minimize, given the terms of a cost."""
 
 
 class Objective:
@@ -91,26 +92,26 @@ class Objective:
         self._operators: dict[object, ObjectiveCost] = {}
         self._edges: dict[object, ObjectiveCost] = {}
         self._layouts: dict[object, OpLayouts] = {}
-        self._least = RedistributionBound(model.links)
+        self._redistribution_bound = RedistributionBound(model.links)
 
     def cost(self, cuts: Sequence[Cuts]) -> ObjectiveCost:
         """Return the cost of the whole model.
 
         Args:
-            cuts: of each variable.
+            cuts: the cuts of each variable.
         """
-        total = ObjectiveCost()
-        for variable, cut in zip(self.problem.variables, cuts, strict=True):
-            total = total.plus(self.operator(variable, cut), variable.count)
+        cost = ObjectiveCost()
+        for variable, op_cuts in zip(self.problem.variables, cuts, strict=True):
+            cost = cost.plus(self.operator(variable, op_cuts), variable.count)
         for edge in self.problem.edges:
-            total = total.plus(self.edge(edge, cuts), edge.count)
-        return total
+            cost = cost.plus(self.edge(edge, cuts), edge.count)
+        return cost
 
     def cost_below(self, cuts: Sequence[Cuts], total: Total, bound: float) -> ObjectiveCost | None:
         """Return the cost of the whole model, or None if its total is not below `bound`."""
         op_costs = ObjectiveCost()
-        for variable, cut in zip(self.problem.variables, cuts, strict=True):
-            op_costs = op_costs.plus(self.operator(variable, cut), variable.count)
+        for variable, op_cuts in zip(self.problem.variables, cuts, strict=True):
+            op_costs = op_costs.plus(self.operator(variable, op_cuts), variable.count)
         return self.add_edges(op_costs, self.problem.edges, cuts, total, bound)
 
     def add_edges(
@@ -123,9 +124,13 @@ class Objective:
     ) -> ObjectiveCost | None:
         """Return `base` plus the cost of `edges`, or None if the total is not below `bound`.
 
-        Searching for redistribution steps dominates the time of a search. So edges that are not
+        Searching for redistribution steps takes most of the time of a search. So edges that are not
         cached start at their lower bound, and are priced one by one, the largest bound first, until
         the total reaches `bound`.
+
+        Args:
+            total: the function to minimize.
+            bound: seconds that the total must be below.
         """
         # A bound above the best total discards a candidate without pricing any of its edges.
         unpriced: list[tuple[float, TensorEdge]] = []
@@ -135,17 +140,17 @@ class Objective:
                 base = base.plus(cost, edge.count)
             else:
                 unpriced.append((edge.count * cost.redistributions, edge))
-        remaining = sum(least for least, _ in unpriced)
-        # The largest bound first: its price is most likely to exceed what is left.
-        for least, edge in sorted(unpriced, key=lambda each: -each[0]):
-            if total(base.plus(ObjectiveCost(redistributions=remaining), 1)) >= bound:
+        unpriced_seconds = sum(edge_bound for edge_bound, _ in unpriced)
+        # The largest bound first: its price is most likely to lift the total above `bound`.
+        for edge_bound, edge in sorted(unpriced, key=lambda each: -each[0]):
+            if total(base.plus(ObjectiveCost(redistributions=unpriced_seconds), 1)) >= bound:
                 return None
             base = base.plus(self.edge(edge, cuts), edge.count)
-            remaining -= least
+            unpriced_seconds -= edge_bound
         return base if total(base) < bound else None
 
     def operator(self, variable: OpVariable, cuts: Cuts) -> ObjectiveCost:
-        """Return the cost of one operator, with the parameters that only it reads."""
+        """Return the cost of one operator, including the parameters that only it reads."""
         key = (id(variable), tuple(cuts.items()))
         if key not in self._operators:
             self._operators[key] = self._operator_cost(variable, cuts)
@@ -164,10 +169,10 @@ class Objective:
                         reduction, axes, variable.differentiable, computation
                     )
                 )
-        total = ObjectiveCost(forward, backward, reduction_seconds)
-        read, _ = self.layouts(variable, cuts)
+        cost = ObjectiveCost(forward, backward, reduction_seconds)
+        input_layouts, _ = self.layouts(variable, cuts)
         for input_index in variable.own_parameters:
-            value, layout = variable.op.inputs[input_index], read[input_index]
+            value, layout = variable.op.inputs[input_index], input_layouts[input_index]
             num_shards = self.model.mesh.size(layout.sharded)
             parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
             gathers = gradients = update = 0.0
@@ -182,10 +187,10 @@ class Objective:
                 )
                 shard_bytes = value.numel * value.itemsize / num_shards
                 gathers, gradients = self.model.parameter(reduce_axes, gather_axes, shard_bytes)
-            total += ObjectiveCost(
+            cost += ObjectiveCost(
                 gathers=gathers, gradients=gradients, update=update, parameter_bytes=parameter_bytes
             )
-        return total
+        return cost
 
     def layouts(self, variable: OpVariable, cuts: Cuts) -> OpLayouts:
         """Return the layouts of an operator's inputs and outputs."""
@@ -195,78 +200,83 @@ class Objective:
         return self._layouts[key]
 
     def edge(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost:
-        """Return the cost of one value: its redistributions, or those of a shared parameter."""
-        key, source, reads = self._layouts_of_edge(edge, cuts)
+        """Return the cost of one value: redistributions, and storage of a shared parameter."""
+        key, source, targets = self._layouts_of_edge(edge, cuts)
         if key not in self._edges:
-            self._edges[key] = self._edge_cost(edge, source, reads)
+            self._edges[key] = self._edge_cost(edge, source, targets)
         return self._edges[key]
 
     def lower_bound(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> tuple[ObjectiveCost, bool]:
         """Return the cost of `edge` and True if it is cached, else a lower bound and False.
 
-        Readers may share steps, so the bound is that of the reader with the largest.
+        Consumers may share steps, so the bound is the largest of the bounds of single consumers.
         """
-        key, source, reads = self._layouts_of_edge(edge, cuts)
+        key, source, targets = self._layouts_of_edge(edge, cuts)
         cached = self._edges.get(key)
         if cached is not None:
             return cached, True
         if edge.is_shared_parameter:
             return ObjectiveCost(), False
         num_bytes = edge.value.numel * edge.value.itemsize
-        differentiable, bounds = edge.differentiable, self._least
-        seconds = max(bounds.seconds(source, read, num_bytes, differentiable) for read in reads)
+        seconds = max(
+            self._redistribution_bound.seconds(source, target, num_bytes, edge.differentiable)
+            for target in targets
+        )
         return ObjectiveCost(redistributions=seconds), False
 
     @property
     def num_priced(self) -> int:
-        """The number of edges whose redistribution steps were searched for so far."""
+        """Number of distinct layouts of edges whose redistribution steps were searched for."""
         return len(self._edges)
 
     def _layouts_of_edge(
         self, edge: TensorEdge, cuts: Sequence[Cuts]
     ) -> tuple[object, TensorLayout, list[TensorLayout]]:
-        """A cache key, the layout at the source, and those at the readers."""
+        """Return a cache key, the layout before redistribution, and those of the consumers."""
         variables = self.problem.variables
-        reads = [
-            self.layouts(variables[n], cuts[n])[0][input_index] for n, input_index in edge.readers
+        targets = [
+            self.layouts(variables[n], cuts[n])[0][input_index] for n, input_index in edge.consumers
         ]
-        source = self._source_layout(edge, cuts, reads)
+        source = self._initial_or_stored_layout(edge, cuts, targets)
         if edge.returned:
-            reads.append(self.model.mesh.replicated(len(edge.value.shape)))
-        return (id(edge), source, frozenset(reads)), source, reads
+            targets.append(self.model.mesh.replicated(len(edge.value.shape)))
+        # The order of targets does not matter for the cost, since consumers share steps.
+        return (id(edge), source, frozenset(targets)), source, targets
 
-    def _source_layout(
-        self, edge: TensorEdge, cuts: Sequence[Cuts], reads: Sequence[TensorLayout]
+    def _initial_or_stored_layout(
+        self, edge: TensorEdge, cuts: Sequence[Cuts], targets: Sequence[TensorLayout]
     ) -> TensorLayout:
         mesh = self.model.mesh
         if edge.is_shared_parameter:
-            # Stored as the first reader that shards it reads it; the others redistribute from
+            # Stored as the first consumer that shards it reads it; the others redistribute from
             # there.
-            axes = next((read.axes for read in reads if read.sharded), None)
+            axes = next((layout.axes for layout in targets if layout.sharded), None)
             return TensorLayout(mesh, axes) if axes else mesh.replicated(len(edge.value.shape))
-        return self.source_layout(edge, cuts[edge.source[0]] if edge.source is not None else {})
+        return self.initial_layout(
+            edge, cuts[edge.producer[0]] if edge.producer is not None else {}
+        )
 
-    def source_layout(self, edge: TensorEdge, cuts: Cuts) -> TensorLayout:
-        """Return the layout of a value at its source.
+    def initial_layout(self, edge: TensorEdge, cuts: Cuts) -> TensorLayout:
+        """Return the layout in which a value is computed or passed in.
 
         Args:
-            cuts: of the source's variable; ignored where the layout is fixed.
+            cuts: the cuts of the producer; ignored where the layout is fixed.
         """
         if edge.fixed_axes is not None:
             return TensorLayout(self.model.mesh, edge.fixed_axes)
-        assert edge.source is not None
-        number, output_index = edge.source
-        return self.layouts(self.problem.variables[number], cuts)[1][output_index]
+        assert edge.producer is not None
+        index, output_index = edge.producer
+        return self.layouts(self.problem.variables[index], cuts)[1][output_index]
 
     def _edge_cost(
-        self, edge: TensorEdge, source: TensorLayout, reads: Sequence[TensorLayout]
+        self, edge: TensorEdge, source: TensorLayout, targets: Sequence[TensorLayout]
     ) -> ObjectiveCost:
         value, seconds = edge.value, 0.0
         priced_paths: set[object] = set()
-        for target in reads:
+        for target in targets:
             path = redistribution_steps(source, target, value.shape, edge.differentiable)
             for length, step in enumerate(path, start=1):
-                # Readers share the first steps of their paths, as the lowered program runs them
+                # Consumers share the first steps of their paths, as the lowered program runs them
                 # once.
                 if path[:length] not in priced_paths:
                     priced_paths.add(path[:length])

@@ -1,8 +1,8 @@
 """The variables and edges of the search by time: operators, and the values between them.
 
-Operators of repeated blocks share one `OpVariable`, and values with equal sources and readers one
-`TensorEdge`; `count` says how many each stands for. So the tables of a deep model are those of a
-few of its blocks.
+Operators of repeated blocks share one `OpVariable`, and values with equal producers and consumers
+one `TensorEdge`; `count` says how many each stands for. So the tables of a deep model are those of
+a few of its blocks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shardwright.core.search.recursive.axis_level import AxisLevel
 
 @dataclass(frozen=True, eq=False)
 class OpVariable:
-    """An operator whose cuts are to be decided, and its equals in repeated blocks.
+    """An operator whose cuts are decided, for itself and for equal operators of repeated blocks.
 
     Args:
-        count: the number of operators that get its cuts.
-        differentiable: whether gradients pass through it.
+        count: number of operators that get the cuts, including `op`.
+        differentiable: whether gradients pass through the operator.
         pinned: its cuts if they are fixed.
         own_parameters: indices of the inputs that are parameters which only this operator reads.
     """
@@ -51,55 +51,55 @@ class OpVariable:
 
 
 class EdgeEnd(NamedTuple):
-    """An input or output of a variable.
+    """An input or output of a variable's operator.
 
     Args:
-        variable: its number.
-        side: 0 for an input, 1 for an output.
-        tensor_index: among the inputs, or among the outputs.
+        variable: index of the variable.
+        is_output: whether it is an output; also indexes pairs of inputs and outputs.
+        tensor_index: index among the inputs, or among the outputs.
     """
 
     variable: int
-    side: int
+    is_output: bool
     tensor_index: int
 
 
 @dataclass(frozen=True, eq=False)
 class TensorEdge:
-    """A value between its producer and all of its readers.
+    """A value between its producer and all of its consumers.
 
     Args:
-        source: the variable that computes it and the output index; None for inputs of the model,
+        producer: the variable that computes it and the output index; None for inputs of the model,
             parameters, buffers and constants.
-        fixed_axes: the axes that cut each dim at the source, where that is not decided: for values
-            without a producer, and for outputs whose layout is fixed; else None.
-        readers: the variables that read it, each with the input index.
+        fixed_axes: the axes that shard each dim before redistribution, for values without a
+            producer and for outputs with a fixed layout; None if the producer's cuts decide them.
+        consumers: the variables that read it, each with the input index.
         returned: whether the model also returns it, replicated.
         differentiable: whether a gradient flows back.
-        is_shared_parameter: whether it is a parameter that several operators read; how it is stored
-            is then a decision of its own. Others are part of their operator's cost.
-        count: the number of values that it stands for.
+        is_shared_parameter: whether it is a parameter that several operators read. Its storage is a
+            decision of its own, while that of other parameters follows from their operator.
+        count: number of values that the edge stands for.
     """
 
     value: Value
-    source: tuple[int, int] | None
+    producer: tuple[int, int] | None
     fixed_axes: CutAxes | None
-    readers: tuple[tuple[int, int], ...]
+    consumers: tuple[tuple[int, int], ...]
     returned: bool
     differentiable: bool
     is_shared_parameter: bool
     count: int
 
     @property
-    def source_variable(self) -> int | None:
-        """The variable whose cuts decide the layout at the source; None if that is fixed."""
-        return self.source[0] if self.source is not None and self.fixed_axes is None else None
+    def producer_variable(self) -> int | None:
+        """The variable whose cuts decide the layout before redistribution; None if it is fixed."""
+        return self.producer[0] if self.producer is not None and self.fixed_axes is None else None
 
     def ends(self) -> list[EdgeEnd]:
-        """The ends at its readers, then the end at its source if it has one."""
-        ends = [EdgeEnd(number, 0, index) for number, index in self.readers]
-        if self.source is not None:
-            ends.append(EdgeEnd(self.source[0], 1, self.source[1]))
+        """Return the ends at the consumers, then the end at the producer if there is one."""
+        ends = [EdgeEnd(variable, False, input_index) for variable, input_index in self.consumers]
+        if self.producer is not None:
+            ends.append(EdgeEnd(self.producer[0], True, self.producer[1]))
         return ends
 
 
@@ -108,9 +108,9 @@ class SearchProblem:
     """The variables, the edges between them, and the variable of each operator of the graph.
 
     Args:
-        variable_of: for each operator of the graph the number of its variable.
+        variable_of: for each operator of the graph the index of its variable.
         eliminations: elimination orders by table sizes and scopes; shared by all searches on the
-            problem, since most axes have the same.
+            problem, since most axes have equal sizes and scopes.
     """
 
     variables: tuple[OpVariable, ...]
@@ -120,25 +120,26 @@ class SearchProblem:
     eliminations: dict[object, Elimination] = field(default_factory=dict, repr=False)
     _data_parallel_choices: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
-    def data_parallel_choices(self, size: int) -> tuple[int, ...]:
-        """Each variable's choice if an axis of `size` devices, and no other, is data parallel."""
-        if size not in self._data_parallel_choices:
+    def data_parallel_choices(self, axis_size: int) -> tuple[int, ...]:
+        """Return each variable's choice if an axis of `axis_size` devices is data parallel."""
+        if axis_size not in self._data_parallel_choices:
             shard_counts = [(1,) * len(op_type.factors) for op_type in self.indexed.op_types]
-            level = AxisLevel(self.indexed, shard_counts, size)
+            level = AxisLevel(self.indexed, shard_counts, axis_size)
             level.decide_remaining()
             # Reversed, so that the first of the operators that share a variable wins.
             decided = dict(zip(reversed(self.variable_of), reversed(level.choice), strict=True))
-            choices = tuple(decided[number] for number in range(len(self.variables)))
-            self._data_parallel_choices[size] = choices
-        return self._data_parallel_choices[size]
+            choices = tuple(decided[variable] for variable in range(len(self.variables)))
+            self._data_parallel_choices[axis_size] = choices
+        return self._data_parallel_choices[axis_size]
 
     def edges_around(self) -> list[list[TensorEdge]]:
         """Return for each variable the edges that have an end at it."""
-        around: list[dict[TensorEdge, None]] = [{} for _ in self.variables]
+        # Dicts as ordered sets: an operator may read one value twice.
+        edges_of_variable: list[dict[TensorEdge, None]] = [{} for _ in self.variables]
         for edge in self.edges:
             for end in edge.ends():
-                around[end.variable][edge] = None
-        return [list(edges) for edges in around]
+                edges_of_variable[end.variable][edge] = None
+        return [list(edges) for edges in edges_of_variable]
 
 
 def search_problem(
@@ -151,9 +152,9 @@ def search_problem(
     """Return the variables and edges of `graph`; the last problem of each graph is cached.
 
     Args:
-        pinned: cuts of operators that are fixed.
-        outputs: the axes of each output of the operators whose output layouts are fixed.
-        arrivals: the axes of each dim of the model inputs that arrive sharded.
+        pinned: cuts of operators that are fixed, by name.
+        outputs: fixed output layouts, by operator name; see `Outputs`.
+        arrivals: for each model input that arrives sharded, by name, the axes that shard each dim.
         fold: whether repeated blocks share variables.
     """
     pins = tuple((name, tuple(cuts.items())) for name, cuts in pinned.items())
@@ -161,17 +162,17 @@ def search_problem(
     key = num_rules(), pins, tuple(outputs.items()), arriving, fold
     cached = _LAST_PROBLEM.get(graph)
     if cached is None or cached[0] != key:
-        problem = _search_problem(graph, pinned, outputs, arrivals or {}, fold)
+        problem = _build_problem(graph, pinned, outputs, arrivals or {}, fold)
         cached = _LAST_PROBLEM[graph] = key, problem
     return cached[1]
 
 
 _LAST_PROBLEM: WeakKeyDictionary[Graph, tuple[object, SearchProblem]] = WeakKeyDictionary()
-"""By graph the last problem, with the arguments that it depends on. One is enough: the searches of
-one plan differ in the mesh and in weights, which a problem does not contain."""
+"""The last problem of each graph, with the arguments that it depends on. One is enough: the
+searches for one plan differ in the mesh and in weights, which a problem does not contain."""
 
 
-def _search_problem(
+def _build_problem(
     graph: Graph,
     pinned: Mapping[str, Cuts],
     outputs: Outputs,
@@ -184,35 +185,35 @@ def _search_problem(
         _op_key(op, work, pinned, outputs) for op, work in zip(graph.ops, works, strict=True)
     ]
     decided_by = representatives(indexed, op_keys) if fold else list(range(len(graph.ops)))
-    number_of = {op: number for number, op in enumerate(sorted(set(decided_by)))}
-    variable_of = tuple(number_of[op] for op in decided_by)
+    index_of = {op: index for index, op in enumerate(sorted(set(decided_by)))}
+    variable_of = tuple(index_of[op] for op in decided_by)
     own_parameters = _own_parameters(graph, indexed)
-    counts = [0] * len(number_of)
-    for number in variable_of:
-        counts[number] += 1
+    counts = [0] * len(index_of)
+    for variable in variable_of:
+        counts[variable] += 1
     variables = tuple(
         OpVariable(
             op=graph.ops[op],
             rule=rule_of(graph.ops[op]),
             op_type=indexed.op_types[op],
             work=works[op],
-            count=counts[number],
+            count=counts[index],
             differentiable=any(value.requires_grad for value in graph.ops[op].outputs),
             pinned=pinned.get(graph.ops[op].name),
             own_parameters=own_parameters[op],
         )
-        for op, number in number_of.items()
+        for op, index in index_of.items()
     )
     edges = _edges(graph, indexed, variable_of, variables, outputs, arrivals)
     return SearchProblem(variables, edges, variable_of, indexed)
 
 
 def _op_key(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) -> Hashable:
-    """A key that, with the rule, is equal for operators that may share a variable."""
+    """Return a key that, with the rule, is equal for operators that may share a variable."""
     cuts = pinned.get(op.name)
     pin = None if cuts is None else tuple(cuts.items())
-    grads = tuple(value.requires_grad for value in (*op.inputs, *op.outputs))
-    return id(work), grads, pin, outputs.get(op.name)
+    requires_grad = tuple(value.requires_grad for value in (*op.inputs, *op.outputs))
+    return id(work), requires_grad, pin, outputs.get(op.name)
 
 
 def _own_parameters(graph: Graph, indexed: IndexedGraph) -> list[tuple[int, ...]]:
@@ -237,48 +238,48 @@ def _edges(
     returned_values = replicated_outputs(graph)
     replicated = returned_values | {value for _, value in graph.updates}
     edges: dict[Hashable, tuple[TensorEdge, int]] = {}
-    for number, value in enumerate(graph.values()):
-        consumers = indexed.consumers[number]
-        parameter = value.kind is Kind.PARAMETER
-        # A parameter with one reader is stored as it is read; its cost belongs to the operator.
-        if (parameter and len(consumers) < 2) or not (consumers or value in replicated):
+    for value_index, value in enumerate(graph.values()):
+        uses = indexed.consumers[value_index]
+        is_parameter = value.kind is Kind.PARAMETER
+        # A parameter with one consumer is stored as it is read; its cost belongs to the operator.
+        if (is_parameter and len(uses) < 2) or not (uses or value in replicated):
             continue
-        readers = tuple(sorted({(variable_of[op], index) for op, index in consumers}))
-        producer, source = indexed.producer[number], None
-        if producer is None:
+        consumers = tuple(sorted({(variable_of[op], index) for op, index in uses}))
+        op_and_output, producer = indexed.producer[value_index], None
+        if op_and_output is None:
             axes: CutAxes | None = arrivals.get(value.name, ((),) * len(value.shape))
         else:
-            op, index = producer
-            source = (variable_of[op], index)
-            axes = outputs.get(graph.ops[op].name, (None,) * (index + 1))[index]
+            op, output_index = op_and_output
+            producer = (variable_of[op], output_index)
+            axes = outputs.get(graph.ops[op].name, (None,) * (output_index + 1))[output_index]
         has_gradient = value.requires_grad and (
             value in returned_values
-            or any(variables[reader].differentiable for reader, _ in readers)
+            or any(variables[consumer].differentiable for consumer, _ in consumers)
         )
         edge = TensorEdge(
-            value, source, axes, readers, value in replicated, has_gradient, parameter, 0
+            value, producer, axes, consumers, value in replicated, has_gradient, is_parameter, 0
         )
         key: Hashable = (
-            source,
+            producer,
             axes,
-            readers,
+            consumers,
             value in replicated,
             value.shape,
             value.dtype,
             has_gradient,
         )
-        if source is None:
+        if producer is None:
             # Values without a producer are one edge each: two parameters or inputs of one shape are
             # not one value.
-            key = (key, number)
+            key = (key, value_index)
         representative, count = edges.get(key, (edge, 0))
         edges[key] = (representative, count + 1)
     return tuple(replace(edge, count=count) for edge, count in edges.values())
 
 
 MIN_BLOCKS = 4
-"""Shorter runs of equal blocks are not folded. The first and the last block have other neighbors
-and keep their own variables, so that in a run of three nothing would be saved."""
+"""Minimum number of equal blocks in a row that are folded. The first and the last block have other
+neighbors and so variables of their own, so that in a run of three nothing would be saved."""
 
 
 @dataclass(frozen=True)
@@ -291,13 +292,12 @@ class BlockRun:
 
 
 def representatives(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[int]:
-    """Return for each operator the one whose cuts it gets.
+    """Return for each operator the index of the operator whose cuts it gets.
 
-    All blocks of a run but the first and the last get the cuts of the second: the neighbors of the
-    first and of the last block differ.
+    All blocks of a run but the first and the last get the cuts of the second block.
 
     Args:
-        op_keys: for each operator what must be equal, besides its type, to share cuts.
+        op_keys: keys that must be equal, besides the types, for operators to share cuts.
     """
     decided_by = list(range(len(indexed.names)))
     for run in block_runs(indexed, op_keys):
@@ -311,11 +311,15 @@ def representatives(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[
 
 
 def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[BlockRun]:
-    """Return disjoint runs of at least `MIN_BLOCKS` equal blocks."""
-    numbers: dict[Hashable, int] = {}
+    """Return disjoint runs of at least `MIN_BLOCKS` equal blocks.
+
+    Args:
+        op_keys: keys that must be equal, besides the types, for operators to be equal.
+    """
+    number_of_key: dict[Hashable, int] = {}
     keys = np.array(
         [
-            numbers.setdefault((id(op_type), op_key), len(numbers))
+            number_of_key.setdefault((id(op_type), op_key), len(number_of_key))
             for op_type, op_key in zip(indexed.op_types, op_keys, strict=True)
         ],
         dtype=np.int64,
@@ -334,11 +338,14 @@ def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[Block
 def _longest_run(
     indexed: IndexedGraph, keys: np.ndarray[tuple[int], np.dtype[np.int64]], start: int, stop: int
 ) -> BlockRun | None:
-    """The longest run of equal blocks among operators `start` to `stop`, of the shortest period."""
+    """Return the longest run of equal blocks among operators `start` to `stop`, or None.
+
+    Ties go to the shortest period, then to the first run.
+    """
     best_start, length = (0, 0), 0
     segment_keys = keys[start:stop]
     for period in range(1, (stop - start) // MIN_BLOCKS + 1):
-        # A longer period has fewer operators left to compare.
+        # A longer period has fewer operators to compare, and so no longer run.
         if length >= stop - start - period:
             break
         equal = segment_keys[period:] == segment_keys[:-period]
@@ -348,16 +355,18 @@ def _longest_run(
     if not length or length < (MIN_BLOCKS - 1) * best_start[1]:
         return None
     first_op, period = best_start
-    reads = np.array(
+    # Equal operators may be connected differently, so inputs are compared only now: in Python, for
+    # the operators of one run.
+    reads_equal = np.array(
         [_reads_equal_values(indexed, op, period) for op in range(first_op, first_op + length)]
     )
-    offset, size = _longest_true_run(reads)
+    offset, size = _longest_true_run(reads_equal)
     blocks = size // period + 1
     return BlockRun(first_op + offset, period, blocks) if blocks >= MIN_BLOCKS else None
 
 
 def _longest_true_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, int]:
-    """Start and length of the longest run of true flags; the first of equally long ones."""
+    """Return start and length of the longest run of true flags; ties go to the first."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
     if not len(edges):
         return 0, 0
@@ -370,22 +379,23 @@ def _reads_equal_values(indexed: IndexedGraph, op: int, period: int) -> bool:
     """Whether the operator one period after `op` reads the corresponding inputs.
 
     Each input must be the same value, or one computed one period later, or a parameter or constant
-    whose readers are all one period later.
+    whose consumers are all one period later.
     """
     for value, later in zip(indexed.inputs[op], indexed.inputs[op + period], strict=True):
         if value == later:
             continue
-        source, later_source = indexed.producer[value], indexed.producer[later]
-        if source is None and later_source is None:
+        producer, later_producer = indexed.producer[value], indexed.producer[later]
+        if producer is None and later_producer is None:
             uses = [
-                (reader + period, input_index) for reader, input_index in indexed.consumers[value]
+                (consumer + period, input_index)
+                for consumer, input_index in indexed.consumers[value]
             ]
             if uses != list(indexed.consumers[later]):
                 return False
         elif (
-            source is None
-            or later_source is None
-            or (later_source[0] - period, later_source[1]) != source
+            producer is None
+            or later_producer is None
+            or (later_producer[0] - period, later_producer[1]) != producer
         ):
             return False
     return True

@@ -1,8 +1,8 @@
-"""A lower bound of a redistribution between two layouts, without a search for its steps.
+"""A lower bound on the seconds of a redistribution, without a search for its steps.
 
-A device must receive what it reads of a value and does not hold, and all devices of a node together
-must receive what crosses the slower links. `axis_counts` has the bound for layouts of which only
-the numbers of axes are known.
+A device must receive the part of a value that it reads and does not store, and all devices of a
+node together must receive their part over the slower links. `axis_counts` has the same bound for
+layouts that are given as numbers of axes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import TensorLayout
 
 Placement = tuple[Axes, ...]
-"""The axes that cut each dim."""
+"""The axes that shard each dim."""
 
 ROUNDING = 1e-9
-"""Shares of a value below this are rounding errors of double precision."""
+"""Fractions of a value below this are rounding errors of double precision."""
 
 
 class RedistributionBound:
-    """Lower bounds on the links of a device matrix of prime axes, cached by layouts.
+    """Lower bounds on the seconds of redistributions on a device matrix of prime axes, cached.
 
     >>> from shardwright.core.cost.clusters import load_cluster
     >>> from shardwright.core.layout.prime_mesh import prime_mesh
@@ -58,10 +58,11 @@ class RedistributionBound:
     def seconds(
         self, source: TensorLayout, target: TensorLayout, num_bytes: float, differentiable: bool
     ) -> float:
-        """Return a lower bound in seconds of a redistribution and of that of the gradient back.
+        """Return a lower bound on the seconds of a redistribution, forward plus backward.
 
         Args:
-            num_bytes: of the full value.
+            num_bytes: bytes of the full value.
+            differentiable: whether the gradient is redistributed back.
         """
         key = source.axes, source.partial, target.axes, target.varying, differentiable
         if key not in self._cache:
@@ -83,7 +84,7 @@ class RedistributionBound:
     def _seconds_per_byte_and_latency(
         self, source: Placement, partial_axes: Collection[int], target: Placement
     ) -> tuple[float, float]:
-        """Seconds per byte of the full value, and seconds of latency."""
+        """Return seconds per byte of the full value, and seconds of latency."""
         received = self._received_share(source, partial_axes, target, 0)
         seconds_per_byte = self._added_seconds_per_byte[0] * received
         for crossed, added in enumerate(self._added_seconds_per_byte[1:], start=1):
@@ -96,8 +97,11 @@ class RedistributionBound:
     def _received_share(
         self, source: Placement, partial_axes: Collection[int], target: Placement, crossed: int
     ) -> float:
-        """The share of the full value that a device receives over links of level `crossed` and
-        slower ones: the mean over all devices, which the slowest device cannot stay below."""
+        """Return the fraction of the full value that a device receives over links of level
+        `crossed` and slower ones.
+
+        It is the mean over all devices, which at least one device reaches.
+        """
         devices_inside, num_groups = (
             self._devices_inside[crossed],
             self._devices_inside[-1] / self._devices_inside[crossed],

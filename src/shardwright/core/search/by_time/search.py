@@ -2,7 +2,7 @@
 
 1. Decide axis after axis, each exactly by variable elimination, in two orders of axes.
 2. Decide each axis again given all others, until the total stops decreasing.
-3. Try to give an axis the choices of another axis, those of data parallelism, or none; then step 2.
+3. Try to give an axis the choices of another axis, of data parallelism, or no cuts; then step 2.
 4. Improve single operators over all axes (`local_search`).
 5. Swap two axes for subsets of operators (`swap_axes`), then step 4.
 
@@ -35,22 +35,24 @@ from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 from shardwright.errors import StrategyError
 from shardwright.progress import OnShare, ignore_share, subrange, track
 
-ROUNDS = 4
-"""How often steps 2 and 4 visit all axes or all operators at most."""
+MAX_ROUNDS = 4
+"""Maximum number of times that step 2 visits all axes, and step 4 all operators."""
 
 EXPOSED_SHARES = (0.0, 0.25)
-"""The values of λ, in this order; the second only if the first leaves communication exposed. Larger
-ones have not found better plans for language models on 64 to 1024 devices."""
+"""The values of λ, in this order; the second is used only if the first leaves communication
+exposed. Larger values have not found better plans for language models on 64 to 1024 devices."""
 
 MAX_COST_RATIO = 1.1
 """Cuts found without step 3 are returned too if their total is below this multiple of the least.
-The predictor of whole plans is more precise than the objective, but differs by less."""
+The objective differs from the prediction of whole plans, which is more precise, by less than
+that."""
 
-GAIN = 1e-9
-"""Relative decrease of the total below which a change is rejected; above rounding errors."""
+MIN_GAIN = 1e-9
+"""Minimum decrease of the total for a change to be applied, as a fraction of the total; above
+rounding errors."""
 
 
-def searches_by_time(request: SearchRequest) -> list[CutsOfGraph]:
+def candidates_by_time(request: SearchRequest) -> list[CutsOfGraph]:
     """Decide the cuts of all operators by the time of a training step.
 
     Returns:
@@ -80,7 +82,10 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
     """
     pricing = request.pricing
     if pricing is None:
-        raise StrategyError("a search by seconds needs a cluster: the request has no pricing")
+        raise StrategyError(
+            "a search by seconds needs a cluster: the request has no pricing\n"
+            "set SearchRequest.pricing"
+        )
     problem = search_problem(request.graph, request.pinned, request.outputs, request.arrivals, fold)
     weight = pricing.parameter_weight(request.mem_coeff)
     model = TimeModel(
@@ -92,12 +97,12 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
 
 
 def cuts_of_graph(graph: Graph, problem: SearchProblem, cuts: Sequence[Cuts]) -> CutsOfGraph:
-    """Return the cuts of each operator, from those of the variables."""
+    """Return the cuts of each operator, by name, given the cuts of each variable."""
     by_op = {op.name: cuts[n] for op, n in zip(graph.ops, problem.variable_of, strict=True)}
     return {
-        name: {factor: tuple(axes) for factor, axes in cut.items() if axes}
-        for name, cut in by_op.items()
-        if any(cut.values())
+        name: {factor: tuple(axes) for factor, axes in op_cuts.items() if axes}
+        for name, op_cuts in by_op.items()
+        if any(op_cuts.values())
     }
 
 
@@ -107,6 +112,7 @@ class TimedSearch:
 
     Args:
         seconds_per_parameter_byte: seconds that a byte of parameters on a device counts as.
+        tables: cached cost tables of all axes.
     """
 
     problem: SearchProblem
@@ -121,7 +127,7 @@ class TimedSearch:
 
     @property
     def exposed_shares(self) -> tuple[float, ...]:
-        """The values of λ to search with."""
+        """Values of λ to search with, in this order."""
         # Devices that share a processor hide no communication: with a slowdown of 1, λ drops out of
         # the objective.
         return (1.0,) if self.model.shared else EXPOSED_SHARES
@@ -131,23 +137,25 @@ class TimedSearch:
         return self.run(on_share)[0]
 
     def run(self, on_share: OnShare = ignore_share) -> list[list[Cuts]]:
-        """Return the cuts of each variable: the best and, if near and different, those found
-        without copying choices between axes; the least total first.
+        """Return the best cuts of each variable and, if different and nearly as cheap, the best
+        found without step 3.
+
+        The cuts with the least total come first.
 
         Args:
             on_share: called with the completed share; parts that end early are skipped.
         """
         recursion_part, *local_search_parts, swap_part = (
-            subrange(on_share, number, 4) for number in range(4)
+            subrange(on_share, part, 4) for part in range(4)
         )
         totals: list[tuple[float, list[Cuts]]] = []
         for cuts, part in zip(
             self._search_all_orders(recursion_part), local_search_parts, strict=False
         ):
-            local_search(self.objective, cuts, self.total, ROUNDS, GAIN, part)
+            local_search(self.objective, cuts, self.total, MAX_ROUNDS, MIN_GAIN, part)
             # Local search may lead both starts to the same cuts; the predictor need not compare
             # these.
-            if all(cuts != others for _, others in totals):
+            if all(cuts != earlier_cuts for _, earlier_cuts in totals):
                 totals.append((self.total(self.objective.cost(cuts)), cuts))
         totals.sort(key=itemgetter(0))
         self._swap_axes(totals[0][1], swap_part)
@@ -155,41 +163,47 @@ class TimedSearch:
         return [cuts for _, cuts in totals]
 
     def _search_all_orders(self, on_share: OnShare) -> list[list[Cuts]]:
-        """Steps 1 to 3 for each λ and order of axes; the best cuts with and without step 3."""
+        """Run steps 1 to 3 for each λ and order of axes.
+
+        Returns:
+            The best cuts and, if different and nearly as cheap, the best without step 3.
+        """
         orders, (smallest, *larger) = self._axis_orders(), self.exposed_shares
+        # Larger λ with the first order only, as each run takes as long as the first one.
         runs = [(smallest, order) for order in orders] + [
             (exposed_share, orders[0]) for exposed_share in larger
         ]
         without_copies: list[tuple[float, list[Cuts]]] = []
         with_copies: list[tuple[float, list[Cuts]]] = []
         is_exposed = False
-        for number, (exposed_share, order) in enumerate(runs):
+        for run_index, (exposed_share, order) in enumerate(runs):
             # Without exposed communication λ = 0 was exact.
             if exposed_share > smallest and not is_exposed:
                 break
             results = self._search_in_order(
-                exposed_share, order, subrange(on_share, number, len(runs))
+                exposed_share, order, subrange(on_share, run_index, len(runs))
             )
             costs = [self.objective.cost(cuts) for cuts in results]
             without_copies.append((self.total(costs[0]), results[0]))
             with_copies.append((self.total(costs[-1]), results[-1]))
             is_exposed = is_exposed or any(cost.exposed for cost in costs)
         least_total, best_cuts = min(with_copies, key=itemgetter(0))
-        other_total, cuts = min(without_copies, key=itemgetter(0))
-        is_near = cuts != best_cuts and other_total < MAX_COST_RATIO * least_total
-        return [list(best_cuts), list(cuts)] if is_near else [list(best_cuts)]
+        other_total, other_cuts = min(without_copies, key=itemgetter(0))
+        is_near = other_cuts != best_cuts and other_total < MAX_COST_RATIO * least_total
+        return [list(best_cuts), list(other_cuts)] if is_near else [list(best_cuts)]
 
     def _swap_axes(self, cuts: list[Cuts], on_share: OnShare) -> None:
-        """Step 5."""
-        exposed = self.objective.cost(cuts).exposed > 0
-        weights = self.weights(1.0 if exposed or self.model.shared else 0.0)
-        swaps, after = (subrange(on_share, number, 2) for number in range(2))
-        if swap_axes(self.objective, cuts, self.total, weights, swaps):
-            local_search(self.objective, cuts, self.total, ROUNDS, GAIN, after)
+        """Swap axes in `cuts`, in place, and improve single operators after a swap (step 5)."""
+        is_exposed = self.objective.cost(cuts).exposed > 0
+        # λ at the present cuts: 1 where communication is exposed, 0 where it is hidden.
+        weights = self.weights(1.0 if is_exposed or self.model.shared else 0.0)
+        swap_part, local_search_part = (subrange(on_share, part, 2) for part in range(2))
+        if swap_axes(self.objective, cuts, self.total, weights, swap_part):
+            local_search(self.objective, cuts, self.total, MAX_ROUNDS, MIN_GAIN, local_search_part)
 
     def _axis_orders(self) -> list[list[int]]:
-        """The orders in which axes are decided: from the slowest links to the fastest, and among
-        equal links outermost first or innermost first.
+        """Return the orders in which axes are decided: from the slowest links to the fastest, and
+        among equal links outermost first or innermost first.
 
         Where two axes cut one dim, the outer one is more significant, which decides the layouts
         that a neighbor can read without redistribution. So neither order is always better.
@@ -202,14 +216,14 @@ class TimedSearch:
     def _search_in_order(
         self, exposed_share: float, order: Sequence[int], on_share: OnShare
     ) -> list[list[Cuts]]:
-        """Steps 1 to 3 for one λ and one order of axes.
+        """Run steps 1 to 3 for one λ and one order of axes.
 
         Returns:
             The cuts after step 2 and, if step 3 improves them, those after step 3.
         """
         choices = self._pinned_choices()
         decide_part, refine_part, copy_part, second_refine_part = (
-            subrange(on_share, number, 4) for number in range(4)
+            subrange(on_share, part, 4) for part in range(4)
         )
         for axis in track(order, decide_part):
             self._decide_axis(choices, axis, exposed_share)
@@ -232,47 +246,47 @@ class TimedSearch:
         on_share: OnShare,
         up_to_date: Set[int] = frozenset(),
     ) -> float:
-        """Decide axes again until the total stops decreasing, and return the total.
+        """Decide axes again until the total stops decreasing, and return the total (step 2).
 
         Args:
             up_to_date: axes decided since any other axis changed; deciding them again gives the
                 same choices.
         """
-        for number in range(ROUNDS):
-            before = best_total
-            seen = set()
-            for axis in track(self.axes, subrange(on_share, number, ROUNDS)):
+        for round_index in range(MAX_ROUNDS):
+            previous_total = best_total
+            decided_properties = set()
+            for axis in track(self.axes, subrange(on_share, round_index, MAX_ROUNDS)):
                 # Axes with equal links and choices get equal results.
                 properties = (self.model.links.levels[axis], tuple(row[axis] for row in choices))
-                # Deciding an axis takes most of the time of a search: none is decided whose result
-                # is known.
-                if axis in up_to_date or properties in seen:
+                # Deciding an axis takes most of the time of a search, so axes with a known result
+                # are skipped.
+                if axis in up_to_date or properties in decided_properties:
                     continue
-                seen.add(properties)
+                decided_properties.add(properties)
                 total = self._redecide_if_cheaper(choices, axis, exposed_share, best_total)
                 up_to_date = {axis} if total < best_total else up_to_date | {axis}
                 best_total = total
-            if best_total >= before * (1 - GAIN):
+            if best_total >= previous_total * (1 - MIN_GAIN):
                 break
         return best_total
 
     def _copy_axis_choices(self, choices: Choices, best_total: float, on_share: OnShare) -> bool:
-        """Replace an axis' choices by those of another axis, of data parallelism, or none, if that
-        decreases the total.
+        """Replace an axis's choices by those of another axis, of data parallelism, or no cuts, if
+        that decreases the total (step 3).
 
         This escapes local minima in which no operator gains unless all others change too.
 
         Returns:
             Whether `choices` changed.
         """
-        initial, no_cuts = best_total, (NO_CUT,) * len(choices)
-        seen: set[object] = set()
+        initial_total, no_cuts = best_total, (NO_CUT,) * len(choices)
+        tried_properties: set[object] = set()
         for axis in track(self.axes, on_share):
             properties = self.model.links.levels[axis], tuple(row[axis] for row in choices)
-            if properties in seen:
+            if properties in tried_properties:
                 continue
-            seen.add(properties)
-            columns = {tuple(row[other] for row in choices) for other in self.axes}
+            tried_properties.add(properties)
+            columns = {tuple(row[other_axis] for row in choices) for other_axis in self.axes}
             columns |= {
                 self.problem.data_parallel_choices(self.model.mesh.device_matrix[axis]),
                 no_cuts,
@@ -284,12 +298,13 @@ class TimedSearch:
                 cost = self._cost_below(changed, best_total)
                 if cost is not None:
                     choices[:], best_total = changed, self.total(cost)
-        return best_total < initial
+        return best_total < initial_total
 
     def _with_axis_choices(
         self, choices: Choices, axis: int, axis_choices: Sequence[int]
     ) -> Choices:
-        """The choices with those of one axis replaced; no cut where sizes are not divisible."""
+        """Return `choices` with those of one axis replaced, or `NO_CUT` where sizes are not
+        divisible."""
         sizes = self.model.mesh.device_matrix
         changed: Choices = []
         for variable, row, choice in zip(
@@ -300,12 +315,12 @@ class TimedSearch:
                 choice, shard_counts, sizes[axis]
             )
             # A copied choice may not divide this operator, whose sizes other axes have cut further.
-            new = row[axis] if variable.pinned is not None else choice if divides else NO_CUT
-            changed.append([*row[:axis], new, *row[axis + 1 :]])
+            new_choice = row[axis] if variable.pinned is not None else choice if divides else NO_CUT
+            changed.append([*row[:axis], new_choice, *row[axis + 1 :]])
         return changed
 
     def _pinned_choices(self) -> Choices:
-        """The choices with the cuts of pinned operators and no others."""
+        """Return choices with the cuts of pinned operators and no other cuts."""
         choices = []
         for variable in self.problem.variables:
             row = [NO_CUT] * len(self.model.mesh.device_matrix)
@@ -329,22 +344,26 @@ class TimedSearch:
 
         The tables of one axis only approximate redistributions over several axes.
         """
-        before = [row[axis] for row in choices]
+        previous_choices = [row[axis] for row in choices]
         self._decide_axis(choices, axis, exposed_share)
-        if [row[axis] for row in choices] == before:
+        if [row[axis] for row in choices] == previous_choices:
             return best_total
         cost = self._cost_below(choices, best_total)
         if cost is not None:
             return self.total(cost)
-        for row, choice in zip(choices, before, strict=True):
+        for row, choice in zip(choices, previous_choices, strict=True):
             row[axis] = choice
         return best_total
 
     def weights(self, exposed_share: float) -> Weights:
         """Return the weights of the linear objective for one λ.
 
-        From m F + (1 - s) λ (Ga - F) + s Ga, where s is the slowdown by overlapped communication:
-        the weight of F is m - (1 - s) λ and that of Ga is s + (1 - s) λ; W and Gr accordingly.
+        They are the coefficients in m F + (1 - s) λ (Ga - F) + s Ga, where s is the slowdown by
+        overlapped communication: the weight of F is m - (1 - s) λ and that of Ga is s + (1 - s) λ.
+        The weights of W and Gr follow from the same formula.
+
+        Args:
+            exposed_share: λ, the share of the communication of parameters that is exposed.
         """
         micro_batches = self.pricing.micro_batches
         slowdown = self.model.slowdown
@@ -373,15 +392,17 @@ class TimedSearch:
         return self.objective.cost(self._cuts(choices))
 
     def _cost_below(self, choices: Choices, best_total: float) -> ObjectiveCost | None:
-        """The cost of choices; None unless its total is less than `best_total`."""
-        return self.objective.cost_below(self._cuts(choices), self.total, best_total * (1 - GAIN))
+        """Return the cost of choices; None unless its total is less than `best_total`."""
+        return self.objective.cost_below(
+            self._cuts(choices), self.total, best_total * (1 - MIN_GAIN)
+        )
 
     def cost(self, cuts: Mapping[str, Cuts]) -> ObjectiveCost:
         """Return the cost of a model; shared variables take the cuts of their first operator."""
         return self.objective.cost([cuts.get(v.op.name, {}) for v in self.problem.variables])
 
     def total(self, cost: ObjectiveCost) -> float:
-        """Return the number that the search minimizes."""
+        """Return the seconds that the search minimizes; see `ObjectiveCost.total`."""
         return cost.total(
             self.pricing.micro_batches, self.seconds_per_parameter_byte, self.model.slowdown
         )

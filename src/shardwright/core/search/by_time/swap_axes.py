@@ -6,8 +6,8 @@ changing one operator leads from one to the other, since half of the change cost
 saves. So each operator gets two choices, to keep its cuts or to swap two axes in them, and variable
 elimination finds the best combination.
 
-Its tables start with lower bounds of redistributions. The best combination is priced exactly and
-its prices replace the bounds, until no combination promises a gain.
+The tables of the elimination start with lower bounds of redistributions. The best combination is
+priced exactly and its prices replace the bounds, until no combination promises a gain.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from shardwright.core.search.by_time.problem import TensorEdge
 from shardwright.core.search.nearby_cuts import axes_of_factors, factor_of_axis
 from shardwright.progress import OnShare, track
 
-GAIN = 5e-4
-"""Relative decrease of the total below which swaps are not applied."""
+MIN_GAIN = 5e-4
+"""Minimum decrease of the total for swaps to be applied, as a fraction of the total."""
 
 MIN_COMMUNICATION_SHARE = 0.01
-"""No axes are swapped if redistributions take less of the step."""
+"""Minimum share of the total that redistributions take for axes to be swapped at all."""
 
 MAX_OPS_PER_TABLE = 4
-"""A value whose source and readers are more operators that may swap gets no table, as it would have
-2 to that number of entries. It is free until a combination is priced."""
+"""Maximum number of operators that may swap among the producer and consumers of a value with a
+table, which has 2 to the power of that number of entries. Other values cost nothing until a
+combination is priced."""
 
 MAX_PRICED_COMBINATIONS = 6
-"""The number of combinations that are priced for one pair of axes."""
+"""Maximum number of combinations that are priced for one pair of axes."""
 
 
 def swap_axes(
@@ -46,9 +47,9 @@ def swap_axes(
     """Change `cuts` in place where swapping two axes for some operators decreases the total.
 
     Args:
-        total: the number to minimize.
+        total: the function to minimize, from the terms of the cost to seconds.
         weights: a linear approximation of `total`, for the tables of the elimination.
-        on_share: called with the share of the pairs of axes.
+        on_share: called with the fraction of the pairs of axes that have been tried.
 
     Returns:
         Whether `cuts` changed.
@@ -57,22 +58,25 @@ def swap_axes(
     redistribution_cost = weights.redistributions * total_cost.redistributions
     if redistribution_cost < MIN_COMMUNICATION_SHARE * total(total_cost):
         return False
-    priced_pairs: set[object] = set()
+    tried_pairs: set[object] = set()
     for first, second in track(list(_equal_size_pairs(objective)), on_share):
         properties = _pair_properties(objective, cuts, (first, second))
-        if properties in priced_pairs:
+        if properties in tried_pairs:
             continue
-        # Pairs with equal links and equal uses give equal results, as the many axes of large meshes
-        # do.
-        priced_pairs.add(properties)
+        # Pairs of axes with equal links and equal cuts give equal results; large meshes have many.
+        tried_pairs.add(properties)
         swap = _Swap(
-            objective, cuts, _with_axes_swapped(objective, cuts, first, second), total_cost, weights
+            objective,
+            cuts,
+            _cuts_with_axes_swapped(objective, cuts, first, second),
+            total_cost,
+            weights,
         )
-        improved_cuts = swap.best(total, total(total_cost) * (1 - GAIN))
+        improved_cuts = swap.best(total, total(total_cost) * (1 - MIN_GAIN))
         if improved_cuts is not None:
             cuts[:], total_cost = improved_cuts
-            # Other cuts, other prices: pairs that brought nothing before may bring something now.
-            improved, priced_pairs = True, set()
+            # With other cuts, pairs that did not gain before may gain now.
+            improved, tried_pairs = True, set()
     return improved
 
 
@@ -84,7 +88,8 @@ def _equal_size_pairs(objective: Objective) -> Iterator[tuple[int, int]]:
 
 
 def _pair_properties(objective: Objective, cuts: Sequence[Cuts], axes: Axes) -> object:
-    """For each axis its links and the factors it cuts; of pairs that agree only one is tried."""
+    """Return for each axis its links and the factor that it cuts in each variable; pairs of axes
+    with equal properties give equal results."""
     factors_of_ops = [factor_of_axis(cut) for cut in cuts]
     links = objective.model.links.levels
     return tuple(
@@ -92,10 +97,10 @@ def _pair_properties(objective: Objective, cuts: Sequence[Cuts], axes: Axes) -> 
     )
 
 
-def _with_axes_swapped(
+def _cuts_with_axes_swapped(
     objective: Objective, cuts: Sequence[Cuts], first: int, second: int
 ) -> list[Cuts]:
-    """The cuts with two axes swapped in all operators that are not pinned."""
+    """Return the cuts with two axes swapped in all operators that are not pinned."""
     swapped_axis = {first: second, second: first}
     swapped = []
     for variable, cut in zip(objective.problem.variables, cuts, strict=True):
@@ -105,14 +110,14 @@ def _with_axes_swapped(
 
 
 class _Swap:
-    """The choice of each operator between its cuts (0) and those with two axes swapped (1).
+    """The problem of choosing, for each operator, its cuts (0) or those with two axes swapped (1).
 
     Args:
         swapped_cuts: the cuts with the axes swapped in all operators.
         total_cost: the cost of `cuts`.
 
     Attributes:
-        changed: the variables whose cuts differ.
+        changed: indices of the variables whose cuts differ from the swapped ones.
     """
 
     def __init__(
@@ -126,7 +131,7 @@ class _Swap:
         self.objective, self.cuts_of_choice, self.weights = objective, (cuts, swapped_cuts), weights
         pairs = zip(cuts, swapped_cuts, strict=True)
         self.changed = [
-            number for number, (current, swapped) in enumerate(pairs) if current != swapped
+            index for index, (current, swapped) in enumerate(pairs) if current != swapped
         ]
         self._cuts = list(cuts)
         changed = {*self.changed}
@@ -135,24 +140,26 @@ class _Swap:
             for edge in objective.problem.edges
             if any(end.variable in changed for end in edge.ends())
         }
-        for number in self.changed:
-            total_cost = self._plus_operator(total_cost, number, -1)
+        for variable in self.changed:
+            total_cost = self._plus_operator(total_cost, variable, -1)
         for edge in self._ops_of_edge:
             total_cost = total_cost.plus(objective.edge(edge, cuts), -edge.count)
         self._unchanged_cost = total_cost
 
     def best(self, total: Total, bound: float) -> tuple[list[Cuts], ObjectiveCost] | None:
-        """Return the cuts of the best combination and their cost; None if not below `bound`."""
+        """Return the cuts of the best combination and their cost; None if its total is not below
+        `bound`."""
         tabulated = {
             edge: ops for edge, ops in self._ops_of_edge.items() if len(ops) <= MAX_OPS_PER_TABLE
         }
         if not self.changed:
             return None
-        op_tables = [self._op_table(number) for number in self.changed]
+        op_tables = [self._op_table(op) for op in self.changed]
         edge_tables = [self._edge_table(edge, ops) for edge, ops in tabulated.items()]
-        variable_of_op = {number: index for index, number in enumerate(self.changed)}
-        scopes: list[tuple[int, ...]] = [(index,) for index in range(len(op_tables))]
-        scopes += [tuple(variable_of_op[number] for number in ops) for ops in tabulated.values()]
+        # The variables of the elimination are numbered within `changed`.
+        number_of_op = {op: number for number, op in enumerate(self.changed)}
+        scopes: list[tuple[int, ...]] = [(number,) for number in range(len(op_tables))]
+        scopes += [tuple(number_of_op[op] for op in ops) for ops in tabulated.values()]
         tables = [*op_tables, *edge_tables]
         cost_without_swap = sum(float(table.flat[0]) for table in tables)
         try:
@@ -160,47 +167,47 @@ class _Swap:
         except TooWideError:
             return None
         for _ in range(MAX_PRICED_COMBINATIONS):
-            least = elimination.minimum(tables)
-            # The tables are lower bounds, so that no combination is cheaper than this promises.
-            if least.cost >= cost_without_swap - GAIN * bound:
+            minimum = elimination.minimum(tables)
+            # The tables are lower bounds, so no combination costs less than their minimum.
+            if minimum.cost >= cost_without_swap - MIN_GAIN * bound:
                 return None
-            priced_before = self.objective.num_priced
-            self._set_choices(self.changed, least.choices)
+            num_priced = self.objective.num_priced
+            self._set_choices(self.changed, minimum.choices)
             cost = self._cost(total, bound)
             if cost is not None:
                 return list(self._cuts), cost
             # All edges were cached, so their entries are exact already and would not change.
-            if self.objective.num_priced == priced_before:
+            if self.objective.num_priced == num_priced:
                 return None
             for (edge, ops), table in zip(tabulated.items(), edge_tables, strict=True):
-                table[tuple(least.choices[variable_of_op[number]] for number in ops)] = (
-                    self._lower_bound(edge)
+                table[tuple(minimum.choices[number_of_op[op]] for op in ops)] = self._lower_bound(
+                    edge
                 )
         return None
 
-    def _set_choices(self, numbers: Sequence[int], choices: Sequence[int]) -> None:
-        for number, choice in zip(numbers, choices, strict=True):
-            self._cuts[number] = self.cuts_of_choice[choice][number]
+    def _set_choices(self, variables: Sequence[int], choices: Sequence[int]) -> None:
+        for variable, choice in zip(variables, choices, strict=True):
+            self._cuts[variable] = self.cuts_of_choice[choice][variable]
 
     def _cost(self, total: Total, bound: float) -> ObjectiveCost | None:
-        """The cost of the current combination; None if its total is not below `bound`."""
+        """Return the cost of the current combination; None if its total is not below `bound`."""
         cost = self._unchanged_cost
-        for number in self.changed:
-            cost = self._plus_operator(cost, number, 1)
+        for op in self.changed:
+            cost = self._plus_operator(cost, op, 1)
         return self.objective.add_edges(cost, self._ops_of_edge, self._cuts, total, bound)
 
-    def _plus_operator(self, cost: ObjectiveCost, number: int, sign: int) -> ObjectiveCost:
-        variable = self.objective.problem.variables[number]
-        own = self.objective.operator(variable, self._cuts[number])
-        return cost.plus(own, sign * variable.count)
+    def _plus_operator(self, cost: ObjectiveCost, index: int, sign: int) -> ObjectiveCost:
+        variable = self.objective.problem.variables[index]
+        op_cost = self.objective.operator(variable, self._cuts[index])
+        return cost.plus(op_cost, sign * variable.count)
 
-    def _op_table(self, number: int) -> Table:
-        variable = self.objective.problem.variables[number]
-        costs = [self.objective.operator(variable, cuts[number]) for cuts in self.cuts_of_choice]
+    def _op_table(self, index: int) -> Table:
+        variable = self.objective.problem.variables[index]
+        costs = [self.objective.operator(variable, cuts[index]) for cuts in self.cuts_of_choice]
         return variable.count * np.array([self.weights.of(cost) for cost in costs])
 
     def _edge_table(self, edge: TensorEdge, ops: Sequence[int]) -> Table:
-        """The lower bound of an edge for each combination of choices of its operators."""
+        """Return the lower bound of an edge for each combination of choices of its operators."""
         table = np.zeros((2,) * len(ops))
         for choices in product((0, 1), repeat=len(ops)):
             self._set_choices(ops, choices)

@@ -1,11 +1,11 @@
-"""The cuts of one operator that need the least redistribution to its decided neighbors.
+"""Choose the cuts of one operator that need the least redistribution to its decided neighbors.
 
-*Redistribution* converts a tensor between the layouts of two operators. It excludes what an
-operator communicates for its own cuts: reducing its partial sums, and the gradients of inputs that
-it reads replicated. Otherwise an operator behind a product cut along the contracted dim would be
-cut in any way that avoids the all-reduce, and no weight would be replicated because of the cost of
-its gradient. Ties go to the least reduction of own partial sums, as in MindSpore, which sorts
-strategies without redistribution by their own forward communication
+*Redistribution* converts a tensor between the layouts of two operators. It excludes the
+communication for an operator's own cuts: reducing its partial sums, and the gradients of inputs
+that it reads replicated. Otherwise an operator behind a product cut along the contracted dim would
+be cut in any way that avoids the all-reduce, and no weight would be replicated because of the cost
+of its gradient. Ties go to the fewest bytes that reduce the operator's own partial sums, as in
+MindSpore, which sorts strategies without redistribution by their own forward communication
 (`Edge::GetNextOpStrategyByPrevOpStrategyWithMiniComm`).
 """
 
@@ -36,20 +36,20 @@ from shardwright.core.search.nearby_cuts import (
 )
 
 MAX_CUTS = 512
-"""The largest number of cuts of an operator to compare at once; changes of one axis of the best
-follow."""
+"""Maximum number of cuts of an operator that are compared at once, before changes of the best on
+one axis."""
 
 LocalCost = tuple[int, int, int]
-"""Bytes of redistributions, of reducing own partial sums, and of tensors on a device; compared in
-this order."""
+"""Bytes of redistributions, bytes to reduce the operator's own partial sums, and bytes of its
+tensors on a device; compared in this order."""
 
 
 @dataclass(frozen=True, eq=False)
 class LocalProblem:
-    """One operator with the decisions of its neighbors.
+    """The problem of choosing the cuts of one operator, given the layouts at decided neighbors.
 
     Args:
-        inputs, outputs: the decisions at each of its tensors.
+        inputs, outputs: each tensor of the operator, with its layouts at decided neighbors.
     """
 
     op: Op
@@ -59,7 +59,10 @@ class LocalProblem:
     outputs: tuple[TensorContext, ...]
 
     def cheapest(self) -> dict[str, Axes]:
-        """Return the cuts with the least cost, then the least traffic; the first of equal ones."""
+        """Return the cheapest cuts; ties go to the least communication volume, then to the first.
+
+        The cheapest of `enumerate_cuts` is improved by changes on one axis as long as possible.
+        """
         best = self._cheapest_of(self.enumerate_cuts())
         while True:
             # `best` is the first candidate and wins ties, so that every round but the last
@@ -70,7 +73,8 @@ class LocalProblem:
             best = improved
 
     def cuts_given_neighbors(self, cuts: dict[str, Axes], forward: bool) -> dict[str, Axes]:
-        """Return cuts to replace `cuts` once all neighbors are decided, at no more redistribution.
+        """Return cuts with at most the redistribution bytes of `cuts`, once all neighbors are
+        decided.
 
         Ties go to cuts that match the inputs (or the outputs, if not `forward`). So redistributions
         move along tensors of equal size, to where they may become cheaper.
@@ -80,102 +84,107 @@ class LocalProblem:
         if current_cost is None or not current_cost[0]:
             return cuts
 
-        def mismatch(cuts: Cuts) -> int:
-            read, written = self.rule.layouts(self.mesh, cuts)
+        def mismatched_bytes(cuts: Cuts) -> int:
+            inputs, outputs = self.rule.layouts(self.mesh, cuts)
             tensors = (
-                self._input_redistributions(read)
+                self._input_redistributions(inputs)
                 if forward
-                else self._output_redistributions(written)
+                else self._output_redistributions(outputs)
             )
-            return sum(context.redistribution(*between) for context, between in tensors)
+            return sum(context.redistribution_bytes(*layouts) for context, layouts in tensors)
 
-        best, least = cuts, (current_cost[0], mismatch(cuts), *current_cost[1:])
+        best, least_cost = cuts, (current_cost[0], mismatched_bytes(cuts), *current_cost[1:])
         for changed in chain(self.enumerate_cuts(), self._one_axis_changes(cuts)):
             cost = self.cost(changed, current_cost)
-            if cost is not None and (key := (cost[0], mismatch(changed), *cost[1:])) < least:
-                best, least = changed, key
+            if cost is None:
+                continue
+            # `mismatched_bytes` before the other terms, so that a sweep moves redistributions on.
+            key = (cost[0], mismatched_bytes(changed), *cost[1:])
+            if key < least_cost:
+                best, least_cost = changed, key
         return best
 
-    def _cheapest_of(self, enumerate_cuts: Iterable[dict[str, Axes]]) -> dict[str, Axes]:
-        """The first of the cheapest cuts, with the least traffic.
-
-        Traffic is computed only for ties: it needs redistributions that nothing else does, and the
-        search for their steps takes time.
-        """
-        least: LocalCost | None = None
-        equal: list[dict[str, Axes]] = []
-        for cuts in enumerate_cuts:
-            cost = self.cost(cuts, least)
-            if cost is not None and cost != least:
-                least, equal = cost, []
-            if cost is not None and cuts not in equal:
-                equal.append(cuts)
-        return equal[0] if len(equal) == 1 else min(equal, key=self.traffic)
+    def _cheapest_of(self, candidates: Iterable[dict[str, Axes]]) -> dict[str, Axes]:
+        """Return the cheapest candidate; ties go to the least communication volume, then to the
+        first."""
+        least_cost: LocalCost | None = None
+        cheapest: list[dict[str, Axes]] = []
+        for cuts in candidates:
+            cost = self.cost(cuts, least_cost)
+            if cost is not None and cost != least_cost:
+                least_cost, cheapest = cost, []
+            if cost is not None and cuts not in cheapest:
+                cheapest.append(cuts)
+        # The volume is computed only for ties: it needs redistributions that nothing else does, and
+        # the search for their steps takes time.
+        return cheapest[0] if len(cheapest) == 1 else min(cheapest, key=self.communication_volume)
 
     def cost(self, cuts: Cuts, bound: LocalCost | None = None) -> LocalCost | None:
         """Return the cost of cuts given the decided neighbors; None if above `bound`."""
-        read, written = self.rule.layouts(self.mesh, cuts)
-        tensors = zip((*self.inputs, *self.outputs), (*read, *written), strict=True)
+        inputs, outputs = self.rule.layouts(self.mesh, cuts)
+        tensors = zip((*self.inputs, *self.outputs), (*inputs, *outputs), strict=True)
         memory = sum(context.local_bytes(layout) for context, layout in tensors)
         reduction_bytes = sum(
-            context.traffic(layout, without_partial(layout), ())
-            for context, layout in zip(self.outputs, written, strict=True)
+            context.communication_volume(layout, without_partial(layout), ())
+            for context, layout in zip(self.outputs, outputs, strict=True)
         )
-        redistribution = 0
-        for context, between in chain(
-            self._input_redistributions(read), self._output_redistributions(written)
+        redistribution_bytes = 0
+        for context, layouts in chain(
+            self._input_redistributions(inputs), self._output_redistributions(outputs)
         ):
-            redistribution += context.redistribution(*between)
+            redistribution_bytes += context.redistribution_bytes(*layouts)
             # The search for redistribution steps takes most of the time, so costs above the bound
             # end it early.
-            if bound is not None and (redistribution, reduction_bytes, memory) > bound:
+            if bound is not None and (redistribution_bytes, reduction_bytes, memory) > bound:
                 return None
-        return redistribution, reduction_bytes, memory
+        return redistribution_bytes, reduction_bytes, memory
 
-    def traffic(self, cuts: Cuts) -> int:
-        """Return all bytes that the cuts send, with gradients of parameters."""
-        read, written = self.rule.layouts(self.mesh, cuts)
+    def communication_volume(self, cuts: Cuts) -> int:
+        """Return all bytes that a device sends, including gradients of parameters and collectives
+        inside the kernel."""
+        inputs, outputs = self.rule.layouts(self.mesh, cuts)
         inner = inner_reductions(self.op, self.rule, self.mesh, cuts)
-        sent = sum(size for _, size in inner)
-        for context, between in chain(
-            self._input_redistributions(read), self._output_redistributions(written)
+        sent_bytes = sum(size for _, size in inner)
+        for context, layouts in chain(
+            self._input_redistributions(inputs), self._output_redistributions(outputs)
         ):
-            sent += context.traffic(*between)
-        return sent
+            sent_bytes += context.communication_volume(*layouts)
+        return sent_bytes
 
     def _input_redistributions(
-        self, read: tuple[TensorLayout, ...]
+        self, inputs: tuple[TensorLayout, ...]
     ) -> Iterator[tuple[TensorContext, SharedRedistribution]]:
-        for context, layout in zip(self.inputs, read, strict=True):
-            # A parameter is stored as it is read: `redistribution` counts nothing for it, and
-            # `traffic` the reduction of its gradient.
-            source = without_partial(layout) if context.is_parameter else context.source
+        for context, layout in zip(self.inputs, inputs, strict=True):
+            # A parameter is stored as it is read: `redistribution_bytes` counts nothing for it, and
+            # `communication_volume` the reduction of its gradient.
+            source = without_partial(layout) if context.is_parameter else context.initial_layout
             if source is not None:
-                yield context, (source, layout, context.reads)
+                yield context, (source, layout, context.consumer_layouts)
 
     def _output_redistributions(
-        self, written: tuple[TensorLayout, ...]
+        self, outputs: tuple[TensorLayout, ...]
     ) -> Iterator[tuple[TensorContext, SharedRedistribution]]:
-        for context, layout in zip(self.outputs, written, strict=True):
-            for number, target in enumerate(context.reads):
-                yield context, (layout, target, context.reads[:number])
+        for context, layout in zip(self.outputs, outputs, strict=True):
+            for index, target in enumerate(context.consumer_layouts):
+                # Steps shared by several consumers are charged to the first of them.
+                yield context, (layout, target, context.consumer_layouts[:index])
 
     def enumerate_cuts(self) -> Iterator[dict[str, Axes]]:
-        """Yield cuts to compare, those that match neighbors first, with no cut among them.
+        """Yield cuts to compare, those that match neighbors first; no cut is one of them.
 
-        Axes that all neighbors use equally cut the same factor. If all factors on all groups of
-        axes give more than `MAX_CUTS`, only factors that some neighbor cuts.
+        Axes that all neighbors use equally cut the same factor. If the combinations of all factors
+        are more than `MAX_CUTS`, only factors that some neighbor cuts are combined.
         """
         layouts = dict.fromkeys(tensor.layout for tensor in self.nearby.shared)
-        # Axes that all neighbors use alike are interchangeable; one choice for the group keeps the
-        # number of combinations independent of the number of devices.
+        # Axes that all neighbors use equally are interchangeable; one choice for the group keeps
+        # the number of combinations independent of the number of devices.
         groups = group_equal_axes(self.mesh, [_placement_of_axis(layout) for layout in layouts])
         neighbor_factors = [self._neighbor_factors(group) for group in groups]
         all_factors = [
             (*f, *(n for n in self.nearby.limits if n not in f)) for f in neighbor_factors
         ]
         options = all_factors if prod(map(len, all_factors)) <= MAX_CUTS else neighbor_factors
-        seen = set()
+        yielded = set()
         for chosen in islice(product(*options), MAX_CUTS):
             assigned = {
                 axis: factor
@@ -186,27 +195,28 @@ class LocalProblem:
             for preferred in self._axis_orders():
                 cuts = self.nearby.divisible(assigned, preferred)
                 key = tuple(cuts.items())
-                if key not in seen:
-                    seen.add(key)
+                if key not in yielded:
+                    yielded.add(key)
                     yield cuts
 
     @cached_property
     def nearby(self) -> NearbyCuts:
-        """The cuts near the layouts of decided neighbors."""
+        """Generator of cuts that match the layouts at decided neighbors."""
         shared = tuple(
             SharedTensor(context.dims, layout)
             for context in (*self.inputs, *self.outputs)
-            for layout in context.known_layouts
+            for layout in context.neighbor_layouts
         )
         return NearbyCuts(self.mesh, unjoined_limits(self.rule), shared)
 
     def _neighbor_factors(self, group: Axes) -> tuple[str | None, ...]:
-        """The factors that neighbors cut over the axes of `group`, then None for no cut."""
+        """Return the factors that neighbors cut over the axes of `group`, then None for no cut."""
         matching = [factors for factors in self.nearby.matching_neighbors() if group[0] in factors]
         return (*dict.fromkeys(factors[group[0]] for factors in matching), None)
 
     def _axis_orders(self) -> list[Mapping[str, Axes]]:
-        """The orders of axes of each factor in the mesh, then in each neighbor."""
+        """Return the orders in which axes may cut each factor: outermost first ({}), then the order
+        in each neighbor's layout."""
         orders: list[Mapping[str, Axes]] = [{}]
         for tensor in self.nearby.shared:
             order = {
@@ -219,7 +229,7 @@ class LocalProblem:
         return orders
 
     def _one_axis_changes(self, cuts: Cuts) -> Iterator[dict[str, Axes]]:
-        """`cuts` with one axis cutting another factor or none."""
+        """Yield `cuts` with one axis changed to another factor, or to none."""
         axes = [axis for axis, size in enumerate(self.mesh.device_matrix) if size > 1]
         for factors in self.nearby.with_one_axis_changed(factor_of_axis(cuts), axes):
             # In the order of axes of the present cuts, then outermost first: where two axes cut one
@@ -229,8 +239,10 @@ class LocalProblem:
 
 
 def _placement_of_axis(layout: TensorLayout) -> dict[int, object]:
-    """The dim that each axis shards, or "partial" or "varying"."""
-    uses: dict[int, object] = {axis: dim for dim, axes in enumerate(layout.axes) for axis in axes}
-    uses.update(dict.fromkeys(layout.partial, "partial"))
-    uses.update(dict.fromkeys(layout.varying, "varying"))
-    return uses
+    """Return the dim that each axis shards, or "partial" or "varying"."""
+    placements: dict[int, object] = {
+        axis: dim for dim, axes in enumerate(layout.axes) for axis in axes
+    }
+    placements.update(dict.fromkeys(layout.partial, "partial"))
+    placements.update(dict.fromkeys(layout.varying, "varying"))
+    return placements

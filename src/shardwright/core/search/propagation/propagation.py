@@ -1,11 +1,11 @@
 """Sharding propagation: decide operators outwards from pinned ones, to match their neighbors.
 
 1. Visit operators breadth first from the pinned ones, along shared tensors in both directions. Each
-   takes the cuts with the least, in this order: bytes of redistributions to decided neighbors,
-   forward and backward; bytes to reduce its own partial sums; bytes of its tensors on one device;
-   bytes of all communication, with gradients of parameters; position in a fixed order.
-2. Decide operators again with all neighbors known, so that the redistributions between regions that
-   grew from different pins move to where they are cheapest.
+   operator takes the cuts that minimize, in this order: bytes of redistributions to decided
+   neighbors, forward and backward; bytes to reduce its own partial sums; bytes of its tensors on
+   one device; bytes of all communication, with gradients of parameters; position in a fixed order.
+2. Decide operators again after all neighbors are decided, so that the redistributions between
+   regions that grew from different pins move to where they are cheapest.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def propagate(request: SearchRequest) -> CutsOfGraph:
     """Decide all operators from the pinned ones.
 
     Returns:
-        The cuts of each operator. Operators without a path to a pinned one are data parallel as far
-        as the batch size is divisible.
+        The cuts of each operator, by name. Operators without a path to a pinned one are data
+        parallel, over as many axes as divide the batch size.
 
     Raises:
         StrategyError: if no operator is pinned.
@@ -65,29 +65,29 @@ class ShardingPropagation(SearchMode):
     name: ClassVar[str] = "sharding_propagation"
 
     def search(self, request: SearchRequest) -> CutsOfGraph:
-        return self.searches(request)[0]
+        return self.candidate_cuts(request)[0]
 
-    def searches(self, request: SearchRequest) -> Sequence[CutsOfGraph]:
+    def candidate_cuts(self, request: SearchRequest) -> Sequence[CutsOfGraph]:
         return with_uncosted_ops_sharded(request, propagate(request))
 
 
-ROUNDS = 4
-"""How often step 2 visits all operators at most, each time forward and backward."""
+MAX_ROUNDS = 4
+"""Maximum number of rounds of step 2, each a forward and a backward sweep over all operators."""
 
 
 class _Propagation(DecidedLayouts):
-    """The decisions so far, from the pinned operators outwards."""
+    """Cuts and layouts of the operators decided so far, from the pinned operators outwards."""
 
     def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
         super().__init__(graph, mesh, outputs)
-        self.data = _depends_on_inputs(graph)
-        self._cache: dict[tuple[object, ...], dict[str, Axes]] = {}
+        self.data_values = _values_that_depend_on_inputs(graph)
+        self._cached_cuts: dict[tuple[object, ...], dict[str, Axes]] = {}
 
     def propagate(self) -> None:
-        """Step 1.
+        """Decide operators breadth first from those already decided (step 1).
 
-        Data with gradients comes first: a mask or a table of positions that all layers share must
-        not be a short cut from the first layer to the last.
+        Propagation prefers values that carry gradients: a mask or a table of positions that all
+        layers share must not be a short cut from the first layer to the last.
         """
         gradient_queue: deque[Op] = deque()
         other_queue: deque[Op] = deque()
@@ -104,41 +104,40 @@ class _Propagation(DecidedLayouts):
     def _enqueue(self, op: Op, gradient_queue: deque[Op], other_queue: deque[Op]) -> None:
         for value, neighbor in self.neighbors(op):
             if neighbor.name not in self.cuts:
-                (
-                    gradient_queue if value.requires_grad and value in self.data else other_queue
-                ).append(neighbor)
+                has_gradient = value.requires_grad and value in self.data_values
+                (gradient_queue if has_gradient else other_queue).append(neighbor)
 
     def refine(self, pinned: Mapping[str, Cuts]) -> None:
-        """Step 2, until the bytes of redistributions stop decreasing."""
-        free = [op for op in self.graph.ops if op.name in self.cuts and op.name not in pinned]
-        before = self._redistribution_bytes()
-        for _ in range(ROUNDS):
+        """Decide operators again until the bytes of redistributions stop decreasing (step 2)."""
+        free_ops = [op for op in self.graph.ops if op.name in self.cuts and op.name not in pinned]
+        previous_bytes = self._total_redistribution_bytes()
+        for _ in range(MAX_ROUNDS):
             # A redistribution moves only along the direction of a sweep: towards the outputs in a
             # forward one, towards the inputs in a backward one.
-            for ops, forward in ((free, True), (free[::-1], False)):
+            for ops, forward in ((free_ops, True), (free_ops[::-1], False)):
                 for op in ops:
-                    cuts = self._redecided(op, forward)
+                    cuts = self._cuts_given_neighbors(op, forward)
                     if cuts != self.cuts[op.name]:
                         self.decide(op, cuts)
-            redistribution_bytes = self._redistribution_bytes()
+            redistribution_bytes = self._total_redistribution_bytes()
             # Ties may move redistributions without end; the bytes of all of them decrease or the
             # sweeps end.
-            if redistribution_bytes >= before:
+            if redistribution_bytes >= previous_bytes:
                 return
-            before = redistribution_bytes
+            previous_bytes = redistribution_bytes
 
-    def _redistribution_bytes(self) -> int:
+    def _total_redistribution_bytes(self) -> int:
         return sum(
-            tensor_context(value, ()).redistribution(*path)
-            for value in self.reads
-            for path in self.paths(value)
+            tensor_context(value, ()).redistribution_bytes(*layouts)
+            for value in self.consumer_layouts
+            for layouts in self.redistributions(value)
         )
 
     def _cheapest_cuts(self, op: Op) -> dict[str, Axes]:
         problem = self._local_problem(op)
         return {} if problem is None else self._cached(problem, (), problem.cheapest)
 
-    def _redecided(self, op: Op, forward: bool) -> dict[str, Axes]:
+    def _cuts_given_neighbors(self, op: Op, forward: bool) -> dict[str, Axes]:
         problem, cuts = self._local_problem(op), self.cuts[op.name]
         if problem is None:
             return {}
@@ -154,31 +153,35 @@ class _Propagation(DecidedLayouts):
         extra_key: tuple[object, ...],
         decide: Callable[[], dict[str, Axes]],
     ) -> dict[str, Axes]:
-        """`decide()`, cached: equal operators with equal surroundings get equal cuts."""
+        """Return `decide()`, cached: equal operators with equal neighbor layouts get equal cuts."""
         # Equal operators share one rule object, so that its id stands for shapes and arguments.
         key = (id(problem.rule), problem.inputs, problem.outputs, *extra_key)
-        if key not in self._cache:
-            self._cache[key] = decide()
-        return self._cache[key]
+        if key not in self._cached_cuts:
+            self._cached_cuts[key] = decide()
+        return self._cached_cuts[key]
 
     def _local_problem(self, op: Op) -> LocalProblem | None:
-        """`op` with the decisions at its tensors; None if it cannot be cut."""
+        """Return `op` with the layouts at its decided neighbors; None if it cannot be cut."""
         rule = self.rules[op.name]
         if rule is None or not rule.factors:
             return None
         inputs = tuple(
-            tensor_context(value, dims, self.sources.get(value), self.other_reads(op, value))
+            tensor_context(
+                value,
+                dims,
+                self.initial_layouts.get(value),
+                self.other_consumer_layouts(op, value),
+            )
             for value, dims in zip(op.inputs, rule.inputs, strict=True)
         )
         outputs = tuple(
-            tensor_context(value, dims, None, self.other_reads(op, value))
+            tensor_context(value, dims, None, self.other_consumer_layouts(op, value))
             for value, dims in zip(op.outputs, rule.outputs, strict=True)
         )
         return LocalProblem(op, rule, self.mesh, inputs, outputs)
 
 
-def _depends_on_inputs(graph: Graph) -> set[Value]:
-    """The values that depend on the model's inputs."""
+def _values_that_depend_on_inputs(graph: Graph) -> set[Value]:
     values = set(graph.input_values)
     for op in graph.ops:
         if any(value in values for value in op.inputs):

@@ -5,10 +5,10 @@ are recomputed; large blocks save fewer inputs. Each block has up to four option
 
 | option | recomputed | redistributions inside |
 |---|---|---|
-| `lean` | as `cheap`, without biases, views and sums at the start of a segment | saved |
+| `lean` | those of `cheap` but biases, views and sums at the start of a segment | saved |
 | `cheap` | operators without matrix products | saved |
-| `kept` | the whole block | saved |
-| `again` | the whole block | repeated |
+| `block` | the whole block | saved |
+| `block_and_communication` | the whole block | repeated |
 """
 
 from __future__ import annotations
@@ -43,10 +43,14 @@ RecomputeByOp = Mapping[str, Recompute]
 
 @dataclass(frozen=True)
 class RecomputePrices:
-    """Operations that cost as much time as moving one byte in device memory, or sending one.
+    """Floating-point operations that take as long as one byte of data movement.
 
-    The defaults are those of an A100: 312e12 operations a second in bfloat16, 2e12 bytes a second
-    in memory, and 300e9 over NVLink in one direction (NVIDIA's data sheet).
+    The defaults are those of an A100: 312e12 operations per second in bfloat16, 2e12 bytes per
+    second in memory, and 300e9 bytes per second over NVLink in one direction (NVIDIA's data sheet).
+
+    Args:
+        moved: operations per byte that is read or written in device memory.
+        sent: operations per byte that is sent over the fastest links.
     """
 
     moved: float = 156.0
@@ -54,8 +58,7 @@ class RecomputePrices:
 
     @classmethod
     def on(cls, cluster: Cluster, dtype: torch.dtype) -> RecomputePrices:
-        """Return the prices on a device of `cluster` that computes in `dtype`, for its fastest
-        links."""
+        """Return the prices for a device of `cluster` that computes in `dtype`."""
         rate = cluster.device.rate(dtype)
         fastest = max(level.bandwidth for level in cluster.levels)
         return cls(rate / cluster.device.stream, rate / fastest)
@@ -63,11 +66,12 @@ class RecomputePrices:
 
 @dataclass(frozen=True)
 class RecomputeBlock:
-    """The operators of one module in one stage.
+    """The operators of one module call in one stage.
 
     Args:
-        options: for each option the bytes it frees on a device with its cost in operations, and the
-            operators that it recomputes.
+        name: the module call; empty for operators outside of modules.
+        options: for each option, by name, the bytes that it frees on a device at a cost in
+            floating-point operations, and the operators that it recomputes.
     """
 
     stage: int
@@ -78,7 +82,7 @@ class RecomputeBlock:
 DEFAULT_PRICES = RecomputePrices()
 
 PEAK_TOLERANCE = 1.25
-"""Depths compete if their estimated peak is at most this multiple of the lowest."""
+"""Depths compete if their estimated peak memory is at most this multiple of the lowest one."""
 
 
 class RecomputeBlocks:
@@ -86,7 +90,7 @@ class RecomputeBlocks:
 
     Args:
         stage_of: returns the stage that runs an operator.
-        prices: of bytes that are moved and sent again.
+        prices: operations per byte that recomputation moves or sends.
     """
 
     def __init__(
@@ -104,27 +108,29 @@ class RecomputeBlocks:
         self._plain_flow = communication(graph, mesh, decisions)
         flow = self._plain_flow
         self._transfers = OperatorTransfers(graph, flow.routes, flow.reductions)
-        self._free = [op for op in graph.ops if op.name not in decisions.recompute]
+        self._free_ops = [op for op in graph.ops if op.name not in decisions.recompute]
         self._cached_operations: dict[object, float] = {}
 
     def blocks(self, depth: int) -> tuple[RecomputeBlock, ...]:
         """Return the blocks at a depth of the module tree.
 
-        Operators that the user recomputes are in none.
+        Operators that the user recomputes belong to no block.
         """
-        return self._blocks(self._block_of_ops(depth), self.plain)
+        return self._blocks(self._block_of_ops(depth))
 
     @cached_property
     def depths(self) -> tuple[tuple[int, ...], ...]:
         """Groups of depths of the module tree whose modules may be blocks.
 
         The first group has the depth with the lowest estimated peak with all blocks recomputed, if
-        the peak is within a block, and those that come close. Then follow outer depths, each of
-        which saves less than those before: the peak may be elsewhere, as in a loss over a large
-        vocabulary.
+        the peak is within a block, and the depths within `PEAK_TOLERANCE` of it. Then follow outer
+        depths, each of which saves less than those before: the peak may be outside of blocks, as in
+        a loss over a large vocabulary.
         """
-        deepest = max((len(op.calls) for op in self._free), default=0)
-        saved = {depth: self._bytes_with_all_blocks(depth) for depth in range(1, deepest) or (0,)}
+        num_depths = max((len(op.calls) for op in self._free_ops), default=0)
+        saved = {
+            depth: self._bytes_with_all_blocks(depth) for depth in range(1, num_depths) or (0,)
+        }
         peaks = {depth: size + self._largest_block_bytes(depth) for depth, size in saved.items()}
         # Deep blocks save many inputs, shallow ones recompute much at once: the lowest peak is in
         # between.
@@ -139,28 +145,28 @@ class RecomputeBlocks:
         return tuple(groups)
 
     @cached_property
-    def plain(self) -> SavedBytes:
-        """Bytes saved without further recomputation."""
+    def saved_without_blocks(self) -> SavedBytes:
+        """Bytes saved if no block is recomputed."""
         return self._saved_with({})
 
     def _block_of_ops(self, depth: int) -> dict[str, tuple[int, str]]:
-        """For each operator its stage and the module call at this depth; empty if in none."""
+        """Return for each operator its stage and its module call at a depth, or ""."""
         return {
             op.name: (self.stage_of(op), op.calls[depth] if depth < len(op.calls) else "")
-            for op in self._free
+            for op in self._free_ops
         }
 
     def _bytes_with_all_blocks(self, depth: int) -> int:
-        """Bytes saved with all blocks recomputed."""
+        """Return the bytes saved if all blocks at a depth are recomputed."""
         return sum(
             self._saved_with(self._recompute_whole_blocks(self._block_of_ops(depth), True)).values()
         )
 
     def _largest_block_bytes(self, depth: int) -> int:
-        """Bytes saved while the largest block is recomputed."""
+        """Return the bytes that the largest block at a depth saves while it is recomputed."""
         block_of = self._block_of_ops(depth)
         saved: dict[tuple[int, str], int] = {}
-        for name, size in self.plain.items():
+        for name, size in self.saved_without_blocks.items():
             if block_of.get(name, (0, ""))[1]:
                 saved[block_of[name]] = saved.get(block_of[name], 0) + size
         return max(saved.values(), default=0)
@@ -175,63 +181,70 @@ class RecomputeBlocks:
     def _recompute_cheap_ops(
         self, block_of: Mapping[str, tuple[int, str]], lean: bool = False
     ) -> dict[str, Recompute]:
-        """The recomputation of all operators without matrix products.
+        """Return the recomputation of all operators without matrix products.
 
         Args:
-            lean: without operators at the start of a segment that save nothing for their backward
-                pass (biases, views, sums): recomputing these frees nothing.
+            lean: whether to leave out operators at the start of a segment that save nothing for
+                their backward pass (biases, views, sums): recomputing these frees nothing.
         """
         recompute: dict[str, Recompute] = {}
-        cheap: dict[str, Op] = {}
-        for op in self._free:
-            saved, makers = self._saved[op.name], map(self.graph.producer.get, op.inputs)
+        cheap_ops: dict[str, Op] = {}
+        for op in self._free_ops:
+            saved, producers = self._saved[op.name], map(self.graph.producer.get, op.inputs)
             is_needed = saved.inputs or saved.outputs or saved.others or not lean
-            # Operators without matrix products only move bytes; recomputing them costs little for
-            # what it frees.
+            # Operators without matrix products only move bytes; recomputing them costs little
+            # compared with the bytes that it frees.
             if work_of(op).forward_flops == 0 and (
-                is_needed or any(maker is not None and maker.name in cheap for maker in makers)
+                is_needed
+                or any(
+                    producer is not None and producer.name in cheap_ops for producer in producers
+                )
             ):
-                cheap[op.name] = op
-        add_segments(self.graph, recompute, list(cheap.values()), communication=False)
+                cheap_ops[op.name] = op
+        add_segments(self.graph, recompute, list(cheap_ops.values()), communication=False)
         return {name: each for name, each in recompute.items() if name in block_of}
 
-    def _blocks(
-        self, block_of: Mapping[str, tuple[int, str]], plain: SavedBytes
-    ) -> tuple[RecomputeBlock, ...]:
+    def _blocks(self, block_of: Mapping[str, tuple[int, str]]) -> tuple[RecomputeBlock, ...]:
+        """Return the blocks with their options.
+
+        Args:
+            block_of: for each operator, by name, its stage and module call.
+        """
         options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, RecomputeByOp]]] = {}
         alternatives = {
             "lean": self._recompute_cheap_ops(block_of, lean=True),
             "cheap": self._recompute_cheap_ops(block_of),
-            "kept": self._recompute_whole_blocks(block_of, False),
-            "again": self._recompute_whole_blocks(block_of, True),
+            "block": self._recompute_whole_blocks(block_of, False),
+            "block_and_communication": self._recompute_whole_blocks(block_of, True),
         }
+        saved_before = self.saved_without_blocks
         for option, recompute in alternatives.items():
             flow = self._flow(recompute)
             saved = self._estimate.saved_bytes(flow)
             freed: dict[tuple[int, str], int] = {}
             for name, block in block_of.items():
-                freed[block] = freed.get(block, 0) + plain.get(name, 0) - saved.get(name, 0)
+                freed_by_op = saved_before.get(name, 0) - saved.get(name, 0)
+                freed[block] = freed.get(block, 0) + freed_by_op
             recompute_by_block: dict[tuple[int, str], dict[str, Recompute]] = {}
             for name, each in recompute.items():
                 recompute_by_block.setdefault(block_of[name], {})[name] = each
-            work = self._work(flow, block_of)
+            operations = self._repeated_operations(flow, block_of)
             for block, size in freed.items():
-                # An option that frees nothing here is none: recomputing a block of views keeps its
-                # inputs instead.
+                # An option may free nothing: recomputing a block of views saves its inputs instead.
                 if size > 0 and block in recompute_by_block:
-                    item = KnapsackItem(size, work.get(block, 0.0))
+                    item = KnapsackItem(size, operations.get(block, 0.0))
                     options.setdefault(block, {})[option] = (item, recompute_by_block[block])
         return tuple(RecomputeBlock(*block, by_name) for block, by_name in options.items())
 
     def _flow(self, recompute_by_op: RecomputeByOp) -> Communication:
-        """The communication with some recomputation, without buckets.
+        """Return the communication with some recomputation, without buckets.
 
-        The result is valid until the next call: all share the transfers, and each call changes the
-        segments with which these are repeated.
+        The result is valid until the next call: all results share their transfers, and each call
+        changes the segments of the transfers.
         """
         for transfer in self._plain_flow.transfers:
-            # Computing routes anew for each option would take longer than all else; only segments
-            # differ.
+            # Only segments differ; computing routes again for each option would take longer than
+            # the rest of the search.
             transfer.segment, transfer.is_repeated = None, False
         recompute = {**self.decisions.recompute, **recompute_by_op}
         segments = recompute_segments(self.graph, recompute, self._transfers)
@@ -241,10 +254,10 @@ class RecomputeBlocks:
     def _saved_with(self, recompute: RecomputeByOp) -> SavedBytes:
         return self._estimate.saved_bytes(self._flow(recompute))
 
-    def _work(
+    def _repeated_operations(
         self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
     ) -> dict[tuple[int, str], float]:
-        """The operations that a device repeats, by block; bytes count by their prices."""
+        """Return the operations that a device repeats, by block; bytes count by their prices."""
         sent: dict[str, int] = {}
         for transfer in flow.transfers:
             if transfer.segment is not None:
@@ -252,51 +265,53 @@ class RecomputeBlocks:
                 sent[transfer.segment] = size + transfer.forward_bytes
         operations: dict[tuple[int, str], float] = {}
         for segment in flow.segments:
-            if (first := block_of.get(segment.ops[0])) is not None:
-                work = self.prices.sent * sent.get(segment.name, 0)
-                operations[first] = operations.get(first, 0.0) + work
+            # The first operator's block pays for the communication of a segment across blocks.
+            if (first_block := block_of.get(segment.ops[0])) is not None:
+                sending = self.prices.sent * sent.get(segment.name, 0)
+                operations[first_block] = operations.get(first_block, 0.0) + sending
             for name in self._recomputed_ops(segment.ops):
                 if (block := block_of.get(name)) is not None:
-                    operations[block] = operations.get(block, 0.0) + self._operations(name)
+                    operations[block] = operations.get(block, 0.0) + self._forward_operations(name)
         return operations
 
     def _recomputed_ops(self, names: Sequence[str]) -> list[str]:
-        """The operators of a segment that checkpointing runs again.
+        """Return the operators of a segment that `torch.utils.checkpoint` runs again.
 
-        It stops once all saved tensors exist: before the last operator that saves any, unless that
-        saves its outputs.
+        The rerun ends before the last operator that saves a tensor, or with it if it saves an
+        output.
         """
         # PyTorch's checkpointing stops early, once the last saved tensor has been recomputed.
-        last = max(number for number, name in enumerate(names) if self._saved[name])
+        last = max(index for index, name in enumerate(names) if self._saved[name])
         saves_output = self._saved[names[last]].outputs or self._saved[names[last]].others
         return list(names[: last + 1 if saves_output else last])
 
-    def _operations(self, name: str) -> float:
-        """Operations of a device for the forward pass of an operator."""
+    def _forward_operations(self, name: str) -> float:
+        """Return the operations of a device for the forward pass of an operator; bytes moved count
+        by their price."""
         op, cuts = self.graph.by_name[name], self.decisions.cuts.get(name, {})
         work = work_of(op)
         key = (id(work), *cuts.items())
         if key not in self._cached_operations:
             rule = rule_of(op)
             shard_counts = rule.shard_counts(self.mesh, cuts) if rule is not None else {}
-            moved = sum(
+            moved_bytes = sum(
                 size / prod(shard_counts.get(factor, 1) for factor in factors)
                 for size, factors in work.forward_bytes
             )
             flops = work.forward_flops / prod(shard_counts.values())
-            self._cached_operations[key] = flops + self.prices.moved * moved
+            self._cached_operations[key] = flops + self.prices.moved * moved_bytes
         return self._cached_operations[key]
 
 
 SavedBytes = dict[str, int]
-"""For each operator the bytes on a device that it computes and the backward pass needs."""
+"""For each operator, by name, the bytes on a device of its results that are saved for backward."""
 
 
 class ActivationEstimate:
     """Estimates of the bytes of activations that autograd saves.
 
     Args:
-        saved: for each operator the tensors that autograd saves.
+        saved: for each operator, by name, the tensors that autograd saves.
     """
 
     def __init__(
@@ -308,61 +323,67 @@ class ActivationEstimate:
         self._roots: dict[Value, Value] = {}
         for op in graph.ops:
             if _shares_memory(op):
-                first = op.inputs[0]
-                self._roots[op.output] = self._roots.get(first, first)
+                viewed = op.inputs[0]
+                # Producers come first, so that views of views end at the same tensor.
+                self._roots[op.output] = self._roots.get(viewed, viewed)
 
     def saved_bytes(self, flow: Communication) -> SavedBytes:
-        """Return the bytes saved: the inputs of recomputed segments, and what autograd saves of all
-        other operators. Tensors that share memory count once."""
+        """Return the saved bytes: inputs of recomputed segments, and the tensors that autograd
+        saves for all other operators. Tensors that share memory count once."""
         saved: SavedBytes = {}
-        seen: set[object] = set()
-        for op_name, key, size in self._tensors(flow):
-            if key not in seen:
-                seen.add(key)
+        counted_keys: set[object] = set()
+        for op_name, key, size in self._saved_tensors(flow):
+            if key not in counted_keys:
+                counted_keys.add(key)
                 saved[op_name] = saved.get(op_name, 0) + size
         return saved
 
-    def _tensors(self, flow: Communication) -> Iterator[tuple[str, object, int]]:
+    def _saved_tensors(self, flow: Communication) -> Iterator[tuple[str, object, int]]:
+        """Yield, for each saved tensor, the name of the operator that computes it, a key that is
+        equal for tensors that share memory, and its bytes on a device."""
         first_ops = _first_ops(self.graph, flow)
         for op in self.graph.ops:
             segment = flow.segment_of.get(op.name)
             if segment is None:
                 saved = self.saved[op.name]
                 for index in saved.inputs:
-                    yield from self._read_tensor(op, index, flow, first_ops)
+                    yield from self._saved_input(op, index, flow, first_ops)
                 for index in saved.outputs:
-                    yield self._computed_tensor(op.outputs[index], flow)
-                for number, (shape, dtype) in enumerate(saved.others):
+                    yield self._saved_result(op.outputs[index], flow)
+                for index, (shape, dtype) in enumerate(saved.others):
                     size = prod(shape) * dtype.itemsize * self._local_share(op, shape, flow)
-                    yield op.name, (op.name, number), int(size)
+                    yield op.name, (op.name, index), int(size)
                 continue
+            # Checkpointing saves the inputs of a segment, and within it the results of
+            # redistributions that are not repeated.
             for index, value in enumerate(op.inputs):
                 producer = self.graph.producer.get(value)
-                inside = producer is not None and producer.name in segment.ops
+                is_inside = producer is not None and producer.name in segment.ops
                 route = flow.routes[op.name, index]
                 is_repeated = any(transfer.segment == segment.name for transfer in route)
-                if not inside or (route and not is_repeated):
-                    yield from self._read_tensor(op, index, flow, first_ops, segment.name)
+                if not is_inside or (route and not is_repeated):
+                    yield from self._saved_input(op, index, flow, first_ops, segment.name)
 
     def _local_share(self, op: Op, shape: Sequence[int], flow: Communication) -> float:
-        """The share on a device of a tensor that only the backward pass needs.
+        """Return the fraction on a device of a tensor that only the backward pass needs.
 
-        That of the output or an input of equal shape, as the softmax that a loss saves; else that
-        of the output if it is large enough, or of the largest input. A tensor larger than all of
-        these, as experts save for each expert of a token, is sharded like the computation.
+        It is that of the output or an input of equal shape, such as the softmax that a loss saves;
+        else that of the output if the output is at least as large, or of the largest input. A
+        tensor larger than all of these, as experts save for each expert of a token, is sharded like
+        the computation.
         """
-        used = zip(op.inputs, flow.input_layouts[op.name], strict=True)
-        layouts = [(op.output, flow.initial_layouts[op.output]), *used]
+        inputs = zip(op.inputs, flow.input_layouts[op.name], strict=True)
+        layouts = [(op.output, flow.initial_layouts[op.output]), *inputs]
         same_shape = (each for each in layouts if tuple(each[0].shape) == tuple(shape))
         if (reference := next(same_shape, None)) is None:
-            fits = op.output.numel >= prod(shape)
-            reference = layouts[0] if fits else max(layouts, key=lambda each: each[0].numel)
+            is_large = op.output.numel >= prod(shape)
+            reference = layouts[0] if is_large else max(layouts, key=lambda each: each[0].numel)
         value, layout = reference
         if value.numel < prod(shape):
             return 1 / prod(map(self._mesh.size, self._cuts.get(op.name, {}).values()))
         return _local_numel(value, layout) / max(value.numel, 1)
 
-    def _read_tensor(
+    def _saved_input(
         self,
         op: Op,
         index: int,
@@ -370,24 +391,30 @@ class ActivationEstimate:
         first_ops: dict[Transfer, str],
         segment: str = "",
     ) -> Iterator[tuple[str, object, int]]:
-        """The tensor of an input that is saved: before the redistributions that a segment
-        repeats."""
+        """Yield the saved tensor of an input: as it is before the redistributions that the segment
+        repeats.
+
+        Yields nothing if that needs no memory: for parameters, and for inputs, buffers and
+        constants that are not redistributed.
+        """
         # Parameters are stored anyway, and saving one takes no memory.
         value = op.inputs[index]
         if value.kind is Kind.PARAMETER:
             return
         route = [t for t in flow.routes[op.name, index] if t.segment != segment or not segment]
-        sent = [transfer for transfer in route if transfer.forward_bytes]
-        if sent:
+        sending = [transfer for transfer in route if transfer.forward_bytes]
+        if sending:
             yield (
-                first_ops[sent[-1]],
-                sent[-1],
+                first_ops[sending[-1]],
+                sending[-1],
                 _local_numel(value, route[-1].step.target) * value.itemsize,
             )
-        elif value.kind is Kind.ACTIVATION:
-            yield self._computed_tensor(value, flow)
 
-    def _computed_tensor(self, value: Value, flow: Communication) -> tuple[str, object, int]:
+        elif value.kind is Kind.ACTIVATION:
+            yield self._saved_result(value, flow)
+
+    def _saved_result(self, value: Value, flow: Communication) -> tuple[str, object, int]:
+        """Return the saved tensor of an activation: the one that it is a view of, if it is one."""
         root = self._roots.get(value, value)
         producer = self.graph.producer.get(root)
         if producer is None:
@@ -396,7 +423,7 @@ class ActivationEstimate:
 
 
 def _first_ops(graph: Graph, flow: Communication) -> dict[Transfer, str]:
-    """The first operator that needs each transfer."""
+    """Return the name of the first operator that needs each transfer."""
     first_ops: dict[Transfer, str] = {}
     for op in graph.ops:
         for index in range(len(op.inputs)):

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_STATES = 4000
-"""States after which the exact search gives up in favor of the greedy one."""
+"""Maximum number of undominated states of the exact search; with more, options are chosen
+greedily."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class KnapsackItem:
     """Memory that can be freed at a cost.
 
     Args:
-        freed: bytes.
-        cost: in any unit.
+        freed: bytes freed.
+        cost: cost of freeing them, in the same unit for all items.
     """
 
     freed: int
@@ -30,12 +31,12 @@ class KnapsackItem:
 
 
 class _States(NamedTuple):
-    """The states after some blocks that no other dominates, in order of freed bytes, most first.
+    """Undominated choices of options for the first blocks, by freed bytes in descending order.
 
     Args:
-        freed, cost: sums over the blocks so far.
-        previous: the index of the state before the last block.
-        chosen: the index of the last block's option, or -1.
+        freed, cost: for each state the sums over its blocks.
+        previous: for each state the index of the state before its last block.
+        chosen: for each state the index of its last block's option, or -1 for none.
     """
 
     freed: npt.NDArray[np.int64]
@@ -47,9 +48,9 @@ class _States(NamedTuple):
 def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int] | None:
     """Return for each block the index of the option to take, or -1 for none.
 
-    Exact while there are few states that no other dominates by freeing as much at no more cost; so
-    it is where blocks repeat. Else options are taken greedily by cost per byte, and those that turn
-    out to be unnecessary are returned.
+    The result is optimal if at most `MAX_STATES` states remain after each block, as with repeated
+    blocks; a state is dropped if another frees as much at no more cost. Otherwise options are taken
+    greedily by cost per byte, and those that turn out to be unnecessary are dropped at the end.
 
     Args:
         blocks: the options of each block.
@@ -64,11 +65,11 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
     no_choice = np.full(1, -1)
     states = [_States(np.zeros(1, np.int64), np.zeros(1), no_choice, no_choice)]
     for block in blocks:
-        states.append(_extended(states[-1], block, needed))
+        states.append(_states_with_block(states[-1], block, needed))
         # Different blocks have different sums, so that states multiply; equal blocks give few
         # distinct sums.
         if len(states[-1].freed) > MAX_STATES:
-            return _by_ratio(blocks, needed)
+            return _choose_greedily(blocks, needed)
     # Freed bytes are capped at `needed`, so the first state is the cheapest that frees enough.
     state, chosen = 0, []
     for block_states in reversed(states[1:]):
@@ -77,48 +78,55 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
     return chosen[::-1]
 
 
-def _extended(states: _States, block: Sequence[KnapsackItem], needed: int) -> _States:
-    """The states after one more block."""
+def _states_with_block(states: _States, block: Sequence[KnapsackItem], needed: int) -> _States:
+    """Return the undominated states after one more block."""
     freed = np.array([0, *(option.freed for option in block)], np.int64)[:, None] + states.freed
     cost = np.array([0.0, *(option.cost for option in block)])[:, None] + states.cost
     # Capped: states that free enough differ only in cost, and all but the cheapest are dominated.
     freed, cost = np.minimum(freed, needed).reshape(-1), cost.reshape(-1)
     order = np.lexsort((cost, -freed))
     freed, cost = freed[order], cost[order]
-    cheapest_before = np.minimum.accumulate(np.concatenate(([np.inf], cost[:-1])))
+    least_cost_before = np.minimum.accumulate(np.concatenate(([np.inf], cost[:-1])))
     # A state is dominated if one that frees as much costs no more.
-    worthwhile = np.flatnonzero(cost < cheapest_before)
-    options, previous = np.divmod(order[worthwhile], len(states.freed))
-    return _States(freed[worthwhile], cost[worthwhile], previous, options - 1)
+    undominated = np.flatnonzero(cost < least_cost_before)
+    # Row 0 of the sums is no option, hence `options - 1`.
+    options, previous = np.divmod(order[undominated], len(states.freed))
+    return _States(freed[undominated], cost[undominated], previous, options - 1)
 
 
-def _by_ratio(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]:
+def _choose_greedily(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]:
+    """Return for each block the index of an option, or -1, by the least added cost per added byte.
+
+    Args:
+        needed: bytes to free; all blocks together free at least as many.
+    """
     chosen = [-1] * len(blocks)
     no_option = KnapsackItem(0, 0.0)
     freed = 0
 
-    def current(number: int) -> KnapsackItem:
-        return no_option if chosen[number] < 0 else blocks[number][chosen[number]]
+    def current_option(block: int) -> KnapsackItem:
+        return no_option if chosen[block] < 0 else blocks[block][chosen[block]]
 
     while freed < needed:
+        # From one option of a block to a larger one counts as well.
         improvements = [
             (
-                (option.cost - current(number).cost) / (option.freed - current(number).freed),
-                number,
+                (option.cost - current_option(block).cost)
+                / (option.freed - current_option(block).freed),
+                block,
                 index,
             )
-            for number, block in enumerate(blocks)
-            for index, option in enumerate(block)
-            if option.freed > current(number).freed
+            for block, options in enumerate(blocks)
+            for index, option in enumerate(options)
+            if option.freed > current_option(block).freed
         ]
-        # The least added cost per added byte, also from one option of a block to a larger one.
-        _, number, index = min(improvements)
-        freed += blocks[number][index].freed - current(number).freed
-        chosen[number] = index
-    # The last step may free far more than was missing: options that turn out unnecessary are
-    # returned, the most expensive first.
-    for number in sorted(range(len(blocks)), key=lambda n: -current(n).cost):
-        if freed - current(number).freed >= needed:
-            freed -= current(number).freed
-            chosen[number] = -1
+        _, block, index = min(improvements)
+        freed += blocks[block][index].freed - current_option(block).freed
+        chosen[block] = index
+    # The last step may free far more than was missing: options that turn out to be unnecessary are
+    # dropped, the most expensive first.
+    for block in sorted(range(len(blocks)), key=lambda n: -current_option(n).cost):
+        if freed - current_option(block).freed >= needed:
+            freed -= current_option(block).freed
+            chosen[block] = -1
     return chosen

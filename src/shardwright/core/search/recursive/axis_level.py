@@ -1,7 +1,7 @@
 """One level of the recursion: the choices on one axis, and how they propagate.
 
 On this axis a decided operator reads and writes each tensor replicated, or sharded along some dim.
-A neighbor without a cost follows: it cuts the factor that the shared tensor carries on that dim.
+A neighbor without a cost model follows: it cuts the factor that the shared tensor has on that dim.
 
 `relu(linear(x))`, linear cut on J → its output is sharded on dim 1 → relu cuts the factor of dim 1.
 """
@@ -26,7 +26,7 @@ class AxisLevel:
         axis_size: number of devices along the axis.
 
     Attributes:
-        choice: for each operator the factor that it cuts, `NO_CUT` or `UNDECIDED`.
+        choice: for each operator the factor that the axis cuts, `NO_CUT` or `UNDECIDED`.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class AxisLevel:
         self.choice = [UNDECIDED] * len(graph.names)
 
     def propagate(self, decided: Iterable[int]) -> None:
-        """Propagate new choices to operators without a cost, forward and backward.
+        """Propagate new choices to operators without a cost model, forward and backward.
 
-        Propagation ends at decided operators and at operators with a cost. Where the producer of a
-        tensor still awaits its own decision by cost, other readers follow the decided reader, so
-        that all readers of a residual stream agree from its start.
+        Propagation ends at decided operators and at main operators. Where the producer of a tensor
+        is a main operator that is still undecided, other consumers follow the decided consumer, so
+        that all consumers of a residual stream agree from its start.
 
         Args:
             decided: operators whose choice is new.
@@ -53,38 +53,42 @@ class AxisLevel:
             op = queue.popleft()
             op_type = graph.op_types[op]
             for value, dim in zip(graph.outputs[op], op_type.output_dims[choice[op]], strict=True):
-                self._propagate_to_readers(value, dim, queue)
+                self._propagate_to_consumers(value, dim, queue)
             for value, dim in zip(graph.inputs[op], op_type.input_dims[choice[op]], strict=True):
                 producer = graph.producer[value]
-                if producer is not None and self._is_following(producer[0]):
+                if producer is not None and self._may_follow(producer[0]):
                     choice[producer[0]] = self.choice_from_output(*producer, dim)
                     self._enqueue(producer[0], dim, queue)
-                # Only where the value depends on the inputs: readers of a table that all layers
+                # Only where the value depends on the inputs: consumers of a table that all layers
                 # share, such as rotary positions, need not agree.
                 elif graph.data[value] and (producer is None or choice[producer[0]] == UNDECIDED):
-                    self._propagate_to_readers(value, dim, queue)
+                    self._propagate_to_consumers(value, dim, queue)
 
-    def _propagate_to_readers(self, value: int, dim: int, queue: deque[int]) -> None:
-        """Let readers without a cost follow a value that is sharded along `dim`."""
+    def _propagate_to_consumers(self, value: int, dim: int, queue: deque[int]) -> None:
+        """Let consumers without a cost model follow a value that is sharded along `dim`."""
         for consumer, input_index in self.graph.consumers[value]:
-            if self._is_following(consumer):
+            if self._may_follow(consumer):
                 self.choice[consumer] = self.choice_from_input(consumer, input_index, dim)
                 self._enqueue(consumer, dim, queue)
 
-    def _is_following(self, op: int) -> bool:
+    def _may_follow(self, op: int) -> bool:
         return self.choice[op] == UNDECIDED and not self.graph.op_types[op].is_main
 
     def _enqueue(self, op: int, dim: int, queue: deque[int]) -> None:
         """Propagate further from `op`, unless it could not follow a cut along `dim`."""
+        # An operator that is replicated because its size is not divisible says nothing about its
+        # other neighbors.
         if self.choice[op] >= 0 or (self.choice[op] == NO_CUT and dim == NO_CUT):
             queue.append(op)
 
     def choice_from_input(self, op: int, input_index: int, dim: int) -> int:
-        """The choice of `op` if an input is sharded along `dim`, or replicated (`NO_CUT`).
+        """Return the choice of `op` if an input is sharded along `dim`, or replicated (`NO_CUT`).
 
-        `UNDECIDED` for a replicated input that leaves the operator free, as a broadcast operand.
+        Returns:
+            `UNDECIDED` for a replicated input that does not determine the choice, such as a
+            broadcast operand.
         """
-        factor = self._factor(op, self.graph.op_types[op].inputs[input_index], dim)
+        factor = self._factor_on_dim(op, self.graph.op_types[op].inputs[input_index], dim)
         # A mask or a rotary table that lacks the batch is always replicated; it must not replicate
         # the activations that it is combined with.
         if factor == NO_CUT and not self.graph.replicates_op[op][input_index]:
@@ -92,10 +96,16 @@ class AxisLevel:
         return factor
 
     def choice_from_output(self, op: int, output_index: int, dim: int) -> int:
-        """The choice of `op` if an output is read sharded along `dim`, or replicated (`NO_CUT`)."""
-        return self._factor(op, self.graph.op_types[op].outputs[output_index], dim)
+        """Return the choice of `op` if an output is read sharded along `dim`, or replicated
+        (`NO_CUT`)."""
+        return self._factor_on_dim(op, self.graph.op_types[op].outputs[output_index], dim)
 
-    def _factor(self, op: int, dims: tuple[int, ...], dim: int) -> int:
+    def _factor_on_dim(self, op: int, dims: tuple[int, ...], dim: int) -> int:
+        """Return the factor that a tensor has on `dim`; `NO_CUT` if the axis cannot cut it.
+
+        Args:
+            dims: the factor of each dim of the tensor.
+        """
         if dim == NO_CUT:
             return NO_CUT
         factor = dims[dim]
@@ -107,11 +117,11 @@ class AxisLevel:
     def decide_remaining(self) -> None:
         """Decide operators that propagation has not reached: forward, then backward, then no cut.
 
-        Inputs of the model count as sharded along the batch, so that a model without any operator
-        with a cost is data parallel.
+        Inputs of the model count as sharded along the batch, so that a model without main operators
+        is data parallel.
         """
-        # Forward first, since the batch of the inputs decides where no operator with a cost does;
-        # the backward pass reaches operators without a decided input, such as a mask made from
+        # Forward first, since the batch of the inputs decides where no main operator does; the
+        # backward pass reaches operators without a decided input, such as a mask made from
         # constants.
         undecided = [op for op, choice in enumerate(self.choice) if choice == UNDECIDED]
         for op in undecided:
@@ -124,7 +134,7 @@ class AxisLevel:
                 self.choice[op] = NO_CUT
 
     def next_shard_counts(self) -> list[tuple[int, ...]]:
-        """For each operator the number of shards of each factor after this level."""
+        """Return for each operator the number of shards of each factor after this level."""
         return [
             (
                 *shard_counts[:factor],
@@ -139,14 +149,14 @@ class AxisLevel:
     def _choices_of_producers(self, op: int) -> Iterator[int]:
         graph = self.graph
         for input_index, value in enumerate(graph.inputs[op]):
-            source = graph.producer[value]
-            if source is not None:
-                producer, output_index = source
+            producer_output = graph.producer[value]
+            if producer_output is not None:
+                producer, output_index = producer_output
                 if self.choice[producer] != UNDECIDED:
                     dim = graph.op_types[producer].output_dims[self.choice[producer]][output_index]
                     yield self.choice_from_input(op, input_index, dim)
             elif graph.batch[value]:
-                factor = self._factor(op, graph.op_types[op].inputs[input_index], 0)
+                factor = self._factor_on_dim(op, graph.op_types[op].inputs[input_index], 0)
                 # An input whose batch is not divisible leaves the choice to the other inputs.
                 yield factor if factor != NO_CUT else UNDECIDED
 
@@ -160,7 +170,8 @@ class AxisLevel:
 
 
 def _preferred_choice(choices: Iterator[int]) -> int:
-    """The first choice that cuts, else `NO_CUT` if there is any, else `UNDECIDED`."""
+    """Return the first choice that cuts a factor, else `NO_CUT` if there is any, else
+    `UNDECIDED`."""
     preferred = UNDECIDED
     for choice in choices:
         if choice >= 0:

@@ -8,19 +8,20 @@ from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.search.indexed_graph import index_graph
 from shardwright.core.search.recursive.search import operator_costs
 
-# Small enough that cutting I, the only choice whose cost it scales, is the cheapest choice.
+# Small enough that cutting I, the only choice whose cost `mem_coeff` scales, has the smallest cost:
+# the formula is valid only there.
 SMALL_MEM_COEFF = 1e-9
 
 
 def break_evens(graph: Graph, mesh: DeviceMatrix) -> dict[str, float]:
     """Return for each main operator the `mem_coeff` above which cutting I beats no cut.
 
-    On the first axis of `mesh`, without redistributions.
-
-    Formula: `cost_i · mem_coeff / cost_no_cut` (`shardwright.core.cost.symbolic.break_even`).
+    The comparison is that of the first axis of `mesh` and ignores redistributions. The formula,
+    `cost_i · mem_coeff / cost_no_cut`, is that of `shardwright.core.cost.symbolic.break_even`.
 
     Returns:
-        By operator name; operators without a weight, or whose I is not divisible, are missing.
+        The values by operator name, without operators that have no weight or whose I is not
+        divisible.
     """
     axis_size = next((size for size in mesh.device_matrix if size > 1), None)
     if axis_size is None:

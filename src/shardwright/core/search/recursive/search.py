@@ -2,8 +2,8 @@
 
 The outer recursion divides the devices, one axis of the device matrix after another, outermost
 first. The inner one visits the main operators. Each takes the choice with the least cost: elements
-of the tensors that the choice does not cut, plus redistributions to neighbors already decided on
-this axis. All other operators follow their neighbors.
+of the tensors that the choice does not cut, plus redistributions to neighbors whose choice on this
+axis is decided. All other operators follow their neighbors.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class OperatorCosts:
     """Costs of one operator on its current shard, without redistributions.
 
     Args:
-        elements: of a shard of each tensor, inputs, then outputs.
-        cuts: the cost of each choice of the type, `IMPOSSIBLE` where it is invalid.
-        no_cut: the cost of replicating it.
-        weight: the largest cost of choices that divide the sizes, by which operators are ordered.
+        elements: number of elements of a shard of each input, then of each output.
+        cuts: the cost of each of `OpType.choices`, `IMPOSSIBLE` where it is invalid.
+        no_cut: the cost of replicating the operator over the axis.
+        weight: the largest cost of choices that divide the sizes; the sort key of `order="weight"`.
     """
 
     elements: tuple[int, ...]
@@ -58,14 +58,14 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
     # logs, whose figures depend on this order.
     for axis, axis_size in enumerate(mesh.device_matrix):
         if axis_size > 1:
-            choices = recursion.decide_axis(axis, axis_size, _pinned_on(indexed, pins, axis))
+            choices = recursion.decide_axis(axis, axis_size, _pinned_choices(indexed, pins, axis))
             record_axis(indexed, choices, axis, cuts)
     # A pin may list the axes of a factor in another order than that of decisions.
     cuts.update({name: dict(factors) for name, factors in pinned.items() if factors})
     # No cuts at all are a plan if replicating was cheapest (a tiny `mem_coeff`), and an error if no
     # size was divisible.
     if not cuts and not pins and mesh.num_devices > 1 and not recursion.had_valid_choice:
-        raise _nothing_divides(indexed, mesh)
+        raise _no_valid_cut_error(indexed, mesh)
     return cuts
 
 
@@ -75,6 +75,10 @@ class Recursion:
     Args:
         order: one of `VISIT_ORDERS`.
         log: called with each line of the log of costs; None for no log.
+
+    Attributes:
+        shard_counts: for each operator the number of shards of each factor so far.
+        had_valid_choice: whether any main operator could be cut on any axis.
     """
 
     def __init__(
@@ -117,9 +121,10 @@ class Recursion:
         return level.choice
 
     def _undecided_in_order(self, level: AxisLevel) -> list[int]:
-        """Undecided main operators: contractions first, then embeddings.
+        """Return the undecided main operators in visiting order: contractions, then embeddings.
 
-        An embedding's cost does not contain those of the operators that would follow its choice.
+        Embeddings come last because their cost does not include the operators that would follow
+        their choice.
         """
         op_types = self.graph.op_types
         undecided = [op for op in self.graph.main if level.choice[op] == UNDECIDED]
@@ -140,7 +145,7 @@ class Recursion:
         return self._costs[key]
 
     def alternatives(self, level: AxisLevel, op: int) -> list[CutAlternative]:
-        """Return all choices of `op` with their costs, in the order that breaks ties."""
+        """Return all choices of `op` with their costs; ties go to the first."""
         op_type, costs = self.graph.op_types[op], self._operator_costs(level, op)
         neighbors = _decided_neighbors(level, op, costs.elements)
 
@@ -148,8 +153,8 @@ class Recursion:
             dims = (op_type.input_dims[factor], op_type.output_dims[factor])
             return sum(
                 redistribution_cost(elements)
-                for side, tensor_index, dim, elements in neighbors
-                if _differs(dims[side][tensor_index], dim)
+                for side, tensor_index, neighbor_dim, elements in neighbors
+                if _needs_redistribution(dims[side][tensor_index], neighbor_dim)
             )
 
         alternatives = [
@@ -202,29 +207,32 @@ def operator_costs(
 
 _INPUT, _OUTPUT = 0, 1
 _CUT_SOMEWHERE = -3
-"""The dim of a batch whose size is not divisible further: choices that replicate it are charged a
-redistribution, choices that cut any dim are not."""
+"""Stands for the sharded dim of a batch whose size is not divisible further: choices that replicate
+it are charged a redistribution, choices that cut any dim are not."""
 
 
-def _differs(dim: int, neighbor: int) -> bool:
-    return dim == NO_CUT if neighbor == _CUT_SOMEWHERE else dim != neighbor
+def _needs_redistribution(dim: int, neighbor_dim: int) -> bool:
+    return dim == NO_CUT if neighbor_dim == _CUT_SOMEWHERE else dim != neighbor_dim
 
 
 def _decided_neighbors(
     level: AxisLevel, op: int, elements: Sequence[int]
 ) -> list[tuple[int, int, int, int]]:
-    """Tensors that `op` shares with operators decided on this level.
+    """Return the tensors that `op` shares with operators decided on this level.
+
+    Args:
+        elements: number of elements of a shard of each input, then of each output.
 
     Returns:
-        For each the side (`_INPUT` or `_OUTPUT`), the index among inputs or outputs, the dim that
-        the neighbor shards, and the elements. A batch that `op` reads directly counts as sharded on
-        dim 0 while that is divisible, then as `_CUT_SOMEWHERE`.
+        For each tensor `_INPUT` or `_OUTPUT`, its index among inputs or outputs, the dim that the
+        neighbor shards, and the number of elements. A batch that `op` reads directly counts as
+        sharded on dim 0 while that is divisible, then as `_CUT_SOMEWHERE`.
     """
     graph, choice = level.graph, level.choice
     inputs, neighbors = graph.inputs[op], []
     for input_index, value in enumerate(inputs):
-        if (source := graph.producer[value]) is not None:
-            producer, output_index = source
+        if (producer_output := graph.producer[value]) is not None:
+            producer, output_index = producer_output
             if graph.data[value] and choice[producer] != UNDECIDED:
                 dim = graph.op_types[producer].output_dims[choice[producer]][output_index]
                 neighbors.append((_INPUT, input_index, dim, elements[input_index]))
@@ -234,7 +242,7 @@ def _decided_neighbors(
             dim = 0 if level.choice_from_input(op, input_index, 0) >= 0 else _CUT_SOMEWHERE
             neighbors.append((_INPUT, input_index, dim, elements[input_index]))
     for output_index, value in enumerate(graph.outputs[op]):
-        # A set: an operator that reads a value twice, sharded alike, needs one redistribution.
+        # A set: an operator that reads a value twice in one layout needs one redistribution.
         reads = {
             (consumer, graph.op_types[consumer].input_dims[choice[consumer]][input_index])
             for consumer, input_index in graph.consumers[value]
@@ -248,29 +256,29 @@ def _decided_neighbors(
 def record_axis(
     indexed: IndexedGraph, choices: Sequence[int], axis: int, cuts: CutsOfGraph
 ) -> None:
-    """Append `axis` to the axes of the factor that each operator cuts on it."""
+    """Append `axis` to the axes of the factor that each operator cuts over it."""
     for name, op_type, choice in zip(indexed.names, indexed.op_types, choices, strict=True):
         if choice != NO_CUT:
-            cut, factor = cuts.setdefault(name, {}), op_type.factors[choice]
+            op_cuts, factor = cuts.setdefault(name, {}), op_type.factors[choice]
             # Axes are decided outermost first, so that appending keeps them in order of
             # significance.
-            cut[factor] = (*cut.get(factor, ()), axis)
+            op_cuts[factor] = (*op_cuts.get(factor, ()), axis)
 
 
-def _pinned_on(
+def _pinned_choices(
     indexed: IndexedGraph, pins: Mapping[int, Mapping[str, tuple[int, ...]]], axis: int
 ) -> dict[int, int]:
     choices = {}
     for op, cuts in pins.items():
         factors = indexed.op_types[op].factors
-        cut = [factors.index(factor) for factor, axes in cuts.items() if axis in axes]
-        # An axis cuts at most one factor of an operator; a pin without it keeps the operator
-        # replicated there.
-        choices[op] = cut[0] if cut else NO_CUT
+        factors_on_axis = [factors.index(factor) for factor, axes in cuts.items() if axis in axes]
+        # An axis cuts at most one factor of an operator; a pin without the axis replicates the
+        # operator over it.
+        choices[op] = factors_on_axis[0] if factors_on_axis else NO_CUT
     return choices
 
 
-def _nothing_divides(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyError:
+def _no_valid_cut_error(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyError:
     devices = mesh.num_devices
     if not any(limit > 1 for op_type in indexed.op_types for limit in op_type.limits):
         return StrategyError(
@@ -278,26 +286,27 @@ def _nothing_divides(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyError
             " rule with a dimension greater than 1"
         )
     sizes = " · ".join(map(str, mesh.device_matrix))
-    where = f"nothing can be cut over {devices} devices ({sizes})"
-    others = f"no matrix product or other main operator has a dimension divisible by {devices}"
+    failure = f"no operator can be cut over {devices} devices ({sizes})"
+    reason = f"no matrix product or other main operator has a dimension divisible by {devices}"
     if indexed.batch_size is None:
         return IndivisibleError(
-            f"{where}: {others}, and the model has no tensor input with a batch dimension"
+            f"{failure}: {reason}, and the model has no tensor input with a batch dimension\n"
+            "use fewer devices"
         )
     if indexed.batch_size % devices == 0:
         return IndivisibleError(
-            f"{where}: {others}; dim 0 of the inputs ({indexed.batch_size}) is divisible, but those"
-            " operators have no dimension of that size\n"
+            f"{failure}: {reason}; dim 0 of the inputs ({indexed.batch_size}) is divisible, but"
+            " those operators have no dimension of that size\n"
             "let the batch come first in the inputs, or use fewer devices"
         )
     valid = " or ".join(map(str, nearest_multiples(indexed.batch_size, devices)))
     return IndivisibleError(
-        f"{where}: the batch size {indexed.batch_size} is not divisible, and {others}\n"
+        f"{failure}: the batch size {indexed.batch_size} is not divisible, and {reason}\n"
         f"use for example a batch size of {valid}"
     )
 
 
-def nearest_multiples(size: int, of: int) -> tuple[int, ...]:
-    """Return the positive multiples of `of` just below and above `size`: (7, 4) → (4, 8)."""
-    below = size // of * of
-    return (below, below + of) if below else (of,)
+def nearest_multiples(size: int, divisor: int) -> tuple[int, ...]:
+    """Return the positive multiples of `divisor` just below and above `size`: (7, 4) → (4, 8)."""
+    below = size // divisor * divisor
+    return (below, below + divisor) if below else (divisor,)

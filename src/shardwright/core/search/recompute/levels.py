@@ -1,0 +1,296 @@
+"""The recomputation levels of pipeline stages.
+
+Each level frees more memory than the one before, from nothing to all that recomputation can free.
+They do not depend on the memory limit, so candidates with equal cuts share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from shardwright.core.cost.pipeline_timeline import actions, alive
+from shardwright.core.graph.graph import Graph, Op
+from shardwright.core.layout.layout import DeviceMatrix
+from shardwright.core.partition.decisions import Decisions, Recompute
+from shardwright.core.partition.pipeline_spec import PipelineSpec
+from shardwright.core.search.recompute.blocks import (
+    DEFAULT_PRICES,
+    RecomputeBlock,
+    RecomputeBlocks,
+    RecomputeByOp,
+    RecomputePrices,
+)
+from shardwright.core.search.recompute.knapsack import cheapest
+
+NUM_LEVELS = 16
+"""Number of equal steps into which levels divide the memory that a stage can free."""
+
+MIN_PEAK_RATIO = 0.93
+"""Smallest ratio of the peak memory in a dry run to its estimate, for stages with large
+activations."""
+
+MIN_ACTIVATION_RATIO = 0.75
+"""Smallest ratio of measured to estimated bytes of activations, where these are small compared with
+other memory."""
+
+
+WHOLE_BLOCK_OPTIONS = ("block", "block_and_communication")
+"""Options that recompute a whole block at once."""
+
+UNIFORM_OPTIONS = ("lean", "cheap", *WHOLE_BLOCK_OPTIONS)
+"""Options that also form a level if applied to all blocks, as users do by hand."""
+
+
+class StageLevels:
+    """The recomputation levels of one stage; they do not depend on the memory limit.
+
+    Args:
+        blocks: the blocks of the stage's operators.
+        saved_bytes: estimated bytes saved for the backward pass of a micro-batch without
+            recomputation.
+        in_flight: number of micro-batches whose activations exist at the same time.
+
+    Attributes:
+        activation_bytes: estimated bytes of activations at the first and at the last level.
+        key: equal for stages with equal chunks, so that they share measured levels.
+    """
+
+    def __init__(self, blocks: Sequence[RecomputeBlock], saved_bytes: int, in_flight: int) -> None:
+        self._blocks = blocks
+        self._items = [[item for item, _ in block.options.values()] for block in blocks]
+        self._freeable_bytes = sum(max(item.freed for item in items) for items in self._items)
+        self._cached_recompute: dict[int, RecomputeByOp] = {}
+        min_saved_bytes = saved_bytes - self._freeable_bytes
+        self.activation_bytes = in_flight * saved_bytes, in_flight * min_saved_bytes
+        self._largest_block_bytes = max(map(_bytes_at_start_of_backward, blocks), default=0)
+        self.key = saved_bytes, tuple(map(tuple, self._items))
+
+    @cached_property
+    def _levels(self) -> list[tuple[int, str]]:
+        """The bytes that each level frees, in ascending order, each with the option that it applies
+        to all blocks, or "" if a knapsack chooses the options."""
+        steps = {self._freeable_bytes * step // NUM_LEVELS: "" for step in range(NUM_LEVELS + 1)}
+        for option in UNIFORM_OPTIONS:
+            steps[sum(block.options[option][0].freed for block in self._blocks_with(option))] = (
+                option
+            )
+        # Freeing nothing needs no option, even if one happens to free no bytes.
+        steps[0] = ""
+        return sorted(steps.items())
+
+    @property
+    def last_level(self) -> int:
+        """The index of the level that frees most."""
+        return len(self._levels) - 1
+
+    def freed_share(self, level: int) -> float:
+        """Return the fraction of all freeable bytes that a level frees."""
+        return self._levels[level][0] / max(self._freeable_bytes, 1)
+
+    def first_level_freeing(self, freed_share: float) -> int:
+        """Return the lowest level that frees at least a fraction of all freeable bytes."""
+        return next(
+            (n for n in range(self.last_level) if self.freed_share(n) >= freed_share),
+            self.last_level,
+        )
+
+    def fully_recomputed_bytes(self, other_bytes: int) -> int:
+        """Return the estimated peak memory of the stage at its last level, in bytes per device.
+
+        Args:
+            other_bytes: bytes of everything but activations.
+        """
+        return other_bytes + self.activation_bytes[1] + self._largest_block_bytes
+
+    def min_memory(self, other_bytes: int, gradients_present: bool) -> int:
+        """Return the estimated least peak memory of the stage at any level, in bytes per device.
+
+        Args:
+            other_bytes: bytes of everything but activations.
+            gradients_present: whether all gradients are allocated while activations are at their
+                peak.
+        """
+        # Both corrections of the estimate are lower bounds, so the larger one holds.
+        activations = self.fully_recomputed_bytes(0)
+        return int(
+            max(
+                MIN_PEAK_RATIO * (other_bytes + activations),
+                other_bytes + MIN_ACTIVATION_RATIO * activations * gradients_present,
+            )
+        )
+
+    def expected_level(self, other_bytes: int, limit: int, min_ratio: float = 1.0) -> int:
+        """Return the lowest level at which the stage fits by an estimate; the last if none does.
+
+        Args:
+            other_bytes: bytes of everything but activations.
+            limit: memory limit in bytes per device.
+            min_ratio: factor on the estimate of the peak.
+        """
+        largest, smallest = self.activation_bytes
+        missing = min_ratio * (other_bytes + largest) - limit
+        return (
+            0
+            if missing <= 0
+            else self.first_level_freeing(min(1.0, missing / max(largest - smallest, 1)))
+        )
+
+    def level_freeing_more(self, level: int, missing: int) -> int:
+        """Return the lowest level that frees `missing` bytes more than `level`, by an estimate."""
+        largest, smallest = self.activation_bytes
+        return self.first_level_freeing(
+            self.freed_share(level) + missing / max(MIN_PEAK_RATIO * (largest - smallest), 1)
+        )
+
+    def recompute_of(self, level: int) -> RecomputeByOp:
+        """Return the recomputation of operators at a level."""
+        if level not in self._cached_recompute:
+            self._cached_recompute[level] = dict(self._enumerate_recompute(*self._levels[level]))
+        return self._cached_recompute[level]
+
+    def _blocks_with(self, option: str) -> list[RecomputeBlock]:
+        """Return the blocks that have an option, without those of operators outside of modules."""
+        return [block for block in self._blocks if block.name and option in block.options]
+
+    def _enumerate_recompute(self, needed: int, option: str) -> Iterator[tuple[str, Recompute]]:
+        """Yield the operators that a level recomputes, by name.
+
+        Args:
+            needed: bytes to free; used without an option.
+            option: the option of all blocks; "" for the cheapest combination of options.
+        """
+        if option:
+            for block in self._blocks_with(option):
+                yield from block.options[option][1].items()
+            return
+        indices = cheapest(self._items, needed)
+        # No level frees more than all blocks together.
+        assert indices is not None
+        for block, index in zip(self._blocks, indices, strict=True):
+            if index >= 0:
+                yield from list(block.options.values())[index][1].items()
+
+
+def _bytes_at_start_of_backward(block: RecomputeBlock) -> int:
+    """Return the bytes of a block that exist when its backward pass begins, after recomputation."""
+    option, (item, _) = max(block.options.items(), key=lambda option: option[1][0].freed)
+    # A block that is recomputed as a whole exists in full before its backward pass; the cheap
+    # options recompute short segments one by one.
+    return item.freed if option in WHOLE_BLOCK_OPTIONS else 0
+
+
+class RecomputeLevels:
+    """The recomputation levels of all stages of a plan, on top of the user's own recomputation.
+
+    Args:
+        prices: operations per byte that recomputation moves or sends.
+        depths: groups of depths of the module tree whose modules may be blocks; see
+            `RecomputeBlocks.depths`, which is the default.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: DeviceMatrix,
+        decisions: Decisions,
+        pipeline: PipelineSpec,
+        prices: RecomputePrices = DEFAULT_PRICES,
+        depths: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._recompute_blocks = RecomputeBlocks(graph, mesh, decisions, self._stage_of, prices)
+        self.depths = self._recompute_blocks.depths if depths is None else depths
+        self._by_depth: dict[int, tuple[StageLevels, ...]] = {}
+
+    def at_depth(self, depth: int) -> tuple[StageLevels, ...]:
+        """Return the levels of each stage, with blocks at a depth of the module tree."""
+        if depth not in self._by_depth:
+            blocks, in_flight = (
+                self._recompute_blocks.blocks(depth),
+                _micro_batches_in_flight(self._pipeline),
+            )
+            self._by_depth[depth] = tuple(
+                StageLevels([each for each in blocks if each.stage == stage], *activations)
+                for stage, activations in enumerate(zip(self._saved_bytes, in_flight, strict=True))
+            )
+        return self._by_depth[depth]
+
+    def may_fit_without_recompute(self, other_bytes: Sequence[int], limit: int) -> bool:
+        """Whether all stages may fit without recomputation, by an estimate.
+
+        Args:
+            other_bytes: for each stage bytes of everything but activations.
+            limit: memory limit in bytes per device.
+        """
+        stages = zip(
+            other_bytes, _micro_batches_in_flight(self._pipeline), self._saved_bytes, strict=True
+        )
+        return all(
+            MIN_PEAK_RATIO * (size + in_flight * saved) <= limit
+            for size, in_flight, saved in stages
+        )
+
+    def min_memory(self, depth: int, other_bytes: Sequence[int]) -> list[int]:
+        """Return the estimated least peak memory of each stage, in bytes per device, with blocks at
+        a depth of the module tree.
+
+        Args:
+            other_bytes: for each stage bytes of everything but activations.
+        """
+        # From the second micro-batch on, all gradients exist throughout a backward pass.
+        gradients_present = self._pipeline.micro_batches > 1
+        stages = zip(self.at_depth(depth), other_bytes, strict=True)
+        return [stage.min_memory(size, gradients_present) for stage, size in stages]
+
+    def expected_decisions(
+        self, decisions: Decisions, other_bytes: Sequence[int], limit: int
+    ) -> Decisions:
+        """Return `decisions` with the least recomputation with which all stages may fit.
+
+        By an estimate that hardly ever recomputes more than necessary.
+
+        Args:
+            other_bytes: for each stage bytes of everything but activations.
+            limit: memory limit in bytes per device.
+        """
+        stages = self.at_depth(self.depths[0][0])
+        sizes = zip(stages, other_bytes, strict=True)
+        return with_recompute(
+            decisions,
+            stages,
+            [stage.expected_level(size, limit, MIN_PEAK_RATIO) for stage, size in sizes],
+        )
+
+    @cached_property
+    def _saved_bytes(self) -> list[int]:
+        """For each stage the bytes saved for the backward pass of a micro-batch."""
+        saved_bytes = [0] * self._pipeline.stages
+        operators = self._recompute_blocks.graph.by_name
+        for name, size in self._recompute_blocks.saved_without_blocks.items():
+            # Inputs, buffers and constants have no operator and are not freed by recomputation.
+            if name in operators:
+                saved_bytes[self._stage_of(operators[name])] += size
+        return saved_bytes
+
+    def _stage_of(self, op: Op) -> int:
+        return self._pipeline.stage_of(self._pipeline.chunk_of.get(op.name, 0))
+
+
+def _micro_batches_in_flight(pipeline: PipelineSpec) -> list[int]:
+    """Return for each stage the largest number of micro-batches whose activations exist at the same
+    time, averaged over the stage's chunks."""
+    return [
+        max(max(1, sum(counts.values()) // len(counts)) for counts in alive(order))
+        for order in actions(pipeline)
+    ]
+
+
+def with_recompute(
+    decisions: Decisions, stages: Sequence[StageLevels], levels: Sequence[int]
+) -> Decisions:
+    """Return `decisions` in which each stage also recomputes the operators of its level."""
+    by_stage = (stage.recompute_of(level) for stage, level in zip(stages, levels, strict=True))
+    recompute_of_stages = {name: recompute for each in by_stage for name, recompute in each.items()}
+    return replace(decisions, recompute={**decisions.recompute, **recompute_of_stages})
