@@ -100,7 +100,7 @@ def test_interleave_is_a_schedule_of_its_own() -> None:
         (lambda net: net.pipeline(stages=True), "stages=True: must be a whole number"),
         (lambda net: net.pipeline(scheduler="seqpipe"), "valid are 1f1b, gpipe"),
         (lambda net: net.pipeline(interleave=True, scheduler="gpipe"), "interleave=True is"),
-        (lambda net: net.dataset_strategy("half"), "valid are 'full_batch'"),
+        (lambda net: net.dataset_strategy("half"), "use 'full_batch'"),
         (lambda net: net.dataset_strategy(None), "must be a tuple"),
     ],
 )

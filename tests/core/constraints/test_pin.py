@@ -107,8 +107,11 @@ def test_layers_inside_have_pins_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ((((4, 2),), None), r"block \(Block\) is called with tensors \[16, 32\], \[32\]"),
-        ((((4, 2), None, None), ((1, 8),)), r"block \(Block\) returns tensors \[16, 32\], \[\]"),
+        ((((4, 2),), None), r"block \(Block\) is called with tensors of shapes \[16, 32\], \[32\]"),
+        (
+            (((4, 2), None, None), ((1, 8),)),
+            r"block \(Block\) returns tensors of shapes \[16, 32\], \[\]",
+        ),
         ((((3, 1), None, None), None), "16, which is not divisible into 3 shards"),
         ((((2, 1, 1), None, None), None), r"block\.alias"),
     ],

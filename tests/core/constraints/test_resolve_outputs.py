@@ -58,7 +58,7 @@ def test_each_output_has_its_own_entry() -> None:
             SUMMED,
             ((1, 1),),
             r"fc: .* → \(\(1,1\),\) for .*: output 0 \[16, 64\] cannot be sharded as \(1,1\): the"
-            r" operator computes it as \(2,1\), a partial sum of 4 terms\nvalid is"
+            r" operator computes it as \(2,1\), a partial sum of 4 terms\nvalid entries:"
             r" \(2,1\) \(all-reduce\),"
             r" \(8,1\), \(2,4\) \(reduce-scatter\)$",
         ),
@@ -66,22 +66,22 @@ def test_each_output_has_its_own_entry() -> None:
         (
             SUMMED,
             (LAYOUT(("sp", "dp"), "None"),),
-            r"cannot be sharded as .*\nvalid is \(2,1\) .*; the axes of the sum must be",
+            r"cannot be sharded as .*\nvalid entries: \(2,1\) .*; the axes of the sum must be",
         ),
         (
             (LAYOUT("dp", ("sp", "mp")), LAYOUT("None", ("sp", "mp"))),
             ((1, 1),),
-            r"computes it as \(2,1\), a partial sum of 4 terms over sp·mp\nvalid is",
+            r"computes it as \(2,1\), a partial sum of 4 terms over sp·mp\nvalid entries: ",
         ),
         (
             ((2, 1), (4, 1)),
             (LAYOUT("dp", "None"),),
-            r"computes it as \(2,4\), not a partial sum\nvalid is \(dp, sp·mp\)$",
+            r"computes it as \(2,4\), not a partial sum\nvalid entries: \(dp, sp·mp\)$",
         ),
         (
             ((2, 1), (4, 1)),
             ((8, 1),),
-            r"as \(8,1\): .* computes it as \(2,4\), not a partial sum\nvalid is \(2,4\)$",
+            r"as \(8,1\): .* computes it as \(2,4\), not a partial sum\nvalid entries: \(2,4\)$",
         ),
         (SUMMED, ((8, 1, 1),), r"output 0 \[16, 64\] has 2 dimensions, but \(8,1,1\) has 3"),
         (SUMMED, ((8, 1), (8, 1)), r"has 2 entries for 1 outputs"),
@@ -93,5 +93,7 @@ def test_what_an_operator_cannot_give_is_refused(inputs: Any, outputs: Any, mess
 
 
 def test_a_dimension_that_the_scattered_parts_do_not_divide_is_refused() -> None:
-    with pytest.raises(StrategyError, match=r"valid is \(2,1\) \(all-reduce\), \(2,4\) \(reduce"):
+    with pytest.raises(
+        StrategyError, match=r"valid entries: \(2,1\) \(all-reduce\), \(2,4\) \(reduce"
+    ):
         left(SUMMED, ((8, 1),), linear(rows=4))

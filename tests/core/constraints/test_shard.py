@@ -319,7 +319,7 @@ def pin(**named: Any) -> Callable[[Block], Any]:
         ),
         (
             pin(net=(((2, 4), (1, 1)),)),
-            r"the model \(Block\) is called with tensors \[16, 16\], and is pinned as",
+            r"the model \(Block\) is called with tensors of shapes \[16, 16\], but is pinned as",
         ),
         (
             pin(up=(((2, 4), (4, 1)),)),
@@ -417,7 +417,7 @@ def test_modes_that_decide_everything_refuse_pins(mode: str) -> None:
         (
             nn.Linear(2, 2),
             {"parameter_plan": {"self.weight": (2, 1)}},
-            "Linear has no parameter 'self.weight'\nclosest: weight",
+            "Linear has no parameter 'self.weight'\nclosest parameters: weight",
         ),
         (
             nn.Linear(2, 2),
@@ -434,6 +434,6 @@ def test_shard_refuses_at_once_what_needs_no_shapes(
 
 
 def test_op_takes_functions_only() -> None:
-    with pytest.raises(sw.StrategyError, match="Op takes a function, not ReLU"):
+    with pytest.raises(sw.StrategyError, match="`Op` takes a function, not ReLU"):
         sw.Op(nn.ReLU())
     assert repr(sw.Op(torch.matmul)) == "Op(matmul)"

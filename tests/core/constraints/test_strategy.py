@@ -31,7 +31,7 @@ LAYOUT = Layout((2, 2, 2), ("dp", "sp", "mp"))
         (("dp",), r"contains 'dp'\nan entry is a tuple with one shard count"),
         ((LAYOUT,), r"is a Layout, not a TensorLayout\ncall it with the axes of each"),
         ((TensorLayout(LAYOUT, ((), ()), frozenset({0})),), "is a partial sum"),
-        ((None, None), r"\(None,None\) is empty"),
+        ((None, None), r"\(None,None\) shards no tensor"),
     ],
 )
 def test_an_entry_that_is_none_is_refused_by_what_it_is(inputs: Any, message: str) -> None:

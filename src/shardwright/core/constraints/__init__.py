@@ -1,4 +1,4 @@
-"""The user's sharding constraints, resolved to sharded factors on a device matrix.
+"""Resolve the user's sharding constraints to sharded factors on a device matrix.
 
 A strategy has one entry per tensor: the number of equal shards of each dimension, `(2, 4)`; a
 `TensorLayout`, which names the mesh axes that shard each dimension, in order; or `None`, if the

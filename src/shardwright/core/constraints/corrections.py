@@ -1,4 +1,4 @@
-"""Valid strategies to suggest where the entries of a given one contradict each other."""
+"""Suggest valid strategies if the entries of a strategy contradict each other."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from shardwright.core.rules import ShardingRule
 def with_equal_counts(
     rule: ShardingRule, inputs: Sequence[Entry], devices: int
 ) -> Iterator[OperatorStrategy]:
-    """Yield copies of `inputs` in which all dimensions of a factor have the same shard count.
+    """Yield strategies in which all dimensions of a factor have the same shard count.
 
-    The count is the largest requested for the factor, then the smallest, then the greatest common
-    divisor. Entries that are layouts are not changed.
+    The first takes the largest count requested for each factor, the second the smallest, the third
+    the greatest common divisor. Entries that are layouts are not changed.
+
+    Args:
+        rule: sharding rule of the operator.
+        inputs: the entries of the strategy to correct.
+        devices: number of devices.
     """
     requested: dict[str, list[int]] = {}
     for entry, dims in zip(inputs, rule.inputs, strict=False):
         if isinstance(entry, tuple):
             for count, factor in zip(entry, dims, strict=False):
                 if factor in rule.factors:
-                    # A suggestion must be valid: the largest divisor of the request that is.
+                    # The largest divisor of the requested count that is a valid count.
                     valid_count = gcd(count, rule.capacity[factor], devices)
                     requested.setdefault(factor, []).append(valid_count)
     choices: tuple[Callable[[list[int]], int], ...] = (max, min, lambda counts: gcd(*counts))
     for choose in choices:
         counts = {factor: choose(options) for factor, options in requested.items()}
-        # A dimension named `inner` is sharded by `outer` first: its count must be a multiple.
+        # `outer` shards the dimensions of `inner` too: their count must be a multiple of its count.
         for outer, inner in rule.joined.items():
             if outer in counts and inner in counts:
                 counts[outer] = gcd(counts[outer], counts[inner])

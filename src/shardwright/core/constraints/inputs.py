@@ -1,4 +1,4 @@
-"""`dataset_strategy`: whether each device receives the full batch or only its own shard."""
+"""Resolve `dataset_strategy`: whether each device receives the full batch or only its shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.errors import StrategyError
 DatasetStrategy = str | tuple[Entry, ...]
 """`"full_batch"`, `"data_parallel"`, or one entry per tensor input."""
 
-NAMES = ("full_batch", "data_parallel")
+STRATEGY_NAMES = ("full_batch", "data_parallel")
 
 
 def check_dataset_strategy(strategy: Any) -> None:
@@ -24,19 +24,18 @@ def check_dataset_strategy(strategy: Any) -> None:
         StrategyError: if `strategy` is neither a name nor a tuple of entries.
     """
     if isinstance(strategy, str):
-        if strategy not in NAMES:
+        if strategy not in STRATEGY_NAMES:
             raise StrategyError(
                 f"unknown dataset_strategy {strategy!r}\n"
-                "valid are 'full_batch' (every device receives the full batch), 'data_parallel'"
-                " (every device receives its own shard of the batch), or a tuple with one entry per"
-                " input"
+                "use 'full_batch' (every device receives the full batch), 'data_parallel' (every"
+                " device receives its own shard of the batch), or a tuple with one entry per input"
             )
         return
     check_entries("dataset_strategy", strategy)
 
 
 def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
-    """Returns the entry of each input by name; empty if `strategy` is a name.
+    """Return the entries of a tuple by the input's name; empty if `strategy` is a name.
 
     Raises:
         StrategyError: if the number of entries differs from the number of inputs.
@@ -57,10 +56,10 @@ def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
 def arrivals(
     graph: Graph, mesh: DeviceMatrix, strategy: DatasetStrategy
 ) -> dict[str, tuple[Axes, ...]]:
-    """Returns, for each input that arrives sharded, the mesh axes that shard each dimension.
+    """Return the mesh axes that shard each dimension of the inputs that arrive sharded, by name.
 
     Raises:
-        StrategyError: if an input cannot be sharded as requested; the message gives its shape and
+        StrategyError: if an input cannot be sharded as requested; the message has its shape and
             the valid values.
     """
     entries = input_entries(graph, strategy)
@@ -80,7 +79,8 @@ def arrivals(
 
 
 def _batch_inputs(graph: Graph) -> list[Value]:
-    """The inputs whose dimension 0 has the size of the first non-scalar input's, the batch size."""
+    """The inputs with a batch dimension: those whose dimension 0 has the batch size, which is that
+    of the first non-scalar input."""
     non_scalar = [value for value in graph.input_values if value.shape]
     # Other inputs, such as positions, are shared by all samples.
     return [value for value in non_scalar if value.shape[0] == non_scalar[0].shape[0]]

@@ -1,4 +1,4 @@
-"""Pins the strategies of a file to the modules of a model."""
+"""Pin the strategies of a file to the modules of a model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from shardwright.core.rules.rule import registry
 from shardwright.errors import StrategyError
 from shardwright.text_files import read_text
 
-_CALL = re.compile(r"@\d+")
-"""Suffix of the second and later calls of a module."""
+_CALL_SUFFIX = re.compile(r"@\d+")
+"""Suffix of the names of operators in the second and later calls of a module."""
 
 
 def load_strategies(net: nn.Module, path: str | Path) -> None:
     """Pin the operators of `net` that a strategy file lists.
 
-    The file is written by `Plan.save_strategies`, or by hand. The path of a module names its main
-    operator in every call; other operators have their names in plans, `path.add_1`. The later of an
-    entry and a `shard` of the same module replaces the earlier.
+    The file is written by `Plan.save_strategies`, or by hand. The path of a module stands for its
+    main operator in every call; other operators have the names that plans show, `path.add_1`. An
+    entry replaces an earlier `shard` of the same module, and a later `shard` replaces the entry.
 
     Args:
         net: the model; its modules are pinned in place.
@@ -36,25 +36,26 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
 
     Raises:
         StrategyError: if the file is missing or malformed, or names a module or parameter that
-            `net` does not have. `plan` checks what depends on shapes and devices.
+            `net` does not have. `plan` checks the strategies against shapes and devices.
         LayoutError: if a layout is invalid.
     """
     text = read_text(path, StrategyError)
     modules = dict(net.named_modules(remove_duplicate=False))
     entries: dict[str, dict[str, FileEntry]] = {}
     for name, entry in parse_strategies(text, str(path)).items():
-        owner = _owner(name, modules)
+        owner = _owner_path(name, modules)
         suffix = name.removeprefix(owner)
         if _operator_names(suffix) is None:
             raise StrategyError(f"{path}: {_unknown_name(name, modules)}")
         if suffix and entry.parameters:
             raise StrategyError(
-                f"{path}: {name}: only modules take a parameter_plan, and this is an operator\n"
-                f"move it to the entry of the module: {owner or 'the model'}"
+                f"{path}: {name}: only modules take a `parameter_plan`, and this is an operator\n"
+                f"move it to the entry of the module {owner!r}"
             )
         entries.setdefault(owner, {})[suffix] = entry
     pins = {
-        owner: _pin(f"{path}: {owner}", modules[owner], entry) for owner, entry in entries.items()
+        owner: _make_pin(f"{path}: {owner}", modules[owner], entry)
+        for owner, entry in entries.items()
     }
     tags = module_tags(net)
     for owner, pin in pins.items():
@@ -62,9 +63,10 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
         attach(modules[owner], _merge(earlier, pin))
 
 
-def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """The path of the innermost module that contains the operator or module `name`."""
-    owner = _CALL.sub("", name)
+def _owner_path(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """The path of the innermost module that contains the operator or module `name`; empty for the
+    model."""
+    owner = _CALL_SUFFIX.sub("", name)
     # From the inside out, so that `a.b.add_1` belongs to `a.b` and not to `a`.
     while owner and not (owner in modules and name.startswith(owner)):
         owner = owner.rpartition(".")[0]
@@ -72,8 +74,9 @@ def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _operator_names(suffix: str) -> tuple[str, ...] | None:
-    """The ATen names in the suffix of a module's path (`.add_1`, `@2`); None if one is unknown."""
-    pieces = [part for part in _CALL.sub("", suffix).split(".") if part]
+    """The ATen names in the part of an operator's name behind the module path, such as `.add_1` or
+    `@2`; None if one of them is unknown."""
+    pieces = [part for part in _CALL_SUFFIX.sub("", suffix).split(".") if part]
     names = tuple(re.sub(r"_\d+$", "", part) for part in pieces)
     return names if all(name == "bias" or _is_operator(name) for name in names) else None
 
@@ -98,7 +101,8 @@ def _unknown_name(name: str, modules: Mapping[str, nn.Module]) -> str:
     )
 
 
-def _pin(where: str, module: nn.Module, entries: Mapping[str, FileEntry]) -> Pin:
+def _make_pin(where: str, module: nn.Module, entries: Mapping[str, FileEntry]) -> Pin:
+    """Make the pin of a module from its entries, by the part of the name behind the module path."""
     try:
         parameters = validate_parameter_plan(
             module, entries[""].parameters if "" in entries else {}
@@ -112,10 +116,10 @@ def _pin(where: str, module: nn.Module, entries: Mapping[str, FileEntry]) -> Pin
 
 
 def _merge(earlier: Pin | None, pin: Pin) -> Pin:
-    """Returns `earlier` with the settings of `pin`, which take precedence."""
+    """Return a pin with the settings of both; those of `pin` take precedence."""
     if earlier is None:
         return pin
-    # The entry "" is the strategy of the module itself, as that of `shard`.
+    # The entry "" is the strategy of the module itself, like the `in_strategy` of `shard`.
     strategy = None if "" in pin.operators else earlier.strategy
     return Pin(
         strategy,

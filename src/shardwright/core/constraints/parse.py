@@ -2,8 +2,7 @@
 
 Shard counts take the axes of the device matrix from the outermost inwards, in the order in which
 the factors first appear: on 8 = 2·2·2 devices `((2, 4), (1, 4))` of a linear layer shards factor b
-over axis a, and factor k over axes b and c. The computation is replicated over the axes that no
-count takes.
+over axis a, and factor k over axes b and c. The computation is replicated over the remaining axes.
 """
 
 from __future__ import annotations
@@ -34,8 +33,10 @@ class _DimRequest:
     """The sharding that one dimension of a tensor requests for its factor.
 
     Args:
-        input: index of the input; None for the output.
-        axes: the requested axes; None if the entry only gives a number of shards.
+        input: index of the input; None for an output.
+        dim: index of the dimension.
+        num_shards: requested number of shards.
+        axes: requested mesh axes; None if the entry only has a number of shards.
     """
 
     input: int | None
@@ -50,7 +51,10 @@ class _DimRequest:
 
 
 class _ConflictError(Exception):
-    """Two dimensions request different shardings of one factor: (factor, request, request)."""
+    """Two dimensions request different shardings of one factor.
+
+    The arguments are the factor and the two requests, for `StrategyParser._conflict_error`.
+    """
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,10 @@ class StrategyParser:
     strategy: OperatorStrategy
     mesh: DeviceMatrix
 
-    def error(self, why: str) -> StrategyError:
-        """Make an error that names the operator, its shapes and the strategy."""
+    def error(self, reason: str) -> StrategyError:
+        """Make an error with the operator, its shapes, the strategy and a reason."""
         return StrategyError(
-            f"{self.op.name}: strategy {self.strategy} for {op_signature(self.op)}: {why}"
+            f"{self.op.name}: strategy {self.strategy} for {op_signature(self.op)}: {reason}"
         )
 
     @property
@@ -73,33 +77,33 @@ class StrategyParser:
         if rule is None:
             raise self.error(
                 "the operator has no sharding rule, so its computation is replicated\n"
-                "remove the strategy, or register a rule with sw.rules.register"
+                "remove the strategy, or register a rule with `sw.rules.register`"
             )
         return rule
 
     def cuts(self) -> dict[str, Axes]:
-        """Returns the axes that shard each factor.
+        """Return the mesh axes that shard each factor; replicated factors are missing.
 
         Raises:
-            StrategyError: if the operator cannot be sharded as requested; the message says what is
-                valid.
+            StrategyError: if the operator cannot be sharded as requested; the message has the valid
+                values.
         """
         try:
-            return self._axes(self._factor_requests())
+            return self._axes_of_factors(self._factor_requests())
         except _ConflictError as conflict:
             raise self._conflict_error(*conflict.args) from None
 
     def _factor_requests(self) -> dict[str, _DimRequest]:
-        """The request for each factor, on which all dimensions that carry it agree.
+        """Combine the requests of all dimensions that a factor shards into one request per factor.
 
         Raises:
-            _ConflictError: if two dimensions do not agree.
+            _ConflictError: if two dimensions request different shardings.
             StrategyError: if an entry is invalid by itself.
         """
         requests: dict[str, _DimRequest] = {}
         for request, factor in self._requests():
             first = requests.setdefault(factor, request)
-            if not _agree(first, request):
+            if not _are_compatible(first, request):
                 raise _ConflictError(factor, first, request)
             if first.axes is None:
                 requests[factor] = replace(first, axes=request.axes)
@@ -108,13 +112,14 @@ class StrategyParser:
         return requests
 
     def _split_joined_requests(self, requests: Mapping[str, _DimRequest]) -> dict[str, _DimRequest]:
-        """Split the request for a dimension that two joined factors shard between the two.
+        """Split the request for a dimension that two joined factors shard into one request each.
 
-        In attention `ring` shards the keys, and the queries before `s` shards them further: 8
+        In attention, `ring` shards the keys and the queries, and `s` shards the queries further: 8
         shards of the queries and 4 of the keys are ring 4, s 2.
 
         Raises:
-            _ConflictError: if the shards of the joint dimension are no subdivision of the others.
+            _ConflictError: if the shards of the joint dimension do not subdivide those of the outer
+                factor.
         """
         split = dict(requests)
         for outer, inner in self.rule.joined.items():
@@ -129,7 +134,12 @@ class StrategyParser:
     def _split_joint_request(
         self, outer: _DimRequest, joint: _DimRequest
     ) -> tuple[_DimRequest, _DimRequest] | None:
-        """The requests of the outer and the inner factor; None if the counts or axes conflict."""
+        """Return the requests of the outer and the inner factor; None if counts or axes conflict.
+
+        Args:
+            outer: the request for the outer factor alone.
+            joint: the request for the dimension that both factors shard.
+        """
         if joint.num_shards % outer.num_shards:
             return None
         inner = replace(joint, num_shards=joint.num_shards // outer.num_shards)
@@ -144,24 +154,25 @@ class StrategyParser:
         return replace(outer, axes=outer_axes), replace(inner, axes=inner_axes)
 
     def user_axis_names(self, axes: Iterable[int]) -> str:
-        """The names of mesh axes in the strategy's layouts, `dp·mp`; empty if it has none."""
+        """The names of mesh axes in the strategy's own layouts, `dp·mp`; empty without layouts."""
         names: dict[int, str] = {}
         for matrix in (layout.layout for layout in self.strategy.layouts):
             single_axes = tuple((axis,) for axis in range(len(matrix.device_matrix)))
             pieces = axes_on_mesh(self.op.name, TensorLayout(matrix, single_axes), self.mesh)
             for name, piece in zip(matrix.alias_names, pieces, strict=True):
-                # Earlier layouts win: an axis keeps the name that the first one gives it.
+                # An axis keeps the name that the first layout gives it.
                 names = dict.fromkeys(piece, name) | names
         return "·".join(dict.fromkeys(names[axis] for axis in axes if axis in names))
 
     def _requests(self) -> Iterator[tuple[_DimRequest, str]]:
+        """Yield the request of each dimension with its factor, inputs before outputs."""
         op, inputs = self.op, self.strategy.inputs
         dims_of = self.rule.inputs
         if isinstance(op.target, LocalCall):
-            # Its parameters and buffers are never sharded where they are used.
+            # The parameters and buffers of a `local_map` are replicated where they are used.
             inputs = (*inputs, *(None,) * len(op.inputs[len(op.target.declaration.inputs) :]))
         if len(inputs) != len(op.inputs):
-            # Capture splits the bias off, since a contraction with one could not be a partial sum.
+            # Capture adds the bias in a separate operator: it must be added after a partial sum.
             bias = "\ngive no entry for the bias: a separate operator adds it, sharded to match"
             raise self.error(
                 f"{len(inputs)} entries for {len(op.inputs)} tensor inputs"
@@ -179,7 +190,7 @@ class StrategyParser:
         yield from self._output_requests()
 
     def _output_requests(self) -> Iterator[tuple[_DimRequest, str]]:
-        """The requests of outputs for factors that no input has, such as those of `expand`."""
+        """Yield the requests of outputs for factors that no input has, as `expand` adds."""
         input_factors = {factor for dims in self.rule.inputs for factor in dims}
         entries, values = self.strategy.outputs or (), self.op.outputs
         for index, (entry, value) in enumerate(zip(entries, values, strict=False)):
@@ -202,7 +213,13 @@ class StrategyParser:
     def _shard_counts(
         self, tensor: str, entry: tuple[int, ...] | TensorLayout, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[Axes, ...] | None]:
-        """The shard count of each dimension, and its axes if the entry is a layout."""
+        """Return the shard count of each dimension and, if the entry is a layout, its mesh axes.
+
+        Args:
+            tensor: name of the tensor for errors, such as `input 0`.
+            entry: the tensor's entry in the strategy.
+            shape: global shape of the tensor.
+        """
         axes = None
         if isinstance(entry, TensorLayout):
             axes = axes_on_mesh(self.op.name, entry, self.mesh)
@@ -241,6 +258,8 @@ class StrategyParser:
     def _conflict_error(
         self, factor: str, first: _DimRequest, second: _DimRequest
     ) -> StrategyError:
+        """Make the error of a `_ConflictError`, with a valid strategy if one is found."""
+
         def describe(request: _DimRequest) -> str:
             over = ""
             if request.axes and first.num_shards == second.num_shards:
@@ -257,7 +276,7 @@ class StrategyParser:
         )
 
     def _corrections(self, first: _DimRequest, second: _DimRequest) -> Iterator[OperatorStrategy]:
-        """Yield valid strategies, first those that differ from the given one in a single entry."""
+        """Yield valid strategies, first those that change only one entry of the strategy."""
         equal = with_equal_counts(self.rule, self.strategy.inputs, self.mesh.num_devices)
         candidates = chain(self._change_one_entry(first, second), equal)
         return (strategy for strategy in candidates if self._is_valid(strategy))
@@ -265,6 +284,7 @@ class StrategyParser:
     def _change_one_entry(
         self, first: _DimRequest, second: _DimRequest
     ) -> Iterator[OperatorStrategy]:
+        """Yield strategies in which one of two conflicting requests has the count of the other."""
         inputs = self.strategy.inputs
         candidates: list[tuple[int, Entry]] = []
         weight = inputs[-1]
@@ -287,6 +307,7 @@ class StrategyParser:
         return True
 
     def _check_total(self, requests: Mapping[str, _DimRequest]) -> None:
+        """Raise StrategyError unless the total number of shards divides the number of devices."""
         devices = self.mesh.num_devices
         total = prod(request.num_shards for request in requests.values())
         counts = {f: r.num_shards for f, r in requests.items() if r.num_shards > 1}
@@ -299,11 +320,11 @@ class StrategyParser:
         if devices % total:
             raise self.error(
                 f"the total number of shards, {total} ({product}), does not divide the {devices}"
-                f" devices\nvalid totals are {divisors(devices, devices)}"
+                f" devices\nvalid total numbers of shards are {divisors(devices, devices)}"
             )
 
-    def _axes(self, requests: Mapping[str, _DimRequest]) -> dict[str, Axes]:
-        """The axes of each factor: those of layouts first, then counts take from the others."""
+    def _axes_of_factors(self, requests: Mapping[str, _DimRequest]) -> dict[str, Axes]:
+        """Assign mesh axes to each factor; replicated factors are left out."""
         used: dict[int, str] = {}
         for factor, request in requests.items():
             for axis in request.axes or ():
@@ -314,7 +335,7 @@ class StrategyParser:
                         " another axis for one of them"
                     )
                 used[axis] = factor
-        # Layouts name their axes, so they choose first; counts take what is left, outermost first.
+        # Layouts have fixed axes; shard counts take the remaining axes, the outermost first.
         free = [a for a in range(len(self.mesh.device_matrix)) if a not in used]
         cuts = {}
         for factor, request in requests.items():
@@ -327,7 +348,7 @@ class StrategyParser:
         return cuts
 
 
-def _agree(first: _DimRequest, second: _DimRequest) -> bool:
+def _are_compatible(first: _DimRequest, second: _DimRequest) -> bool:
     if first.axes is not None and second.axes is not None:
         return first.axes == second.axes
     return first.num_shards == second.num_shards
@@ -340,10 +361,11 @@ def _shards_text(count: int) -> str:
 _OPS_WITH_BIAS = tuple(
     getattr(aten, name).default for name in ("linear", "conv1d", "conv2d", "conv3d")
 )
+"""Operators whose bias capture adds in a separate operator."""
 
 
 def op_signature(op: Op) -> str:
-    """`aten.linear(x [8, 16], layer.weight [32, 16])`"""
+    """An operator with its inputs as text: `aten.linear(x [8, 16], layer.weight [32, 16])`."""
     name = target_name(op.target).removesuffix(".default")
     return f"{name}({', '.join(f'{v.name} {list(v.shape)}' for v in op.inputs)})"
 
@@ -357,16 +379,18 @@ def divisors(number: int, limit: int) -> str:
 def mesh_of(
     devices: int, layouts: Iterable[tuple[str, TensorLayout]], nodes: Iterable[int] = ()
 ) -> DeviceMatrix:
-    """Returns the device matrix of prime axes on which all `layouts` can be expressed.
+    """Return the device matrix of prime axes on which all `layouts` can be expressed.
 
     Args:
+        devices: number of devices of one pipeline stage.
         layouts: pairs of the name of the operator or parameter, for errors, and its layout.
         nodes: number of consecutive devices that each level of the interconnect joins, ascending.
-            Where the layouts allow it, these devices make up the innermost axes, so that such an
-            axis does not cross nodes: 24 devices, 8 per node, are (3, 2, 2, 2).
+            Where the layouts allow it, the devices of a node make up the innermost axes, so that
+            these axes do not cross nodes: 24 devices, 8 per node, are (3, 2, 2, 2).
 
     Raises:
-        LayoutError: if a layout has another number of devices, or no device matrix can express all.
+        LayoutError: if a layout has another number of devices, or no device matrix can express all
+            layouts.
     """
     named = list(layouts)
     for where, layout in named:
@@ -388,7 +412,8 @@ def mesh_of(
         raise LayoutError(with_note(error, f"; used by {users}")) from None
     for node in nodes:
         per_node = gcd(devices, node)
-        # Layouts take precedence: a level whose groups do not nest with them is left out.
+        # Layouts take precedence: a level of the interconnect that does not nest with them is
+        # ignored.
         with suppress(LayoutError):
             sizes = common_axes(*matrices, (devices // per_node, per_node))
             matrices.append((devices // per_node, per_node))
@@ -399,7 +424,12 @@ def mesh_of(
 
 
 def axes_on_mesh(where: str, layout: TensorLayout, mesh: DeviceMatrix) -> tuple[Axes, ...]:
-    """Returns the axes of `mesh` that shard each dimension of `layout`.
+    """Return the axes of `mesh` that shard each dimension of `layout`.
+
+    Args:
+        where: the operator or parameter that has the layout, for errors.
+        layout: a layout on any device matrix.
+        mesh: the device matrix of prime axes.
 
     Raises:
         LayoutError: if the axes of the layout are not products of axes of `mesh`.
@@ -413,8 +443,13 @@ def axes_on_mesh(where: str, layout: TensorLayout, mesh: DeviceMatrix) -> tuple[
 def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axes | None:
     """Remove from `free` the outermost axes whose sizes multiply to `num_shards`.
 
+    Args:
+        num_shards: product of the sizes of the axes to take.
+        free: unused axes in ascending order; changed in place.
+        mesh: device matrix of prime axes.
+
     Returns:
-        The axes in ascending order; None if `free` has no such axes.
+        The axes in ascending order; None if no axes in `free` have this product.
     """
     chosen = []
     if mesh.num_devices % num_shards:
@@ -430,5 +465,6 @@ def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axe
 
 @cache
 def _cached_mesh(sizes: tuple[int, ...]) -> DeviceMatrix:
-    """One object per device matrix: caches are keyed by it, and `is` is faster than `==`."""
+    """Return the same object for equal sizes: caches are keyed by it, and `is` is faster than
+    `==`."""
     return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

@@ -1,8 +1,9 @@
 """Pins: the constraints that a user has attached to a module or a function.
 
-A pin of a module with submodules constrains its boundary: the tensors that it takes and returns.
+A pin of a module with submodules constrains its *boundary*: the tensors that it takes and returns.
 During tracing each of these tensors passes through an `aten.alias`, so that the graph has an
-operator to which the constraint applies.
+operator to which the constraint applies. Whether a module without submodules, or a function, is a
+single operator, is known only after tracing; until then its aliases are *candidates*.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ class Pin(ModuleTag):
     """The constraints of one module or function.
 
     Args:
-        strategy: sharding of the main operator, or of the boundary of a module with submodules.
+        strategy: sharding of the main operator, or of the boundary of a module with submodules;
+            None if only parameters or other operators are pinned.
         parameters: storage sharding of each parameter, by its name in the module.
-        operators: strategies by the suffix that follows the module's path in the operator's name:
+        operators: strategies by the part of the operator's name behind the module's path:
             `".add_1"`; `"@2"` for the main operator of the second call; `""` for the main operator
             of every call without an entry of its own.
     """
@@ -48,7 +50,7 @@ class Pin(ModuleTag):
     operators: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
     def trace(self, module: nn.Module, place: ModulePlace) -> None:
-        # What capture replaces by one operator counts as a leaf.
+        # Modules that capture replaces by one operator are pinned like that operator.
         if self.strategy is None or is_one_operator(module) or is_local_map(module):
             return
         if any(module.children()):
@@ -62,7 +64,7 @@ class BoundaryPin(Pin, BoundaryTag):
 
 
 def tagged_calls(function: Any, tag: Any) -> Any:
-    """Wrap `function` so that the operators of each call are tagged.
+    """Wrap `function` so that the operators of each call are tagged with a copy of `tag`.
 
     A wrapper with a tag of the same class is replaced, not nested.
     """
@@ -85,19 +87,26 @@ def tagged_calls(function: Any, tag: Any) -> Any:
 
 
 class _CallMark:
-    """Tags the operators of one call of a module."""
+    """Tag of the operators of one call of a module."""
 
 
 def _with_candidates(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
-    """Wrap `forward` of a module without submodules, of which the only operator is pinned, or its
-    boundary if it has several."""
+    """Wrap `forward` of a module without submodules.
+
+    The pin applies to its operator if it is a single one, and to its boundary otherwise.
+
+    Args:
+        where: path and class of the module, for errors.
+        forward: the module's bound `forward`.
+        strategy: the strategy of the pin.
+    """
     signature = inspect.signature(forward)
 
     @wraps(forward)
     def with_candidates(*args: Any, **kwargs: Any) -> Any:
         call, mark = signature.bind(*args, **kwargs), _CallMark()
         arguments = (call.args, call.kwargs)
-        if not _has_entry_for_each(strategy, arguments):
+        if not _has_entry_per_tensor(strategy, arguments):
             return forward(*args, **kwargs)
         with tagging(mark):
             return _candidate_call(where, forward, strategy, mark, arguments)
@@ -108,35 +117,42 @@ def _with_candidates(where: str, forward: Any, strategy: OperatorStrategy) -> An
 def _candidate_call(
     where: str, function: Any, strategy: OperatorStrategy, mark: Any, arguments: Any
 ) -> Any:
-    """Call a function, whose operators are tagged by `mark`, with candidates for boundary pins.
+    """Call a function with candidates for boundary pins on its tensors.
 
-    Without an entry for each tensor that it is called with it must be one operator, whose inputs
-    include weights.
+    If the strategy does not have one entry per tensor argument, its entries include weights, so the
+    function must be a single operator and its boundary cannot be pinned.
+
+    Args:
+        where: the function or module, for errors.
+        function: the function to call.
+        strategy: the strategy of the pin.
+        mark: tag of the operators of this call.
+        arguments: (args, kwargs) of the call.
     """
     call = PinnedCall(mark, [], isinstance(mark, Pin))
 
-    def candidates(what: str, tree: Any, entries: tuple[Entry, ...]) -> Any:
+    def pin_candidates(verb: str, tree: Any, entries: tuple[Entry, ...]) -> Any:
         return _pin_tensors(
-            f"{where} {what}", tree, entries, lambda pin: CandidateBoundary(call, pin)
+            f"{where} {verb}", tree, entries, lambda pin: CandidateBoundary(call, pin)
         )
 
-    if not _has_entry_for_each(strategy, arguments):
+    if not _has_entry_per_tensor(strategy, arguments):
         args, kwargs = arguments
         return function(*args, **kwargs)
-    args, kwargs = candidates("is called with", arguments, strategy.inputs)
+    args, kwargs = pin_candidates("is called with", arguments, strategy.inputs)
     result = function(*args, **kwargs)
     if strategy.outputs is None:
         return result
     try:
-        return candidates("returns", result, strategy.outputs)
+        return pin_candidates("returns", result, strategy.outputs)
     except StrategyError as error:
-        # Not raised here: only the captured graph shows whether the candidates become a boundary or
-        # the strategy is that of a single operator.
+        # Raised only if the captured graph has several operators for this call: the strategy is
+        # then that of the boundary, and not that of a single operator.
         call.problems.append(str(error))
         return result
 
 
-def _has_entry_for_each(strategy: OperatorStrategy, arguments: Any) -> bool:
+def _has_entry_per_tensor(strategy: OperatorStrategy, arguments: Any) -> bool:
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     return len(tensors) == len(strategy.inputs)
 
@@ -159,14 +175,17 @@ def _with_boundary(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
 
 
 def _pin_tensors(
-    what: str,
+    where: str,
     tree: Any,
     entries: tuple[Entry, ...],
     tag_of: Callable[[BoundaryPin], Any] = lambda pin: pin,
 ) -> Any:
-    """Replace each tensor of `tree` that has an entry by a pinned alias.
+    """Replace each tensor of `tree` whose entry is not None by a pinned alias.
 
     Args:
+        where: start of the error, up to the verb: `block (Block) returns`.
+        tree: the arguments or results of a module.
+        entries: one entry per tensor of `tree`.
         tag_of: makes the tag of the alias from its pin.
 
     Raises:
@@ -177,9 +196,10 @@ def _pin_tensors(
     if len(tensor_indices) != len(entries):
         shapes = ", ".join(str(list(leaves[index].shape)) for index in tensor_indices)
         raise StrategyError(
-            f"{what} tensors {shapes or 'none'}, and is pinned as {entries_text(entries)}\n"
-            f"a module with submodules takes one entry for each of these {len(tensor_indices)}"
-            " tensors, or None to leave one open; weights are pinned on the modules that own them"
+            f"{where} {f'tensors of shapes {shapes}' if shapes else 'no tensors'}, but is pinned"
+            f" as {entries_text(entries)}\n"
+            f"give one entry for each of these {len(tensor_indices)} tensors, or None to leave one"
+            " open; pin weights on the modules that own them"
         )
     for index, entry in zip(tensor_indices, entries, strict=True):
         if entry is not None:
@@ -197,20 +217,20 @@ def _tagged_alias(tensor: Tensor, tag: Any) -> Tensor:
 
 
 def reshard(x: Tensor, layout: Entry) -> Tensor:
-    """Lay a tensor out as asked, at this place of `forward`.
+    """Redistribute a tensor to a layout at this point of `forward`.
 
-    What computes `x`, and what reads the result, is still free. In eager code, and in a model that
-    is not planned, it returns `x`.
+    The search still decides how the operators before and after it are sharded. In eager code, and
+    in a model that is not planned, `x` is returned unchanged.
 
     Args:
-        x: of any shape.
+        x: a tensor of any shape.
         layout: the number of shards of each dimension, `(2, 4)`, or a `TensorLayout`.
 
     Returns:
-        The same tensor, laid out so.
+        The tensor with the same values, in the layout.
 
     Raises:
-        StrategyError: if `layout` is neither; `plan` checks what depends on shapes.
+        StrategyError: if `layout` is neither; `plan` checks the layout against the shape of `x`.
 
     >>> import torch
     >>> import shardwright as sw

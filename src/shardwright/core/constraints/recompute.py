@@ -1,4 +1,4 @@
-"""`recompute` marks modules and functions for activation checkpointing.
+"""Mark modules and functions for activation checkpointing with `recompute`.
 
 `recompute_of` collects the marks from a captured graph. A mark is stored on the module, or on the
 function that `recompute` returns; there is no global state.
@@ -40,7 +40,7 @@ def recompute(
 
     Args:
         target: a module, with all its submodules, or a function; call the returned function in
-            `forward`. Of a `ModuleList` each module is marked. A later mark of the same module
+            `forward`. A `ModuleList` marks each of its modules. A later mark of the same module
             replaces an earlier one.
         communication: whether to also repeat the collectives between layouts. If not, their results
             are saved, and recomputation adds no communication volume.
@@ -56,7 +56,10 @@ def recompute(
             sequence of names. `plan` reports names that do not occur in the model.
     """
     if isinstance(target, type) or not callable(target):
-        raise StrategyError(f"recompute takes a module or a function, not {target!r}")
+        raise StrategyError(
+            f"recompute takes a module or a function, not {target!r}\n"
+            "pass for example a submodule of the model: sw.recompute(net.layers)"
+        )
     if isinstance(operators, str) or any(not isinstance(name, str) for name in operators or ()):
         raise StrategyError(
             f"operators={operators!r}: must be a sequence of operator names\n"
@@ -76,20 +79,26 @@ def recompute(
 
 
 def _op_type(operator: str) -> str:
-    """`softmax` of `aten.softmax.int`, `aten::softmax` or `softmax`."""
+    """The operator without namespace and overload: `softmax` for `aten.softmax.int`,
+    `aten::softmax` or `softmax`."""
     return operator.replace("::", ".").removeprefix("aten.").partition(".")[0].strip("_")
 
 
 @dataclass(frozen=True)
 class _MarkedSegment:
-    """A mark, and the name of the segment of one call of its module or function."""
+    """The segment of one call of a marked module or function.
+
+    Args:
+        mark: the mark of the module or function.
+        segment: name of the segment.
+    """
 
     mark: RecomputeMark
     segment: str
 
 
 def recompute_of(graph: Graph) -> dict[str, Recompute]:
-    """Returns the operators that the marks of a captured graph recompute, by name.
+    """Return the operators that the marks of a captured graph recompute, by name.
 
     Raises:
         StrategyError: if a mark matches no operator.
@@ -119,7 +128,7 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
         # Recomputing a single operator saves no memory by itself: its result would be saved as the
         # input of the next operator.
         if len([op for op in ops if not op.name.endswith(".bias")]) == 1:
-            _add_readers(graph, recomputed, ops, op_index)
+            _add_savers(graph, recomputed, ops, op_index)
     for mark, ops in selected.items():
         add_segments(graph, recomputed, ops, mark.communication)
     return recomputed
@@ -128,9 +137,15 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
 def add_segments(
     graph: Graph, recomputed: dict[str, Recompute], ops: Sequence[Op], communication: bool
 ) -> None:
-    """Add `ops` to `recomputed`, together with the operators that save their results.
+    """Add operators to `recomputed`, together with the operators that save their results.
 
     Consecutive operators, and those that read each other's results, share a segment.
+
+    Args:
+        graph: the captured graph.
+        recomputed: the segments of recomputed operators, by name; changed in place.
+        ops: the operators to add, in the order of the graph.
+        communication: whether to repeat the collectives between layouts.
     """
     members: dict[str, list[Op]] = {}
     segments: dict[str, str] = {}
@@ -139,15 +154,15 @@ def add_segments(
         producers = [graph.producer[v].name for v in op.inputs if v in graph.producer]
         index = op_index[op.name]
         previous = [graph.ops[index - 1].name] if index else []
-        # Fewer, larger segments: each boundary saves its inputs.
+        # Prefer few, large segments: the inputs of each segment are saved.
         neighbors = [segments[name] for name in (*producers, *previous) if name in segments]
         segments[op.name] = neighbors[0] if neighbors else op.name
         members.setdefault(segments[op.name], []).append(op)
     for segment, segment_ops in members.items():
         recomputed.update((op.name, Recompute(segment, communication)) for op in segment_ops)
-    # After all segments are known, so that none takes an operator that belongs to another.
+    # Only after all segments are known: a segment must not take an operator of another segment.
     for segment_ops in members.values():
-        _add_readers(graph, recomputed, segment_ops, op_index)
+        _add_savers(graph, recomputed, segment_ops, op_index)
 
 
 def _op_indices(graph: Graph) -> dict[str, int]:
@@ -155,7 +170,7 @@ def _op_indices(graph: Graph) -> dict[str, int]:
 
 
 def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
-    """The calls of marked functions, by the identity of their mark.
+    """Yield (id of the mark, call) for the calls of marked functions.
 
     Raises:
         StrategyError: if a call has no operator.
@@ -165,12 +180,12 @@ def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
             continue
         ops = [op for op in graph.ops if any(tag is mark for tag in op.tags)]
         if not ops and mark.checkpoint:
-            continue  # A call of torch.utils.checkpoint that computes nothing is no error.
+            continue  # A call of `torch.utils.checkpoint` that computes nothing is no error.
         if not ops:
             raise StrategyError(
                 f"the function called at {source or 'an unknown line'} is marked by recompute, but"
-                " the graph has no operator of this call\n"
-                "its result is unused, or it computes nothing: remove the mark"
+                " the graph has no operator of this call: its result is unused, or it computes"
+                " nothing\nremove the mark"
             )
         _check_op_types(f"the function called at {source or 'an unknown line'}", mark, ops)
         segment = _MarkedSegment(mark, ops[0].name)
@@ -179,22 +194,38 @@ def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
 
 @dataclass(frozen=True)
 class _MarkedCall:
-    """A call of a marked function, and the number of module calls that enclose it."""
+    """A call of a marked function.
+
+    Args:
+        segment: the segment of the call.
+        depth: number of module calls that enclose it.
+    """
 
     segment: _MarkedSegment
     depth: int
 
 
 def _common_depth(calls: Sequence[tuple[str, ...]]) -> int:
-    """The length of the longest common prefix."""
+    """The number of enclosing module calls that all operators have in common.
+
+    Args:
+        calls: the enclosing module calls of each operator, the outermost first.
+    """
     return sum(len(set(level)) == 1 for level in zip(*calls, strict=False))
 
 
 def _innermost_mark(
     op: Op, modules: Mapping[str, RecomputeMark], functions: Mapping[int, _MarkedCall]
 ) -> _MarkedSegment | None:
+    """The segment of the innermost mark around an operator; None without a mark.
+
+    Args:
+        op: the operator.
+        modules: the marks of modules, by path.
+        functions: the calls of marked functions, by id of the mark.
+    """
     function = next((functions[id(tag)] for tag in op.tags if id(tag) in functions), None)
-    # Modules that the marked function calls are inside it, those before `depth` around it.
+    # The first `depth` module calls enclose the call of the marked function; it makes the others.
     for call in reversed(op.calls[function.depth if function else 0 :]):
         mark = modules.get(call.partition("@")[0])
         if mark is not None:
@@ -203,10 +234,10 @@ def _innermost_mark(
 
 
 def _check_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) -> None:
-    """Check that every marked module has operators, and those that its mark lists.
+    """Check that every marked module has operators, including all that its mark lists.
 
     Raises:
-        StrategyError: for the first mark whose module does not.
+        StrategyError: for the first marked module that has not.
     """
     inside: dict[RecomputeMark, list[Op]] = {mark: [] for mark in modules.values()}
     for op in graph.ops:
@@ -235,13 +266,19 @@ def _check_op_types(where: str, mark: RecomputeMark, ops: Sequence[Op]) -> None:
             )
 
 
-def _add_readers(
+def _add_savers(
     graph: Graph, recomputed: dict[str, Recompute], ops: Sequence[Op], op_index: Mapping[str, int]
 ) -> None:
     """Extend a segment by the operators that save its results for their backward pass.
 
-    Otherwise these results would stay in memory. The backward pass recomputes what the last
-    operator of a segment reads, but not that operator: only the last one may be expensive.
+    Otherwise these results would stay in memory. The backward pass recomputes the inputs of the
+    last operator of a segment, but not that operator itself, so only the last may be expensive.
+
+    Args:
+        graph: the captured graph.
+        recomputed: the segments of recomputed operators, by name; changed in place.
+        ops: the operators of the segment.
+        op_index: index of each operator in the graph, by name.
     """
     segment = recomputed[ops[-1].name]
     results = [value for op in ops for value in op.outputs]
@@ -253,7 +290,7 @@ def _add_readers(
             if op.name in members:
                 continue
             if _is_view(op):
-                # A saved view keeps the memory of the tensor alive: look at who saves the view.
+                # A saved view keeps the memory of the tensor alive: consider its consumers too.
                 views.add(op.name)
                 results += op.outputs
             elif index in saved_tensors(op).inputs:
@@ -275,7 +312,7 @@ def _is_expensive(op: Op) -> bool:
 
 
 def _is_view(op: Op) -> bool:
-    """Whether the output shares the memory of the input."""
+    """Whether the operator's output shares the memory of its input."""
     if not isinstance(op.target, OpOverload):
         return False
     return op.target.is_view or op.target is torch.ops.aten.reshape.default

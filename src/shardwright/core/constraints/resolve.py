@@ -1,4 +1,4 @@
-"""Resolve the user's strategies to the decisions that a search must keep: mesh, cuts, storage."""
+"""Resolve the user's strategies to decisions that a search must not change: mesh, cuts, storage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwright.core.rules.rule import Cuts
 from shardwright.errors import StrategyError
 
 OutputAxes = tuple[tuple[Axes, ...] | None, ...]
-"""For each output the axes that shard each dimension; None if the search decides."""
+"""The axes that shard each dimension of each output; None for an output left to the search."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,11 @@ class ResolvedConstraints:
     """The decisions of a plan that the user has made.
 
     Args:
-        mesh: the device matrix, on which all layouts of the user can be expressed.
-        cuts: the axes of each factor, for every pinned operator; `{}` for a replicated one. The
-            bias of a pinned operator is sharded like the output to which it is added.
-        outputs: the output axes of each operator with an out_strategy.
+        mesh: device matrix of prime axes, on which all layouts of the user can be expressed.
+        cuts: the mesh axes of each sharded factor, by pinned operator; `{}` for an operator pinned
+            as replicated. The bias of a pinned operator is sharded like the output to which it is
+            added.
+        outputs: the output axes of each operator with an `out_strategy`, by operator.
     """
 
     mesh: DeviceMatrix
@@ -52,15 +53,18 @@ def resolve(
     """Resolve strategies to cuts on a common device matrix.
 
     Args:
+        graph: the captured graph.
+        devices: number of devices of one pipeline stage.
         strategies: the strategy of each pinned operator, by its name.
-        parameters: the requested storage of parameters. Only its layouts matter here: the device
-            matrix must be able to express them.
+        parameters: the requested storage of parameters, by name; only its layouts are used here,
+            since the device matrix must be able to express them.
         nodes: number of consecutive devices that each level of the interconnect joins, ascending.
 
     Raises:
-        StrategyError: if an operator cannot be sharded as requested; the message gives its shapes
-            and what is valid.
-        LayoutError: if a layout has another number of devices, or no device matrix can express all.
+        StrategyError: if an operator cannot be sharded as requested; the message has its shapes and
+            the valid values.
+        LayoutError: if a layout has another number of devices, or no device matrix can express all
+            layouts.
     """
     layouts = [(name, layout) for name, s in strategies.items() for layout in s.layouts]
     layouts += [(name, e) for name, e in parameters.items() if isinstance(e, TensorLayout)]
@@ -69,7 +73,7 @@ def resolve(
     outputs: dict[str, OutputAxes] = {}
     for name, strategy in strategies.items():
         op = graph.by_name[name]
-        parser = StrategyParser(op, _in_captured_shapes(op, strategy, mesh), mesh)
+        parser = StrategyParser(op, _strategy_for_graph_shapes(op, strategy, mesh), mesh)
         cuts[name] = parser.cuts()
         if (output_axes := requested_outputs(parser, cuts[name])) is not None:
             outputs[name] = output_axes
@@ -83,16 +87,18 @@ def resolve(
     return ResolvedConstraints(mesh, cuts, outputs)
 
 
-def _in_captured_shapes(op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix) -> OperatorStrategy:
-    """Translate a strategy to the shapes of the graph.
+def _strategy_for_graph_shapes(
+    op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix
+) -> OperatorStrategy:
+    """Translate a strategy for the shapes of the user's code to the shapes of the graph.
 
     Where the user's code flattens leading dimensions, as `x.view(-1, k) @ w` does, the graph has
-    them unflattened; the entry of the flattened dimension is distributed over them.
+    them unflattened; the shards of the flattened dimension are distributed over them.
     """
 
-    def entry_of(value: Value, entry: Entry) -> Entry:
+    def unflatten_entry(value: Value, entry: Entry) -> Entry:
         dims = entry.axes if isinstance(entry, TensorLayout) else entry
-        # An entry that already has the dimensions of the graph is taken as it is.
+        # An entry that already has the dimensions of the graph is not changed.
         if entry is None or not dims or len(dims) != len(value.shape) - op.flattened + 1:
             return entry
         flattened_shape = value.shape[: op.flattened]
@@ -106,7 +112,7 @@ def _in_captured_shapes(op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix) 
         return (*counts, *entry[1:])
 
     def entries(values: Sequence[Value], requested: tuple[Entry, ...]) -> tuple[Entry, ...]:
-        return (*map(entry_of, values, requested), *requested[len(values) :])
+        return (*map(unflatten_entry, values, requested), *requested[len(values) :])
 
     outputs = strategy.outputs
     if op.flattened == 1:
@@ -120,7 +126,16 @@ def _in_captured_shapes(op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix) 
 def _distribute_over_dims(
     shape: Sequence[int], axes: Iterable[int], sizes: Iterable[int]
 ) -> list[list[int]]:
-    """Assign each axis to the outermost dimension that its size still divides, or to the last."""
+    """Assign each axis to the outermost dimension that its size still divides, or to the last.
+
+    Args:
+        shape: sizes of the dimensions.
+        axes: the axes to assign, in order.
+        sizes: the size of each axis.
+
+    Returns:
+        The axes of each dimension.
+    """
     local_shape, axes_of_dim = list(shape), [list[int]() for _ in shape]
     for axis, size in zip(axes, sizes, strict=True):
         divisible = (dim for dim, local_size in enumerate(local_shape) if local_size % size == 0)
@@ -132,14 +147,15 @@ def _distribute_over_dims(
 
 
 def _output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes, ...]:
-    """The axes that shard the output of a pinned operator once its partial sum is all-reduced."""
+    """The axes that shard the first output of a pinned operator after the all-reduce of a partial
+    sum."""
     rule = rule_of(op)
     assert rule is not None
     return rule.layouts(mesh, cuts)[1][0].axes
 
 
 def _cuts_for_first_input(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
-    """The cuts under which an operator reads its first input sharded by `axes`."""
+    """The cuts of an operator that reads its first input sharded by `axes`, per dimension."""
     rule = rule_of(op)
     assert rule is not None
     factors = zip(rule.inputs[0], axes, strict=True)
@@ -153,7 +169,13 @@ def _cuts_for_first_input(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
 def requested_storage(
     graph: Graph, mesh: DeviceMatrix, parameters: Mapping[str, Entry], used: Storage
 ) -> dict[str, tuple[Axes, ...]]:
-    """Returns the storage axes of every parameter: those requested, else those it is `used` with.
+    """Return the axes that shard each dimension of every stored parameter, by name.
+
+    Args:
+        graph: the captured graph.
+        mesh: device matrix of prime axes.
+        parameters: the requested storage, by name.
+        used: the axes with which operators read the parameters, by name; the default storage.
 
     Raises:
         StrategyError: if a parameter cannot be sharded as requested.
@@ -168,14 +190,19 @@ def requested_storage(
 
 
 def requested_outputs(parser: StrategyParser, cuts: Cuts) -> OutputAxes | None:
-    """Returns the output axes that the out_strategy requests; None without an out_strategy.
+    """Return the output axes that the `out_strategy` requests; None without an `out_strategy`.
 
     An output can keep the layout that the operator computes. A partial sum is all-reduced, or
-    reduce-scattered onto any dimensions, of which the axes of the sum become the innermost.
+    reduce-scattered onto any dimensions; the axes of the sum become the innermost axes of these
+    dimensions.
+
+    Args:
+        parser: the operator with its strategy.
+        cuts: the axes of each sharded factor of the operator.
 
     Raises:
         StrategyError: if an output cannot have the requested layout; the message lists the valid
-            ones.
+            entries.
     """
     op, entries = parser.op, parser.strategy.outputs
     if entries is None:
@@ -183,7 +210,7 @@ def requested_outputs(parser: StrategyParser, cuts: Cuts) -> OutputAxes | None:
     if len(entries) != len(op.outputs):
         raise parser.error(
             f"out_strategy {entries_text(entries)} has {len(entries)} entries for"
-            f" {len(op.outputs)} outputs"
+            f" {len(op.outputs)} outputs\ngive one entry per output, or None to leave one open"
         )
     _, computed = parser.rule.layouts(parser.mesh, cuts)
     return tuple(
@@ -216,7 +243,8 @@ def _requested_axes(
 
 
 def _only_appends_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> bool:
-    """Whether `requested` only appends axes of the partial sum to those of each dimension."""
+    """Whether `requested` has the computed axes of each dimension, followed only by axes of the
+    partial sum."""
     return all(
         axes[: len(computed_axes)] == computed_axes
         and computed.partial.issuperset(axes[len(computed_axes) :])
@@ -225,7 +253,10 @@ def _only_appends_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> b
 
 
 def _axes_for_counts(counts: tuple[int, ...], computed: TensorLayout) -> tuple[Axes, ...] | None:
-    """The computed axes with axes of the partial sum appended; None if the counts do not fit."""
+    """The computed axes, with axes of the partial sum appended to reach the shard counts.
+
+    None if no axes of the partial sum have the required product.
+    """
     free, requested = sorted(computed.partial), []
     for count, computed_count, axes in zip(
         counts, computed.shard_counts, computed.axes, strict=True
@@ -262,14 +293,15 @@ def _invalid_output(
         valid = f"({dims})" if names_axes else entry_text(computed.shard_counts)
     return parser.error(
         f"output {index} {list(parser.op.outputs[index].shape)} cannot be sharded as"
-        f" {entry_text(entry)}: the operator computes it as {description}\nvalid is {valid}"
+        f" {entry_text(entry)}: the operator computes it as {description}\nvalid entries: {valid}"
     )
 
 
 def _reduce_scatter_counts(
     computed: TensorLayout, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """The shard counts after reduce-scattering the partial sum onto one dimension."""
+    """Yield the shard counts after a reduce-scatter of the partial sum onto each dimension that is
+    large enough."""
     terms, counts = computed.layout.size(computed.partial), computed.shard_counts
     for dim, size in enumerate(shape):
         if size % (counts[dim] * terms) == 0:
@@ -279,12 +311,17 @@ def _reduce_scatter_counts(
 def cut_axes(
     where: str, option: str, tensor: Value, entry: Entry, mesh: DeviceMatrix, used: tuple[Axes, ...]
 ) -> tuple[Axes, ...]:
-    """Returns the axes that shard each dimension of a tensor for which `option` requests `entry`.
+    """Return the axes that shard each dimension of a tensor as its entry requests.
 
     Shard counts first take the axes with which the dimension is used, to communicate as little as
-    possible, then the outermost of the others.
+    possible, then the outermost of the remaining axes.
 
     Args:
+        where: the tensor, for errors: `parameter net.weight`.
+        option: name of the option that contains the entry, for errors.
+        tensor: the input or parameter.
+        entry: the requested sharding; None for `used`.
+        mesh: device matrix of prime axes.
         used: the axes that shard each dimension where an operator reads the tensor.
 
     Raises:
@@ -316,7 +353,7 @@ def cut_axes(
 def _storage_axes_for_counts(
     where: str, request: str, counts: tuple[int, ...], mesh: DeviceMatrix, used: tuple[Axes, ...]
 ) -> tuple[Axes, ...]:
-    # Axes that the operator uses already need no communication to store the parameter.
+    # Along axes with which the operator reads the parameter, storage needs no communication.
     reused = [_leading_axes(count, axes, mesh) for count, axes in zip(counts, used, strict=True)]
     used_axes = {axis for axes in reused for axis in axes}
     free = [axis for axis in range(len(mesh.device_matrix)) if axis not in used_axes]

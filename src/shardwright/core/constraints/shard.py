@@ -1,4 +1,4 @@
-"""`shard` pins strategies to modules and functions; `pins_of` collects them from a captured graph.
+"""Pin strategies to modules and functions with `shard`, and collect the pins of a captured graph.
 
 A pin is stored on the module, or on the function that `shard` returns; there is no global state.
 """
@@ -53,8 +53,8 @@ class NamedFunction(nn.Module):
         super().__init__()
         if isinstance(function, nn.Module) or not callable(function):
             raise StrategyError(
-                f"Op takes a function, not {function!r}\n"
-                "a module needs no Op: it already has a name"
+                f"`Op` takes a function, not {function!r}\n"
+                "use a module without `Op`: it already has a name"
             )
         self.function = function
 
@@ -77,16 +77,15 @@ def shard(
     """Pin the sharding of an operator, so that the search does not change it.
 
     Args:
-        target: a module, or a function. Of a function or a module without submodules the main
-            operator is pinned, in every call; if there are several operators, or none as in
-            `nn.Identity`, its arguments and results are, as those of a module with submodules. A
-            later `shard` of the same module replaces this one. Of a function, call the returned one
-            in `forward`.
+        target: a module, or a function; call the returned function in `forward`. In a function or a
+            module without submodules the main operator is pinned, in every call. If it has several
+            operators, or none like `nn.Identity`, its tensor arguments and results are pinned, like
+            those of a module with submodules. A later `shard` of the same module replaces this one.
         in_strategy: one entry per tensor input, in the order of the operator or of the signature of
             `forward`: a tuple with the number of shards of each dimension, a `TensorLayout`, or
             None if it follows from the other entries. Weights have torch's shape, for `nn.Linear`
-            (out_features, in_features). Dimensions without shards are replicated; if the strategy
-            has fewer shards than there are devices, the computation is replicated over the rest.
+            (out_features, in_features). If the strategy has fewer shards than there are devices,
+            the computation is replicated over the remaining mesh axes.
         out_strategy: one entry per output, in the same form. Partial sums are all-reduced or
             reduce-scattered to match; with None the operators that read the output decide. It also
             shards dimensions that only the output has, such as those that `expand` adds.
@@ -96,18 +95,24 @@ def shard(
         The module itself, or the pinned function.
 
     Raises:
-        StrategyError: if an entry is invalid or a parameter is unknown. `plan` checks what depends
-            on shapes and on the number of devices.
+        StrategyError: if an entry is invalid or a parameter is unknown. `plan` checks the strategy
+            against shapes and the number of devices.
     """
     if isinstance(target, type) or not callable(target):
-        raise StrategyError(f"shard takes a module or a function, not {target!r}")
+        raise StrategyError(
+            f"shard takes a module or a function, not {target!r}\n"
+            "pass for example a submodule of the model: sw.shard(net.fc, ((2, 4), (1, 4)))"
+        )
     if in_strategy is None and out_strategy is not None:
         raise StrategyError(
             "out_strategy requires an in_strategy\n"
-            "pass one too: shard(net.fc, ((2, 4), (1, 4)), out_strategy=((8, 1),))"
+            "pass both: shard(net.fc, ((2, 4), (1, 4)), out_strategy=((8, 1),))"
         )
     if in_strategy is None and parameter_plan is None:
-        raise StrategyError("shard needs an in_strategy or a parameter_plan")
+        raise StrategyError(
+            "shard needs an in_strategy or a parameter_plan\n"
+            "pass for example shard(net.fc, ((2, 4), (1, 4)))"
+        )
     strategy = None
     if in_strategy is not None:
         check_entries("in_strategy", in_strategy)
@@ -119,7 +124,7 @@ def shard(
     if parameter_plan is not None:
         raise StrategyError(
             "only modules take a parameter_plan, a function has no parameters\n"
-            "call shard on the module that owns them"
+            "call shard on the module that owns the parameters"
         )
     function: ShardTarget = tagged_calls(target, Pin(strategy))
     return function
@@ -138,7 +143,7 @@ def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dic
             near = get_close_matches(str(name), parameters, cutoff=0.0)
             raise StrategyError(
                 f"parameter_plan: {type(module).__name__} has no parameter {name!r}\n"
-                f"closest: {', '.join(near) or 'none, the module has no parameters'}"
+                f"closest parameters: {', '.join(near) or 'none, the module has no parameters'}"
             )
         check_entry(f"parameter_plan of {name!r}", entry)
     return dict(plan)
@@ -169,8 +174,8 @@ def pins_of(graph: Graph) -> Pins:
         *_named_strategies(graph),
         *_function_strategies(graph),
     ):
-        # A module that is used twice, or a function in a pinned module, may pin one operator twice
-        # alike.
+        # Two equal pins of one operator are valid: the module is used twice, or a pinned function
+        # is called in a pinned module.
         if strategies.setdefault(op.name, strategy) != strategy:
             raise StrategyError(
                 f"{op.name} has two conflicting pins, {strategies[op.name]} and {strategy}\n"
@@ -180,6 +185,7 @@ def pins_of(graph: Graph) -> Pins:
 
 
 def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+    """Yield the operators pinned by `shard` of a module."""
     # The pin of a module with submodules is on the aliases of its boundary (`constraints/pin.py`).
     with_boundary = {op.module for op in graph.ops if _is_boundary(op)}
     for pin, paths in _modules_by_pin(graph).items():
@@ -187,7 +193,7 @@ def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrateg
             continue
         ops = [op for path in paths for op in _main_operators(graph, path)]
         if not ops:
-            raise StrategyError(_no_operator(graph, paths[0], pin))
+            raise StrategyError(_no_operator_message(graph, paths[0], pin))
         for op in ops:
             yield op, pin.strategy
 
@@ -197,7 +203,7 @@ def _is_boundary(op: Operator) -> bool:
 
 
 def _modules_by_pin(graph: Graph) -> dict[Pin, list[str]]:
-    """All paths of the module of each pin: a module that is used twice has two."""
+    """The paths of the module of each pin: a module that is registered twice has two."""
     paths: dict[Pin, list[str]] = {}
     for path, pin in _pinned_modules(graph):
         paths.setdefault(pin, []).append(path)
@@ -210,13 +216,14 @@ def _pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
 
 
 def _named_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
-    """Strategies from files, by operator name; without `@n` they apply to every call."""
+    """Yield the operators pinned by name in a strategy file; a name without `@n` stands for the
+    operator in every call."""
     ops_by_name: dict[str, list[Operator]] = {}
     for op in graph.ops:
         name, _, call_number = op.name.rpartition("@")
         ops_by_name.setdefault(name if call_number.isdigit() else op.name, []).append(op)
     for pin, paths in _modules_by_pin(graph).items():
-        # An entry for one call, "net.fc@2", takes precedence over that for all calls, "net.fc".
+        # An entry for one call, "net.fc@2", takes precedence over one for all calls, "net.fc".
         listed = {path + suffix for path in paths for suffix in pin.operators}
         for suffix, strategy in pin.operators.items():
             names = [path + suffix for path in paths]
@@ -240,7 +247,7 @@ def _main_operators(graph: Graph, path: str) -> list[Operator]:
     direct = [op for op in inside if op.module == path]
     where = f"module {path!r}" if path else "the model itself"
     if len(direct) < len(inside):
-        raise StrategyError(_ambiguous(where, inside))
+        raise StrategyError(_ambiguous_pin_message(where, inside))
     calls: dict[str, list[Operator]] = {}
     for op in direct:
         calls.setdefault(_call_suffix(op.name, path), []).append(op)
@@ -248,12 +255,14 @@ def _main_operators(graph: Graph, path: str) -> list[Operator]:
 
 
 def _call_suffix(name: str, path: str) -> str:
-    """`""` for operators of the first call of a module, `@2` for those of the second."""
+    """The part of an operator's name that tells the call of its module: `""` for the first call,
+    `@2` for the second."""
     suffix = name.removeprefix(path)
     return suffix.partition(".")[0] if path and suffix.startswith("@") else ""
 
 
 def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+    """Yield the operators pinned by `shard` of a function or by `reshard`."""
     for pin, source in graph.call_tags:
         if not isinstance(pin, Pin) or pin.strategy is None:
             continue
@@ -263,37 +272,41 @@ def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrat
         where = f"the pinned function called at {source or 'an unknown line'}"
         if not ops:
             raise StrategyError(
-                f"{where}, {pin.strategy}: the graph has no operator of this call\n"
-                "its result is unused, or the call computes nothing: remove the pin"
+                f"{where}, {pin.strategy}: the graph has no operator of this call: its result is"
+                " unused, or the call computes nothing\nremove the pin"
             )
         yield _main_operator(where, ops), pin.strategy
 
 
 def _main_operator(where: str, ops: Sequence[Operator]) -> Operator:
-    """The operator that a pin refers to: the only one apart from biases and reshapes."""
+    """The only operator of a pinned call, apart from biases and data movement.
+
+    Raises:
+        StrategyError: if there are several.
+    """
     computing = [
         op for op in ops if op.target not in _DATA_MOVEMENT_OPS and not op.name.endswith(".bias")
     ]
     main = [op for op in computing if op.target in MAIN]
-    # The pin of a linear layer names its product although capture adds bias and reshape operators;
-    # a module of one reshape pins that.
+    # The pin of a linear layer applies to its product, although capture adds operators for bias and
+    # reshape; the pin of a module that only reshapes applies to the reshape.
     for candidates in (main, computing, ops):
         if len(candidates) == 1:
             return candidates[0]
-    raise StrategyError(_ambiguous(where, ops))
+    raise StrategyError(_ambiguous_pin_message(where, ops))
 
 
-def _ambiguous(where: str, ops: Sequence[Operator]) -> str:
+def _ambiguous_pin_message(where: str, ops: Sequence[Operator]) -> str:
     names = ", ".join(op.name for op in ops[:8])
     more = f" and {len(ops) - 8} more" if len(ops) > 8 else ""
     return (
         f"{where} has {len(ops)} operators, but a pin is for a single one: {names}{more}\n"
-        "pin a module with one operator, the function that is called (wrap it in sw.Op to name it),"
-        " or a module around it, whose arguments and results are pinned"
+        "pin a module with one operator, the function that is called (wrap it in `sw.Op` to name"
+        " it), or a module around it, whose arguments and results are pinned"
     )
 
 
-def _no_operator(graph: Graph, path: str, pin: Pin) -> str:
+def _no_operator_message(graph: Graph, path: str, pin: Pin) -> str:
     near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
     return (
         f"module {path!r} is pinned as {pin.strategy}, but has no operator in the graph: it is"
@@ -312,11 +325,11 @@ def _parameter_plans(graph: Graph) -> dict[str, Entry]:
             if graph_name not in parameters:
                 raise StrategyError(
                     f"parameter_plan of {path or 'the model'!r}: no operator uses the parameter"
-                    f" {name!r}"
+                    f" {name!r}\nremove the entry"
                 )
             if entries.setdefault(graph_name, entry) != entry:
                 raise StrategyError(
                     f"parameter_plan of {path or 'the model'!r}: the parameter {name!r} has two"
-                    " conflicting entries"
+                    " conflicting entries\nkeep one of them"
                 )
     return entries

@@ -1,4 +1,4 @@
-"""The sharding strategy of one operator: an entry for each tensor."""
+"""Represent and validate the sharding strategy of one operator: one entry per tensor."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class OperatorStrategy:
     """The requested sharding of one operator.
 
     Args:
-        inputs: one entry per tensor input, in the order of the operator.
+        inputs: one entry per tensor input, in the order of the operator's arguments.
         outputs: one entry per output; None keeps the sharding that the operator computes.
 
     Raises:
-        StrategyError: if an entry is not a tuple of positive ints, a layout or None, or if a layout
-            is a partial sum.
+        StrategyError: if an entry is not a tuple of positive ints, a layout or None, if a layout is
+            a partial sum, or if all entries are None.
     """
 
     inputs: tuple[Entry, ...]
@@ -36,7 +36,7 @@ class OperatorStrategy:
         entries = (*self.inputs, *(self.outputs or ()))
         if all(entry is None for entry in entries) and self.inputs:
             raise StrategyError(
-                f"in_strategy {entries_text(self.inputs)} is empty\n"
+                f"in_strategy {entries_text(self.inputs)} shards no tensor\n"
                 "give at least one input an entry other than None, such as ((2,4),(1,4))"
             )
 
@@ -46,13 +46,13 @@ class OperatorStrategy:
 
     @property
     def layouts(self) -> Iterator[TensorLayout]:
-        """The entries that are layouts."""
+        """Yield the entries that are layouts, inputs before outputs."""
         for entry in (*self.inputs, *(self.outputs or ())):
             if isinstance(entry, TensorLayout):
                 yield entry
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the strategy as JSON data: counts as lists, layouts as dicts."""
+        """Return the strategy as JSON data: counts as lists, layouts as dicts."""
         return {
             "inputs": [_entry_data(entry) for entry in self.inputs],
             "outputs": None if self.outputs is None else [_entry_data(e) for e in self.outputs],
@@ -62,8 +62,8 @@ class OperatorStrategy:
     def from_dict(cls, data: Mapping[str, Any]) -> OperatorStrategy:
         outputs = data["outputs"]
         return cls(
-            tuple(_entry(entry) for entry in data["inputs"]),
-            None if outputs is None else tuple(_entry(entry) for entry in outputs),
+            tuple(_entry_from_data(entry) for entry in data["inputs"]),
+            None if outputs is None else tuple(_entry_from_data(entry) for entry in outputs),
         )
 
 
@@ -73,32 +73,43 @@ def _entry_data(entry: Entry) -> Any:
     return None if entry is None else list(entry)
 
 
-def _entry(data: Any) -> Entry:
+def _entry_from_data(data: Any) -> Entry:
     if isinstance(data, Mapping):
         return TensorLayout.from_dict(data)
     return None if data is None else tuple(data)
 
 
-def check_entries(what: str, entries: Any) -> None:
-    """Validate a tuple of entries; `what` names the option in errors.
+def check_entries(option: str, entries: Any) -> None:
+    """Validate a tuple of entries.
+
+    Args:
+        option: name of the option that has the entries, for errors.
+        entries: one entry per tensor.
 
     Raises:
         StrategyError: if `entries` is not a tuple of valid entries.
     """
     if not isinstance(entries, tuple):
-        raise StrategyError(f"{what} must be a tuple with one entry per tensor, not {entries!r}")
+        raise StrategyError(
+            f"{option} must be a tuple with one entry per tensor, not {entries!r}\n"
+            "write for example ((2, 4), (1, 4))"
+        )
     for entry in entries:
         if isinstance(entry, int):
             raise StrategyError(
-                f"{what} {entries!r} contains the int {entry!r}\n"
+                f"{option} {entries!r} contains the int {entry!r}\n"
                 "an entry is a tuple with one shard count per dimension, a TensorLayout, or None;"
                 f" for a single tensor write ({entries!r},)"
             )
-        check_entry(what, entry)
+        check_entry(option, entry)
 
 
-def check_entry(what: str, entry: Any) -> None:
-    """Validate one entry; `what` names the option in errors.
+def check_entry(option: str, entry: Any) -> None:
+    """Validate one entry.
+
+    Args:
+        option: name of the option that has the entry, for errors.
+        entry: the sharding of one tensor.
 
     Raises:
         StrategyError: if `entry` is neither a tuple of positive ints, nor a layout, nor None, or is
@@ -109,30 +120,30 @@ def check_entry(what: str, entry: Any) -> None:
     if isinstance(entry, TensorLayout):
         if entry.partial or entry.varying:
             raise StrategyError(
-                f"{what}: the layout {entry} is a partial sum\n"
-                "a strategy only says which axes shard dimensions; leave out partial and varying"
+                f"{option}: the layout {entry} is a partial sum\n"
+                "leave out `partial` and `varying`: a strategy has only axes that shard dimensions"
             )
         return
     if isinstance(entry, Layout):
         raise StrategyError(
-            f"{what}: {entry} is a Layout, not a TensorLayout\n"
+            f"{option}: {entry} is a Layout, not a TensorLayout\n"
             "call it with the axes of each dimension: layout('dp', 'None')"
         )
     if not isinstance(entry, tuple):
         raise StrategyError(
-            f"{what} contains {entry!r}\n"
+            f"{option} contains {entry!r}\n"
             "an entry is a tuple with one shard count per dimension, such as (2, 4), a"
             " TensorLayout, or None"
         )
     for count in entry:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise StrategyError(
-                f"{what}: {entry!r} contains {count!r}\na shard count must be an int of at least 1"
+                f"{option}: {entry!r} contains {count!r}\na shard count must be an int of at least 1"
             )
 
 
 def entry_text(entry: Entry) -> str:
-    """An entry as errors show it: `(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout."""
+    """An entry as text: `(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout."""
     if isinstance(entry, tuple):
         return f"({','.join(map(str, entry))}{',' if len(entry) == 1 else ''})"
     return str(entry)

@@ -1,4 +1,4 @@
-"""The JSON file of strategies, meant to be read and edited by hand.
+"""Read and write strategies as a JSON file, which can be edited by hand.
 
     {
      "version": 1,
@@ -37,7 +37,7 @@ class FileEntry:
 
     Args:
         strategy: sharding of the operator; None for an entry that only has a `parameter_plan`.
-        parameters: storage sharding of each parameter, by its name in the module.
+        parameters: storage sharding of each parameter of the module, by its name in the module.
     """
 
     strategy: OperatorStrategy | None
@@ -45,7 +45,7 @@ class FileEntry:
 
 
 def strategies_to_text(strategies: Mapping[str, FileEntry]) -> str:
-    """Serialize strategies, one line per entry."""
+    """Serialize the entries of operators and modules as JSON, one line per entry."""
     names: dict[Layout, str] = {}
     lines = [
         f"  {json.dumps(k)}: {json.dumps(_to_json(entry, names))}"
@@ -90,13 +90,14 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
     """Parse the text of a strategy file.
 
     Args:
-        where: the name of the file, for error messages.
+        text: the JSON text.
+        where: path of the file, for errors.
 
     Returns:
         The entries by name of the operator or module.
 
     Raises:
-        StrategyError: if the file or an entry is malformed; the message says where.
+        StrategyError: if the file or an entry is malformed; the message has its position.
         LayoutError: if a layout is invalid.
     """
     data = parse_json(text, where, StrategyError)
@@ -104,22 +105,24 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
     if version != VERSION:
         raise StrategyError(
             f"{where}: unsupported version {version!r}\n"
-            f"this version of Shardwright reads strategy files of version {VERSION}"
+            f"use a strategy file of version {VERSION}, which `Plan.save_strategies` writes"
         )
     _check_keys(where, data, ("version", "layouts", "strategies"))
     if "strategies" not in data:
-        raise StrategyError(f"{where}: missing key 'strategies'")
+        raise StrategyError(
+            f"{where}: missing key 'strategies'\nadd it, with the entries of operators and modules"
+        )
     layouts = {
         name: _parse_layout(f"{where}: layouts: {name}", layout)
-        for name, layout in _object(f"{where}: layouts", data.get("layouts", {})).items()
+        for name, layout in _check_object(f"{where}: layouts", data.get("layouts", {})).items()
     }
     return {
         name: _parse_file_entry(f"{where}: {name}", entry, layouts)
-        for name, entry in _object(f"{where}: strategies", data["strategies"]).items()
+        for name, entry in _check_object(f"{where}: strategies", data["strategies"]).items()
     }
 
 
-def _object(where: str, data: Any) -> dict[str, Any]:
+def _check_object(where: str, data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise StrategyError(f"{where}: must be a JSON object, not {short_repr(data)}")
     return data
@@ -129,15 +132,15 @@ def _check_keys(where: str, data: Mapping[str, Any], valid: Iterable[str]) -> No
     for key in data:
         if key not in valid:
             near = get_close_matches(key, list(valid), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(valid)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}"
             raise StrategyError(f"{where}: unknown key {key!r}\n{hint}")
 
 
 def _parse_layout(where: str, data: Any) -> Layout:
-    _check_keys(where, _object(where, data), ("device_matrix", "alias_names", "rank_list"))
+    _check_keys(where, _check_object(where, data), ("device_matrix", "alias_names", "rank_list"))
     for key in ("device_matrix", "alias_names", "rank_list"):
         if not isinstance(data.get(key, None if key != "rank_list" else []), list):
-            raise StrategyError(f"{where}: {key} must be a list, not {short_repr(data.get(key))}")
+            raise StrategyError(f"{where}: {key!r} must be a list, not {short_repr(data.get(key))}")
     try:
         return Layout.from_dict(data)
     except LayoutError as error:
@@ -145,12 +148,14 @@ def _parse_layout(where: str, data: Any) -> Layout:
 
 
 def _parse_file_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> FileEntry:
-    _check_keys(where, _object(where, data), ("in_strategy", "out_strategy", "parameter_plan"))
+    _check_keys(
+        where, _check_object(where, data), ("in_strategy", "out_strategy", "parameter_plan")
+    )
     inputs, outputs = (
         _parse_entries(f"{where}: {key}", data.get(key), layouts)
         for key in ("in_strategy", "out_strategy")
     )
-    plan = _object(f"{where}: parameter_plan", data.get("parameter_plan", {}))
+    plan = _check_object(f"{where}: parameter_plan", data.get("parameter_plan", {}))
     parameters = {
         name: _parse_entry(f"{where}: parameter_plan of {name}", entry, layouts)
         for name, entry in plan.items()
@@ -197,8 +202,8 @@ def _parse_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
                 raise LayoutError(f"{where}: {error}") from None
     if not isinstance(data, list):
         raise StrategyError(
-            f"{where}: {short_repr(data)} is not a valid entry\nvalid are a list of shard counts"
-            ' such as [2, 4], a layout such as {"layout": ["dp", "None"]}, or null'
+            f"{where}: {short_repr(data)} is not a valid entry\nuse a list of shard counts such as"
+            ' [2, 4], a layout such as {"layout": ["dp", "None"]}, or null'
         )
     counts = tuple(data)
     try:

@@ -18,7 +18,7 @@ must change; by quantity."""
 
 
 def origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
-    """Who or what chose an operator's cuts, as one word and as a sentence."""
+    """The origin of an operator's cuts (user, search, neighbors), as one word and as a sentence."""
     if row.pinned:
         return "pinned", f"pinned by the user to {plan.pins.get(row.name, 'a strategy')}"
     if row.rule is None:
