@@ -52,9 +52,10 @@ from shardwright.errors import CaptureError, PlanError
 TOLERANCE = 1e-9
 """Default tolerance of differences in float64."""
 
-ROUNDINGS, MOST_BY_ROUNDING = 100.0, 1e-6
-"""A difference counts as rounding up to 100 times the effect of perturbing every result in its last
-digit, and up to 1e-6: normalizing nearly equal numbers amplifies rounding a million times."""
+ROUNDING_FACTOR, MAX_ROUNDING_DIFFERENCE = 100.0, 1e-6
+"""A difference within both limits counts as rounding: 100 times the effect of perturbing every
+result in its last digit, and 1e-6, as normalizing nearly equal numbers amplifies rounding a million
+times."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Check:
         if not self.random_operators:
             values = (self.loss_difference, self.gradient_difference, self.state_difference)
             worst = max(worst, *values)
-        tolerance = max(tolerance, min(ROUNDINGS * self.rounding, MOST_BY_ROUNDING))
+        tolerance = max(tolerance, min(ROUNDING_FACTOR * self.rounding, MAX_ROUNDING_DIFFERENCE))
         return worst <= tolerance and self._sends_as_planned
 
     def __str__(self) -> str:
@@ -137,8 +138,8 @@ class Check:
 
     def _verdict(self) -> str:
         if self.random_operators:
-            first, *others = self.random_operators
-            drawing = f"{first} and {len(others)} more draw" if others else f"{first} draws"
+            first, *more = self.random_operators
+            drawing = f"{first} and {len(more)} more draw" if more else f"{first} draws"
             equal = "equal on replicas" if self.passes() else "NOT equal"
             return f"{equal}; values not compared, as {drawing} random numbers: set dropout to 0"
         if self.passes():
@@ -173,23 +174,28 @@ def check(
     if means:
         check_mean_of_samples(captured, plan.pipeline.micro_batches)
     values = _values(net)
+    # In float32 the rounding of a reduction over ranks would hide a missing term.
     leaves = pytree.tree_map_only(Tensor, in_float64, pytree.tree_leaves((args, kwargs or {})))
+    # The caller's random numbers and cached tensors (tables of positions, masks) must not change.
     with float64_by_default(), torch.random.fork_rng(), without_new_cached_tensors():
         module = module_in_float64(net, values)
         piece = micro_batch(leaves, 0, plan.pipeline.micro_batches)
-        with _in_float64(plan.pipeline.micro_batches), CastsToFloat64():
-            twin = capture(copy.deepcopy(module), *pytree.tree_unflatten(piece, captured.in_spec))
-        if not paired_operators(captured, twin):
+        # A capture in float64 has the numbers that depend on the dtype, such as `finfo(dtype).eps`.
+        with _errors_in_float64(plan.pipeline.micro_batches), CastsToFloat64():
+            double_graph = capture(
+                copy.deepcopy(module), *pytree.tree_unflatten(piece, captured.in_spec)
+            )
+        if not paired_operators(captured, double_graph):
             # The model is in another mode than planned, or was changed since.
             plan.check_fits(_captured(net, args, kwargs, plan))
-        partitioned = plan.partition(graph_in_float64(captured, twin))
+        partitioned = plan.partition(graph_in_float64(captured, double_graph))
         state = {name: in_float64(tensor) for name, tensor in values.items()}
-        return _compared(partitioned, module, state, leaves)
+        return _compare(partitioned, module, state, leaves)
 
 
 @contextmanager
-def _in_float64(micro_batches: int) -> Iterator[None]:
-    """Context that reports errors of the eager module as such."""
+def _errors_in_float64(micro_batches: int) -> Iterator[None]:
+    """Context that re-raises errors of the user's module in float64 as `PlanError`."""
     try:
         yield
     except PlanError:
@@ -200,13 +206,14 @@ def _in_float64(micro_batches: int) -> Iterator[None]:
         if micro_batches > 1:
             pieces = f", called with one of {micro_batches} micro-batches ({SPLIT_NOTE})"
         raise PlanError(
-            "the module itself fails in float64, in which `check` computes it (an operator without "
-            "float64, or a tensor that a function has cached in another dtype, can be trained, but "
-            f"not checked){pieces}: {where}{error}"
+            f"the module itself fails in float64, in which `check` computes it{pieces}: "
+            f"{where}{error}\n"
+            "an operator without a float64 kernel, or a tensor that a function has cached in "
+            "another dtype, can be trained, but not checked"
         ) from error
 
 
-def _compared(
+def _compare(
     partitioned: Partitioned, module: nn.Module, state: dict[str, Tensor], leaves: list[Any]
 ) -> Check:
     graph, pipeline = partitioned.graph, partitioned.pipeline
@@ -220,26 +227,28 @@ def _compared(
     # The reference is the whole batch: micro-batches must not change the loss.
     calls = pieces if pipeline.loss_reduction == "sum" else [leaves]
     eager = EagerTraining(module, graph, calls, trains_loss=count > 1)
-    with _in_float64(len(calls)):
-        draws = _random_operators(eager)
-        wanted, starts = eager.run()
+    with _errors_in_float64(len(calls)):
+        random_names = _random_operators(eager)
+        eager_steps, output_gradients = eager.run()
     outcomes: list[Outcome] = []
 
-    def planned(mine: Mapping[str, Tensor]) -> Outcome:
+    def run_planned(tensors: Mapping[str, Tensor]) -> Outcome:
         if count == 1:
-            outcomes.append(simulate(partitioned, mine, mine, leaves, output_gradients=starts))
+            outcomes.append(
+                simulate(partitioned, tensors, tensors, leaves, output_gradients=output_gradients)
+            )
         else:
             run = simulate_stages if pipeline.stages > 1 else simulate_step
-            outcomes.append(run(partitioned, mine, mine, leaves))
+            outcomes.append(run(partitioned, tensors, tensors, leaves))
         return outcomes[-1]
 
     opaque = tuple(op.name for op in graph.ops if is_opaque(op.target))
     differences = Differences.between(
-        train_program(planned, graph, state), wanted, zeros=_read_by(graph, opaque)
+        train_program(run_planned, graph, state), eager_steps, zeros=_read_by(graph, opaque)
     )
     counted, bytes_planned = _bytes(partitioned, outcomes[0])
     result = Check(
-        loss=_loss(graph, wanted),
+        loss=_loss(graph, eager_steps),
         loss_difference=differences.output,
         gradient_difference=differences.gradient,
         worst_parameter=differences.worst_parameter,
@@ -249,24 +258,26 @@ def _compared(
         counted_bytes=counted,
         planned_bytes=bytes_planned,
         opaque_operators=opaque,
-        random_operators=draws,
+        random_operators=random_names,
     )
-    if draws or differences.largest <= TOLERANCE:
+    if random_names or differences.largest <= TOLERANCE:
         return result
-    own = {str(op.target) for op in graph.ops if not _is_known(op)}
-    if own and _differ(eager, 0, 1) and not _differ(eager, 0, 0):
+    # To find the cause takes several more trainings, so only differences are looked into.
+    custom_operators = {str(op.target) for op in graph.ops if not _is_builtin(op)}
+    if custom_operators and _differ(eager, 0, 1) and not _differ(eager, 0, 0):
         raise PlanError(
-            f"the module draws random numbers in {' or '.join(sorted(own))}, which does not say so:"
-            " ranks would each draw their own. Define it with"
-            " `tags=torch.Tag.nondeterministic_seeded`"
+            f"the module draws random numbers in {' or '.join(sorted(custom_operators))}, which "
+            "has no tag for it: ranks would draw different numbers\n"
+            "define the operator with `tags=torch.Tag.nondeterministic_seeded`"
         )
-    one_device = interpreted(graph, pieces, weights, starts)
-    witness = train_program(one_device, graph, state)
+    one_device = interpreted(graph, pieces, weights, output_gradients)
+    interpreted_steps = train_program(one_device, graph, state)
     with Rounding():
-        rounded = train_program(one_device, graph, state)
-    rounding = Differences.between(rounded, witness).largest
-    of_capture = Differences.between(witness, wanted).largest
-    cause = "capture" if of_capture > differences.largest / 2 else "split"
+        perturbed_steps = train_program(one_device, graph, state)
+    rounding = Differences.between(perturbed_steps, interpreted_steps).largest
+    capture_difference = Differences.between(interpreted_steps, eager_steps).largest
+    # If the graph on one device differs from the module nearly as much, splitting is not the cause.
+    cause = "capture" if capture_difference > differences.largest / 2 else "split"
     result = replace(result, rounding=rounding)
     return result if result.passes() else replace(result, cause=cause)
 
@@ -283,8 +294,8 @@ def _values(net: nn.Module) -> dict[str, Tensor]:
     for name, tensor in named.items():
         if tensor.is_meta:
             raise PlanError(
-                f"{name!r} is on the meta device: it can be planned, but has no values to compare;"
-                " build the model inside `no_init_parameters`, or on a real device"
+                f"{name!r} is on the meta device: it can be planned, but has no values to compare\n"
+                "build the model inside `no_init_parameters`, or on a real device"
             )
     return named
 
@@ -332,8 +343,8 @@ def _random_operators(eager: EagerTraining) -> tuple[str, ...]:
 
 def _differ(eager: EagerTraining, *seeds: int) -> bool:
     """Whether two trainings with these seeds differ."""
-    one, other = (_trained(eager, seed) for seed in seeds)
-    return Differences.between(one, other).largest > TOLERANCE
+    first, second = (_trained(eager, seed) for seed in seeds)
+    return Differences.between(first, second).largest > TOLERANCE
 
 
 def _trained(eager: EagerTraining, seed: int) -> TrainedSteps:
@@ -342,7 +353,7 @@ def _trained(eager: EagerTraining, seed: int) -> TrainedSteps:
     return steps
 
 
-def _is_known(op: Op) -> bool:
+def _is_builtin(op: Op) -> bool:
     return getattr(op.target, "namespace", "aten") in ("aten", "shardwright")
 
 

@@ -33,7 +33,7 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, StrategyError, with_note
 from shardwright.progress import nested_progress
 
-MANY_OBJECTS = 20_000
+GC_THRESHOLD = 20_000
 """New objects before Python collects its youngest generation. A search makes millions of objects
 and hardly any cycles, and spends a seventh of its time in the collector by default."""
 
@@ -41,8 +41,8 @@ and hardly any cycles, and spends a seventh of its time in the collector by defa
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     before = gc.get_threshold()
-    if before[0]:
-        gc.set_threshold(max(MANY_OBJECTS, before[0]), *before[1:])
+    if before[0]:  # 0 means that the caller has disabled the collector.
+        gc.set_threshold(max(GC_THRESHOLD, before[0]), *before[1:])
     try:
         yield
     finally:
@@ -63,11 +63,13 @@ def plan_collectively(
         return plan_model(options, net, args, kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
-    asked = {**vars(options), "on_progress": None}
+    # Ranks compare their requests; a callback is often another closure on each.
+    request_options = {**vars(options), "on_progress": None}
     if options.cluster is not None and options.resolved_cluster.name == LOCAL:
-        asked["cluster"] = LOCAL  # Each machine measures itself: the measurements differ.
-    request = (asked, net, shapes, repr(spec))
+        request_options["cluster"] = LOCAL  # Each machine measures itself: the measurements differ.
+    request = (request_options, net, shapes, repr(spec))
     shared = shared_plan(request, lambda: plan_model(options, net, args, kwargs))
+    # An optimizer is not sent: each rank keeps its own object.
     return replace(shared, optimizer=options.optimizer)
 
 
@@ -102,17 +104,18 @@ def decide_model(
     weighting: LossWeighting | str | None = None
     if isinstance(net, Graph):
         raise StrategyError(
-            "micro_batches='auto' needs the model, but not a graph of one micro-batch"
+            "micro_batches='auto' needs a model: a graph is captured for one size of micro-batch"
             "\nplan the model, or give the number: micro_batches=4"
         )
     numbers = valid_num_micro_batches(pytree.tree_leaves((args, dict(kwargs or {}))))
 
     def decided(number: int) -> Candidate:
         nonlocal weighting
-        part = f"{number} micro-batches", numbers.index(number), len(numbers)
-        report = nested_progress(options.on_progress, *part)
+        phase = f"{number} micro-batches", numbers.index(number), len(numbers)
+        report = nested_progress(options.on_progress, *phase)
         fixed = replace(options, micro_batches=number, on_progress=report)
         candidate = _decided(fixed, net, args, kwargs, loss_reduction, ranking, weighting)
+        # The weighting does not depend on the number, and to find it captures the model again.
         weighting = candidate.model.graph.loss_weighting
         return candidate
 
@@ -131,11 +134,12 @@ def _decided(
     """Best candidate for a fixed number of micro-batches. Raises: as `plan`.
 
     Args:
-        weighting: as `Graph.loss_weighting`, if it is known from another number.
+        weighting: the `Graph.loss_weighting` found for another number of micro-batches.
     """
     graph = _captured(options, net, args, kwargs)
     if options.num_micro_batches > 1 and loss_reduction == "mean":
         names = weighting.names if isinstance(weighting, LossWeighting) else ()
+        # Code that branches on the batch size may give a graph with other operators.
         if weighting is None or not graph.has_names(names):
             graph = _with_loss_weighting(options, net, args, kwargs, graph)
         else:
@@ -156,7 +160,6 @@ def _decided(
         net.training if isinstance(net, nn.Module) else True,
         loss_reduction,
     )
-
     return best_candidate(model, options, ranking)
 
 
@@ -166,7 +169,7 @@ def _captured(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> Graph:
-    """The graph of a model for one micro-batch; a given graph is returned as it is.
+    """Capture a model for one micro-batch; a graph is returned unchanged.
 
     Raises:
         StrategyError: if a given graph was captured with another dtype than requested.
@@ -212,7 +215,8 @@ def _with_loss_weighting(
     kwargs: dict[str, Any] | None,
     graph: Graph,
 ) -> Graph:
-    """The graph of a micro-batch, which says how the losses of micro-batches are weighted."""
+    """Return the graph of a micro-batch with its `loss_weighting`: how the losses of micro-batches
+    add up to that of the batch, found by capturing other batch sizes."""
     if isinstance(net, Graph):
         analyzed = graph.loss_weighting is not None
         return graph if analyzed else with_loss_weighting(graph, options.num_micro_batches)
@@ -232,5 +236,6 @@ def _compute_dtype(options: PlanOptions) -> torch.dtype | None:
 def _device_type(options: PlanOptions) -> str | None:
     """Device type that is planned for; None if the devices are another machine's."""
     here = device_of_group()
+    # Plans for a cluster are often made on a CPU, whose autocast is not that of the cluster.
     elsewhere = options.cluster is not None and options.resolved_cluster.name != LOCAL
     return None if elsewhere and here.type == "cpu" else here.type

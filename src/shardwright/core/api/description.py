@@ -20,7 +20,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.torch_internals.tensors import FakeTensor
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
-_OF_PROCESS = ("_original_object_hash",)
+_PROCESS_ATTRIBUTES = ("_original_object_hash",)
 """Attributes of configurations of `transformers` that differ between processes."""
 
 Seen = dict[int, tuple[int, Any]]
@@ -48,8 +48,8 @@ def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:
 
 
 def _name(value: Any) -> str:
-    kind = value if isinstance(value, (type, FunctionType)) else type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    described_type = value if isinstance(value, (type, FunctionType)) else type(value)
+    return f"{described_type.__module__}.{described_type.__qualname__}"
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -67,8 +67,9 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, dict):
-        yield from (item for item in value.items() if item[0] not in _OF_PROCESS)
+        yield from (item for item in value.items() if item[0] not in _PROCESS_ATTRIBUTES)
     elif isinstance(value, (set, frozenset)):
+        # Sets of strings are ordered by hashes, which Python seeds for each process.
         yield from sorted("\n".join(description_lines(part)) for part in value)
     elif isinstance(value, (list, tuple)):
         yield from value
@@ -82,6 +83,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _of_tensor(tensor: Tensor) -> Iterator[Any]:
     yield from (tensor.dtype, tensor.shape, tensor.requires_grad, tensor.is_meta)
+    # Parameters may differ between ranks until `parallelize` sends those of rank 0.
     if not (isinstance(tensor, (Deferred, FakeTensor, nn.Parameter)) or tensor.is_meta):
         yield int(content_hash(tensor))
 
@@ -96,12 +98,13 @@ def _of_cell(cell: Any) -> Any:
 def _module(module: nn.Module, seen: Seen) -> Iterator[str]:
     """Describe the code that `forward` calls, the global variables that it reads, the attributes of
     all submodules, and shapes and dtypes of parameters and buffers."""
+    # Submodules are described by path below, and not again where an attribute refers to them.
     for inner in module.modules():
         seen.setdefault(id(inner), (len(seen), inner))
     codes: dict[CodeType, None] = {}
-    for place, name in globals_read(module, codes):
-        yield f"{place}: {name}"
-        yield from description_lines(globals_of(place)[name], seen)
+    for namespace, name in globals_read(module, codes):
+        yield f"{namespace}: {name}"
+        yield from description_lines(globals_of(namespace)[name], seen)
     yield from map(hash_of_code, codes)
     for path, inner in module.named_modules():
         yield f"module {path}: {_name(inner)}"
@@ -117,6 +120,7 @@ def hash_of_code(code: CodeType) -> str:
     """Hash of the bytecode, names and constants; independent of file and line."""
     digest = blake2b(code.co_code, digest_size=8)
     for constant in code.co_consts:
+        # The `repr` of the code of a nested function has its address, file and line.
         if isinstance(constant, CodeType):
             digest.update(hash_of_code(constant).encode())
         else:

@@ -57,11 +57,11 @@ def examine(
     """
     net = net.net if isinstance(net, Pipeline) else net
     graph = net if isinstance(net, Graph) else capture(net, args, kwargs)
-    ruled = [(op, rule_of(op)) for op in graph.ops]
+    rules = [(op, rule_of(op)) for op in graph.ops]
     return Examination(
         operators=len(graph.ops),
-        main=tuple(op.name for op, r in ruled if r is not None and r.main is not None),
-        without_rule=tuple((op.name, str(op.target)) for op, r in ruled if r is None),
+        main=tuple(op.name for op, rule in rules if rule is not None and rule.main is not None),
+        without_rule=tuple((op.name, str(op.target)) for op, rule in rules if rule is None),
         parameters=sum(value.numel for value in graph.parameters),
     )
 

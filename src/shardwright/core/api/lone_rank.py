@@ -111,13 +111,15 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         name = func.__name__.partition(".")[0]
         if is_collective(func):
             self._count(name, args)
-            return _answer(name, args)
+            return _collective_result(name, args)
         if is_group_call(func):
             return self._call_group(func, name, args, kwargs)
+        # Code that reads a value, as clipping does with a norm, gets a placeholder instead of the
+        # error that meta tensors raise.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return _numbers((), args[0].dtype).item()
+            return _placeholder_values((), args[0].dtype).item()
         if func is torch.ops.aten._to_copy.default and args[0].is_meta:
-            return _copied(args[0], kwargs)
+            return _copy_to_device(args[0], kwargs)
         return func(*args, **kwargs)
 
     def _track_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
@@ -125,12 +127,12 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
             super()._track_result(out, args)
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        kind = COLLECTIVE_NAMES.get(name)
-        if kind is None or not self._counts:
+        collective = COLLECTIVE_NAMES.get(name)
+        if collective is None or not self._counts:
             return
-        before = self.traffic.get(kind, Traffic())
-        sent = before.bytes + _bytes_of_call(name, args)
-        self.traffic[kind] = Traffic(before.calls + 1, sent)
+        previous = self.traffic.get(collective, Traffic())
+        sent = previous.bytes + _bytes_of_call(name, args)
+        self.traffic[collective] = Traffic(previous.calls + 1, sent)
 
     def _call_group(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -138,8 +140,8 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         """Run a call of a process group that is not a functional collective, on the fake group."""
         self._count(name, args)
         # The fake group has no kernels for the meta device, and never reads tensors.
-        here = pytree.tree_map_only(Tensor, lambda t: torch.empty(0) if t.is_meta else t, args)
-        result = func(*here, **kwargs)
+        cpu_args = pytree.tree_map_only(Tensor, lambda t: torch.empty(0) if t.is_meta else t, args)
+        result = func(*cpu_args, **kwargs)
         if name in ("recv_", "broadcast_"):
             for tensor in args[0]:
                 # Integers are votes by which PyTorch's stages agree on shapes: 1 is a yes.
@@ -152,11 +154,12 @@ def _bytes_of_call(name: str, args: tuple[Any, ...]) -> int:
         return sum(tensor.nbytes for tensor in args[0])
     if name == "allreduce_":
         size = dist.ProcessGroup.unbox(args[1]).size()
+        # A ring all-reduce sends each of its chunks twice, but for one of `size`; rounded up.
         return sum(-(-2 * (size - 1) * tensor.nbytes // size) for tensor in args[0])
     return sent_bytes(name, args)
 
 
-def _answer(name: str, args: tuple[Any, ...]) -> Tensor:
+def _collective_result(name: str, args: tuple[Any, ...]) -> Tensor:
     """The result of a functional collective if all ranks pass the same tensor."""
     x: Tensor = args[0]
     if name in ("wait_tensor", "all_reduce_"):
@@ -166,23 +169,24 @@ def _answer(name: str, args: tuple[Any, ...]) -> Tensor:
     if name == "reduce_scatter_tensor":
         return x.chunk(args[2])[0].clone()
     if name == "all_to_all_single":
+        # The received rows may differ in number from those sent, as in a dispatch to experts.
         rows = sum(args[1])
         out = x.new_zeros(rows, *x.shape[1:])
-        both = min(rows, x.shape[0])
-        out[:both] = x[:both]
+        copied_rows = min(rows, x.shape[0])
+        out[:copied_rows] = x[:copied_rows]
         return out
     return x.clone()
 
 
-def _copied(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _copy_to_device(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
     device = torch.device(kwargs.get("device") or "meta")
     if device.type == "meta":
         out: Tensor = torch.ops.aten._to_copy.default(tensor, **kwargs)
         return out
-    return _numbers(tensor.shape, kwargs.get("dtype") or tensor.dtype)
+    return _placeholder_values(tensor.shape, kwargs.get("dtype") or tensor.dtype)
 
 
-def _numbers(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Values in place of a meta tensor's. Booleans are False: they come from `!=`, which compares
-    what must be equal on all ranks."""
+def _placeholder_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Placeholder values for a meta tensor: 1, or False for booleans, which come from `!=` between
+    values that must be equal on all ranks."""
     return torch.full(shape, 0 if dtype == torch.bool else 1, dtype=dtype)

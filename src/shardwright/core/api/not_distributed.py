@@ -1,4 +1,4 @@
-"""Models that `parallelize` cannot take, as something has distributed them already."""
+"""Reject models that are planned, wrapped or sharded already."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwright.errors import PlanError
 
 EXAMPLE = "net = sw.parallelize(net, sw.plan(net, batch, devices=8))"
 
-WRAPPERS = {
+DISTRIBUTED_CLASSES = {
     DistributedDataParallel: "wrapped by DistributedDataParallel",
     DataParallel: "wrapped by DataParallel",
     FullyShardedDataParallel: "wrapped by FullyShardedDataParallel",
@@ -22,8 +22,10 @@ WRAPPERS = {
 
 
 def check_not_planned(net: object) -> None:
-    """Raises:
-    PlanError: if `net`, or a module inside of it, is planned already.
+    """Check that neither `net` nor a module inside it is planned.
+
+    Raises:
+        PlanError: if one is.
     """
     modules = wrapped_model(net).named_modules() if isinstance(net, nn.Module) else ()
     for path, module in modules:
@@ -36,23 +38,26 @@ def check_not_planned(net: object) -> None:
 
 
 def check_not_distributed(net: nn.Module) -> None:
-    """Raises:
-    PlanError: if `net`, or a module inside of it, is planned, wrapped or sharded already.
+    """Check that neither `net` nor a module inside it is planned, wrapped or sharded.
+
+    Raises:
+        PlanError: if one is.
     """
     check_not_planned(net)
     for path, module in wrapped_model(net).named_modules():
         where = _where(path, module)
-        for wrapper, what in WRAPPERS.items():
-            if isinstance(module, wrapper):
+        for distributed_class, how in DISTRIBUTED_CLASSES.items():
+            if isinstance(module, distributed_class):
                 raise PlanError(
-                    f"{where} is {what} already, and `parallelize` distributes it itself\n"
-                    f"give it the model as it was before: {EXAMPLE}"
+                    f"{where} is {how} already, and `parallelize` distributes it itself\n"
+                    f"pass the model without it: {EXAMPLE}"
                 )
+    # `parallelize_module` leaves no trace in the classes of modules.
     for name, parameter in net.named_parameters():
         if isinstance(parameter, DTensor):
             raise PlanError(
                 f"parameter {name!r} is a DTensor already, as `parallelize_module` makes them, and "
-                f"`parallelize` shards it itself\ngive it the model as it was before: {EXAMPLE}"
+                f"`parallelize` shards it itself\npass the model without DTensors: {EXAMPLE}"
             )
 
 

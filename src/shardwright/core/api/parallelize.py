@@ -40,25 +40,26 @@ def parallelize(
     release: bool = False,
     named_ranges: bool = False,
 ) -> nn.Module:
-    """Run `net` as planned on the running process group, in place: its parameters become DTensors,
-    and its class one that is derived from its own.
+    """Shard `net` in place as planned, to run on the running process group: its parameters become
+    DTensors, and its class one derived from its own, as with `fully_shard`.
 
     Every rank must call this, with the same model and plan, and give the module the whole batch. As
     with `DistributedDataParallel`, `net` takes rank 0's parameters and buffers on all ranks. On one
-    device no process group is needed and the parameters stay plain. In eval mode, for a
-    batch of another size, or with other arguments of `forward`, the module captures the model once
-    more and keeps the plan's cuts as far as they divide.
+    device no process group is needed and the parameters stay plain. In eval mode, for a batch of
+    another size, or with other arguments of `forward`, the module captures the model once more and
+    keeps the plan's shardings where they divide the sizes evenly.
 
     Args:
+        plan: a plan of this model, made here or loaded from a file.
         device: where this rank computes; by default its accelerator if its process group works on
             one, else the CPU.
-        copy: whether a copy is planned and `net` stays as it is, as a teacher or a reference.
-        sync: False where the values are known to be the same on all ranks; they are then not
-            compared.
-        release: whether the parameters that `net` had are emptied as soon as their shards are
-            taken, also where an optimizer or a list holds them.
-        named_ranges: whether operators, collectives, buckets and stages have names in traces of
-            `torch.profiler`, which takes some microseconds each; not to be compiled.
+        copy: whether to shard a copy and leave `net` as it is, for a teacher or a reference.
+        sync: False skips comparing and copying rank 0's values, where all ranks are known to have
+            the same ones.
+        release: whether to free the full parameters of `net` as soon as their shards are taken,
+            even where an optimizer or a list still refers to them.
+        named_ranges: whether to name operators, collectives, buckets and stages in traces of
+            `torch.profiler`. Costs some microseconds each; not for `torch.compile`.
 
     Returns:
         `net`, or with `copy` its planned copy.
@@ -69,24 +70,29 @@ def parallelize(
         StrategyError: if the micro-batches of the plan would train another loss than the batch.
     """
     if not isinstance(plan, Plan):
-        raise PlanError(f"plan={plan!r}: give what `plan` returned, or `Plan.load(path)`")
+        raise PlanError(
+            f"plan={plan!r} is not a plan\n"
+            "pass the result of `sw.plan(net, batch, devices=8)`, or `sw.Plan.load(path)`"
+        )
     check_not_distributed(net)
     net = net.net if isinstance(net, Pipeline) else net
-    where = torch.device(device) if device is not None else device_of_group()
-    use_device(where)
+    rank_device = torch.device(device) if device is not None else device_of_group()
+    use_device(rank_device)
     with _in_mode(net, plan.training):
-        graph = _agreed_graph(net, plan, where)
+        graph = _agreed_graph(net, plan, rank_device)
         partitioned = plan.partition(graph)
         devices = Devices.of_process(
             partitioned.mesh,
-            where,
+            rank_device,
             plan.pipeline.stages,
             dtensor_axes(partitioned),
             named_ranges=named_ranges,
         )
+        # Before sharding: afterwards ranks have different blocks of each parameter.
         if sync and devices.is_distributed:
-            take_state_of_rank_0(net, where)
+            take_state_of_rank_0(net, rank_device)
         parallel = parallel_module(net, partitioned, devices, copy=copy, release=release)
+    # A copy is made while `net` is in the planned mode.
     if parallel.training != net.training:
         parallel.train(net.training)
     if copy:
@@ -100,7 +106,7 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
     Raises:
         PlanError: if models or plans differ.
     """
-    alone = not are_all_ranks(plan.devices)
+    without_other_ranks = not are_all_ranks(plan.devices)
     autocast = Autocast.inside(device)
 
     def captured_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
@@ -113,20 +119,25 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
             return graph
         leaves, spec = pytree.tree_flatten(example)
 
-        def of_samples(samples: int) -> Graph:
+        def captured_for_samples(samples: int) -> Graph:
             return captured_for(*pytree.tree_unflatten(with_samples(leaves, samples), spec))
 
-        return with_loss_weighting(graph, plan.pipeline.micro_batches, of_samples)
+        return with_loss_weighting(graph, plan.pipeline.micro_batches, captured_for_samples)
 
     try:
+        # A plan made in this process has its graph, a loaded one does not: then rank 0 captures the
+        # model for all ranks, as capturing takes seconds to minutes of every CPU of a machine.
         graph = plan.graph
-        if not alone:
-            lacking = gathered(torch.tensor(graph is None, device=device))
-            if lacking.any():
-                sent = shared_graph(net, plan, lambda: graph or captured())
-                graph = graph or sent
+        if not without_other_ranks:
+            ranks_without_graph = gathered(torch.tensor(graph is None, device=device))
+            if ranks_without_graph.any():
+                received_graph = shared_graph(net, plan, lambda: graph or captured())
+                graph = graph or received_graph
+        # Before a capture, which would end in an error of `forward` for a model of other shapes.
         if graph is not None:
             _check_parameters(net, plan)
+        # A graph is valid only for the device type of its autocast regions, and for the attributes
+        # of modules (numbers, flags, hooks) that it was captured with.
         if graph is not None and not autocast.acts_as(graph.autocast_on):
             graph = None
         means = plan.pipeline.averages_micro_batches
@@ -139,12 +150,12 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
             check_mean_of_samples(graph, plan.pipeline.micro_batches)
         _check_parameters(net, plan)
     except ShardwrightError as error:
-        if not alone:
+        if not without_other_ranks:
             # Other ranks wait for this rank's description. If all fail, none waits.
             with suppress(PlanError):
                 check_description([f"an error, {error}"], device)
         raise
-    if not alone:
+    if not without_other_ranks:
         check_ranks_agree(net, graph, plan, device)
     return graph
 
@@ -181,8 +192,10 @@ def _example(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _check_parameters(net: nn.Module, plan: Plan) -> None:
-    """Raises:
-    PlanError: if a planned parameter is missing in `net`, has another shape, or cannot be trained.
+    """Check the planned parameters of `net`.
+
+    Raises:
+        PlanError: if one is missing, has another shape, or was created in inference mode.
     """
     named = dict(net.named_parameters(remove_duplicate=False))
     for name, tensor in (*named.items(), *net.named_buffers()):
@@ -193,8 +206,12 @@ def _check_parameters(net: nn.Module, plan: Plan) -> None:
             )
     for name, (shape, _) in plan.parameters.items():
         if name not in named:
-            raise PlanError(f"the plan has a parameter {name!r} that the model does not have")
+            raise PlanError(
+                f"the plan has a parameter {name!r} that the model does not have\n"
+                "plan this model, or build the model as it was planned"
+            )
         if tuple(named[name].shape) != shape:
             raise PlanError(
-                f"parameter {name!r} has shape {tuple(named[name].shape)}, planned as {shape}"
+                f"parameter {name!r} has shape {tuple(named[name].shape)}, planned as {shape}\n"
+                "plan this model, or build the model as it was planned"
             )

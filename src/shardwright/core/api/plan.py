@@ -43,7 +43,7 @@ from shardwright.progress import OnProgress, ignore_progress
 log = logging.getLogger("shardwright")
 
 PARALLEL_MODE = one_of(("semi_auto", "sharding_propagation", "recursive_programming"))
-NOT_PLANNED = "the model is not planned yet: call it, or call compile(*example) before"
+NOT_PLANNED = "the model is not planned yet\ncall it, or compile(*example), first"
 
 
 @suggests_keywords
@@ -75,82 +75,86 @@ def plan(
     optimizer: str | torch.optim.Optimizer = "adamw",
     on_progress: OnProgress = ignore_progress,
 ) -> Plan:
-    """Decides how every operator of `net` is split over `devices` devices.
+    """Decide how every operator of `net` is sharded over `devices` devices.
 
-    Needs no process group and touches no device; a model on the meta device will do. In a process
-    group of `devices` ranks all of them call this, as often and in the same order; rank 0 plans,
-    and the others receive its plan and the captured model, however long that takes.
+    Needs no process group and no accelerator; the model may be on the meta device. In a process
+    group of `devices` ranks this is a collective: rank 0 plans, and the others wait for its plan
+    and the captured graph, without a timeout.
 
     Args:
         net: a model, or a graph that was captured before.
-        args, kwargs: an example of its call, with the whole batch; only shapes and dtypes matter.
-        collective: False lets this rank plan for itself, whatever the others do. So does a rank
-            whose model or options are not those of rank 0.
-        devices: number of devices over which the model is split.
+        args, kwargs: example arguments with the global batch; only shapes and dtypes matter.
+        collective: False plans on this rank alone. A rank whose model or options differ from rank
+            0's also plans alone.
+        devices: number of devices over which the model is sharded.
         mode: `recursive_programming` (the double recursive search), `exact` (all operators and
-            axes together, for small models), `sharding_propagation` (from the operators that
-            `shard` has pinned outwards, with the least redistribution), `semi_auto` (operators
-            that `shard` has pinned as pinned, all others along the batch), `data_parallel`
-            (everything follows the batch) or `stand_alone` (nothing is cut).
+            axes together, for small models), `sharding_propagation` (outwards from the operators
+            pinned with `shard`, with the least redistribution), `semi_auto` (pinned operators as
+            pinned, all others along the batch), `data_parallel` (all operators along the batch) or
+            `stand_alone` (everything is replicated).
         cluster: `local` (this machine), a built-in one (`h100`, `ascend910b`, …), or a YAML file.
         cost_model: `symbolic`, the relative costs of the published search, or `time`, the seconds
             of a step on a cluster; by default `time` if there is a cluster.
         mem_coeff: weight of memory relative to communication: small values favor data parallel,
             large ones model parallel. `auto`: the smallest that fits `memory_limit`, or the memory
             of the cluster's devices; by step time, from the default on.
-        order: in which the search decides operators, by `weight` or `topology`.
-        log_costs: log every decision at level INFO of the logger `shardwright.search`; a mode that
-            weighs no costs says so.
-        stages: number of pipeline stages. Each is an equal share of the devices and runs a part of
-            the model; parts have nearly equal work, or on a cluster nearly equal time. `auto`: the
+        order: the order in which the search decides operators: `weight` (largest first) or
+            `topology` (as in the graph).
+        log_costs: log every decision at level INFO of the logger `shardwright.search`; modes that
+            compare no costs log only that.
+        stages: number of pipeline stages, each on an equal share of the devices. The model is
+            divided into parts of nearly equal work, or on a cluster nearly equal time. `auto`: the
             number with the shortest step, at most `max_stages` and at most `micro_batches`.
         max_stages: the largest number that `stages="auto"` tries.
         suggest_stages: log the number that `auto` would choose if it is not `stages`; needs a
             cluster.
         schedule: order in which stages run micro-batches; `docs/pipeline.md` lists them. `auto`:
             the one with the shortest step, with several chunks a stage where that is faster.
-        micro_batches: pieces into which the batch is split, computed one after the other; at least
-            as many as stages. A graph must be captured with one micro-batch. `auto`: of all numbers
-            that divide the batch the one with the shortest step; each is captured and planned by
-            itself. The loss of the batch must be a weighted sum of those of its micro-batches
-            (`docs/pipeline.md`); `auto` is 1 where it is not known to be one.
+        micro_batches: number of equal micro-batches of the batch, run one after the other; at least
+            `stages`. A graph must be captured with one micro-batch. `auto`: the divisor of the
+            batch size with the shortest step; the model is captured and planned for each. The loss
+            of the batch must be a weighted sum of those of its micro-batches (`docs/pipeline.md`);
+            where that cannot be shown, `auto` is 1.
         compute_dtype: `bfloat16` (or `torch.bfloat16`) computes and communicates in bfloat16 what
             is stored in float32; parameters and optimizer state stay in float32.
         memory_limit: bytes per device, or a text like `24GiB`. A plan that needs more in a step is
-            changed until it fits: parameters and optimizer state are sharded (`hsdp`), then
-            operators are recomputed in the backward pass, then `mem_coeff` grows, then there are
-            more stages. On a cluster the stages stay, and the fastest that fits of all the others
-            is taken, also if the plan would fit as it is. By default, for a plan for training, the
-            memory of a device of the named cluster (none without a cluster or on `local`), with
-            which a plan that fits stays as it is. `none`: no limit.
-        dataset_strategy: `full_batch` (every device receives the whole batch and keeps its shard),
+            changed until it fits: first shard parameters and optimizer state (`hsdp`), then
+            recompute activations, then raise `mem_coeff`, then add stages. On a cluster the number
+            of stages is not changed, and the fastest of all plans that fit is returned, even if
+            the first plan fits. By default, for a plan for training, the memory of a device of the
+            named cluster (no limit without a cluster or on `local`); then a first plan that fits is
+            returned unchanged. `none`: no limit.
+        dataset_strategy: `full_batch` (every device receives the global batch and keeps its shard),
             `data_parallel` (every device of a stage receives its own equal part), or a tuple with
             an entry (shard counts, a layout, or None) for each tensor input.
-        stage_config: names of modules, each with the number of its stage, in place of `stages`.
-        hsdp: shards parameters over devices that would replicate them (optimizer parallel): True,
-            an `OptimizerParallel`, or a mapping with its fields.
-        bucket_mb: size in MiB up to which collectives of parameters are merged.
-        recompute: `auto` recomputes as much as the memory limit requires before anything else is
-            changed; without a limit, as the memory of the cluster's devices requires.
-        optimizer: whose state counts in the memory: `sgd`, `momentum`, `adam`, `adamw`, or an
-            optimizer like the one to be used.
-        on_progress: called with the name of each part of the work as it begins.
+        stage_config: the number of the stage of each module, by module name; replaces `stages`.
+        hsdp: shard parameters over their replicas (ZeRO / FSDP; optimizer parallel): True, an
+            `OptimizerParallel`, or a mapping with its fields.
+        bucket_mb: largest size in MiB of a bucket of parameters, which are gathered or reduced by
+            one collective.
+        recompute: `auto` recomputes activations as far as the memory limit requires, before
+            anything else is changed; without a limit, as the memory of the cluster's devices
+            requires.
+        optimizer: the optimizer whose state is counted as memory: `sgd`, `momentum`, `adam`,
+            `adamw`, or an instance like the one that will train.
+        on_progress: called with the name of each phase as it begins.
 
-    Raises: what rank 0 raises while it plans, on all ranks.
-        StrategyError: if an option is not valid, nothing can be cut, an operator cannot be cut
-            as it is pinned, stages cannot be as requested, or micro-batches would train another
-            loss than the whole batch.
+    Raises: errors of rank 0, on all ranks.
+        StrategyError: if an option is not valid, nothing can be sharded, a pinned sharding is not
+            possible, the stages are not possible, or micro-batches would train another loss than
+            the batch.
         ConfigError: if there is no such cluster, or it has fewer devices.
-        PlanError: if the batch cannot be split into so many micro-batches.
-        MemoryLimitError: if nothing fits into `memory_limit`, or by default into the devices of the
-            named cluster; says what would.
-        LayoutError: if pinned layouts are not of this number of devices, or do not fit together.
+        PlanError: if `micro_batches` does not divide the batch size.
+        MemoryLimitError: if no plan fits into `memory_limit`, or by default into a device of the
+            named cluster; the message says what would fit.
+        LayoutError: if pinned layouts have another number of devices, or contradict each other.
         CaptureError: if the model cannot be captured.
     """
+    # `locals()` has exactly the parameters here, as no variable is assigned yet.
     options = PlanOptions.from_arguments(locals())
     _check_input(net, args, kwargs)
-    do = plan_collectively if collective else plan_model
-    return do(options, net, args, kwargs)
+    plan_with_options = plan_collectively if collective else plan_model
+    return plan_with_options(options, net, args, kwargs)
 
 
 @suggests_keywords
@@ -182,15 +186,15 @@ def best_plans(
     optimizer: str | torch.optim.Optimizer = "adamw",
     on_progress: OnProgress = ignore_progress,
 ) -> RankedPlans:
-    """Find the fastest plan of each of several kinds that fit into memory.
+    """Return the fastest plans of different kinds that fit into memory, one of each kind.
 
-    Kinds differ in what the options leave open (`"auto"`) of the number of micro-batches, the
-    number of stages and the schedule, in the level of sharded parameters and optimizer state, and
-    in recomputation. The first plan is the result of `plan` with the same memory limit.
+    Kinds differ in the level of ZeRO, in recomputation, and in the number of micro-batches, the
+    number of stages and the schedule where these are `"auto"`. The first plan is the result of
+    `plan` with the same memory limit.
 
     Args:
-        net, args, kwargs: as in `plan`; each process plans for itself.
-        top: number of kinds.
+        net, args, kwargs: as in `plan`; each process plans alone.
+        top: largest number of plans.
 
     The other arguments are those of `plan`.
 
@@ -207,9 +211,10 @@ def best_plans(
 
 
 def _check_input(net: nn.Module | Graph, args: object, kwargs: object) -> None:
-    """
+    """Check the types of a model and its arguments.
+
     Raises:
-        CaptureError: if the model is no module, or the arguments have another form.
+        CaptureError: if the model is not a module, `args` not a tuple or `kwargs` not a mapping.
         PlanError: if the model is planned, wrapped or sharded already.
     """
     check_arguments(args, kwargs)
@@ -219,17 +224,16 @@ def _check_input(net: nn.Module | Graph, args: object, kwargs: object) -> None:
 
 
 class AutoParallel(ModuleWrapper):
-    """Wrap a model, and plan and shard it over all processes in its first call.
+    """Wrapper that plans and shards a model over all ranks in its first call.
 
-    Each instance has its own configuration, which decides the plan. It has the parameters, buffers
-    and names of the model, as DTensors after the first call or `compile`. Make the optimizer after
-    `compile`, or pass it to `sw.adopt`.
+    It has the parameters, buffers and names of the model; parameters are DTensors after the first
+    call or `compile`. Make the optimizer after `compile`, or pass it to `sw.adopt`.
 
     Args:
         network: a model that returns its loss, often a `Pipeline` or a `WithLoss`.
         parallel_mode: `semi_auto`, `sharding_propagation` or `recursive_programming`.
 
-    The other arguments are those of `plan`; it plans for as many devices as there are processes.
+    The other arguments are those of `plan`; the number of devices is that of the ranks.
 
     Raises:
         StrategyError: for a mode or a value that is not valid.
@@ -297,12 +301,15 @@ class AutoParallel(ModuleWrapper):
         interleave: bool = False,
         scheduler: str = "1f1b",
     ) -> None:
-        """Divide the devices into pipeline stages; the network is then a `Pipeline`.
+        """Divide the devices into pipeline stages.
+
+        The network must be a `Pipeline`, or the option `micro_batches` be set.
 
         Args:
             stages: number of stages.
-            output_broadcast: results reach every stage; they always do.
-            interleave: several chunks of the model a stage: the schedule `interleaved_1f1b`.
+            output_broadcast: no effect: every stage receives the outputs.
+            interleave: whether each stage has several chunks of the model, as in the schedule
+                `interleaved_1f1b`.
             scheduler: the name of a schedule; `docs/pipeline.md` lists them.
 
         Raises:
@@ -313,10 +320,11 @@ class AutoParallel(ModuleWrapper):
         interleaved = schedule_spec(scheduler, "scheduler").interleaved
         if interleave and interleaved is None:
             raise StrategyError(
-                f"interleave=True is the schedule interleaved_1f1b, not {scheduler!r}"
+                f"interleave=True is not possible with scheduler={scheduler!r}\n"
+                'use scheduler="1f1b", which becomes interleaved_1f1b'
             )
         if not output_broadcast:
-            log.info("output_broadcast=False has no effect: every stage receives the results")
+            log.info("output_broadcast=False has no effect: every stage receives the outputs")
         schedule = interleaved if interleave and interleaved is not None else scheduler
         self._configure(stages=stages, schedule=schedule)
 
@@ -338,8 +346,8 @@ class AutoParallel(ModuleWrapper):
         self.dataset_strategy("full_batch" if value else "data_parallel")
 
     def load_operator_strategy_file(self, path: str | Path) -> None:
-        """Take strategies of operators from a file when the model is planned."""
-        self._configure()
+        """Set the file of operator strategies, which is read when the model is planned."""
+        self._configure()  # Without changes: only fails if the model is planned.
         self._strategies = Path(path)
 
     # Planning and calls
@@ -358,6 +366,7 @@ class AutoParallel(ModuleWrapper):
         self._plan = plan_collectively(options, network, args, kwargs)
         parallel = parallelize(network, self._plan)
         assert isinstance(parallel, ParallelModule)
+        # In a tuple, so that it is not registered as a submodule a second time.
         self._parallel = (parallel,)
         self.wrap(parallel)
 
@@ -410,7 +419,7 @@ class AutoParallel(ModuleWrapper):
 
     def _configure(self, **changes: Any) -> None:
         if self._parallel:
-            raise PlanError("the model is planned already: configure it before its first call")
+            raise PlanError("the model is planned already\nconfigure it before its first call")
         self.options = replace(self.options, **changes)
 
     def _write(self, write: Callable[[Plan], None]) -> None:

@@ -1,4 +1,4 @@
-"""Save and load folders in the format of Hugging Face's `save_pretrained`."""
+"""Save and load model folders in the format of Hugging Face's `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
     Raises:
         CheckpointError: on all ranks, if the model has no `save_pretrained`, or that fails.
     """
-    problem = ""
+    error_text = ""
     with whole(net, rank0_only=True, device="cpu") as model:
         save: Any = getattr(model, "save_pretrained", None)
         if save is None:
             raise CheckpointError(
                 f"{type(model).__name__} has no `save_pretrained`, as models of transformers and "
-                "peft have: write it with `shardwright.save_state_dict(net, path)`"
+                "peft have\nwrite it with `shardwright.save_state_dict(net, path)`"
             )
         if is_rank_0():
             try:
                 with unchanged_configurations(model):
                     save(str(folder), **options)
             except Exception as error:  # Any error must reach the other ranks, which wait below.
-                problem = f"{folder}: {type(error).__name__}: {error}"
-    problem = value_of_rank(problem)
-    if problem:
-        raise CheckpointError(problem)
+                error_text = f"{folder}: {type(error).__name__}: {error}"
+    error_text = value_of_rank(error_text)
+    if error_text:
+        raise CheckpointError(error_text)
 
 
 @contextmanager
@@ -85,21 +85,23 @@ def from_pretrained(
         cls: a model class of `transformers`, or one of its `AutoModelFor...`.
         plan: plan of a model with the same configuration.
         device: as for `parallelize`.
-        options: changes to the configuration, such as `attn_implementation` or `dtype`.
+        options: keyword arguments of the class's `from_config`, such as `attn_implementation` or
+            `dtype`.
 
     Raises:
-        CheckpointError: if the folder has no configuration or one of another class of models, lacks
-            a file, or its tensors are not those of the model.
+        CheckpointError: if the folder has no configuration, that of another class, lacks a file, or
+            has other tensors than the model.
         PlanError: if the plan is for another model.
     """
+    # So each rank allocates only its shards, and reads them over the initial values.
     with no_init_parameters():
-        net = _built(cls, Path(folder), options)
+        net = _build_model(cls, Path(folder), options)
     parallel = parallelize(net, plan, device)
     load_state_dict(parallel, folder)
     return parallel
 
 
-def _built(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
+def _build_model(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
     with needs_extra("transformers", "a pretrained model needs transformers", CheckpointError):
         from transformers import AutoConfig
 
@@ -107,20 +109,24 @@ def _built(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
         raise CheckpointError(f"{cls!r} is not a model class of transformers")
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder}: no such folder; `huggingface_hub.snapshot_download` gets one from the Hub"
+            f"{folder}: no such folder\n"
+            "`huggingface_hub.snapshot_download` downloads one from the Hub"
         )
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json, as `save_pretrained` writes it")
+        raise CheckpointError(
+            f"{folder} has no config.json\npass a folder that `save_pretrained` has written"
+        )
     try:
         config = AutoConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder}/config.json: {error}") from None
-    needed = getattr(cls, "config_class", None)
-    if needed is not None and not isinstance(config, needed):
+    config_class = getattr(cls, "config_class", None)
+    if config_class is not None and not isinstance(config, config_class):
         raise CheckpointError(
-            f"{folder} is of another model: {cls.__name__} needs a {needed.__name__}, the folder "
-            f"has a {type(config).__name__}"
+            f"{folder} is of another model: {cls.__name__} needs a {config_class.__name__}, the "
+            f"folder has a {type(config).__name__}"
         )
-    make: Any = getattr(cls, "from_config" if hasattr(cls, "from_config") else "_from_config")
-    net: nn.Module = make(config, **options)
+    # Only the `AutoModelFor...` classes have it in public.
+    build: Any = getattr(cls, "from_config" if hasattr(cls, "from_config") else "_from_config")
+    net: nn.Module = build(config, **options)
     return net

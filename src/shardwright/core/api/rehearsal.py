@@ -32,7 +32,7 @@ from shardwright.core.torch_internals.distributed import GroupClock
 from shardwright.errors import PlanError
 
 STEPS = 3
-"""Number of steps. The first creates optimizer state and fills caches, later ones are alike."""
+"""Number of steps: one that creates optimizer state and fills caches, and two steady ones."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RehearsalPhase:
     """CPU seconds of a phase of a rehearsal.
 
     Args:
-        parts: CPU seconds by what was done, of some of it.
+        parts: CPU seconds of parts of the phase, such as `optimizer`; they need not add up to all.
     """
 
     name: str
@@ -57,7 +57,7 @@ class RankRehearsal:
         groups: number of calls that created process groups.
         traffic: traffic of the last training step, by collective.
         sent_bytes: bytes sent in each step.
-        planned_bytes: predicted bytes per step, those to weigh micro-batches included.
+        planned_bytes: predicted bytes per step, with those for the weights of micro-batches.
         parameter_bytes, optimizer_bytes: bytes of the rank's shards.
         peak_bytes: peak bytes of live tensors in a step.
         planned_peak: predicted peak bytes.
@@ -84,8 +84,8 @@ class RankRehearsal:
     def as_planned(self) -> bool:
         """Whether every step sent the predicted bytes; the first may send more, as PyTorch's stages
         negotiate shapes in it."""
-        first, *others = self.sent_bytes
-        return first >= self.planned_bytes and set(others) == {self.planned_bytes}
+        first, *later = self.sent_bytes
+        return first >= self.planned_bytes and set(later) == {self.planned_bytes}
 
 
 @dataclass(frozen=True)
@@ -138,29 +138,35 @@ def rehearse_rank(
     """
     if not 0 <= rank < plan.devices:
         raise PlanError(f"no rank {rank}: {plan.devices} devices are ranks 0 to {plan.devices - 1}")
-    kind = accelerator_type()
-    valid = ["meta", "cpu", *([kind.type] if kind is not None else [])]
+    accelerator = accelerator_type()
+    valid = ["meta", "cpu", *([accelerator.type] if accelerator is not None else [])]
     if device.type not in valid:
-        raise PlanError(f"a rank cannot be rehearsed on '{device}': valid are {' or '.join(valid)}")
-    clock, lone = _Clock(), LoneRank()
+        raise PlanError(
+            f"a rank cannot be rehearsed on {str(device)!r}\n"
+            f"valid devices are {' and '.join(valid)}"
+        )
+    clock, lone_rank = _Clock(), LoneRank()
+    # `lone_rank` is entered last: the innermost dispatch mode sees the collectives first.
     with (
         TemporaryDirectory() as folder,
         GroupClock() as groups,
         fake_process_group(rank, plan.devices, device),
         torch.random.fork_rng(),
+        # On meta, attention would be decomposed, with a matrix of scores that a GPU never has.
         FusedAttention() if device.type == "meta" else nullcontext(),
-        lone,
+        lone_rank,
     ):
         allocated, peaks = AllocatedPeak.of(device), list[int]()
         trainee = prepare(device)
         clock.parts["process groups"] = groups.seconds
         clock.end("start")
-        sent, happened = _observe(trainee, lone, clock), list[int]()
+        step_bytes, step_ends = _observe(trainee, lone_rank, clock), list[int]()
+        # Meta tensors have no values to write.
         checkpoints = Checkpoints(folder) if device.type == "cpu" else None
 
         def on_step() -> None:
-            clock.end(f"step {len(sent)}")
-            happened.append(len(lone.history))
+            clock.end(f"step {len(step_bytes)}")
+            step_ends.append(len(lone_rank.history))
             if allocated is not None:
                 peaks.append(allocated.bytes())
 
@@ -180,12 +186,13 @@ def rehearse_rank(
         device=device.type,
         phases=tuple(clock.phases),
         groups=groups.calls,
-        traffic=lone.traffic,
-        sent_bytes=tuple(sent),
+        traffic=lone_rank.traffic,
+        sent_bytes=tuple(step_bytes),
         planned_bytes=_planned_bytes(net),
         parameter_bytes=sum(detached_local(p).nbytes for p in net.parameters()),
         optimizer_bytes=sum(detached_local(t).nbytes for t in state),
-        peak_bytes=sum(lone.bytes_between(lone.peak(end=happened[-1])).values()),
+        # Up to the last step only: checkpoints allocate tensors, too.
+        peak_bytes=sum(lone_rank.bytes_between(lone_rank.peak(end=step_ends[-1])).values()),
         planned_peak=memory(net.execution.partitioned, optimizer, plan.dry_runs).stages[stage].peak,
         allocated_peak=max(peaks, default=None),
         checkpoint_bytes=None if checkpoints is None else sum(files),
@@ -204,41 +211,45 @@ class _Clock:
 
     phases: list[RehearsalPhase] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
-    began: float = field(default_factory=time.process_time)
+    start: float = field(default_factory=time.process_time)
 
     def end(self, name: str) -> None:
         """End the phase that began when the previous one ended."""
         now = time.process_time()
-        self.phases.append(RehearsalPhase(name, now - self.began, self.parts))
-        self.parts, self.began = {}, now
+        self.phases.append(RehearsalPhase(name, now - self.start, self.parts))
+        self.parts, self.start = {}, now
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `function` to count its time as a part of the phase."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.process_time()
+            start = time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.parts[part] = time.process_time() - began
+                self.parts[part] = time.process_time() - start
 
         return call
 
 
-def _observe(trainee: Trainee, lone: LoneRank, clock: _Clock) -> list[int]:
-    """Looks on while a model is trained: seconds, tensors, and what each step sends, which is added
-    to the result."""
-    net, optimizer, sent = trainee.net, trainee.optimizer, list[int]()
-    lone.track([detached_local(parameter) for parameter in net.parameters()], PARAMETERS)
-    lone.track(list(net.buffers()), "")
+def _observe(trainee: Trainee, lone_rank: LoneRank, clock: _Clock) -> list[int]:
+    """Measure the training of a model: seconds, live tensors, and bytes sent.
+
+    Returns:
+        A list to which every training step appends the bytes that it sends.
+    """
+    net, optimizer, step_bytes = trainee.net, trainee.optimizer, list[int]()
+    lone_rank.track([detached_local(parameter) for parameter in net.parameters()], PARAMETERS)
+    lone_rank.track(list(net.buffers()), "")
 
     def train_step(*args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = step(*args, **kwargs)
-        sent.append(sum(each.bytes for each in lone.traffic.values()))
+        step_bytes.append(sum(each.bytes for each in lone_rank.traffic.values()))
         return loss
 
-    step = clock.timed("forward and backward", lone.counted(net.train_step))
+    step = clock.timed("forward and backward", lone_rank.counted(net.train_step))
+    # `vars`, as a planned module's own `__setattr__` may react to attributes.
     vars(net)["train_step"] = train_step
     vars(net)["clip_grad_norm_"] = clock.timed("clipping", net.clip_grad_norm_)
     optimizer.step = clock.timed("optimizer", partial(type(optimizer).step, optimizer))  # type: ignore[method-assign]
-    return sent
+    return step_bytes

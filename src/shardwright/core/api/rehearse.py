@@ -37,17 +37,21 @@ def rehearse(
     """Dry-run three training steps as each of some ranks of the plan, in this process.
 
     Runs everything that a rank runs: process groups, its parameter shards, forward and backward,
-    clipping, the optimizer, and on the CPU a checkpoint. Counts the bytes that it sends and
-    compares them with the plan. Other ranks are absent, so values are meaningless.
+    clipping, the optimizer, and on the CPU a checkpoint. Counts the bytes that it sends, to be
+    compared with the plan. Other ranks are absent, so values are meaningless.
 
     Args:
         args, kwargs: arguments of a rank's call: the global batch or, with a `dataset_strategy`,
-            its own part; on the meta device only shapes matter.
-        ranks: by default the first and the last of each stage.
+            its own part; on the meta device only shapes and dtypes matter.
+        plan: a plan of `net`.
+        ranks: ranks to run; by default the first and the last of each stage.
         device: `meta`, which computes nothing and fits any model, `cpu`, or an accelerator, whose
             memory is then measured.
         optimizer: makes the optimizer from the parameters.
-        clip_norm: maximum total norm of the gradients; None to leave them.
+        clip_norm: maximum total norm of the gradients; None does not clip.
+
+    Returns:
+        Per rank the seconds of each phase, bytes sent, and memory.
 
     Raises:
         CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
@@ -59,12 +63,15 @@ def rehearse(
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
     def prepare(where: torch.device) -> _Steps:
+        # A copy for each rank: the next rank takes other shards of the same parameters.
         parallel = parallelize(net, plan, where, copy=True)
         assert isinstance(parallel, ParallelModule)
         return _Steps(parallel, optimizer(parallel.parameters()), plan, leaves, spec, clip_norm)
 
-    chosen, where = dict.fromkeys(ranks or first_and_last_ranks(plan)), torch.device(device)
-    return Rehearsal(plan.devices, tuple(rehearse_rank(n, plan, where, prepare) for n in chosen))
+    chosen_ranks, where = dict.fromkeys(ranks or first_and_last_ranks(plan)), torch.device(device)
+    return Rehearsal(
+        plan.devices, tuple(rehearse_rank(rank, plan, where, prepare) for rank in chosen_ranks)
+    )
 
 
 @dataclass

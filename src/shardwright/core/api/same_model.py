@@ -1,4 +1,4 @@
-"""Check that all ranks parallelize the same model by the same plan, and share rank 0's values."""
+"""Check that all ranks have the same model and plan, and copy rank 0's values to all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.core.agreement.collective import check_description, take_values_of_rank_0
 from shardwright.core.agreement.content_hash import content_hash
-from shardwright.core.deferred import Deferred, init_record_lines, share_starts
+from shardwright.core.deferred import Deferred, init_record_lines, share_generator_states
 from shardwright.core.graph.graph import Graph
 from shardwright.core.plan import Plan
 
@@ -35,14 +35,19 @@ def check_ranks_agree(net: nn.Module, graph: Graph, plan: Plan, device: torch.de
 
 def take_state_of_rank_0(net: nn.Module, device: torch.device) -> None:
     """Copy the parameters and buffers of rank 0 into `net`. Collective."""
-    real = {
+    tensors = {
         name: t for name, t in _state(net).items() if not (isinstance(t, Deferred) or t.is_meta)
     }
-    differ = take_values_of_rank_0(real, device)
-    if differ:
-        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
-        log.info("%s%s differed between ranks: the values are those of rank 0", differ[0], more)
-    share_starts(_state(net).values(), lambda states: take_values_of_rank_0(states, device))
+    differing_names = take_values_of_rank_0(tensors, device)
+    if differing_names:
+        more = f" and {len(differing_names) - 1} more" if len(differing_names) > 1 else ""
+        log.info(
+            "%s%s differed between ranks: the values are those of rank 0", differing_names[0], more
+        )
+    # Deferred tensors have no values to copy; with rank 0's generator states they get the same.
+    share_generator_states(
+        _state(net).values(), lambda states: take_values_of_rank_0(states, device)
+    )
 
 
 def _state(net: nn.Module) -> dict[str, Tensor]:
@@ -53,28 +58,29 @@ def _model_lines(net: nn.Module, graph: Graph) -> Iterator[str]:
     for name, tensor in _state(net).items():
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         dtype = str(tensor.dtype).removeprefix("torch.")
-        words = (
+        notes = (
             "frozen" * (kind == "parameter" and not tensor.requires_grad),
-            _device_text(tensor),
+            _device_note(tensor),
         )
-        yield ", ".join((f"{kind} {name} {dtype} {list(tensor.shape)}", *filter(None, words)))
+        yield ", ".join((f"{kind} {name} {dtype} {list(tensor.shape)}", *filter(None, notes)))
     for value, tensor in graph.constants.items():
-        # A tensor that is not a buffer is a constant of the program: rank 0's values are not sent,
-        # so all ranks must have equal ones.
+        # A tensor that is neither parameter nor buffer is a constant of the program. Rank 0's
+        # values of it are not sent, so all ranks must have equal ones.
         yield f"the tensor {value} with the hash {int(content_hash(tensor)):x} (no buffer)"
     yield from init_record_lines(_state(net).values())
 
 
-def _device_text(tensor: Tensor) -> str:
+def _device_note(tensor: Tensor) -> str:
     if isinstance(tensor, Deferred):
         return "without values yet"
     return "on the meta device" * tensor.is_meta
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
-    fields = json.loads(plan.to_json())
+    plan_fields = json.loads(plan.to_json())
     for key in PROGRAM_FIELDS:
-        if isinstance(fields[key], dict) and key not in ("mesh", "pipeline"):
-            yield from (f"plan: {key} of {name}: {each}" for name, each in fields[key].items())
+        if isinstance(plan_fields[key], dict) and key not in ("mesh", "pipeline"):
+            # One line per operator or parameter, as the error shows the first line that differs.
+            yield from (f"plan: {key} of {name}: {each}" for name, each in plan_fields[key].items())
         else:
-            yield f"plan: {key}: {fields[key]}"
+            yield f"plan: {key}: {plan_fields[key]}"

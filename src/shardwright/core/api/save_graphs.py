@@ -20,7 +20,7 @@ PROGRAM = "3_program_rank0.txt"
 
 
 class SavedGraphs:
-    """The text files of one folder. Files of an earlier plan are deleted."""
+    """The text files of one plan in a folder; those of an earlier plan are deleted."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -47,5 +47,6 @@ class SavedGraphs:
 
 def program_text(plan: Plan) -> str:
     """Text of the program of rank 0; `plan` must have its graph. Needs no process group."""
-    whole = replace(plan.partitioned, pipeline=ONE_STAGE)
-    return str(lower(whole.chunks[0], Devices.of_rank(plan.mesh, 0)))
+    # As one stage, so that the program shows all operators, not only those of the first stage.
+    unstaged = replace(plan.partitioned, pipeline=ONE_STAGE)
+    return str(lower(unstaged.chunks[0], Devices.of_rank(plan.mesh, 0)))

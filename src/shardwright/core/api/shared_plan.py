@@ -23,27 +23,29 @@ def are_all_ranks(devices: int) -> bool:
     return devices > 1 and has_other_ranks() and dist.get_world_size() == devices
 
 
-def shared_plan(request: object, make: Callable[[], Plan]) -> Plan:
-    """Return the plan that `make` returns on rank 0, with its graph. Collective.
+def shared_plan(request: object, compute: Callable[[], Plan]) -> Plan:
+    """Return the plan that `compute` returns on rank 0, with its graph. Collective.
 
     Args:
-        request: everything that the plan depends on.
+        request: everything that the plan depends on; a rank whose request differs from that of rank
+            0 computes its own plan.
 
-    Raises: as `make`, on every rank.
+    Raises: as `compute`, on every rank.
     """
-    return on_rank_0("plan", _text(request), make, _plan_text, _plan_of)
+    return on_rank_0("plan", _request_text(request), compute, _plan_text, _plan_from_text)
 
 
-def shared_graph(net: nn.Module, plan: Plan, make: Callable[[], Graph]) -> Graph:
-    """Return the graph of `net` that `make` captures on rank 0. Collective.
+def shared_graph(net: nn.Module, plan: Plan, compute: Callable[[], Graph]) -> Graph:
+    """Return the graph of `net` that `compute` captures on rank 0. Collective.
 
-    Raises: as `make`, on every rank.
+    Raises: as `compute`, on every rank.
     """
-    request = _text((net, plan.inputs, plan.structure, plan.compute_dtype))
-    return on_rank_0("graph", request, make, _graph_text, _graph_of) or make()
+    request = _request_text((net, plan.inputs, plan.structure, plan.compute_dtype))
+    # A graph that cannot be serialized is received as None; then each rank captures its own.
+    return on_rank_0("graph", request, compute, _graph_text, _graph_from_text) or compute()
 
 
-def _text(request: object) -> str:
+def _request_text(request: object) -> str:
     return "\n".join(description_lines(request))
 
 
@@ -51,9 +53,9 @@ def _plan_text(plan: Plan) -> str:
     return json.dumps([plan.to_json(), _graph_text(plan.graph)])
 
 
-def _plan_of(text: str) -> Plan:
+def _plan_from_text(text: str) -> Plan:
     plan, graph = json.loads(text)
-    return replace(Plan.from_json(plan, "the plan of rank 0"), graph=_graph_of(graph))
+    return replace(Plan.from_json(plan, "the plan of rank 0"), graph=_graph_from_text(graph))
 
 
 def _graph_text(graph: Graph | None) -> str:
@@ -63,11 +65,12 @@ def _graph_text(graph: Graph | None) -> str:
     """
     if graph is None:
         return ""
+    # Tags are objects of users, such as the layouts of pins, which need not be JSON.
     ops = tuple(replace(op, tags=()) for op in graph.ops)
     with suppress(TypeError):
         return dumps(replace(graph, ops=ops, call_tags=())).decode()
     return ""
 
 
-def _graph_of(text: str) -> Graph | None:
+def _graph_from_text(text: str) -> Graph | None:
     return loads(text.encode()) if text else None

@@ -34,6 +34,7 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
     ...     plan = sw.plan(net, batch, devices=2, on_progress=on_progress)
     """
     notebook = Console().is_jupyter
+    # Without ipywidgets `rich` cannot update a bar in a notebook.
     bar = bool(find_spec("ipywidgets")) if notebook else sys.stderr.isatty()
     if enabled is False or not (bar or notebook or enabled):
         yield ignore_progress
@@ -48,14 +49,17 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
 
 @contextmanager
 def _bar(console: Console) -> Iterator[OnProgress]:
-    doing, left = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}")
+    # Without markup: names of modules may have brackets.
+    doing = TextColumn("{task.description}", markup=False)
+    left = TextColumn("{task.fields[left]}")
     columns = (SpinnerColumn(), doing, BarColumn(), TimeElapsedColumn(), left)
     with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
         task, time_left = bar.add_task("starting", total=None, left=""), RemainingTime()
 
         def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
-            left = _left(time_left.seconds(done, of))
-            bar.update(task, description=doing, completed=done, total=of or None, left=left)
+            remaining = _remaining_text(time_left.seconds(done, of))
+            # Without a total `rich` shows a bar that moves back and forth.
+            bar.update(task, description=doing, completed=done, total=of or None, left=remaining)
 
         yield on_progress
 
@@ -64,16 +68,17 @@ def _lines() -> OnProgress:
     start, time_left, stream = time.monotonic(), RemainingTime(), sys.stderr
 
     def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
-        left = _left(time_left.seconds(done, of))
-        count = f" ({done + 1} of {of}{left and ', '}{left})" if of else ""
+        remaining = _remaining_text(time_left.seconds(done, of))
+        count = f" ({done + 1} of {of}{remaining and ', '}{remaining})" if of else ""
         elapsed = time.monotonic() - start
         print(f"{elapsed:6.1f} s  {doing}{count}", file=stream, flush=True)
 
     return on_progress
 
 
-def _left(seconds: float | None) -> str:
+def _remaining_text(seconds: float | None) -> str:
     if seconds is None:
         return ""
     minutes, rest = divmod(round(seconds), 60)
+    # Below 3 minutes a count of minutes would hardly change while one looks at it.
     return f"{minutes} min left" if minutes > 2 else f"{minutes * 60 + rest} s left"

@@ -1,4 +1,4 @@
-"""Train the user's module, and a program that must be equal to it, for a few steps."""
+"""Train the user's module, and a program that must compute the same, for a few steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainedSteps:
     """Results of some steps of SGD with momentum.
 
     Args:
-        outputs: output tensors of each step, or with several micro-batches its loss.
+        outputs: output tensors of each step; with several micro-batches only the loss.
         gradients: gradients of each step by parameter; parameters without one are absent.
         state: parameters and buffers after the last step.
     """
@@ -54,7 +54,7 @@ class Differences:
 
     @classmethod
     def between(
-        cls, steps: TrainedSteps, wanted: TrainedSteps, *, zeros: Collection[str] = ()
+        cls, steps: TrainedSteps, expected: TrainedSteps, *, zeros: Collection[str] = ()
     ) -> Differences:
         """Compare two trainings.
 
@@ -63,15 +63,15 @@ class Differences:
         """
         outputs = [
             difference(a, b)
-            for each, others in zip(steps.outputs, wanted.outputs, strict=True)
+            for each, others in zip(steps.outputs, expected.outputs, strict=True)
             for a, b in zip(each, others, strict=True)
         ]
         gradients: dict[str, float] = {}
-        for each, others in zip(steps.gradients, wanted.gradients, strict=True):
+        for each, others in zip(steps.gradients, expected.gradients, strict=True):
             for name in {**each, **others}:
                 gap = _gradient_gap(each.get(name), others.get(name), is_zero=name in zeros)
                 gradients[name] = max(gap, gradients.get(name, 0.0))
-        state = {name: difference(steps.state[name], t) for name, t in wanted.state.items()}
+        state = {name: difference(steps.state[name], t) for name, t in expected.state.items()}
         parameter = max(gradients, key=gradients.__getitem__, default="")
         name = max(state, key=state.__getitem__, default="")
         gradient, changed = gradients.get(parameter, 0.0), state.get(name, 0.0)
@@ -104,31 +104,32 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor * (1 + torch.finfo(tensor.dtype).eps * signs.to(tensor.device))
 
 
-def _gradient_gap(got: Tensor | None, wanted: Tensor | None, *, is_zero: bool) -> float:
+def _gradient_gap(got: Tensor | None, expected: Tensor | None, *, is_zero: bool) -> float:
     """Difference of two gradients, of which one may be missing.
 
     Args:
         is_zero: whether a missing one counts as zeros.
     """
-    if got is not None and wanted is not None:
-        return difference(got, wanted)
-    only = got if wanted is None else wanted
+    if got is not None and expected is not None:
+        return difference(got, expected)
+    only = got if expected is None else expected
     if only is None or not is_zero:
         return math.inf
     return difference(only, torch.zeros_like(only))
 
 
-def difference(got: Tensor, wanted: Tensor) -> float:
+def difference(got: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the largest element if that exceeds 1."""
-    if got.shape != wanted.shape:
+    if got.shape != expected.shape:
         return math.inf
-    if not wanted.numel():
+    if not expected.numel():
         return 0.0
-    exact = not (wanted.is_floating_point() or wanted.is_complex())
-    got, wanted = (t.detach().double() if exact else t.detach() for t in (got, wanted))
-    alike = (got == wanted) | (got.isnan() & wanted.isnan())
-    gap = torch.where(alike, 0.0, (got - wanted).abs()).max().item()
-    scale = 1.0 if exact else max(1.0, wanted.abs().max().nan_to_num(1.0, 1.0).item())
+    # Integers and booleans must be equal. In float64 even booleans can be subtracted.
+    exact = not (expected.is_floating_point() or expected.is_complex())
+    got, expected = (t.detach().double() if exact else t.detach() for t in (got, expected))
+    equal = (got == expected) | (got.isnan() & expected.isnan())
+    gap = torch.where(equal, 0.0, (got - expected).abs()).max().item()
+    scale = 1.0 if exact else max(1.0, expected.abs().max().nan_to_num(1.0, 1.0).item())
     return math.inf if math.isnan(gap) else gap / scale
 
 
@@ -154,24 +155,32 @@ class EagerTraining:
     trains_loss: bool
 
     def run(self) -> tuple[TrainedSteps, list[Tensor | None]]:
-        """Train, and return the steps and the gradient that each output starts with: 1 for the
-        loss, distinct numbers for others, so that errors cannot cancel."""
-        starts: list[Tensor | None] = []
+        """Train.
+
+        Returns:
+            The steps, and the gradient of each output that the backward pass starts with: 1 for the
+            loss, distinct numbers for others, so that errors cannot cancel.
+        """
+        root_gradients: list[Tensor | None] = []
         outputs, gradients = [], []
         parameters = dict(self.module.named_parameters())
         optimizer = _optimizer([p for p in self.module.parameters() if p.requires_grad])
         for _ in range(STEPS):
             self.module.zero_grad()
-            ends = self._losses() if self.trains_loss else self._outputs(self.calls[0])
-            starts = starts or _starts(self.graph, ends)
-            backward(ends, starts)
-            outputs.append([end.detach().clone() for end in ends])
-            found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            gradients.append({name: gradient.clone() for name, gradient in found.items()})
+            roots = self._losses() if self.trains_loss else self._outputs(self.calls[0])
+            root_gradients = root_gradients or _root_gradients(self.graph, roots)
+            backward(roots, root_gradients)
+            outputs.append([end.detach().clone() for end in roots])
+            gradients_by_name = {
+                name: p.grad for name, p in parameters.items() if p.grad is not None
+            }
+            gradients.append(
+                {name: gradient.clone() for name, gradient in gradients_by_name.items()}
+            )
             if optimizer is not None:
                 optimizer.step()
         state = {**parameters, **dict(self.module.named_buffers())}
-        return TrainedSteps(outputs, gradients, state), starts
+        return TrainedSteps(outputs, gradients, state), root_gradients
 
     def _outputs(self, leaves: Sequence[Any]) -> list[Tensor]:
         """The tensors that the module returns.
@@ -185,37 +194,42 @@ class EagerTraining:
         tensors = [leaf for leaf in results if isinstance(leaf, Tensor)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         captured = [value.shape for value in self.graph.output_values]
-        # The graph is of a micro-batch where calls may be with the whole batch.
+        # With micro-batches the graph has the shapes of one of them; a call may have the batch.
         same = len(shapes) == len(captured) if self.trains_loss else shapes == captured
         if not same:
             raise PlanError(f"the module returns tensors of {shapes}, but {captured} when captured")
         return tensors
 
     def _losses(self) -> list[Tensor]:
-        place = self.graph.output_values.index(self.graph.loss)
-        return [torch.stack([self._outputs(leaves)[place] for leaves in self.calls]).sum()]
+        loss_index = self.graph.output_values.index(self.graph.loss)
+        return [torch.stack([self._outputs(leaves)[loss_index] for leaves in self.calls]).sum()]
 
 
-def _starts(graph: Graph, ends: Sequence[Tensor]) -> list[Tensor | None]:
-    starts: list[Tensor | None] = []
+def _root_gradients(graph: Graph, roots: Sequence[Tensor]) -> list[Tensor | None]:
+    root_gradients: list[Tensor | None] = []
     loss = graph.loss
-    values = list(graph.output_values) if len(ends) == len(graph.output_values) else [loss]
-    for value, tensor in zip(values, ends, strict=True):
+    values = list(graph.output_values) if len(roots) == len(graph.output_values) else [loss]
+    for value, tensor in zip(values, roots, strict=True):
         start = torch.ones_like(tensor) if value is loss else _distinct(tensor)
-        starts.append(start.detach() if tensor.requires_grad else None)
-    return starts
+        root_gradients.append(start.detach() if tensor.requires_grad else None)
+    return root_gradients
 
 
 def _distinct(like: Tensor) -> Tensor:
-    """Distinct numbers of absolute value 1 at most, so that errors cannot cancel."""
+    """Distinct numbers of absolute value 1 at most: no two multiples of a radian are the same
+    angle."""
     angles = 1 + torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape)
     circle = torch.polar(torch.ones_like(angles), angles)
     return (circle if like.is_complex() else circle.imag).to(like.dtype)
 
 
-def backward(ends: Sequence[Tensor], starts: Sequence[Tensor | None]) -> None:
+def backward(roots: Sequence[Tensor], root_gradients: Sequence[Tensor | None]) -> None:
     """Run the backward pass from all outputs that require a gradient."""
-    pairs = [(e, s) for e, s in zip(ends, starts, strict=True) if s is not None and e.requires_grad]
+    pairs = [
+        (root, gradient)
+        for root, gradient in zip(roots, root_gradients, strict=True)
+        if gradient is not None and root.requires_grad
+    ]
     if pairs:
         torch.autograd.backward([end for end, _ in pairs], [start for _, start in pairs])
 
@@ -231,48 +245,50 @@ def train_program(run: StepFunction, graph: Graph, state: Mapping[str, Tensor]) 
         state: initial parameters and buffers by name.
     """
     trained = {v.name for v in graph.parameters if v.differentiable}
-    mine = {name: t.detach().clone().requires_grad_(name in trained) for name, t in state.items()}
-    optimizer = _optimizer([mine[name] for name in sorted(trained)])
+    trained_state = {
+        name: t.detach().clone().requires_grad_(name in trained) for name, t in state.items()
+    }
+    optimizer = _optimizer([trained_state[name] for name in sorted(trained)])
     outputs, gradients = [], []
     for _ in range(STEPS):
-        outcome = run(mine)
+        outcome = run(trained_state)
         outputs.append([leaf.detach() for leaf in outcome.outputs if isinstance(leaf, Tensor)])
         gradients.append(outcome.gradients)
         with torch.no_grad():
             for name, value in outcome.updates.items():
-                mine[name].copy_(value)
+                trained_state[name].copy_(value)
         for name in trained:
-            mine[name].grad = outcome.gradients.get(name)
+            trained_state[name].grad = outcome.gradients.get(name)
         if optimizer is not None:
             optimizer.step()
-    return TrainedSteps(outputs, gradients, mine)
+    return TrainedSteps(outputs, gradients, trained_state)
 
 
 def interpreted(
     graph: Graph,
     pieces: Sequence[Sequence[Any]],
     weights: Sequence[float | Tensor],
-    starts: Sequence[Tensor | None],
+    root_gradients: Sequence[Tensor | None],
 ) -> StepFunction:
     """A step that interprets the graph on one device, operator by operator."""
 
     def run(state: Mapping[str, Tensor]) -> Outcome:
         leaves = {name: t.detach().requires_grad_(t.requires_grad) for name, t in state.items()}
-        now, updates = dict(leaves), dict[str, Tensor]()
-        losses, ends = [], list[Tensor]()
+        current, updates = dict(leaves), dict[str, Tensor]()
+        losses, roots = [], list[Tensor]()
         for piece, weight in zip(pieces, weights, strict=True):
             args, kwargs = pytree.tree_unflatten(list(piece), graph.in_spec)
-            results, changed = interpret(graph, now, now, args, kwargs)
+            results, changed = interpret(graph, current, current, args, kwargs)
             updates |= changed
-            now |= changed
+            current |= changed
             outputs = zip(graph.outputs, pytree.tree_leaves(results), strict=True)
-            ends = [tensor for value, tensor in outputs if isinstance(value, Value)]
+            roots = [tensor for value, tensor in outputs if isinstance(value, Value)]
             if len(pieces) > 1:
-                losses.append(weighted(ends[graph.output_values.index(graph.loss)], weight))
+                losses.append(weighted(roots[graph.output_values.index(graph.loss)], weight))
         if losses:
-            ends = [torch.stack(losses).sum()]
-        backward(ends, starts)
+            roots = [torch.stack(losses).sum()]
+        backward(roots, root_gradients)
         gradients = {name: t.grad for name, t in leaves.items() if t.grad is not None}
-        return Outcome(list(ends), gradients, updates, 0.0, ())
+        return Outcome(list(roots), gradients, updates, 0.0, ())
 
     return run

@@ -33,6 +33,8 @@ def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 
 def _suggestion(name: str, valid: list[str]) -> str:
-    """Such as `memory_limit` for `memory_limt`, `parallel_mode` for `mode`."""
+    """The end of the error text: `memory_limit` is suggested for `memory_limt`, `parallel_mode` for
+    `mode`."""
+    # A part of a name first: the closest match of `mode` by letters is `order`.
     nearest = [each for each in valid if name in each] or get_close_matches(name, valid, n=1)
     return f"did you mean {nearest[0]!r}?" if nearest else f"valid are {', '.join(valid)}"

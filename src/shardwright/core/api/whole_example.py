@@ -1,4 +1,4 @@
-"""Shapes of the global batch from the local batch of one rank."""
+"""Shapes of the global batch, from the local batch of one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.errors import StrategyError
 def whole_example(
     options: KeywordOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return meta tensors with the shapes of the global batch.
+    """Return the arguments of a call with the global batch, as meta tensors.
 
     Args:
         args, kwargs: arguments of a call with this rank's part of the batch, as
@@ -32,11 +32,11 @@ def whole_example(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     shards = iter(_shard_counts(options, tensors))
 
-    def whole(tensor: Tensor) -> Tensor:
+    def global_batch_tensor(tensor: Tensor) -> Tensor:
         shape = [size * count for size, count in zip(tensor.shape, next(shards), strict=True)]
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
-    leaves = [whole(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    leaves = [global_batch_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return args, kwargs
 
@@ -48,14 +48,18 @@ def _shard_counts(options: KeywordOptions, tensors: list[Tensor]) -> list[tuple[
     if strategy == "data_parallel":
         if stages == AUTO:
             raise StrategyError(
-                "stages='auto' with dataset_strategy='data_parallel': the size of the whole"
-                " batch depends on the number of stages\ncall compile with an example of it"
+                "stages='auto' with dataset_strategy='data_parallel': the size of the global"
+                " batch depends on the number of stages\n"
+                "call `net.compile(*example)` with an example of the global batch"
             )
         world = dist.get_world_size() if dist.is_initialized() else 1
-        parts = world // stages
-        rows = next((t.shape[0] for t in tensors if t.ndim), None)
+        data_ranks = world // stages
+        batch_rows = next((t.shape[0] for t in tensors if t.ndim), None)
+        # As `data_parallel` does: tensors with the rows of the first one are parts of the batch.
         counts = [
-            (parts, *(1,) * (t.ndim - 1)) if t.ndim and t.shape[0] == rows else (1,) * t.ndim
+            (data_ranks, *(1,) * (t.ndim - 1))
+            if t.ndim and t.shape[0] == batch_rows
+            else (1,) * t.ndim
             for t in tensors
         ]
     elif not isinstance(strategy, str):
