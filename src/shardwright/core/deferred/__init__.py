@@ -1,6 +1,7 @@
-"""Models built without memory for their parameters, which are initialized later, bit for bit."""
+"""Deferred initialization: models are built without memory for their parameters, and initialized
+later to the same bits as in ordinary construction."""
 
-from shardwright.core.deferred.across_ranks import init_record_lines, share_starts
+from shardwright.core.deferred.across_ranks import init_record_lines, share_generator_states
 from shardwright.core.deferred.init_record import Record
 from shardwright.core.deferred.module import (
     copies_of_attributes,
@@ -30,7 +31,7 @@ __all__ = [
     "materialize_attributes",
     "no_init_parameters",
     "recording",
-    "share_starts",
+    "share_generator_states",
     "value_of",
     "values_of",
 ]

@@ -1,4 +1,4 @@
-"""Deferred tensors on several ranks: compare records, and share rank 0's generator states."""
+"""Deferred tensors on several ranks: compare their records, and share rank 0's generator states."""
 
 from __future__ import annotations
 
@@ -20,35 +20,42 @@ def records_of(tensors: Iterable[Tensor]) -> list[Record]:
 
 
 def init_record_lines(tensors: Iterable[Tensor]) -> Iterator[str]:
-    """One line per recorded operation, without states of generators."""
+    """One line per recorded operation, to compare between ranks.
+
+    Generator states are left out: ranks may have different seeds, and take rank 0's.
+    """
     for record in records_of(tensors):
         for number, operation in enumerate(record.operations):
             leaves = pytree.tree_leaves((operation.args, operation.kwargs))
-            arguments = ", ".join(filter(None, map(_text, leaves)))
+            arguments = ", ".join(filter(None, map(_argument_text, leaves)))
             yield f"initialization {number}: {operation.function}({arguments})"
 
 
-def share_starts(tensors: Iterable[Tensor], share: Callable[[dict[str, Tensor]], object]) -> None:
-    """Replace the generator states from which deferred tensors are drawn.
+def share_generator_states(
+    tensors: Iterable[Tensor], share: Callable[[dict[str, Tensor]], object]
+) -> None:
+    """Replace the generator states with which the random draws of deferred tensors start.
 
-    If that changes a state, the generators themselves stay as they are after a replay.
+    If that changes a state, a replay does not advance this rank's generators: the recorded draws
+    are not those of its own random stream.
 
     Args:
-        share: overwrites the states that it is passed.
+        share: receives the states by name, and may overwrite them in place.
     """
     for record in records_of(tensors):
-        starts = {
+        # Only the first draw of a stream has a state; others start where an earlier one ended.
+        start_states = {
             f"state {number}": operation.draw.start
             for number, operation in enumerate(record.operations)
             if operation.draw is not None and isinstance(operation.draw.start, Tensor)
         }
-        before = [state.clone() for state in starts.values()]
-        share(starts)
-        if not all(map(torch.equal, before, starts.values())):
-            record.leave_generators()
+        before = [state.clone() for state in start_states.values()]
+        share(start_states)
+        if not all(map(torch.equal, before, start_states.values())):
+            record.forget_generator_states()
 
 
-def _text(leaf: Any) -> str:
+def _argument_text(leaf: Any) -> str:
     if isinstance(leaf, TensorVersion):
         return f"values with the hash {int(content_hash(leaf.tensor)):x}"
     if isinstance(leaf, StorageView):

@@ -27,9 +27,9 @@ from shardwright.core.torch_internals.tensors import (
 )
 from shardwright.errors import DeferredError
 
-SMALL = 1 << 20
-"""Tensors up to this many bytes are copied when an operation reads them, so that the user may
-modify them afterwards; larger ones are checked for modification when they are replayed."""
+COPY_LIMIT = 1 << 20
+"""Size in bytes up to which a tensor that an operation reads is copied, so that the user may modify
+it afterwards. Larger ones are not copied, and checked for modification in the replay."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class TensorVersion:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorVersion:
-        snapshot = tensor.clone() if tensor.nbytes <= SMALL else tensor
+        """A reference to `tensor`, or a copy if it is small."""
+        snapshot = tensor.clone() if tensor.nbytes <= COPY_LIMIT else tensor
         return cls(snapshot, version(snapshot))
 
 
@@ -136,7 +137,7 @@ class Record:
         """Describe a meta tensor as a view of its storage."""
         number = self._numbers.setdefault(storage_id(tensor), len(self._storages))
         if number == len(self._storages):
-            # A reference, so that no other storage gets the same id.
+            # The reference keeps the storage alive, so that no other one gets the same id.
             self._storages.append(tensor.untyped_storage())
         return StorageView(
             number,
@@ -148,7 +149,7 @@ class Record:
             tensor.is_neg(),
         )
 
-    def knows(self, tensor: Tensor) -> bool:
+    def has_storage_of(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._numbers
 
     def nbytes(self, storage: int) -> int:
@@ -161,24 +162,25 @@ class Record:
         kwargs: dict[str, Any],
         results: Any,
     ) -> None:
-        """Appends an operator call on the meta device, unless it only creates views."""
-        reads, updates, fills = self._roles(function, args, kwargs)
+        """Append an operator call on the meta device, unless it only creates views."""
+        reads, updates, fills = self._accessed_storages(function, args, kwargs)
         new_views = tuple(
             self.storage_view(result)
-            if isinstance(result, Tensor) and not self.knows(result)
+            if isinstance(result, Tensor) and not self.has_storage_of(result)
             else None
             for result in pytree.tree_leaves(results)
         )
         fills.update(view.storage for view in new_views if view is not None)
         draw = self._draw(args, kwargs) if draws_random_numbers(function) else None
+        # A view has the storage of its base, so it neither fills nor updates one.
         if not fills and not updates and draw is None:
             return
-        held_args, held_kwargs = pytree.tree_map(self._capture, (args, kwargs))
+        recorded_args, recorded_kwargs = pytree.tree_map(self._recorded_argument, (args, kwargs))
         self.operations.append(
             Operation(
                 function,
-                held_args,
-                held_kwargs,
+                recorded_args,
+                recorded_kwargs,
                 new_views,
                 frozenset(reads),
                 frozenset(updates),
@@ -188,18 +190,18 @@ class Record:
             )
         )
 
-    def _roles(
+    def _accessed_storages(
         self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[set[int], set[int], set[int]]:
-        """The storages of a call's arguments that it only reads, updates, and overwrites."""
+        """The storages of a call's arguments: those only read, those updated, those overwritten."""
         reads, updates, fills = set[int](), set[int](), set[int]()
         for argument, value in bind_arguments(function, args, kwargs):
             written = argument.alias_info is not None and argument.alias_info.is_write
             overwritten = argument.is_out or function.overloadpacket in OVERWRITING
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, Tensor) and on_meta(tensor):
-                    filled = fills if overwritten and _covers(tensor) else updates
-                    (filled if written else reads).add(self.storage_view(tensor).storage)
+                    written_storages = fills if overwritten and _covers(tensor) else updates
+                    (written_storages if written else reads).add(self.storage_view(tensor).storage)
         return reads, updates, fills
 
     def last_draw(self, generator: torch.Generator) -> int | None:
@@ -213,12 +215,12 @@ class Record:
     def generators(self) -> Iterator[torch.Generator]:
         yield from self._draws_by_state
 
-    def mark_draw(self, generator: torch.Generator, draw: int) -> None:
-        """Registers the current state of `generator` as that after `draw`."""
+    def add_generator_state(self, generator: torch.Generator, draw: int) -> None:
+        """Record the current state of `generator` as that after `draw`."""
         states = self._draws_by_state.setdefault(generator, {})
         states[_digest(generator.get_state())] = draw
 
-    def leave_generators(self) -> None:
+    def forget_generator_states(self) -> None:
         """Forget the states after draws, so that a replay does not advance generators."""
         self._draws_by_state = {generator: {} for generator in self._draws_by_state}
 
@@ -229,13 +231,16 @@ class Record:
         generator = generators[0] if generators else torch.default_generator
         number = self.last_draw(generator)
         start = generator.get_state() if number is None else number
+        # The state must change, to identify this draw, but not as far as the draw advances it:
+        # drawing all numbers would take as long as initializing the model.
         torch.empty(1, device="cpu").uniform_(generator=generator)
-        self.mark_draw(generator, len(self.operations))
+        self.add_generator_state(generator, len(self.operations))
         return Draw(generator, start)
 
-    def _capture(self, leaf: Any) -> Any:
+    def _recorded_argument(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return self.storage_view(leaf) if on_meta(leaf) else TensorVersion.of(leaf)
+        # Replays run on the CPU, whatever device the call named.
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
@@ -273,6 +278,7 @@ def mutated_tensors(
     function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """The tensors whose values a call mutates."""
+    # In-place views (`t_`, `squeeze_`) change sizes and strides, not values.
     if torch.Tag.inplace_view in function.tags:
         return []
     return [
@@ -295,7 +301,7 @@ def on_meta(tensor: Tensor) -> bool:
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether a tensor covers its storage."""
+    """Whether a tensor has every element of its storage, so that a write to it overwrites all."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 

@@ -25,6 +25,7 @@ def materialize(module: nn.Module) -> nn.Module:
         DeferredError: if a tensor depends on one that never had values.
     """
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    # Recurrent modules have weak references to their weights, which `swap_tensors` refuses.
     recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
     for child in recurrent:
         forget_flat_weights(child)
@@ -37,7 +38,7 @@ def materialize(module: nn.Module) -> nn.Module:
 
 
 def materialize_attributes(module: nn.Module) -> None:
-    """Initialize the deferred tensors among plain attributes of `module`, as the same objects."""
+    """Initialize, in place, deferred tensors that are plain attributes of modules."""
     for tensor in list(deferred_attributes(module)):
         _swap_contents(tensor, value_of(tensor))
 
@@ -69,6 +70,7 @@ def _attributes(module: nn.Module) -> Iterator[Tensor]:
 
 def _swap_contents(tensor: Tensor, value: Tensor) -> None:
     """Give the object `tensor` the contents of `value`."""
+    # Swapped, not assigned to `tensor.data`: that cannot change the class or the device type.
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]

@@ -21,15 +21,18 @@ from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import without_dispatch_modes, without_torch_function
 from shardwright.errors import DeferredError
 
-Keep = Callable[[str, Tensor], Tensor]
-"""Called with the name and value of a finished tensor; returns what to keep of it."""
+OnFinished = Callable[[str, Tensor], Tensor]
+"""Called with the name and value of a finished tensor; returns the part to return, such as a
+shard."""
 
 
-def replay(record: Record, requested: Mapping[str, StorageView], keep: Keep) -> dict[str, Tensor]:
-    """Compute the `requested` tensors on the CPU, and return what `keep` returns for each.
+def replay(
+    record: Record, requested: Mapping[str, StorageView], on_finished: OnFinished
+) -> dict[str, Tensor]:
+    """Compute the `requested` tensors on the CPU, and return what `on_finished` returns for each.
 
-    Every tensor is passed to `keep` as soon as it is finished, and then freed. So peak memory is
-    that of what is kept plus the largest tensor with its temporaries.
+    Every tensor is passed to `on_finished` as soon as it is finished, and then freed. So peak
+    memory is that of the results plus the largest tensor with its temporaries.
 
     Raises:
         DeferredError: if a tensor depends on one that never had values, or on modified data.
@@ -37,10 +40,10 @@ def replay(record: Record, requested: Mapping[str, StorageView], keep: Keep) -> 
     schedule = plan_replay(record, requested, ())
     if schedule.missing:
         raise DeferredError(_no_values(record, requested))
-    return _run(record, schedule, requested, keep)
+    return _run_schedule(record, schedule, requested, on_finished)
 
 
-def settle_generators(record: Record) -> None:
+def advance_generators(record: Record) -> None:
     """Advance generators to the state that they would have without deferred initialization.
 
     Generators that have been used or seeded since the last recorded draw are left as they are.
@@ -49,10 +52,11 @@ def settle_generators(record: Record) -> None:
         last = record.last_draw(generator)
         if last is None:
             continue
+        # No requested tensor needed the last draw: it is made for the state after it.
         if last not in record.states_after:
-            _run(record, plan_replay(record, {}, (last,)), {}, lambda name, tensor: tensor)
+            _run_schedule(record, plan_replay(record, {}, (last,)), {}, lambda name, tensor: tensor)
         generator.set_state(record.states_after[last])
-        record.mark_draw(generator, last)
+        record.add_generator_state(generator, last)
 
 
 @dataclass(frozen=True)
@@ -78,68 +82,75 @@ def plan_replay(
         states: numbers of draws after which the generator's state is requested, too.
     """
     finished = _last_writes(record, {view.storage for view in requested.values()})
-    alive: set[int] = set()
-    drawn = {number for number in states if number not in record.states_after}
+    live: set[int] = set()
+    required_draws = {number for number in states if number not in record.states_after}
     steps = []
     for number in reversed(range(len(record.operations))):
         operation = record.operations[number]
-        ready = frozenset(finished.get(number, ()))
-        if number not in drawn and not (alive | ready) & operation.writes:
+        finished_here = frozenset(finished.get(number, ()))
+        if number not in required_draws and not (live | finished_here) & operation.writes:
             continue
-        steps.append((number, ready, operation.storages - alive))
-        alive |= ready
-        alive -= operation.fills
-        alive |= operation.reads
+        # Backwards, a storage that is not live here is not used later: it is freed after this step.
+        steps.append((number, finished_here, operation.storages - live))
+        # Values before a complete overwrite are not needed, unless the operation also reads them.
+        live |= finished_here
+        live -= operation.fills
+        live |= operation.reads
         if operation.draw is not None and isinstance(operation.draw.start, int):
-            drawn.update({operation.draw.start} - record.states_after.keys())
-    never = {view.storage for view in requested.values()}.difference(*finished.values())
-    return ReplaySchedule(tuple(reversed(steps)), frozenset(alive | never))
+            required_draws.update({operation.draw.start} - record.states_after.keys())
+    never_written = {view.storage for view in requested.values()}.difference(*finished.values())
+    return ReplaySchedule(tuple(reversed(steps)), frozenset(live | never_written))
 
 
 def _last_writes(record: Record, storages: set[int]) -> dict[int, set[int]]:
     """Map the number of each operation to those of `storages` that it is the last to write."""
     remaining, finished = set(storages), {}
     for number in reversed(range(len(record.operations))):
-        ready = remaining & record.operations[number].writes
-        if ready:
-            finished[number] = ready
-            remaining -= ready
+        finished_here = remaining & record.operations[number].writes
+        if finished_here:
+            finished[number] = finished_here
+            remaining -= finished_here
     return finished
 
 
-def _run(
-    record: Record, schedule: ReplaySchedule, requested: Mapping[str, StorageView], keep: Keep
+def _run_schedule(
+    record: Record,
+    schedule: ReplaySchedule,
+    requested: Mapping[str, StorageView],
+    on_finished: OnFinished,
 ) -> dict[str, Tensor]:
     names: dict[int, list[str]] = {}
     for name, view in requested.items():
         names.setdefault(view.storage, []).append(name)
-    memory: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     results = {}
     with _preserve_state(record):
-        for number, ready, dead in schedule.steps:
-            _execute(record, number, memory)
-            for storage in sorted(ready):
+        for number, finished_here, freeable in schedule.steps:
+            _run_operation(record, number, storages)
+            for storage in sorted(finished_here):
                 for name in names[storage]:
-                    results[name] = keep(name, requested[name].of(memory[storage]))
-            for storage in dead:
-                memory.pop(storage, None)
+                    results[name] = on_finished(name, requested[name].of(storages[storage]))
+            for storage in freeable:
+                storages.pop(storage, None)
     return results
 
 
-def _execute(record: Record, number: int, memory: dict[int, torch.UntypedStorage]) -> None:
+def _run_operation(record: Record, number: int, storages: dict[int, torch.UntypedStorage]) -> None:
     operation = record.operations[number]
 
-    def real(leaf: Any) -> Any:
+    def real_argument(leaf: Any) -> Any:
         if isinstance(leaf, TensorVersion):
             return check_unchanged(leaf)
         if not isinstance(leaf, StorageView):
             return leaf
-        if leaf.storage not in memory:  # `plan_replay` found that its previous values are not read
+        # A storage that is not there yet is only written: `plan_replay` has found no reads of it.
+        if leaf.storage not in storages:
             size = record.nbytes(leaf.storage)
-            memory[leaf.storage] = torch.empty(size, dtype=torch.uint8).untyped_storage()
-        return leaf.of(memory[leaf.storage])
+            storages[leaf.storage] = torch.empty(size, dtype=torch.uint8).untyped_storage()
+        return leaf.of(storages[leaf.storage])
 
-    args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
+    args, kwargs = pytree.tree_map(real_argument, (operation.args, operation.kwargs))
+    # The dtype of `torch.rand(3)` is the default at the time of the call.
     torch.set_default_dtype(operation.default_dtype)
     draw = operation.draw
     if draw is not None:
@@ -150,11 +161,12 @@ def _execute(record: Record, number: int, memory: dict[int, torch.UntypedStorage
         record.states_after[number] = draw.generator.get_state()
     for view, result in zip(operation.results, pytree.tree_leaves(results), strict=True):
         if view is not None:
-            memory[view.storage] = _as_recorded(operation, view, result)
+            storages[view.storage] = _as_recorded(operation, view, result)
 
 
 def _as_recorded(operation: Operation, view: StorageView, result: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a result whose layout is that of the meta device, as views assume."""
+    """Return the storage of a result, after checking that its strides are those on the meta device:
+    recorded views refer to elements by offset."""
     if (tuple(result.shape), result.stride(), result.storage_offset(), result.dtype) != (
         view.shape,
         view.stride,
@@ -185,6 +197,7 @@ def _preserve_state(record: Record) -> Iterator[None]:
 
 def _no_values(record: Record, requested: Mapping[str, StorageView]) -> str:
     """The error message for the first requested tensor that cannot be initialized."""
+    # One at a time: all of them together do not say which one lacks values.
     name = next(
         name for name, view in requested.items() if plan_replay(record, {name: view}, ()).missing
     )

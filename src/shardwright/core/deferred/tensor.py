@@ -17,7 +17,7 @@ from shardwright.core.deferred.init_record import (
     mutated_tensors,
     on_meta,
 )
-from shardwright.core.deferred.replay import Keep, replay, settle_generators
+from shardwright.core.deferred.replay import OnFinished, advance_generators, replay
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import (
     TorchDispatchMode,
@@ -50,7 +50,7 @@ class Deferred(Tensor):
     ) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         record = next(leaf._record for leaf in leaves if isinstance(leaf, Deferred))
-        return _call(record, function, args, kwargs or {})
+        return _record_or_run(record, function, args, kwargs or {})
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -77,16 +77,16 @@ def no_init_parameters() -> Iterator[None]:
     """Context in which models are built without allocating their parameters.
 
     Parameters are on the meta device, and the operators that initialize them are recorded.
-    `parallelize` then creates only this rank's shards, `materialize` creates all parameters, with
-    the values that they would have had without this context: the same bits from the same seed.
+    `parallelize` then creates only this rank's shards, `materialize` all parameters, with the
+    values that they would have without this context: the same bits from the same seed.
 
-    Random numbers are drawn only then. So those that are drawn between this context and
-    `parallelize`, or in a second context, differ from those of a run without it: build everything
-    in one context.
+    Random numbers are drawn at that time. Those that other code draws between this context and
+    `parallelize`, or in a second context, therefore differ from those of a run without it: build
+    everything in one context.
 
-    Tensors created from data (`torch.tensor`, `torch.from_numpy`) are real at once, and so are
-    tensors on devices other than the CPU. Where code needs a value (`.item()`, `if`), the tensor is
-    materialized.
+    Tensors created from data (`torch.tensor`, `torch.from_numpy`) and tensors on devices other than
+    the CPU are allocated at once. Where code reads a value (`.item()`, `if`), the tensor is
+    computed for it.
 
     Raises:
         DeferredError: if a random operator writes into a tensor that has values, or an operator
@@ -105,8 +105,8 @@ def no_init_parameters() -> Iterator[None]:
 
 @contextmanager
 def recording(record: Record) -> Iterator[None]:
-    """A context that records in `record` what creates or initializes tensors."""
-    with _Recording(record), _Settings(record):
+    """Context that records in `record` the operators that create or initialize tensors."""
+    with _Recording(record), _DeviceQueries(record):
         yield
 
 
@@ -133,13 +133,18 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if any(hasattr(kind, "records_in_its_place") for kind in types):
+        # Such classes, as `UninitializedShard`, record the operators on them themselves.
+        if any(hasattr(tensor_type, "records_in_its_place") for tensor_type in types):
             return NotImplemented
-        return _call(self.record, function, args, kwargs or {})
+        return _record_or_run(self.record, function, args, kwargs or {})
 
 
-class _Settings(TorchFunctionMode):
-    """Function mode for functions that inspect a tensor's device before they call an operator."""
+class _DeviceQueries(TorchFunctionMode):
+    """Function mode for functions that read a tensor's device before they call an operator.
+
+    `new_tensor` would create its data on the meta device, and setting `data` to a tensor on the CPU
+    would fail, as the devices differ.
+    """
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -154,11 +159,13 @@ class _Settings(TorchFunctionMode):
         elif function == data_setter:
             target, value = args
             if isinstance(target, Deferred) and not isinstance(value, Deferred):
-                args = target, _record(self.record, aten.clone.default, (value,), {})
+                args = target, _record_call(self.record, aten.clone.default, (value,), {})
         return function(*args, **kwargs)
 
 
-def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _record_or_run(
+    record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Record an operator if it creates or modifies a deferred tensor, else run it."""
     with without_torch_function():
         args, kwargs = pytree.tree_map_only(
@@ -166,17 +173,18 @@ def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str
         )
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not any(isinstance(t, Deferred) for t in tensors) and not (
-            _on_cpu(tensors, kwargs)
+            _runs_on_cpu(tensors, kwargs)
             and (draws_random_numbers(function) or _creates_tensor(function, tensors))
         ):
             return function(*args, **kwargs)
         targets = mutated_tensors(function, args, kwargs)
         if any(not on_meta(target) for target in targets):
+            # A real tensor cannot be written later, so the deferred arguments are computed now.
             _check_draw(function)
         elif targets or _returns_tensors(function):
             _check_use(record, function, tensors, targets)
             try:
-                return _record(record, function, args, kwargs)
+                return _record_call(record, function, args, kwargs)
             except NotImplementedError as error:
                 # The shape of the result depends on values, or the operator has no meta kernel.
                 _check_meta_kernel(function, targets, error)
@@ -184,11 +192,13 @@ def _call(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str
         return function(*args, **kwargs)
 
 
-def _record(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _record_call(
+    record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call an operator on the meta device and record it."""
     original_of: dict[int, Tensor] = {}
 
-    def plain(tensor: Tensor) -> Tensor:
+    def meta_argument(tensor: Tensor) -> Tensor:
         if on_meta(tensor):
             on_meta_device = tensor.detach()
         else:
@@ -198,18 +208,19 @@ def _record(record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[s
         original_of[id(on_meta_device)] = tensor
         return on_meta_device
 
-    def returned(result: Tensor) -> Tensor:
+    def result_or_original(result: Tensor) -> Tensor:
         return (
             original_of[id(result)] if id(result) in original_of else _as_deferred(result, record)
         )
 
     with without_torch_dispatch():
+        # An in-place view must change the `Deferred` object itself, not a detached meta tensor.
         if torch.Tag.inplace_view in function.tags:
             return function(*args, **kwargs)
-        plain_args, plain_kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs))
-        results = function(*plain_args, **plain_kwargs | _meta_keywords(function, kwargs))
+        meta_args, meta_kwargs = pytree.tree_map_only(Tensor, meta_argument, (args, kwargs))
+        results = function(*meta_args, **meta_kwargs | _meta_keywords(function, kwargs))
         record.add(function, args, kwargs, results)
-        return pytree.tree_map_only(Tensor, returned, results)
+        return pytree.tree_map_only(Tensor, result_or_original, results)
 
 
 def _as_deferred(tensor: Tensor, record: Record) -> Deferred:
@@ -220,20 +231,27 @@ def _as_deferred(tensor: Tensor, record: Record) -> Deferred:
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """Return the values of `tensor`, deferred or not. Does not advance generators."""
+    """Return `tensor`, or if it is deferred a new tensor with its values. Does not advance
+    generators."""
     if not isinstance(tensor, Deferred):
         return tensor
     requested = {"a tensor": tensor._record.storage_view(tensor)}
     return replay(tensor._record, requested, lambda name, value: value)["a tensor"]
 
 
-def values_of(tensors: Mapping[str, Tensor], keep: Keep) -> dict[str, Tensor]:
-    """Initialize the deferred ones of `tensors`, and return what `keep` returns for each, by name.
+def values_of(tensors: Mapping[str, Tensor], on_finished: OnFinished) -> dict[str, Tensor]:
+    """Compute the values of the deferred ones of `tensors`.
 
-    `keep(name, tensor)` is called on the CPU as soon as a tensor is finished, in the order in which
-    the model was built; the tensor is then freed. Tied tensors are computed once. Generators end
-    in the state that they would have without `no_init_parameters`, unless they have been used or
-    seeded since.
+    Tied tensors are computed once. Generators end in the state that they would have without
+    `no_init_parameters`, unless they have been used or seeded since.
+
+    Args:
+        tensors: tensors by name; those that are not deferred are ignored.
+        on_finished: called with the name and value of each tensor, on the CPU, as soon as it is
+            computed, in the order in which the model was built; the value is then freed.
+
+    Returns:
+        The results of `on_finished` by name.
 
     Raises:
         DeferredError: if a tensor depends on one that never had values, or on data that has been
@@ -246,8 +264,8 @@ def values_of(tensors: Mapping[str, Tensor], keep: Keep) -> dict[str, Tensor]:
             requested.setdefault(record, {})[name] = record.storage_view(tensor)
     values: dict[str, Tensor] = {}
     for record, views in requested.items():
-        values |= replay(record, views, keep)
-        settle_generators(record)
+        values |= replay(record, views, on_finished)
+        advance_generators(record)
     return values
 
 
@@ -262,7 +280,7 @@ def _meta_keywords(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return keywords
 
 
-def _on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
+def _runs_on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
     """Whether an operator would run on the CPU without the context."""
     device = kwargs.get("device") or torch.device("cpu")
     return all(t.device.type in ("cpu", "meta") for t in tensors) and device.type in ("cpu", "meta")
@@ -296,7 +314,12 @@ def _check_meta_kernel(function: Any, targets: list[Tensor], error: NotImplement
 
 
 def _check_use(record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]) -> None:
-    """Refuse uses of deferred tensors outside of the context but copies, casts and writes."""
+    """Check that a deferred tensor is not used outside of the context, except in copies, casts and
+    writes.
+
+    Raises:
+        DeferredError: if it is.
+    """
     if record.recording or targets or all(on_meta(tensor) for tensor in tensors):
         return
     raise DeferredError(

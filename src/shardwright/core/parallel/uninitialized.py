@@ -32,7 +32,7 @@ from shardwright.core.deferred import (
     is_initialized,
     materialize_attributes,
     recording,
-    share_starts,
+    share_generator_states,
     value_of,
     values_of,
 )
@@ -267,12 +267,14 @@ class Initialization:
         alone = gathered(torch.tensor(self._replayed_alone, device=device))
         if alone.any():
             states: dict[str, Tensor] = {}
-            share_starts(wholes.values(), states.update)
+            share_generator_states(wholes.values(), states.update)
             lines += [
                 f"{name} of the generator: {state.tolist()}" for name, state in states.items()
             ]
         check_description(lines, device)
-        share_starts(wholes.values(), lambda states: take_values_of_rank_0(states, device))
+        share_generator_states(
+            wholes.values(), lambda states: take_values_of_rank_0(states, device)
+        )
 
     def give_memory(self, module: nn.Module) -> None:
         """Gives parameters and buffers that are still on the meta device memory, and makes shards
