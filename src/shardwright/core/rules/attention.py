@@ -50,6 +50,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     if {len(value.shape) for value in (key, arguments["value"])} != {ndim}:
         return None
     causal = arguments["is_causal"]
+    # A block of queries slices the keys up to its own last position, which must exist.
     queries = None if causal and query.shape[-2] > key.shape[-2] else "s"
     keys = "ring" if has_ring(arguments) else None
     batch = _batch(ndim)
@@ -76,6 +77,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
         kernel=_kernel if causal or keys else None,
         reductions=_reductions if (causal and queries) or keys else no_reductions,
         random=arguments["dropout_p"] > 0,
+        # A query dimension may be sharded by the ring, and each of its blocks by `s`.
         joined={keys: "s"} if keys and queries else {},
     )
 
@@ -117,6 +119,7 @@ def exchanged_halves(
         local = [n // shard_counts.get(f, 1) if n > 1 else n for n, f in sizes]
         return Reduction(("s",), MIRROR, (*local, half, size), value.dtype, varying, varying)
 
+    # In the order in which kernels unpack `local.reduce`: queries, vectors, results.
     return (
         swap(op.inputs[0], True),
         *(swap(vector, False) for vector in query_vectors),

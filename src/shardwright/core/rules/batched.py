@@ -44,12 +44,17 @@ LINEAR_ALGEBRA = {
 
 
 def _batched(*item_ranks: int) -> RuleMaker:
-    """Make the rule of an operator whose items have `item_ranks` dimensions in each input."""
+    """Make a rule `b s _ _, b s _ -> b s _`: batch dimensions can be sharded, items cannot.
+
+    Args:
+        item_ranks: for each input, the number of trailing dimensions that belong to an item.
+    """
 
     def rule(op: Op) -> ShardingRule | None:
         counts = item_ranks[: len(op.inputs)]
         ranks = [len(v.shape) - n for v, n in zip(op.inputs, counts, strict=True)]
         batch: Dims = tuple(NAMES[: max(ranks)])
+        # Other forms of a call, such as a vector where the table has a matrix, have no rule.
         if min(ranks) < 0 or any(len(v.shape) < len(batch) for v in op.outputs):
             return None
         inputs = [
@@ -71,7 +76,10 @@ for _spatial_dims in (2, 3):
 
 @rule_for(*overloads("linalg_solve", "linalg_solve_ex"))
 def solve(op: Op) -> ShardingRule | None:
-    """The right-hand side is a batch of vectors if its shape is `left.shape[:-1]`, as in torch."""
+    """`b _ _, b _ _ -> b _ _`, or `b _ _, b _ -> b _`: the batch can be sharded.
+
+    The right-hand side is a batch of vectors if its shape is `left.shape[:-1]`, as in torch.
+    """
     left, right = (value.shape for value in op.inputs)
     return _batched(2, 1 if len(right) == 1 or right == left[:-1] else 2)(op)
 
@@ -84,7 +92,7 @@ def distances(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"))
 def sample_grid(op: Op) -> ShardingRule:
-    """Batch, channels and the sampling points can be sharded; the image's own dimensions cannot."""
+    """`b c _ _, b s t _ -> b c s t`: a sampling point may read any pixel of the image."""
     space = ("s", "t", "u")[: len(op.output.shape) - 2]
     image, grid = ("b", "c", *(None,) * len(space)), ("b", *space, None)
     return sharding_rule(op, (image, grid), (("b", "c", *space),))
@@ -92,6 +100,8 @@ def sample_grid(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("affine_grid_generator"))
 def affine_grid(op: Op) -> ShardingRule:
+    """`b _ _ -> b _ _ _`: one grid per affine matrix of the batch."""
+
     def kernel(op: Op, local: Local) -> Callable[..., Any]:
         return with_arguments(op, size=[local.output_shapes[0][0], *argument(op, "size")[1:]])
 
@@ -105,8 +115,10 @@ _TRANSFORMS = [f"fft_{name}{dims}" for name in _TRANSFORM_TYPES for dims in ("",
 
 @rule_for(*overloads(*_TRANSFORMS))
 def fourier(op: Op) -> ShardingRule:
+    """`b s _ -> b s _`: all but the transformed dimensions can be sharded."""
     dims, count = argument(op, "dim"), len(op.output.shape)
     if dims is None:
+        # As in torch: `s` gives the sizes of the last dimensions; without it all are transformed.
         sizes = argument(op, "s")
         dims = range(-(count if sizes is None else len(sizes)), 0)
     free = without(names(op.output), *([dims] if isinstance(dims, int) else dims))
@@ -115,7 +127,7 @@ def fourier(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("stft", "istft"))
 def short_fourier(op: Op) -> ShardingRule:
-    """Only the batch can be sharded."""
+    """`b _ -> b _ _` and back: only the batch can be sharded; windows are read in full."""
     inverse = op.target is aten.istft.default
     batch: Dims = ("b",)[: len(op.inputs[0].shape) - (2 if inverse else 1)]
     values = [(v, batch if v is op.inputs[0] else ()) for v in op.inputs]

@@ -38,13 +38,16 @@ from shardwright.core.rules.rule import (
 
 @rule_for(windowed_attention)
 def windowed_attention_rule(op: Op) -> ShardingRule:
-    """Batch, heads and positions can be sharded."""
+    """`b h s _, b h s _, b h s _ -> b h s _`: batch, heads and positions can be sharded."""
     return _rule(op, [_QUERIES] * 3, kernel=_windowed_block, reductions=_window_transfers)
 
 
 @rule_for(masked_attention)
 def masked_attention_rule(op: Op) -> ShardingRule:
-    """Batch, heads and queries can be sharded; per-query inputs of the mask like the queries."""
+    """`b h s _, b h _ _, b h _ _ -> b h s _`: batch, heads and queries can be sharded.
+
+    Inputs of the mask with a row per query are sharded like the queries.
+    """
     keys: Dims = ("b", "h", None, None)
     vectors = [_QUERIES[4 - len(value.shape) :] for value in op.inputs[3:]]
     causal = call_arguments(op)["causal"]
@@ -56,7 +59,7 @@ _QUERIES: Dims = ("b", "h", "s", None)
 
 
 def _rule(op: Op, inputs: Sequence[Dims], **options: Unpack[RuleOptions]) -> ShardingRule:
-    """The rule of both; with grouped-query attention the shards must divide the key-value heads."""
+    """Build either rule; in grouped-query attention the shards must divide the key-value heads."""
     heads = op.inputs[1].shape[1]
     capacity = {"h": heads} if heads > 1 else None
     options["main"] = Main({"b": "I", "h": "H", "s": "S"}, weight=None)
@@ -75,6 +78,8 @@ def _masked_rows(op: Op, local: Local) -> Callable[..., Any]:
     if blocks == 1:
         return op.target
     index, late, bind = local.index("s"), rows // 2, binder(op)
+    # Nothing is swapped without a causal mask, as all queries have equal work, or in blocks of one
+    # query.
     if not local.reduce:
         return with_arguments(op, start=index * rows)
     *swaps, swap_results = local.reduce
@@ -96,6 +101,7 @@ def _masked_rows(op: Op, local: Local) -> Callable[..., Any]:
                 **{**arguments, "query": query, "vectors": local_vectors, "start": start}
             )
 
+        # The second half of the mirrored block, blocks - 1 - index, ends where that block does.
         results = attend(*swapped, start=(blocks - index) * rows - late)
         return torch.cat((attend(*early, start=index * rows), swap_results(results)), -2)
 
@@ -138,6 +144,7 @@ def _windowed_block(op: Op, local: Local) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
         key, value = arguments["key"], arguments["value"]
+        # Keys and values are one tensor, so that each block before takes one transfer.
         parts = [torch.cat((key, value), -1)]
         for rows, from_previous in transfers:
             # The block before the first one of the sequence comes from its end; its positions are

@@ -45,7 +45,7 @@ def linear(op: Op) -> ShardingRule:
     aten.vdot.default,
 )
 def matmul(op: Op) -> ShardingRule:
-    """Products of vectors, matrices and batches of matrices; batches are broadcast."""
+    """`b s k, k j -> b s j`, or `b s i k, b s k j -> b s i j`: batch dimensions are broadcast."""
     first, second = (len(value.shape) for value in op.inputs)
     leading = tuple(name for name in NAMES if name not in "ijk")
     # A matrix on the right is a weight that all leading dimensions share, as in `linear`; a batch
@@ -63,7 +63,10 @@ def matmul(op: Op) -> ShardingRule:
 
 @rule_for(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
 def addmm_rule(op: Op) -> ShardingRule:
-    """`beta * input + alpha * (a @ b)`: K cannot be sharded, as every shard would add the input."""
+    """`i j, i _, _ j -> i j` of `beta * input + alpha * (a @ b)`, with a batch for `baddbmm`.
+
+    The contracted dimension cannot be sharded, as every shard would add the input.
+    """
     batch: Dims = ("b",) if len(op.output.shape) == 3 else ()
     columns: Dims = ("j",) if len(op.inputs[2].shape) > 1 else ()
     out = (*batch, "i", *columns)
@@ -74,26 +77,31 @@ def addmm_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.addbmm.default)
 def addbmm(op: Op) -> ShardingRule:
-    """`input + sum over b of a[b] @ c[b]`: b is not sharded, as every shard would add the input."""
+    """`i j, _ i _, _ _ j -> i j` of `input + sum over b of a[b] @ c[b]`.
+
+    `b` is not sharded, as every shard would add the input.
+    """
     inputs = (aligned(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
     return _as_main(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
 
 
 @rule_for(aten.addr.default)
 def addr(op: Op) -> ShardingRule:
+    """`i j, i, j -> i j`: an outer product is added to a matrix."""
     added = aligned(op, ("i", "j"))[0]
     return sharding_rule(op, (added, ("i",), ("j",)), (("i", "j"),))
 
 
 @rule_for(aten.bilinear.default)
 def bilinear(op: Op) -> ShardingRule:
-    """`... i, ... k, j i k -> ... j`; the features `i` and `k` are contracted together."""
+    """`b s _, b s _, j _ _ -> b s j`: the features of both inputs are not sharded."""
     notation = "... _, ... _, j _ _" + (", j" if argument(op, "bias") is not None else "")
     return from_notation(f"{notation} -> ... j", op)
 
 
 @rule_for(aten.outer.default, aten.ger.default)
 def outer(op: Op) -> ShardingRule:
+    """`i, j -> i j`: both vectors can be sharded."""
     return from_notation("i, j -> i j", op)
 
 
@@ -109,6 +117,7 @@ def inner(op: Op) -> ShardingRule:
 
 @rule_for(aten.tensordot.default)
 def tensordot(op: Op) -> ShardingRule:
+    """`b s t, s t u -> b u`: pairs of contracted dimensions can be sharded, too."""
     return _tensor_product(op, tuple(argument(op, "dims_self")), tuple(argument(op, "dims_other")))
 
 

@@ -18,16 +18,19 @@ from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_fo
 
 @rule_for(*overloads("conv1d", "conv2d", "conv3d"))
 def convolution(op: Op) -> ShardingRule:
+    """`b k _ _, j k _ _ -> b j _ _`: batch and channels can be sharded."""
     return _convolution(op, transposed=False)
 
 
 @rule_for(*overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 def transposed_convolution(op: Op) -> ShardingRule:
+    """`b k _ _, k j _ _ -> b j _ _`: the weight has its input channels first."""
     return _convolution(op, transposed=True)
 
 
 @rule_for(*overloads("convolution"))
 def general_convolution(op: Op) -> ShardingRule:
+    """As `convolution` or, with `transposed=True`, as `transposed_convolution`."""
     return _convolution(op, transposed=call_arguments(op)["transposed"])
 
 
@@ -39,6 +42,7 @@ def _convolution(op: Op, transposed: bool) -> ShardingRule:
     """
     arguments = call_arguments(op)
     weight, groups = arguments["weight"], arguments["groups"]
+    # Shards of spatial dimensions would have to exchange halos of the size of the kernel.
     space: Dims = (None,) * (len(weight.shape) - 2)
     batch: Dims = ("b",)[: len(op.output.shape) - len(space) - 1]
     if groups > 1:
@@ -46,6 +50,7 @@ def _convolution(op: Op, transposed: bool) -> ShardingRule:
             op,
             _inputs(op, (*batch, "g", *space), ("g", None, *space), "g"),
             ((*batch, "g", *space),),
+            # Inputs of a group must be where its outputs are, so shards end between groups.
             capacity={"g": groups},
             main=Main({"b": "I", "g": "J"}, weight=1),
             kernel=_grouped,

@@ -19,7 +19,8 @@ from shardwright.core.rules.rule import ShardingRule, rule_for
 @rule_for(*overloads("new_zeros", "new_ones", "new_full", "new_empty"))
 @rule_for(torch.ops.aten.normal.float_float)
 def sharded_creation(op: Op) -> ShardingRule:
-    """Every device creates its shard; a tensor that only supplies the dtype is not sharded."""
+    """`-> b s`: every device creates its shard; a tensor that only supplies the dtype is not
+    sharded."""
     size_index = list(schema_parameters(op.target)).index("size")
     # Lowering replaces the sizes only where they are a positional argument.
     by_position = size_index < len(op.args)
@@ -35,6 +36,7 @@ def sharded_creation(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("zeros_like", "ones_like", "full_like", "empty_like"))
 def creation_like(op: Op) -> ShardingRule:
+    """`b s -> b s`: every device creates a tensor like its shard."""
     dims = names(op.output)
     return sharding_rule(op, (dims,), (dims,))
 
@@ -42,7 +44,10 @@ def creation_like(op: Op) -> ShardingRule:
 @rule_for(*overloads("arange", "linspace", "logspace", "eye", "randperm", "scalar_tensor"))
 @rule_for(*overloads("tril_indices", "triu_indices", "hann_window", "hamming_window"))
 def replicated_creation(op: Op) -> ShardingRule:
-    """Every device creates the full tensor; consumers slice it without communication."""
+    """`-> _ _`: every device creates the full tensor; consumers slice it without communication.
+
+    A shard of `arange` or `eye` is not a shorter `arange` or `eye`.
+    """
     inputs = [(None,) * len(value.shape) for value in op.inputs]
     replicated = (None,) * len(op.output.shape)
     return sharding_rule(op, inputs, (replicated,), random=draws_random(op))

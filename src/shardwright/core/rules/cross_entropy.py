@@ -34,7 +34,10 @@ NONE = 0
 
 @rule_for(cross_entropy)
 def cross_entropy_rule(op: Op) -> ShardingRule:
-    """Rows and classes can be sharded. A reduced loss is a partial sum if rows are sharded."""
+    """`b s v, b s -> b s`, or `-> ()` if reduced: rows and classes can be sharded.
+
+    A reduced loss is a partial sum if rows are sharded; sums over classes are all-reduced inside.
+    """
     arguments = call_arguments(op)
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["logits"].shape) - 1]
     target = (*rows, "v") if _by_probabilities(op) else rows
@@ -65,6 +68,8 @@ def _reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...
     rows = tuple(n // shard_counts.get(f, 1) for n, f in zip(logits.shape[:-1], dims, strict=False))
     dtype = accumulation_dtype(logits.dtype)
     sums = (_number_of_sums(op), *rows)
+    # Every device computes the same losses from the sums, so their gradients are equal and need no
+    # collective: `varying` stays False.
     return (
         Reduction(("v",), "max", rows, dtype, differentiable=False),
         Reduction(("v",), "sum", sums, dtype),
@@ -116,6 +121,7 @@ def _sharded_classes_kernel(op: Op, local: Local) -> Callable[..., Any]:
         if arguments["reduction"] == SUM:
             return losses.sum().to(logits.dtype)
         if probabilities:
+            # By the global number of rows: there is no `ignore_index` for probabilities.
             return (losses.sum() / prod(logits.shape[:-1])).to(logits.dtype)
         counted = weights[1].detach() if weights else torch.ones_like(losses)
         count = counted.masked_fill(ignored, 0).sum()
@@ -148,6 +154,8 @@ def _class_index_terms(
     target_weight = weight[row].masked_fill(elsewhere, 0)
     total = target_weight * (1 - smoothing)
     product = total * score
+    # PyTorch's label smoothing: the target probability is (1 - ε) at the target plus ε / classes
+    # everywhere (Szegedy et al., "Rethinking the Inception Architecture", 2016, section 7).
     if smoothing:
         product = product + scores @ weight * share
         total = total + weight.sum() * share

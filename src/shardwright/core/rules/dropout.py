@@ -16,12 +16,16 @@ from shardwright.core.rules.rule import Dims, ShardingRule, rule_for
 
 @rule_for(*overloads("dropout", "native_dropout", "alpha_dropout"))
 def dropout(op: Op) -> ShardingRule:
+    """`b s -> b s`: every dimension can be sharded."""
     return _random_rule(op, names(op.output), is_active_dropout(op))
 
 
 @rule_for(*overloads("feature_dropout", "feature_alpha_dropout"))
 def feature_dropout(op: Op) -> ShardingRule:
-    """One number per sample and channel, the first two dimensions; others cannot be sharded."""
+    """`b s _ -> b s _`: one number per sample and channel, the first two dimensions.
+
+    Shards of other dimensions would drop different channels.
+    """
     free = names(op.output)[:2]
     return _random_rule(
         op, (*free, *(None,) * (len(op.output.shape) - len(free))), is_active_dropout(op)
@@ -32,6 +36,7 @@ def feature_dropout(op: Op) -> ShardingRule:
 @rule_for(torch.ops.aten.normal.float_Tensor)
 @rule_for(*overloads("bernoulli", "rand_like", "randn_like", "randint_like"))
 def random_like(op: Op) -> ShardingRule:
+    """`b s -> b s`: every device draws the numbers of its shard."""
     return _random_rule(op, names(op.output), random=True)
 
 

@@ -21,7 +21,8 @@ aten = torch.ops.aten
 
 @rule_for(aten.embedding.default)
 def embedding(op: Op) -> ShardingRule:
-    """Indices, features `e` and rows `v` of the table can be sharded; rows by a partial sum.
+    """`v e, b s -> b s e`: indices, features and rows of the table can be sharded; rows by a
+    partial sum, as in the vocabulary-parallel embedding of Megatron-LM.
 
     Sparse gradients, and those scaled by the frequency of an index, need all indices and rows on
     one device: then only the features can be sharded.
@@ -92,7 +93,7 @@ MAXIMUM = 2
 
 @rule_for(embedding_bag)
 def embedding_bag_rule(op: Op) -> ShardingRule:
-    """Bags, features `e` and, except for a maximum, rows `v` of the table can be sharded.
+    """`v e, b _ -> b e`: bags, features and, except for a maximum, table rows can be sharded.
 
     Bags of different sizes are not sharded, as the offsets decide where each begins; neither are
     indices whose gradients are scaled by their frequency.
@@ -131,6 +132,7 @@ def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
         mean, padding = arguments["mode"] == MEAN, arguments["padding_idx"]
         table, indices = arguments["weight"], arguments["indices"]
         weights = arguments["per_sample_weights"]
+        # Rows are left out of a bag by weight 0: padding here, rows of other devices below.
         if weights is None:
             weights = torch.ones_like(indices, dtype=table.dtype)
         if padding is not None:

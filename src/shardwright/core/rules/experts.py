@@ -20,8 +20,12 @@ from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_fo
 
 @rule_for(experts)
 def experts_rule(op: Op) -> ShardingRule:
+    """`b s _, b s _, b s _, e _ i _, e _ i -> b s _`: tokens `b s`, experts `e` and the inner
+    dimension `i` can be sharded, the last two by a partial sum."""
     arguments = call_arguments(op)
     tokens = names(op.output, exclude="ei")[:-1]
+    # A dimension of size 2, gate and up projection, is before or (interleaved) behind the inner
+    # one. It stays replicated, as a device needs both of each of its inner features.
     projected: Dims = ("i", None) if arguments["interleaved"] else (None, "i")
     dims: dict[str, Dims] = {
         "x": (*tokens, None),

@@ -20,7 +20,10 @@ aten = torch.ops.aten
 
 @rule_for(*overloads("cat", "concat", "concatenate"))
 def cat(op: Op) -> ShardingRule:
-    """Like torch, accepts empty one-dimensional tensors among the inputs."""
+    """`b _, b _ -> b _`: all but the concatenated dimension can be sharded.
+
+    As in torch, some inputs may be empty one-dimensional tensors.
+    """
     dims = without(names(op.output), argument(op, "dim"))
     inputs = [dims if len(v.shape) == len(dims) else (None,) for v in op.inputs]
     return sharding_rule(op, inputs, (dims,))
@@ -28,6 +31,7 @@ def cat(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("stack"))
 def stack(op: Op) -> ShardingRule:
+    """`b s, b s -> b _ s`: all but the new dimension can be sharded."""
     dim = argument(op, "dim") % len(op.output.shape)
     dims = without(names(op.output), dim)
     return sharding_rule(op, [_drop(dims, dim)] * len(op.inputs), (dims,))
@@ -38,6 +42,7 @@ def stack(op: Op) -> ShardingRule:
 @rule_for(aten.split.Tensor, aten.split.sizes, aten.split.default)
 @rule_for(aten.tensor_split.sections, aten.tensor_split.indices)
 def split_rule(op: Op) -> ShardingRule:
+    """`b _ -> b _, b _`: all but the split dimension can be sharded."""
     dims = without(names(op.inputs[0]), argument(op, "dim"))
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,) * len(op.outputs))
@@ -45,6 +50,7 @@ def split_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.unbind.int, aten.select.int)
 def unbind(op: Op) -> ShardingRule:
+    """`b _ s -> b s`: all but the dimension that is dropped can be sharded."""
     x = op.inputs[0]
     dim = argument(op, "dim") % len(x.shape)
     dims = without(names(x), dim)
@@ -53,7 +59,7 @@ def unbind(op: Op) -> ShardingRule:
 
 @rule_for(aten.slice.Tensor)
 def slice_rule(op: Op) -> ShardingRule:
-    """A slice over the full dimension is also the full slice of every shard."""
+    """`b _ -> b _`, or `b s -> b s` for a slice over the full dimension."""
     x, dim = op.inputs[0], argument(op, "dim")
     # `x[:, :]` is exported as slices over full dimensions; these must not keep a dimension
     # replicated.
@@ -64,6 +70,7 @@ def slice_rule(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("select_scatter", "slice_scatter"))
 def slice_scatter_rule(op: Op) -> ShardingRule:
+    """`b _, b _ -> b _` (`slice_scatter`) or `b _, b -> b _` (`select_scatter`)."""
     x, source = op.inputs
     dim = argument(op, "dim") % len(x.shape)
     dims = without(names(x), dim)
@@ -75,7 +82,8 @@ def slice_scatter_rule(op: Op) -> ShardingRule:
 @rule_for(*overloads("reflection_pad3d", "replication_pad1d", "replication_pad2d"))
 @rule_for(*overloads("replication_pad3d"))
 def pad(op: Op) -> ShardingRule:
-    """Padded (or cropped) dimensions cannot be sharded."""
+    """`b s _ -> b s _`: padded (or cropped) dimensions cannot be sharded."""
+    # `pad` lists (before, after) of each dimension, the last dimension first.
     amounts = argument(op, "pad", argument(op, "padding"))
     padded = [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
     dims = without(names(op.output), *padded)
@@ -94,7 +102,10 @@ def one_hot(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("meshgrid"))
 def meshgrid(op: Op) -> ShardingRule:
-    """Each input is one dimension of all outputs; `indexing="xy"` swaps the first two."""
+    """`b, s -> b s, b s`: each input is one dimension of all outputs.
+
+    `indexing="xy"` swaps the first two.
+    """
     dims = names(op.output)
     axes = list(range(len(dims)))
     if argument(op, "indexing", "ij") == "xy" and len(axes) > 1:
@@ -105,7 +116,7 @@ def meshgrid(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("gather", "take_along_dim"))
 def gather(op: Op) -> ShardingRule | None:
-    """Indices can be sharded; the dimension that they index cannot.
+    """`b _, b s -> b s`: indices can be sharded; the dimension that they index cannot.
 
     None without `dim`, which flattens the tensors.
     """
@@ -114,6 +125,8 @@ def gather(op: Op) -> ShardingRule | None:
     if dim is None or len(x.shape) != len(indices.shape) or not x.shape:
         return None
     indexed_dim = dim % len(x.shape)
+    # Where the index is smaller than `x`, only the first rows of `x` are read: its shards would not
+    # be aligned with those of the index.
     unequal = [
         i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _differ(sizes)
     ]
@@ -123,7 +136,8 @@ def gather(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
 def scatter(op: Op) -> ShardingRule:
-    """Dimensions in which all tensors have the same size can be sharded, except the indexed one."""
+    """`b _, b _, b _ -> b _`: dimensions in which all tensors have the same size can be sharded,
+    except the indexed one."""
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
     unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _differ(sizes)]
@@ -134,13 +148,14 @@ def scatter(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("take"))
 def take(op: Op) -> ShardingRule:
-    """Looks up positions in the flattened tensor, which is not sharded."""
+    """`_ _, b -> b`: looks up positions in the flattened tensor, which is not sharded."""
     dims = names(op.inputs[1])
     return sharding_rule(op, ((None,) * len(op.inputs[0].shape), dims), (dims,))
 
 
 @rule_for(*overloads("index_select"))
 def index_select(op: Op) -> ShardingRule:
+    """`b _, s -> b s`: the index can be sharded; the dimension that it indexes cannot."""
     x, indices = op.inputs
     dims = names(x)
     if not dims:
@@ -153,7 +168,7 @@ def index_select(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("index_add", "index_copy", "index_reduce", "index_fill"))
 def index_add_rule(op: Op) -> ShardingRule | None:
-    """Writes rows by index; the dimension of the rows cannot be sharded."""
+    """`b _, _, b _ -> b _`: the dimension into which the index writes cannot be sharded."""
     x, indices, *source = op.inputs
     if not x.shape:
         return None
@@ -164,7 +179,7 @@ def index_add_rule(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(op: Op) -> ShardingRule | None:
-    """Indexed dimensions cannot be sharded; those of the index tensors can.
+    """`_ s, b -> b s`: indexed dimensions cannot be sharded; those of the index tensors can.
 
     None for masks: the shape of the result depends on the data.
     """
@@ -178,7 +193,7 @@ def index(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.index_put.default)
 def index_put(op: Op) -> ShardingRule | None:
-    """The written values can be sharded along dimensions that are not indexed; None for masks."""
+    """`_ s, _, _ s -> _ s`: dimensions that are not indexed can be sharded; None for masks."""
     dims = _index_dims(op)
     if dims is None:
         return None

@@ -24,6 +24,7 @@ from shardwright.core.rules.rule import Local, Main, ShardingRule, rule_for
 
 @rule_for(LocalCall)
 def local_map_rule(op: Op) -> ShardingRule:
+    """The dimension names that the user has declared; parameters and buffers are replicated."""
     call: LocalCall = op.target  # type: ignore[assignment]
     declared = call.declaration
     state = [(None,) * len(value.shape) for value in op.inputs[len(declared.inputs) :]]

@@ -40,7 +40,10 @@ SUM = 2
 
 @rule_for(CTC_LOSSES)
 def ctc(op: Op) -> ShardingRule | None:
-    """Samples can be sharded if targets are padded to a matrix, not concatenated."""
+    """`_ b _, b _, b, b -> b`: samples can be sharded if targets are padded to a matrix.
+
+    Concatenated targets (None) cannot: where each sample begins depends on the data.
+    """
     rows = len(call_arguments(op)["targets"].shape) == 2
     return from_notation("_ b _, b _, b, b -> b", op) if rows else None
 
@@ -51,7 +54,10 @@ def ctc(op: Op) -> ShardingRule | None:
     *overloads("poisson_nll_loss", "hinge_embedding_loss", "margin_ranking_loss"),
 )
 def elementwise_loss(op: Op) -> ShardingRule:
-    """All dimensions can be sharded; a mean is a partial sum of local means / number of shards."""
+    """`b s, b s -> b s`, or `-> ()` if reduced: all dimensions can be sharded.
+
+    A mean is a partial sum of local means / number of shards.
+    """
     shape = torch.broadcast_shapes(*(value.shape for value in op.inputs))  # type: ignore[no-untyped-call]
     dims: Dims = tuple(NAMES[: len(shape)])
     return _loss_rule(op, aligned(op, dims), dims, mean_loss_kernel)
@@ -78,7 +84,7 @@ def _loss_rule(
 
 @rule_for(*overloads("cosine_embedding_loss"))
 def cosine_embedding_loss(op: Op) -> ShardingRule:
-    """Rows can be sharded; the features of a row, over which the cosine sums, cannot."""
+    """`b _, b _, b -> b`: rows can be sharded; features, over which the cosine sums, cannot."""
     rows: Dims = ("b",)[: len(op.inputs[-1].shape)]
     pairs = tuple((*rows, None) for _ in op.inputs[:2])
     return _loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
@@ -86,7 +92,7 @@ def cosine_embedding_loss(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("multi_margin_loss", "multilabel_margin_loss"))
 def margin_loss(op: Op) -> ShardingRule:
-    """Rows can be sharded; classes cannot, as each is compared with that of the target."""
+    """`b _, b -> b`: rows can be sharded; classes cannot, as each is compared with the target's."""
     rows: Dims = ("b",)[: max(0, len(op.inputs[0].shape) - 1)]
     scores, target = ((*rows, None)[: len(value.shape)] for value in op.inputs[:2])
     inputs = input_dims(op, {"self": scores, "target": target, "weight": (None,)})

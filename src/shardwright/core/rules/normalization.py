@@ -45,7 +45,8 @@ def feature_norm(op: Op) -> ShardingRule:
 
 @rule_for(aten.group_norm.default, aten.native_group_norm.default)
 def group_norm(op: Op) -> ShardingRule:
-    """The batch can be sharded, and the channels between groups; so can the statistics."""
+    """`b c _ _, c, c -> b c _ _, b c, b c`: the batch can be sharded, and the channels between
+    groups."""
     arguments, native = call_arguments(op), op.target is aten.native_group_norm.default
     groups = arguments["group" if native else "num_groups"]
     dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
@@ -64,7 +65,7 @@ def group_norm(op: Op) -> ShardingRule:
 
 @rule_for(aten._weight_norm.default)
 def weight_norm(op: Op) -> ShardingRule:
-    """Only `dim`, along which each slice has its own norm, can be sharded."""
+    """`b _, b _ -> b _`: only `dim`, along which each slice has its own norm, can be sharded."""
     weight, norms = op.inputs
     slice_dim = call_arguments(op)["dim"]
     dims = tuple(name if d == slice_dim else None for d, name in enumerate(names(weight)))
@@ -73,7 +74,7 @@ def weight_norm(op: Op) -> ShardingRule:
 
 @rule_for(aten.batch_norm.default)
 def batch_norm(op: Op) -> ShardingRule | None:
-    """With running statistics the operator is elementwise, so all dimensions can be sharded.
+    """`b c s t, c, c, c, c -> b c s t`: with running statistics the operator is elementwise.
 
     With batch statistics it updates its inputs in place; `batch_norm_train` replaces it then.
     """
@@ -82,7 +83,7 @@ def batch_norm(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.instance_norm.default)
 def instance_norm(op: Op) -> ShardingRule | None:
-    """Batch and channels can be sharded; with running statistics the spatial dimensions too.
+    """`b c _ _, c -> b c _ _`; with running statistics the spatial dimensions can be sharded, too.
 
     None if it uses the statistics of the input and updates the running ones in place.
     """
@@ -107,7 +108,7 @@ def _image(op: Op) -> Dims:
 
 @rule_for(batch_norm_train)
 def training_batch_norm(op: Op) -> ShardingRule:
-    """All dimensions can be sharded; every device computes the statistics of the global batch.
+    """`b c s t, c -> b c s t, c, c`; every device computes the statistics of the global batch.
 
     If batch or spatial dimensions are sharded, the kernel all-reduces the sums, then the squared
     deviations from the mean. Two passes, as on one device, avoid the cancellation of E[x²] - E[x]².
@@ -155,6 +156,7 @@ def _pooled_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
+        # A sum over a batch of images overflows float16 and loses digits in bfloat16.
         x = arguments["x"].to(accumulation_dtype(arguments["x"].dtype))
         # `count` is that of the global batch.
         mean = reduce_sum(x.sum(pooled_dims)) / count
@@ -185,5 +187,6 @@ def _update_running_average(running: Tensor, new: Tensor, momentum: float) -> Te
 
 @rule_for(*overloads("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"))
 def softmax(op: Op) -> ShardingRule:
+    """`b s _ -> b s _`: all but the normalized dimension can be sharded."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))

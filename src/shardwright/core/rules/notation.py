@@ -67,6 +67,7 @@ def from_notation(
         )
     pairs = list(zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True))
     used = {token for tokens, _ in pairs for token in tokens}
+    # The tensor with most leading dimensions names them; shorter ones take the last names.
     lengths = [len(v.shape) - len(tokens) + 1 for tokens, v in pairs if "..." in tokens]
     leading = [name for name in NAMES if name not in used][: max(lengths, default=0)]
     dims = [_dims(tokens, len(value.shape), leading) for tokens, value in pairs]
@@ -236,6 +237,8 @@ def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, A
 def with_arguments(op: Op, **replacements: Any) -> Callable[..., Any]:
     """Returns the target of `op` with the arguments in `replacements` overridden."""
     names = list(schema_parameters(op.target))
+    # By position where the call passes the argument by position, as kernels get the call's own
+    # arguments.
     by_index = {names.index(name): value for name, value in replacements.items()}
     positional = {i: value for i, value in by_index.items() if i < len(op.args)}
     keywords = {names[i]: value for i, value in by_index.items() if i >= len(op.args)}

@@ -51,7 +51,7 @@ def pointwise(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("to", "type_as"))
 def dtype_cast(op: Op) -> ShardingRule:
-    """A second tensor only supplies dtype and device, so it is not sharded."""
+    """`b s, _ _ -> b s`: a second tensor only supplies dtype and device, so it is not sharded."""
     dims = names(op.output)
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,))
@@ -59,7 +59,7 @@ def dtype_cast(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("prelu", "_prelu_kernel"))
 def prelu(op: Op) -> ShardingRule:
-    """The weight is a single number, or one per channel (dimension 1 of the input)."""
+    """`b c s, c -> b c s`: the weight is one number per channel (dimension 1), or a single one."""
     x, weight = op.inputs
     dims = names(x)
     if len(weight.shape) == len(x.shape):
@@ -70,14 +70,17 @@ def prelu(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("glu"))
 def glu(op: Op) -> ShardingRule:
-    """Multiplies the two halves of one dimension, which cannot be sharded."""
+    """`b s _ -> b s _`: the dimension whose two halves are multiplied cannot be sharded."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("bucketize", "searchsorted"))
 def bucketize(op: Op) -> ShardingRule | None:
-    """Looks up every element in one sorted sequence, which is not sharded."""
+    """`b s, _ -> b s`: looks up every element in a sorted sequence, which is not sharded.
+
+    None for `searchsorted` with a sequence per row.
+    """
     dims = names(op.output)
     boundaries = argument(op, "boundaries", argument(op, "sorted_sequence"))
     if len(boundaries.shape) != 1:

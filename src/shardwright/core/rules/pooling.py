@@ -23,7 +23,8 @@ RESIZES = {
 
 
 def leading_dims_rule(num_replicated: int) -> RuleMaker:
-    """Make a rule under which all but the last `num_replicated` dimensions can be sharded."""
+    """Make a rule `b c _ _ -> b c _ _`, in which the last `num_replicated` dimensions are not
+    sharded."""
 
     def rule(op: Op) -> ShardingRule:
         count = len(op.output.shape) - num_replicated
@@ -42,13 +43,13 @@ for _spatial, _resizes in RESIZES.items():
 
 @rule_for(*overloads("pixel_shuffle", "pixel_unshuffle"))
 def shuffle_pixels(op: Op) -> ShardingRule:
-    """Moves elements between channels and pixels; only leading dimensions can be sharded."""
+    """`b _ _ _ -> b _ _ _`: elements move between channels and pixels, which are not sharded."""
     dims = (*("b", "c", "d", "e", "f")[: len(op.output.shape) - 3], None, None, None)
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("channel_shuffle"))
 def shuffle_channels(op: Op) -> ShardingRule:
-    """All dimensions but the channels can be sharded."""
+    """`b _ s t -> b _ s t`: all dimensions but the channels can be sharded."""
     dims = ("b", None, *("s", "t", "u")[: len(op.output.shape) - 2])
     return sharding_rule(op, (dims,), (dims,))

@@ -47,6 +47,7 @@ def _local_mean(op: Op, local: Local) -> Callable[..., Any]:
     num_shards = prod(local.shard_counts.get(name, 1) for name in _reduced_names(op))
     if num_shards == 1:
         return op.target
+    # Shards have equal sizes, so the mean of their means is the mean of all.
     return lambda *args, **kwargs: op.target(*args, **kwargs) / num_shards
 
 
@@ -56,7 +57,8 @@ def _local_mean(op: Op, local: Local) -> Callable[..., Any]:
 @rule_for(*overloads("frobenius_norm", "logsumexp", "nanmean", "median", "nanmedian", "mode"))
 @rule_for(*overloads("kthvalue"))
 def reduction_rule(op: Op) -> ShardingRule:
-    """Reduced dimensions cannot be sharded."""
+    """`b _ -> b`: reduced dimensions cannot be sharded."""
+    # A layout can have pending sums, but no pending maximum, product or norm.
     dims = without(names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (_output_dims(op, dims),) * len(op.outputs))
 
@@ -64,21 +66,21 @@ def reduction_rule(op: Op) -> ShardingRule:
 @rule_for(*overloads("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"))
 @rule_for(*overloads("sort", "argsort", "topk", "flip", "roll"))
 def scan_rule(op: Op) -> ShardingRule:
-    """The dimensions in `dim` or `dims` cannot be sharded; without either none can."""
+    """`b _ -> b _`: dimensions in `dim` or `dims` cannot be sharded; without either none can."""
     dims = without(names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 
 
 @rule_for(*overloads("rot90"))
 def rotation(op: Op) -> ShardingRule:
-    """The two dimensions of the plane of rotation cannot be sharded."""
+    """`b _ _ -> b _ _`: the two dimensions of the plane of rotation cannot be sharded."""
     dims = without(names(op.output), *argument(op, "dims"))
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("renorm"))
 def renorm(op: Op) -> ShardingRule:
-    """Only the dimension whose slices are scaled can be sharded."""
+    """`_ s _ -> _ s _`: only the dimension whose slices are scaled can be sharded."""
     slice_dim = argument(op, "dim") % len(op.output.shape)
     dims = tuple(name if i == slice_dim else None for i, name in enumerate(names(op.output)))
     return sharding_rule(op, (dims,), (dims,))
@@ -86,20 +88,21 @@ def renorm(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("msort"))
 def sort_rows(op: Op) -> ShardingRule:
+    """`_ s -> _ s`: the first dimension, which is sorted, cannot be sharded."""
     dims = without(names(op.output), 0)
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("diff", "linalg_cross"))
 def diff_rule(op: Op) -> ShardingRule:
-    """Combines elements along one dimension, which cannot be sharded."""
+    """`b _ -> b _`: elements are combined along one dimension, which cannot be sharded."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, aligned(op, dims), (dims,))
 
 
 @rule_for(aten.histc.default)
 def histogram(op: Op) -> ShardingRule:
-    """Local counts are terms of the sum; without explicit bounds nothing can be sharded."""
+    """`b s -> _`: local counts are terms of a sum; without bounds nothing can be sharded."""
     dims = names(op.inputs[0])
     # Equal bounds mean those of the data, which differ between shards.
     bounded = argument(op, "min") < argument(op, "max")
@@ -109,7 +112,7 @@ def histogram(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("cosine_similarity"))
 def cosine_similarity(op: Op) -> ShardingRule:
-    """The feature dimension cannot be sharded; the two tensors are broadcast."""
+    """`b s _, b s _ -> b s`: features cannot be sharded; the two tensors are broadcast."""
     dim, ndim = argument(op, "dim"), len(op.output.shape) + 1
     dims = names(op.output)
     dims = (*dims[: dim % ndim], None, *dims[dim % ndim :])

@@ -49,6 +49,7 @@ def register(
     def rule(op: Op) -> ShardingRule:
         return from_notation(notation, op, reduced=reduced, kernel=kernel)
 
+    # Before it is registered, so that a wrong rule leaves nothing behind.
     _check(target, rule, example)
     rule_for(target)(rule)
 
@@ -84,12 +85,14 @@ def _check(target: OpTarget, maker: RuleMaker, example: tuple[Any, ...]) -> None
     for factor in even_factors:
         try:
             difference = _difference(op, rule, factor, example, full_outputs)
+        # Users' operators raise anything on shapes that they do not support.
         except Exception as error:
             difference = f"it fails: {str(error).strip().splitlines()[0]}"
         if difference:
             raise StrategyError(
                 f"the sharding rule `{rule}` contradicts {target}: on halves of {factor!r}"
-                f" {difference}"
+                f" {difference}\n"
+                "write `_` for a dimension that cannot be sharded, or pass a kernel"
             )
 
 
@@ -100,6 +103,7 @@ def _difference(
 
     Returns an empty text if they agree.
     """
+    # Two shards show a wrong dimension, a missing sum and a wrong kernel.
     mesh, cuts = DeviceMatrix((2,), ("x",)), {factor: (0,)}
     inputs, outputs = rule.layouts(mesh, cuts)
     local_outputs = []

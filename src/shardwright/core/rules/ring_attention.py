@@ -194,7 +194,7 @@ def _row_ranges(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, pairs: Tensor, ring: _Ring) -> Tensor:
-        # `place` is read by the runtime's errors, which name the program's line.
+        # `call_site` is read by the runtime's errors, which name the line of the program.
         ctx.ring, ctx.call_site = ring, ring.send.call_site()
         merged = _MergedOutput(query, pairs.shape[-1] - ring.key_size)
         receive: Callable[[], Tensor] | None = None
@@ -224,6 +224,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(ring.devices):
             current = receive() if receive is not None else current
             receive = ring.send_on(current) if step < ring.devices - 1 else None
+            # In the dtype of the tensors that travel: single precision would double the bytes.
             grad_pairs = torch.zeros_like(pairs)
             for rows, key_rows, diagonal in ring.parts_of_step(
                 step, query.shape[-2], current.shape[-2]

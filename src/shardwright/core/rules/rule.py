@@ -167,6 +167,7 @@ local tensors in place of their values."""
 
 
 def no_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    """The `reductions` of kernels without collectives."""
     return ()
 
 
@@ -210,6 +211,7 @@ class ShardingRule:
     )
 
     def __post_init__(self) -> None:
+        # A dict, as its order, unlike that of a set of strings, is the same in every process.
         named = {f: None for dims in (*self.inputs, *self.outputs) for f in dims if f is not None}
         object.__setattr__(self, "factors", tuple(f for f in named if self.can_shard(f)))
 
@@ -259,6 +261,8 @@ class ShardingRule:
         Raises:
             StrategyError: if two factors shard a dimension that their product does not divide.
         """
+        # A search asks for the same layouts again and again: operators with equal shapes share
+        # this rule, and each is tried with all cuts.
         key = mesh, tuple(cuts.items())
         if key not in self._layouts:
             self._layouts[key] = self._layouts_of(mesh, cuts)
@@ -330,6 +334,7 @@ def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
 
 def find_rule_maker(target: Any) -> RuleMaker | None:
     """Returns the function that builds the rule of `target` or of its class, or None."""
+    # By class for `LocalCall` objects, by name for operators of libraries that are not imported.
     return _RULES.get(target) or _RULES.get(type(target)) or _RULES.get(str(target))
 
 

@@ -30,12 +30,14 @@ aten = torch.ops.aten
 
 @rule_for(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def reshape_rule(op: Op) -> ShardingRule:
+    """`b s _ -> b s` for a merged pair of dimensions, `b s -> b s _` for a split one."""
     return _build_reshape_rule(op, sizes=1)
 
 
 @rule_for(*overloads("flatten", "unflatten", "squeeze", "unsqueeze", "ravel"))
 def reshape_to_local_shape(op: Op) -> ShardingRule:
-    """Reshapes whose arguments may not fit a shard: `squeeze` would drop a local size of 1."""
+    """As `reshape_rule`, for arguments that may not fit a shard: `squeeze` would drop a local size
+    of 1."""
     return _build_reshape_rule(op, kernel=_local_reshape)
 
 
@@ -87,8 +89,10 @@ def reshape_segments(
 @rule_for(*overloads("permute", "transpose", "t", "numpy_T", "mT", "movedim", "moveaxis"))
 @rule_for(*overloads("swapaxes", "swapdims", "adjoint", "matrix_H", "mH"))
 def permute_rule(op: Op) -> ShardingRule:
-    """The permutation is read off a meta tensor in which every dimension has another size."""
+    """`b s t -> t b s`: every dimension can be sharded."""
     dims = names(op.inputs[0])
+    # One code for all these operators: run one on a tensor in which every dimension has its own
+    # size, and read the permutation off the result.
     distinct_sizes = torch.empty([2 + i for i in range(len(dims))], device="meta")
     permuted = op.target(distinct_sizes, *op.args[1:], **op.kwargs)
     return sharding_rule(op, (dims,), (tuple(dims[size - 2] for size in permuted.shape),))
@@ -96,20 +100,21 @@ def permute_rule(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("expand", "broadcast_to"))
 def expand(op: Op) -> ShardingRule:
-    """Expanded dimensions of the result can be sharded: every device expands to its shard."""
+    """`_ s -> b s`: expanded dimensions can be sharded, as every device expands to its shard."""
     dims = names(op.output)
     return sharding_rule(op, aligned(op, dims), (dims,), sizes=1)
 
 
 @rule_for(*overloads("expand_as"))
 def expand_as(op: Op) -> ShardingRule:
+    """`_ s, b s -> b s`: every device expands to its shard of the second tensor."""
     dims = names(op.output)
     return sharding_rule(op, aligned(op, dims), (dims,))
 
 
 @rule_for(*overloads("broadcast_tensors"))
 def broadcast_tensors(op: Op) -> ShardingRule:
-    """Every device expands the tensors to its shard of the result."""
+    """`_ s, b _ -> b s, b s`: every device expands the tensors to its shard of the result."""
     dims = names(op.output)
     outputs = (dims,) * len(op.outputs)
     return sharding_rule(op, aligned(op, dims), outputs, kernel=_expand_all)
@@ -122,7 +127,7 @@ def _expand_all(op: Op, local: Local) -> Callable[..., Any]:
 
 @rule_for(*overloads("repeat", "tile"))
 def repeat_rule(op: Op) -> ShardingRule:
-    """Repeated dimensions cannot be sharded."""
+    """`b s -> _ b _`: new and repeated dimensions cannot be sharded."""
     dims = names(op.output)
     (x,) = aligned(op, dims)
     num_new = len(dims) - len(x)
@@ -137,7 +142,10 @@ def repeat_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.repeat_interleave.self_int)
 def repeat_interleave(op: Op) -> ShardingRule:
-    """Shard i of the repeated dimension becomes shard i of the result."""
+    """`b s -> b s`: shard i of the repeated dimension becomes shard i of the result.
+
+    Without `dim` the tensor is flattened, and nothing can be sharded.
+    """
     dims, dim = names(op.output), argument(op, "dim")
     if dim is None:
         return sharding_rule(op, ((None,) * len(op.inputs[0].shape),), ((None,),))
@@ -156,13 +164,13 @@ def _without_output_size(op: Op, local: Local) -> Callable[..., Any]:
 
 @rule_for(*overloads("view_as", "reshape_as"))
 def reshape_as(op: Op) -> ShardingRule:
-    """The second tensor only supplies the shape; it is sharded like the result."""
+    """As `reshape_rule`; the second tensor only supplies the shape; its layout is the result's."""
     return _build_reshape_rule(op)
 
 
 @rule_for(*overloads("unfold"))
 def unfold(op: Op) -> ShardingRule:
-    """Windows overlap, so the unfolded dimension cannot be sharded."""
+    """`b _ -> b _ _`: windows overlap, so the unfolded dimension cannot be sharded."""
     dims = without(names(op.inputs[0]), argument(op, "dimension"))
     return sharding_rule(op, (dims,), ((*dims, None),))
 
@@ -188,37 +196,41 @@ def _plane_and_diagonal(op: Op, dims: Dims) -> tuple[Dims, Dims]:
 
 @rule_for(*overloads("diagonal"))
 def diagonal(op: Op) -> ShardingRule:
+    """`b _ _ -> b _`: all but the two dimensions of the plane can be sharded."""
     plane, line = _plane_and_diagonal(op, names(op.inputs[0]))
     return sharding_rule(op, (plane,), (line,))
 
 
 @rule_for(*overloads("diagonal_scatter"))
 def diagonal_scatter(op: Op) -> ShardingRule:
-    """Writes a diagonal, the last dimension of the second input."""
+    """`b _ _, b _ -> b _ _`: a diagonal, the last dimension of the second input, is written."""
     plane, line = _plane_and_diagonal(op, names(op.output))
     return sharding_rule(op, (plane, line), (plane,))
 
 
 @rule_for(*overloads("diag_embed"))
 def diag_embed(op: Op) -> ShardingRule:
-    """Turns the last dimension, which cannot be sharded, into the diagonal of two new ones."""
+    """`b _ -> b _ _`: the last dimension becomes the diagonal of two new ones."""
     plane, line = _plane_and_diagonal(op, names(op.output))
     return sharding_rule(op, (line,), (plane,))
 
 
 @rule_for(*overloads("tril", "triu"))
 def triangle_rule(op: Op) -> ShardingRule:
+    """`b _ _ -> b _ _`: a block of a triangle has another diagonal, so matrices are not sharded."""
     dims = without(names(op.output), -2, -1)
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("view_as_complex"))
 def view_as_complex_rule(op: Op) -> ShardingRule:
+    """`b s _ -> b s`: the last dimension has the real and the imaginary part."""
     dims = names(op.output)
     return sharding_rule(op, ((*dims, None),), (dims,))
 
 
 @rule_for(*overloads("view_as_real"))
 def view_as_real_rule(op: Op) -> ShardingRule:
+    """`b s -> b s _`: the new dimension has the real and the imaginary part."""
     dims = names(op.inputs[0])
     return sharding_rule(op, (dims,), ((*dims, None),))
