@@ -204,6 +204,7 @@ class Cluster:
         """
         self._check_size(max(first_ranks) + mesh.num_devices)
         mesh_ranks = np.asarray(mesh.ranks).reshape(mesh.device_matrix)
+        # All stages at once: a collective is as slow as in the stage whose ranks lie worst.
         ranks = np.stack([mesh_ranks + first for first in first_ranks])
         axes = range(1, 1 + len(mesh.device_matrix))
         return tuple(self._spans(np.moveaxis(ranks, axis, -1)) for axis in axes)
@@ -281,6 +282,7 @@ def read_cluster(text: str, where: str) -> Cluster:
 
 def cluster_to_yaml(cluster: Cluster) -> str:
     """Writes a cluster as YAML that `read_cluster` reads."""
+    # Plain numbers in base units, which are read back exactly, unlike rounded numbers with units.
     content = {
         "name": cluster.name,
         "device": _described(cluster.device),
@@ -421,10 +423,12 @@ def _level(entries: _Entries) -> LinkLevel:
 
 
 def _check_levels(levels: tuple[LinkLevel, ...], where: str) -> None:
+    # `Links` divides group sizes of neighboring levels, so outer ones must be whole multiples.
     for number, (inner, outer) in enumerate(pairwise(levels)):
         if inner.devices is None:
             raise ConfigError(
-                f"{where}: levels[{number}].devices is missing\nonly the last level may omit it"
+                f"{where}: levels[{number}].devices is missing\n"
+                "only the last level may omit it; an example of an inner level is `devices: 8`"
             )
         if outer.devices is not None and outer.devices % inner.devices:
             raise ConfigError(

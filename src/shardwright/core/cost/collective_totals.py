@@ -58,7 +58,10 @@ def collective_totals(
             total = totals.setdefault((kind, tuple(sorted(axes))), [0, 0, 0])
             seconds = 0.0 if links is None else links.seconds(kind, axes, size)
             per_call = (1, COLLECTIVES[kind].sent(size, mesh.size(axes)), seconds)
-            total[:] = [sum_ + calls * value for sum_, value in zip(total, per_call, strict=True)]
+            total[:] = [
+                total_so_far + calls * value
+                for total_so_far, value in zip(total, per_call, strict=True)
+            ]
     return tuple(
         CollectiveTotal(kind, mesh.named(axes), count, sent, None if links is None else seconds)
         for (kind, axes), (count, sent, seconds) in totals.items()
@@ -66,26 +69,33 @@ def collective_totals(
 
 
 def _chunk_calls(chunk: Chunk, micro_batches: int) -> Iterator[_Calls]:
-    flow = chunk.communication
-    bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
-    for transfer in flow.transfers:
+    communication = chunk.communication
+    # The gathers and reductions of parameters in a bucket are one collective, counted below.
+    bucketed = {
+        id(t) for b in communication.buckets for member in b.members for t in member.transfers
+    }
+    for transfer in communication.transfers:
         if id(transfer) not in bucketed:
             yield from _transfer_calls(transfer, micro_batches)
     # Collectives inside operators, such as the sums of a batch norm.
-    for name, inner in flow.reductions.items():
+    for name, op_reductions in communication.reductions.items():
         trained = any(value.requires_grad for value in chunk.graph.by_name[name].outputs)
-        for each in inner:
-            reduction = each.reduction
-            forward, backward = reduction.num_collectives(flow.mesh.size(each.axes), trained)
-            calls = forward + backward + (forward if name in flow.recomputed_ops else 0)
+        for bound in op_reductions:
+            reduction = bound.reduction
+            forward, backward = reduction.num_collectives(
+                communication.mesh.size(bound.axes), trained
+            )
+            # Recomputed operators run their forward collectives again in the backward pass.
+            calls = forward + backward + (forward if name in communication.recomputed_ops else 0)
             size = prod(reduction.shape) * reduction.dtype.itemsize
-            yield reduction.collective, each.axes, calls * micro_batches, size
-    for bucket in flow.buckets:
+            yield reduction.collective, bound.axes, calls * micro_batches, size
+    for bucket in communication.buckets:
         yield from _bucket_calls(bucket, micro_batches)
 
 
 def _transfer_calls(transfer: Transfer, micro_batches: int) -> Iterator[_Calls]:
     step, value = transfer.step, transfer.value
+    # The larger side: the output of an all-gather, the input of a reduce-scatter.
     size = max(prod(side.shard_shape(value.shape)) for side in (step.source, step.target))
     if step.forward is not None:
         # Recomputation in the backward pass repeats the forward collective.
@@ -98,6 +108,7 @@ def _transfer_calls(transfer: Transfer, micro_batches: int) -> Iterator[_Calls]:
 def _bucket_calls(bucket: Bucket, micro_batches: int) -> Iterator[_Calls]:
     """Calls of a bucket: one gather over all its axes, and one reduction of its gradients per
     collective."""
+    # Level 3 (ZeRO-3) frees gathered parameters after use, so each micro-batch gathers them.
     gathers = micro_batches if bucket.level == "level3" else 1
     gathers += micro_batches if bucket.regathers else 0
     stored = bucket.numel * bucket.members[0].value.itemsize

@@ -19,7 +19,7 @@ from shardwright.core.layout.collective_spec import COLLECTIVES
 from shardwright.core.layout.layout import DeviceMatrix
 
 ELEMENT = 4
-"""Bytes of one element of a small all-reduce, such as a loss or a count."""
+"""Bytes of one element of a small all-reduce, such as a loss or a count, in float32."""
 
 
 class Links:
@@ -51,26 +51,30 @@ class Links:
                 the input of a reduce-scatter.
             joined: whether it is part of a bucket, so that the tensor sent is larger.
         """
-        group = self._group(axes)
-        if not group:
+        levels_of_group = self._group_levels(axes)
+        if not levels_of_group:
             return 0.0
         pattern = COLLECTIVES[collective].pattern
         if pattern == "point_to_point":
             # Each device sends its whole tensor to one other, which may be in another node.
-            link = self.cluster.levels[group[-1][0]]
+            link = self.cluster.levels[levels_of_group[-1][0]]
             return link.call + link.latency + num_bytes / link.rate
         if pattern == "pairwise":
-            return self._all_to_all(group, num_bytes)
+            return self._all_to_all(levels_of_group, num_bytes)
         may_skip_parts = self.shared and collective == "all_reduce" and not joined
-        return self._hierarchical(group, num_bytes, collective, may_skip_parts)
+        return self._hierarchical(levels_of_group, num_bytes, collective, may_skip_parts)
 
     def _hierarchical(
-        self, group: list[tuple[int, int]], num_bytes: float, collective: str, may_skip_parts: bool
+        self,
+        levels_of_group: list[tuple[int, int]],
+        num_bytes: float,
+        collective: str,
+        may_skip_parts: bool,
     ) -> float:
         """Seconds of a hierarchical collective, innermost level first. Each level moves the tensor
         divided by the number of devices on the levels inside it."""
-        seconds, level_bytes, devices = 0.0, num_bytes, prod(size for _, size in group)
-        for level, size in group:
+        seconds, level_bytes, devices = 0.0, num_bytes, prod(size for _, size in levels_of_group)
+        for level, size in levels_of_group:
             link = self.cluster.levels[level]
             hops: float = sequential_messages(link, size)
             if link.collectives == RINGS and rounds(link, collective) == 1:
@@ -81,26 +85,30 @@ class Links:
                 # The tensor has fewer elements than the ring has devices, and empty parts are not
                 # sent. The latency stays, but waiting processes leave the processor to senders.
                 hops *= max(1.0, level_bytes / ELEMENT) / size
-            once = hops * link.latency + (size - 1) / size * level_bytes / link.rate
-            seconds += link.call + rounds(link, collective) * once
+            round_seconds = hops * link.latency + (size - 1) / size * level_bytes / link.rate
+            seconds += link.call + rounds(link, collective) * round_seconds
             level_bytes, devices = level_bytes / size, devices // size
         return seconds
 
-    def _all_to_all(self, group: list[tuple[int, int]], num_bytes: float) -> float:
+    def _all_to_all(self, levels_of_group: list[tuple[int, int]], num_bytes: float) -> float:
         """Seconds of an all-to-all, where each device sends every other one an equal part over the
         link level between them."""
-        devices = prod(size for _, size in group)
-        seconds, reached = 0.0, 1
-        for level, size in group:
+        devices = prod(size for _, size in levels_of_group)
+        seconds, joined_devices = 0.0, 1
+        for level, size in levels_of_group:
             link = self.cluster.levels[level]
-            share = (reached * size - reached) / devices
+            # Of the tensor's `devices` parts, those for devices that this level is the first to
+            # reach are sent over its links.
+            share = (joined_devices * size - joined_devices) / devices
             seconds += link.call + sequential_messages(link, size) * link.latency
             seconds += share * num_bytes / link.rate
-            reached *= size
+            joined_devices *= size
         return seconds
 
-    def _group(self, axes: Iterable[int]) -> list[tuple[int, int]]:
+    def _group_levels(self, axes: Iterable[int]) -> list[tuple[int, int]]:
         """(level, number of devices or inner groups joined) of the joined axes, innermost first."""
+        # Axes that cross the same level are one group there: over 2 x 4 devices of a node a
+        # collective has 8 members.
         sizes: dict[int, int] = {}
         for axis in axes:
             for level, size in self.levels[axis]:

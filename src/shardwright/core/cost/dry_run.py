@@ -67,13 +67,13 @@ class Phase:
     """Memory of one action relative to its start.
 
     Args:
-        height: bytes at the peak of the action.
+        peak: bytes at the peak of the action.
         change: bytes at its end; negative where it frees.
         largest: largest tensors of the micro-batch at the peak: kind, index of the operator that
             produces or first reads them, and bytes.
     """
 
-    height: Kinds
+    peak: Kinds
     change: Kinds
     largest: tuple[tuple[str, int, int], ...] = ()
 
@@ -129,7 +129,7 @@ class _MetaChunk:
         stored: stored parameters by name.
         arriving: values received from the chunk before.
         gradients: gradients received from the chunk after.
-        halves: whether the backward pass is split into input and weight gradients.
+        splits_backward: whether the backward pass is split into input and weight gradients.
         inputs, outputs: inputs and outputs of the current micro-batch.
         groups: parameter groups of `stage_backward_input` for its `stage_backward_weight`.
         reduced: gradients of stored parameters after the step.
@@ -140,7 +140,7 @@ class _MetaChunk:
     stored: dict[str, Tensor]
     arriving: list[Tensor]
     gradients: list[Tensor]
-    halves: bool
+    splits_backward: bool
     live: LiveBytes
     number: Tensor = field(default_factory=lambda: torch.tensor(0))
     outputs: tuple[Tensor, ...] = ()
@@ -151,7 +151,11 @@ class _MetaChunk:
 
     @classmethod
     def of(
-        cls, partitioned: Partitioned, chunk: Chunk, halves: bool, cached_results: dict[Any, Any]
+        cls,
+        partitioned: Partitioned,
+        chunk: Chunk,
+        splits_backward: bool,
+        cached_results: dict[Any, Any],
     ) -> _MetaChunk:
         mesh = chunk.mesh
         # The last rank needs most: under causal attention its block of queries reads most keys.
@@ -172,13 +176,13 @@ class _MetaChunk:
             return torch.empty(shape, dtype=dtype or value.dtype, device=META)
 
         arriving = [local(v).requires_grad_(v.requires_grad) for v in chunk.arriving]
-        returning = [_gradient_buffer(chunk, value) for value in chunk.leaving]
+        gradient_buffers = [_gradient_buffer(chunk, value) for value in chunk.leaving]
         run = cls(
             module,
             {v.name: local(v, v.stored_dtype) for v in chunk.graph.parameters},
             arriving,
-            returning,
-            halves and can_split_backward(module),
+            gradient_buffers,
+            splits_backward and can_split_backward(module),
             DryRunMode(cached_results),
         )
         chunk_inputs = set(chunk.graph.input_values)
@@ -191,7 +195,7 @@ class _MetaChunk:
         buffers = {value.name: local(value) for value in chunk.graph.buffers}
         module.step = StepContext([leaves], buffers, seed=0)
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        run.live.watch([*tensors, *arriving, *returning], BATCH)
+        run.live.watch([*tensors, *arriving, *gradient_buffers], BATCH)
         run.live.watch(run.stored.values(), PARAMETERS)
         run.live.watch([*constants.values(), *buffers.values()], BUFFERS)
         return run
@@ -207,20 +211,23 @@ class _MetaChunk:
         function()
         end = self.mark(kind)
         peak = self.live.peak(start, end)
-        height, change = self.live.bytes_between(peak, start), self.live.bytes_between(end, start)
-        return Phase(height, change, self._largest(peak))
+        peak_bytes, change = (
+            self.live.bytes_between(peak, start),
+            self.live.bytes_between(end, start),
+        )
+        return Phase(peak_bytes, change, self._largest(peak))
 
     def actions(
-        self, kinds: Sequence[str], several: bool, on_share: OnShare
+        self, kinds: Sequence[str], has_several: bool, on_share: OnShare
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
         """Runs the actions of the first micro-batch and, if there are several, of a later one.
 
         Usually only the later one runs, and the first is derived from it by `_as_first`, which
         halves the time of a dry run.
         """
-        if self.halves or not several:
+        if self.splits_backward or not has_several:
             first = {kind: self.action(kind) for kind in track(kinds, on_share)}
-            return first, {kind: self.action(kind) for kind in kinds} if several else {}
+            return first, {kind: self.action(kind) for kind in kinds} if has_several else {}
         first, later = {}, {}
         for kind in track(kinds, on_share):
             start = len(self.live.history)
@@ -244,8 +251,8 @@ class _MetaChunk:
             # After the event that frees the added tensor.
             events.insert(position + 1 - start, (gradient, True))
         self.added.clear()
-        height = bytes_by_kind(events[: events_at_peak(events)])
-        return Phase(height, bytes_by_kind(events), later.largest)
+        peak_bytes = bytes_by_kind(events[: events_at_peak(events)])
+        return Phase(peak_bytes, bytes_by_kind(events), later.largest)
 
     def _add_gradients(self) -> None:
         """Gives each parameter that the backward pass reaches a gradient, as an earlier micro-batch
@@ -335,7 +342,7 @@ class _MetaChunk:
 
     def backward_input(self) -> None:
         # The first chunk has no inputs to differentiate: its pass runs in `backward_weight`.
-        if not self.halves:
+        if not self.splits_backward:
             self.backward()
         elif self.module.chunk.number:
             outputs, gradients, inputs = self._take_tensors()
@@ -344,10 +351,10 @@ class _MetaChunk:
             )
 
     def backward_weight(self) -> None:
-        if self.halves and self.module.chunk.number:
+        if self.splits_backward and self.module.chunk.number:
             groups, self.groups = self.groups, []
             stage_backward_weight(self.module.parameters(), groups)
-        elif self.halves:
+        elif self.splits_backward:
             self.backward()
 
 
@@ -392,8 +399,8 @@ class DryRunCache:
     ) -> DryRun:
         """Returns the dry run of a chunk; arguments as for `dry_run_chunk`."""
         # Of the number of micro-batches, only whether gradients accumulate matters.
-        several = partitioned.pipeline.micro_batches > 1
-        key = (chunk_key(chunk), chunk.mesh, tuple(kinds), several)
+        has_several = partitioned.pipeline.micro_batches > 1
+        key = (chunk_key(chunk), chunk.mesh, tuple(kinds), has_several)
         if key not in self._runs:
             cached_results = self._operators
             self._runs[key] = dry_run_chunk(partitioned, chunk, kinds, cached_results, on_share)

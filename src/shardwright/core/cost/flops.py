@@ -67,19 +67,19 @@ class Work:
 
 def work_of(op: Op) -> Work:
     """Work of `op`, cached by its rule and by which inputs need a gradient."""
-    rule, cached = rule_of(op), _OF_OPERATORS.get(op)
+    rule, cached = rule_of(op), _CACHED_WORK.get(op)
     if cached is None or cached[0] is not rule:
-        wanted = tuple(value.requires_grad for value in op.inputs)
+        needs_gradient = tuple(value.requires_grad for value in op.inputs)
         differentiable = any(value.requires_grad for value in op.outputs)
         if rule is None:
-            work = _work(op, None, wanted, differentiable)
+            work = _work(op, None, needs_gradient, differentiable)
         else:
-            work = _cached_work(_WorkKey(id(rule), wanted, differentiable, rule, op))
-        cached = _OF_OPERATORS[op] = rule, work
+            work = _cached_work(_WorkKey(id(rule), needs_gradient, differentiable, rule, op))
+        cached = _CACHED_WORK[op] = rule, work
     return cached[1]
 
 
-_OF_OPERATORS: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKeyDictionary()
+_CACHED_WORK: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKeyDictionary()
 """Work of each operator, with the rule that it was derived from: rules can be registered later."""
 
 
@@ -88,7 +88,7 @@ class _WorkKey:
     """An operator, equal to others with the same rule object and the same gradients."""
 
     rule_id: int
-    wanted: tuple[bool, ...]
+    needs_gradient: tuple[bool, ...]
     differentiable: bool
     rule: ShardingRule = field(compare=False)
     op: Op = field(compare=False)
@@ -96,43 +96,46 @@ class _WorkKey:
 
 @lru_cache(maxsize=1 << 14)
 def _cached_work(key: _WorkKey) -> Work:
-    return _work(key.op, key.rule, key.wanted, key.differentiable)
+    return _work(key.op, key.rule, key.needs_gradient, key.differentiable)
 
 
 def _work(
-    op: Op, rule: ShardingRule | None, wanted: tuple[bool, ...], differentiable: bool
+    op: Op, rule: ShardingRule | None, needs_gradient: tuple[bool, ...], differentiable: bool
 ) -> Work:
     inputs, outputs = _tensors(op, rule)
     read = inputs
+    # A lookup reads only the rows of the table that the indices name.
     if op.target in _LOOKUPS:
-        (_, features), (_, places) = inputs[:2]
+        (_, features), (_, index_factors) = inputs[:2]
         rows = op.inputs[1].numel * op.inputs[0].shape[1] * op.inputs[0].itemsize
-        read = [*inputs[1:], (rows, features & outputs[0][1] | places)]
+        read = [*inputs[1:], (rows, features & outputs[0][1] | index_factors)]
     forward = () if is_view(op) else (*read, *outputs)
-    count = sum(wanted) if differentiable else 0
+    count = sum(needs_gradient) if differentiable else 0
     backward: tuple[tuple[int, frozenset[str]], ...] = ()
+    # The gradients of outputs have the sizes of the outputs.
     if count and not is_view(op):
-        gradients = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
+        gradients = [tensor for tensor, needs in zip(inputs, needs_gradient, strict=True) if needs]
         backward = (*read, *outputs, *gradients)
     flops = forward_flops(op, rule)
     kind: WorkKind = "matrix products" if flops else "other operators"
     if rule is None and not is_view(op):
         flops = max(flops, float(sum(value.numel for value in (*op.inputs, *op.outputs))))
-    times: float = count
+    # A product has one gradient product for each input that needs a gradient.
+    backward_ratio: float = count
     if op.target in _ATTENTION:
-        times = ATTENTION_BACKWARD
+        backward_ratio = ATTENTION_BACKWARD
     elif isinstance(op.target, LocalCall):
         # Each product has two gradients, whatever the number of parameters.
-        times = 2.0
+        backward_ratio = 2.0
     elif op.target is experts and rule is not None:
         # Gradients of tokens, and of matrices.
-        times = any(wanted[:3]) + any(wanted[3:])
+        backward_ratio = any(needs_gradient[:3]) + any(needs_gradient[3:])
         dispatched = _dispatched(op, rule)
         forward, backward = (*forward, *dispatched), (*backward, *dispatched, *dispatched)
     return Work(
         dtype=op.output.dtype if op.outputs else torch.float32,
         forward_flops=flops,
-        backward_flops=times * flops if count else 0.0,
+        backward_flops=backward_ratio * flops if count else 0.0,
         forward_bytes=forward,
         backward_bytes=backward,
         gradients=count,
@@ -150,18 +153,22 @@ def _sides(
     if isinstance(op.target, LocalCall):
         return ()
     if op.target is experts:
-        one = _of_one_expert(op)
-        return tuple(zip(one, (_tokens(rule), frozenset("i"), frozenset[str]()), strict=True))
+        expert_sides = _expert_sides(op)
+        return tuple(
+            zip(expert_sides, (_tokens(rule), frozenset("i"), frozenset[str]()), strict=True)
+        )
     left, right, out = (
         frozenset(name for name in dims if name is not None)
         for dims in (*rule.inputs[:2], rule.outputs[0])
     )
     batch, columns = left & right & out, (right & out) - left
-    in_batch, wide = (prod(rule.capacity[name] for name in names) for names in (batch, columns))
+    batch_size, num_columns = (
+        prod(rule.capacity[name] for name in names) for names in (batch, columns)
+    )
     results = op.output.numel
     return (
-        (results / in_batch / wide, (left & out) - right),
-        (float(wide), columns),
+        (results / batch_size / num_columns, (left & out) - right),
+        (float(num_columns), columns),
         (flops / 2 / results, (left & right) - out),
     )
 
@@ -175,9 +182,9 @@ def _tensors(
         factors = rule.factors_of(dims) if rule is not None else frozenset[str]()
         return value.numel * value.itemsize, factors
 
-    none: tuple[tuple[str | None, ...], ...] = ((),) * max(len(op.inputs), len(op.outputs))
-    ins = rule.inputs if rule is not None else none[: len(op.inputs)]
-    outs = rule.outputs if rule is not None else none[: len(op.outputs)]
+    no_dims: tuple[tuple[str | None, ...], ...] = ((),) * max(len(op.inputs), len(op.outputs))
+    ins = rule.inputs if rule is not None else no_dims[: len(op.inputs)]
+    outs = rule.outputs if rule is not None else no_dims[: len(op.outputs)]
     return (
         [tensor(v, d) for v, d in zip(op.inputs, ins, strict=True)],
         [tensor(v, d) for v, d in zip(op.outputs, outs, strict=True)],
@@ -188,10 +195,11 @@ def is_view(op: Op) -> bool:
     """Whether the result aliases an input, according to the ATen schema."""
     if not isinstance(op.target, OpOverload) or not op.inputs:
         return False
+    # A write in place aliases an input, too, but is no view.
     returns = schema_of(op.target).returns
-    shares = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
+    aliases = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
     # `to` and the like share memory only where they change nothing.
-    return any(shares) and op.output.dtype == op.inputs[0].dtype
+    return any(aliases) and op.output.dtype == op.inputs[0].dtype
 
 
 def forward_flops(op: Op, rule: ShardingRule | None) -> float:
@@ -211,6 +219,7 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
         return 2.0 * prod(rule.capacity[d] for d in named)
     if isinstance(op.target, LocalCall):
         return _counted(op) if op.target.flops is None else op.target.flops
+    # Other ATen operators have no matrix products; users' own may have a registered formula.
     custom = isinstance(op.target, OpOverload) and op.target.namespace != "aten"
     return _counted(op) if custom or op.target in _COUNTED else 0.0
 
@@ -235,6 +244,7 @@ def _attention(op: Op) -> float:
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     rows, keys = query.shape[-2], float(key.shape[-2])
     if arguments.get("window") is not None and arguments.get("causal", True):
+        # The first rows see fewer keys than the window: row i sees min(i + 1, window).
         window = min(arguments["window"], rows)
         keys = window - window * (window - 1) / 2 / rows
     flops: float = 2.0 * query.numel * keys
@@ -247,19 +257,20 @@ def _convolution(op: Op) -> float:
     """FLOPs of a convolution: each output element (transposed: input element) meets one filter."""
     arguments = call_arguments(op)
     weight, transposed = arguments["weight"], arguments.get("transposed", op.target in _TRANSPOSED)
-    places = op.inputs[0] if transposed else op.output
+    elements = (op.inputs[0] if transposed else op.output).numel
     filters: int = weight.numel // weight.shape[0]
-    return 2.0 * places.numel * filters
+    return 2.0 * elements * filters
 
 
 def _experts(op: Op) -> float:
     """FLOPs of a mixture of experts: each token meets the matrices of its chosen experts."""
     arguments = call_arguments(op)
-    of_one = (arguments["gate_up"].numel + arguments["down"].numel) / arguments["down"].shape[0]
-    return float(2.0 * arguments["ids"].numel * of_one)
+    matrices = arguments["gate_up"].numel + arguments["down"].numel
+    expert_numel = matrices / arguments["down"].shape[0]
+    return float(2.0 * arguments["ids"].numel * expert_numel)
 
 
-def _of_one_expert(op: Op) -> tuple[float, float, float]:
+def _expert_sides(op: Op) -> tuple[float, float, float]:
     """Dimensions m, n and k of one expert's first matrix product, with balanced routing."""
     arguments = call_arguments(op)
     count, *_, hidden = arguments["gate_up"].shape
@@ -270,9 +281,9 @@ def _dispatched(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozenset[str]],
     """Bytes and factors of tokens sorted by expert, with their results, and of the hidden layer."""
     arguments = call_arguments(op)
     rows, factors = arguments["ids"].numel * op.output.itemsize, _tokens(rule) | {"e"}
-    _, columns, hidden = _of_one_expert(op)
-    between = int(columns) + arguments["down"].shape[-1]
-    return (2 * rows * int(hidden), factors), (rows * between, factors | {"i"})
+    _, columns, hidden = _expert_sides(op)
+    intermediate = int(columns) + arguments["down"].shape[-1]
+    return (2 * rows * int(hidden), factors), (rows * intermediate, factors | {"i"})
 
 
 def _tokens(rule: ShardingRule) -> frozenset[str]:

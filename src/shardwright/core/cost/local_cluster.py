@@ -63,8 +63,8 @@ def save(cluster: Cluster) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", dir=file.parent, delete=False, encoding="utf-8"
-        ) as partial:
-            partial.write(cluster_to_yaml(replace(cluster, name=LOCAL)))
-        Path(partial.name).replace(file)
+        ) as temporary_file:
+            temporary_file.write(cluster_to_yaml(replace(cluster, name=LOCAL)))
+        Path(temporary_file.name).replace(file)
     except OSError as error:
         logger.warning("could not save the measurements of this machine: %s", error)

@@ -16,10 +16,11 @@ from shardwright.core.cost.cluster import Device
 from shardwright.core.runtime.accelerator import CPU, device_memory, seconds_of
 
 MATRIX, STREAM = 768, 1 << 23
-"""Rows of the matrices and elements of the vectors that are timed."""
+"""Rows of the matrices and elements of the vectors that are timed: a product of some milliseconds,
+and vectors of 32 MB each, more than a core's share of the cache."""
 
 LARGE_MATRIX, LARGE_STREAM = 8192, 1 << 28
-"""Rows and elements for an accelerator."""
+"""Rows and elements for an accelerator, which needs larger ones to reach its rates."""
 
 ROWS, WIDTH, HEADS, BLOCKS = 8, 64, 4, 4
 """Sizes of a transformer so small that each operator takes only its overhead."""
@@ -30,6 +31,7 @@ OPERATORS = 22 + 38
 CORES = os.cpu_count() or 1
 
 REPEATS = 7
+"""Timed rounds, of which the median counts: an odd number has one."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,11 @@ class Clock:
 
     Args:
         processes: number of processes.
-        together: barrier of the processes.
+        wait_for_others: barrier of the processes.
     """
 
     processes: int = 1
-    together: Callable[[], object] = lambda: None
+    wait_for_others: Callable[[], object] = lambda: None
 
     @property
     def takes_turns(self) -> bool:
@@ -60,10 +62,11 @@ class Clock:
             clock, share = time.process_time, self.processes / CORES
         times = []
         for _ in range(REPEATS + 1):
-            self.together()
-            started = clock()
+            # All processes start together, so that each round has the load of all of them.
+            self.wait_for_others()
+            start = clock()
             work()
-            times.append(clock() - started)
+            times.append(clock() - start)
         return share * median(times[1:])
 
 
@@ -84,20 +87,21 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
 
     rows, elements = (MATRIX, STREAM) if device == CPU else (LARGE_MATRIX, LARGE_STREAM)
     # Not every accelerator has double precision, and few CPUs are fast in half precision.
-    third = torch.float64 if device == CPU else torch.float16
+    third_dtype = torch.float64 if device == CPU else torch.float16
     rates = {}
-    for dtype in (torch.float32, torch.bfloat16, third):
+    for dtype in (torch.float32, torch.bfloat16, third_dtype):
         a = torch.rand(rows, rows, device=device).to(dtype)
         rates[str(dtype).removeprefix("torch.")] = 2 * rows**3 / seconds(partial(torch.mm, a, a))
     x, y = torch.ones(elements, device=device), torch.ones(elements, device=device)
+    # The addition reads two vectors and writes one.
     moved = 3 * x.element_size() * elements
     # Small operators use one core: further processes will use the others at the same time.
-    beside = CORES if clock.processes == 1 and device == CPU else 1
+    processes_beside = CORES if clock.processes == 1 and device == CPU else 1
     return Device(
         memory=device_memory(device),
         rates=rates,
         memory_bandwidth=moved / seconds(partial(torch.add, x, y, out=x)),
-        overhead=seconds(SmallTransformer(device).train) / (OPERATORS * BLOCKS) / beside,
+        overhead=seconds(SmallTransformer(device).train) / (OPERATORS * BLOCKS) / processes_beside,
         at_full_rate=1 if device == CPU else None,
     )
 

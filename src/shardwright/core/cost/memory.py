@@ -52,9 +52,8 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.progress import OnShare, ignore_share, subrange
 
-MOST_MOMENTS = 600
+MAX_CURVE_PASSES = 600
 """Number of passes of a step above which no memory curve is recorded."""
-
 
 OUTSIDE = BEGIN, END, UPDATE = "begin of the step", "end of the step", "optimizer step"
 """Moments outside of forward and backward passes."""
@@ -75,7 +74,7 @@ class StageMemory:
         moment: name of the pass at the peak.
         largest: largest tensors of the current micro-batch: name of the operator that produces or
             first reads them, kind, bytes.
-        curve: peak of each pass; empty if there are more than `MOST_MOMENTS`.
+        curve: peak of each pass; empty if there are more than `MAX_CURVE_PASSES`.
     """
 
     NAMES: ClassVar[tuple[str, ...]] = (
@@ -139,15 +138,15 @@ class Memory:
 def memory_table(memory: Memory) -> Table:
     """Table of a memory prediction with one row per stage."""
     title = f"Memory of one device at its peak, with {memory.optimizer}"
-    shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    shown.add_column("stage")
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table.add_column("stage")
     for column in (*StageMemory.NAMES, "peak"):
-        shown.add_column(column, justify="right", no_wrap=True)
-    shown.add_column("when")
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("when")
     for stage in memory.stages:
         sizes = (binary(getattr(stage, name)) for name in (*StageMemory.NAMES, "peak"))
-        shown.add_row(str(stage.stage), *sizes, stage.moment)
-    return shown
+        table.add_row(str(stage.stage), *sizes, stage.moment)
+    return table
 
 
 def binary(number: int) -> str:
@@ -179,22 +178,24 @@ def memory(
         PlanError: if the schedule or the optimizer is unknown.
     """
     pipeline, dry_runs = partitioned.pipeline, dry_runs or DryRunCache()
-    found = []
+    stages_memory = []
     for number, order in enumerate(actions(pipeline)):
         if stages is not None and number not in stages:
             continue
         chunks = partitioned.chunks_of(number)
         kinds = tuple(dict.fromkeys(action.kind for action in order))
-        here = subrange(on_share, number, pipeline.stages)
-        needs = {
-            chunk.number: dry_runs.of(partitioned, chunk, kinds, subrange(here, n, len(chunks)))
+        stage_share = subrange(on_share, number, pipeline.stages)
+        dry_run_of = {
+            chunk.number: dry_runs.of(
+                partitioned, chunk, kinds, subrange(stage_share, n, len(chunks))
+            )
             for n, chunk in enumerate(chunks)
         }
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
         state = optimizer_bytes(optimizer, _trained(chunks))
-        moments = _moments(order, needs, borders, state, pipeline.micro_batches)
-        found.append(_stage(number, list(moments), state, chunks))
-    return Memory(tuple(found), optimizer_name(optimizer))
+        moments = _moments(order, dry_run_of, borders, state, pipeline.micro_batches)
+        stages_memory.append(_stage(number, list(moments), state, chunks))
+    return Memory(tuple(stages_memory), optimizer_name(optimizer))
 
 
 def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimizer) -> list[int]:
@@ -243,18 +244,25 @@ def _unsharded(chunk: Chunk) -> int:
     sharding, decisions = chunk.decisions.sharding, chunk.decisions
     level = None if sharding is None else sharding.level
     used = storage_as_used(chunk.graph, chunk.mesh, decisions.cuts)
-    kept = 0
+    unsharded_bytes = 0
     for value in (each for each in chunk.graph.parameters if each.requires_grad):
         as_used = TensorLayout(chunk.mesh, used[value.name])
         stored = initial_layout(value, chunk.mesh, decisions)
-        whole, shard = (prod(each.shard_shape(value.shape)) for each in (as_used, stored))
+        full_numel, shard_numel = (
+            prod(each.shard_shape(value.shape)) for each in (as_used, stored)
+        )
+        # A parameter that is not sharded is kept once more only if it is cast. Of sharded ones,
+        # level1 (ZeRO-1) keeps the gathered parameter and its full gradient over micro-batches,
+        # level2 (ZeRO-2) the gathered parameter, level3 (ZeRO-3) neither.
         if stored.axes == as_used.axes:
-            kept += whole * value.itemsize if value.dtype != value.stored_dtype else 0
+            unsharded_bytes += (
+                full_numel * value.itemsize if value.dtype != value.stored_dtype else 0
+            )
         elif level in (LEVELS[0], LEVELS[1]):
-            kept += whole * value.itemsize
+            unsharded_bytes += full_numel * value.itemsize
             if level == LEVELS[0]:
-                kept += (whole - shard) * value.stored_dtype.itemsize
-    return kept
+                unsharded_bytes += (full_numel - shard_numel) * value.stored_dtype.itemsize
+    return unsharded_bytes
 
 
 def _trained(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -288,7 +296,7 @@ def _stage(
 ) -> StageMemory:
     moment = max(moments, key=lambda each: each.total)
     ops = next((c.graph.ops for c in chunks if c.number == moment.chunk), chunks[0].graph.ops)
-    drawn, kinds = moments if len(moments) <= MOST_MOMENTS else (), moment.kinds
+    curve, kinds = moments if len(moments) <= MAX_CURVE_PASSES else (), moment.kinds
     return StageMemory(
         stage=number,
         parameters=kinds.get(PARAMETERS, 0),
@@ -300,37 +308,39 @@ def _stage(
         temporary=kinds.get(TEMPORARY, 0),
         moment=moment.name,
         largest=tuple((ops[op].name, kind or "temporary", n) for kind, op, n in moment.largest),
-        curve=tuple((each.name, each.total + optimizer.state) for each in drawn),
+        curve=tuple((each.name, each.total + optimizer.state) for each in curve),
     )
 
 
 def _moments(
     order: Sequence[Action],
-    needs: Mapping[int, DryRun],
+    dry_run_of: Mapping[int, DryRun],
     borders: Mapping[int, BorderBytes],
     optimizer: OptimizerBytes,
     micro_batches: int,
 ) -> Iterator[_Moment]:
-    now: Kinds = plus({}, *(each.stock for each in needs.values()))
-    now = {**now, BATCH: now.get(BATCH, 0) * micro_batches}
-    for each in needs.values():
-        yield _Moment(BEGIN, plus(now, each.begin.height))
-        now = plus(now, each.begin.change)
-    done: set[tuple[int, str]] = set()
+    live: Kinds = plus({}, *(each.stock for each in dry_run_of.values()))
+    # Dry runs have the batch of one micro-batch; a device has all of them from the start.
+    live = {**live, BATCH: live.get(BATCH, 0) * micro_batches}
+    for each in dry_run_of.values():
+        yield _Moment(BEGIN, plus(live, each.begin.peak))
+        live = plus(live, each.begin.change)
+    done_actions: set[tuple[int, str]] = set()
     for action in order:
-        each, key = needs[action.chunk], (action.chunk, action.kind)
-        phase = (each.later if key in done else each.first)[action.kind]
-        name, height = _name(action, len(needs)), plus(now, phase.height)
-        yield _Moment(name, height, action.chunk, phase.largest)
-        held = borders[action.chunk].held(action.kind, key in done)
-        now = plus(now, phase.change, {ACTIVATIONS: held})
-        done.add(key)
-    for each in needs.values():
-        yield _Moment(END, plus(now, each.end.height))
-        now = plus(now, each.end.change)
+        each, key = dry_run_of[action.chunk], (action.chunk, action.kind)
+        # The first backward pass allocates gradients, later ones accumulate into them.
+        phase = (each.later if key in done_actions else each.first)[action.kind]
+        name, peak = _name(action, len(dry_run_of)), plus(live, phase.peak)
+        yield _Moment(name, peak, action.chunk, phase.largest)
+        border_change = borders[action.chunk].border_change(action.kind, key in done_actions)
+        live = plus(live, phase.change, {ACTIVATIONS: border_change})
+        done_actions.add(key)
+    for each in dry_run_of.values():
+        yield _Moment(END, plus(live, each.end.peak))
+        live = plus(live, each.end.change)
     # All messages between stages are freed by the end of the step.
-    now = {**now, ACTIVATIONS: 0}
-    yield _Moment(UPDATE, plus(now, {TEMPORARY: optimizer.temporary}))
+    live = {**live, ACTIVATIONS: 0}
+    yield _Moment(UPDATE, plus(live, {TEMPORARY: optimizer.temporary}))
 
 
 def _name(action: Action, owned: int) -> str:
@@ -356,21 +366,21 @@ class BorderBytes:
     returned: int = 0
     once: bool = False
 
-    def held(self, kind: str, again: bool) -> int:
+    def border_change(self, kind: str, repeats_kind: bool) -> int:
         """Change of live bytes by an action, in addition to that of its dry run.
 
         Args:
             kind: kind of the action.
-            again: whether the chunk has run an action of this kind before.
+            repeats_kind: whether the chunk has run an action of this kind before.
         """
-        held, sends = 0, not (self.once and again)
+        border_change, sends = 0, not (self.once and repeats_kind)
         if kind == FORWARD:
-            held -= self.shared
+            border_change -= self.shared
         if kind in (BACKWARD, BACKWARD_INPUT) and sends:
-            held += self.returned
+            border_change += self.returned
         if kind in (BACKWARD, BACKWARD_WEIGHT):
-            held += self.shared + (self.sent if sends else 0)
-        return held
+            border_change += self.shared + (self.sent if sends else 0)
+        return border_change
 
 
 def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:

@@ -78,13 +78,15 @@ def optimizer_bytes(
     Raises:
         PlanError: if the optimizer's name is unknown, or its state cannot be measured.
     """
-    named = partial(_of_named, optimizer) if isinstance(optimizer, str) else None
-    of_one = named or cache(partial(_of_one, _maker(optimizer)))
+    measure_named = (
+        partial(_named_optimizer_bytes, optimizer) if isinstance(optimizer, str) else None
+    )
+    measure = measure_named or cache(partial(_parameter_bytes, _maker(optimizer)))
     state = temporary = 0
     for shape, dtype in parameters:
-        one = of_one(shape, dtype)
-        state += one.state
-        temporary = max(temporary, one.temporary)
+        measured = measure(shape, dtype)
+        state += measured.state
+        temporary = max(temporary, measured.temporary)
     return OptimizerBytes(state, temporary)
 
 
@@ -95,22 +97,22 @@ def optimizer_name(optimizer: str | torch.optim.Optimizer) -> str:
 
 def _maker(optimizer: str | torch.optim.Optimizer) -> MakeOptimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer)
-        signature = inspect.signature(kind).parameters
+        optimizer_class = type(optimizer)
+        signature = inspect.signature(optimizer_class).parameters
         options = {key: value for key, value in optimizer.defaults.items() if key in signature}
-        return lambda parameters: kind(parameters, **options)
+        return lambda parameters: optimizer_class(parameters, **options)
     if optimizer not in OPTIMIZERS:
         valid = ", ".join(OPTIMIZERS)
-        raise PlanError(f"optimizer={optimizer!r}: valid are {valid}, or an optimizer")
+        raise PlanError(f"optimizer={optimizer!r}\nvalid are {valid}, or an optimizer")
     return OPTIMIZERS[optimizer].example
 
 
 @lru_cache(maxsize=1 << 12)
-def _of_named(optimizer: str, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
-    return _of_one(_maker(optimizer), shape, dtype)
+def _named_optimizer_bytes(optimizer: str, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
+    return _parameter_bytes(_maker(optimizer), shape, dtype)
 
 
-def _of_one(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
+def _parameter_bytes(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
     parameter = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     parameter.grad = torch.empty_like(parameter, requires_grad=False)
     try:
@@ -119,24 +121,27 @@ def _of_one(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerB
         # Such as Muon, which takes matrices only: others are in another optimizer.
         return OptimizerBytes(0, 0)
     try:
-        return _measured(optimizer, parameter)
+        return _measure_steps(optimizer, parameter)
     except Exception:
         # The step reads values, which tensors on the meta device do not have.
-        return _of_small_parameter(make, shape, dtype)
+        return _bytes_by_small_parameter(make, shape, dtype)
 
 
-def _of_small_parameter(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
+def _bytes_by_small_parameter(
+    make: MakeOptimizer, shape: Shape, dtype: torch.dtype
+) -> OptimizerBytes:
     """The bytes for a parameter of `shape`, from the state of a small one.
 
     Raises:
         PlanError: if the optimizer cannot step with a gradient alone.
     """
+    # Different primes: 5, 11, 17, ... so that a dimension of a state tells which one it is.
     small = tuple(next(_primes_from(5 * (index + 1))) for index in range(len(shape)))
     parameter = torch.ones(small, dtype=dtype, requires_grad=True)
     parameter.grad = torch.ones_like(parameter, requires_grad=False)
     optimizer = make([parameter])
     try:
-        measured = _measured(optimizer, parameter)
+        measured = _measure_steps(optimizer, parameter)
     except Exception as error:
         raise PlanError(
             f"optimizer={type(optimizer).__name__}: its memory cannot be measured: {error}\n"
@@ -156,6 +161,7 @@ def _of_small_parameter(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -
 
 def _scaled_numel(state: Shape, sizes: Mapping[int, int], small: int, full: int) -> int:
     """Elements of a state tensor, each dimension scaled to that of the parameter it belongs to."""
+    # A flat state has the size of the small parameter; other sizes, as of a history, stay.
     return prod(full if size == small else sizes.get(size, size) for size in state)
 
 
@@ -164,14 +170,15 @@ def _primes_from(start: int) -> Iterator[int]:
     return (n for n in count(start) if all(n % d for d in range(2, isqrt(n) + 1)))
 
 
-def _measured(optimizer: torch.optim.Optimizer, parameter: Tensor) -> OptimizerBytes:
+def _measure_steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> OptimizerBytes:
     """The bytes of two steps with the gradient that the parameter has."""
     assert parameter.grad is not None
     with LiveBytes() as live:
         live.watch([parameter, parameter.grad], "")
+        # The first step creates the state, the second shows what a step takes beside it.
         before = live.now
         optimizer.step()
         state, start = live.now, len(live.history)
         optimizer.step()
-        top = sum(live.bytes_between(live.peak(start)).values())
-    return OptimizerBytes(state - before, top - state)
+        peak = sum(live.bytes_between(live.peak(start)).values())
+    return OptimizerBytes(state - before, peak - state)

@@ -48,6 +48,7 @@ def _on_cluster(
     """Seconds of each chunk on the cluster of `model`, per step and per micro-batch."""
     cached_times: dict[object, StepTime] = {}
     for chunk in chunks:
+        # Most chunks of a deep model are equal but for names: they are predicted once.
         key = chunk_key(chunk) if len(chunks) > 1 else None
         if key not in cached_times:
             cached_times[key] = step_time(
@@ -59,14 +60,17 @@ def _on_cluster(
                 beside=None if blocking else chunk.overlaps,
             )
         time, send = cached_times[key], 0.0
+        # Ranks of all stages have the same positions in their matrices, so the links between the
+        # first ranks of two stages are those between all of them.
         if chunk.leaving:
             target, devices = pipeline.stage_of(chunk.number + 1), chunk.mesh.num_devices
             link = model.links.cluster.level_between(chunk.stage * devices, target * devices)
             send = link.call + link.latency + chunk.border_bytes[0] / link.rate
-        there, back = time.forward_seconds, time.backward_seconds
+        forward, backward = time.forward_seconds, time.backward_seconds
         if pipeline.stages > 1:
-            there, back = there + model.device.pass_overhead, back + model.device.pass_overhead
-        yield time, ChunkSeconds(there, back, send=send)
+            overhead = model.device.pass_overhead
+            forward, backward = forward + overhead, backward + overhead
+        yield time, ChunkSeconds(forward, backward, send=send)
 
 
 @dataclass(frozen=True)
@@ -93,21 +97,21 @@ class Predicted:
     @property
     def computation(self) -> float:
         """Seconds of computation of the stage that computes longest."""
-        return max(self._of_stages(lambda chunk: chunk.computation))
+        return max(self._stage_seconds(lambda chunk: chunk.computation))
 
     @property
     def communication(self) -> float:
         """Largest exposed communication within a stage, in seconds."""
-        return max(self._of_stages(lambda chunk: chunk.communication))
+        return max(self._stage_seconds(lambda chunk: chunk.communication))
 
-    def _of_stages(self, seconds: Callable[[StepTime], float]) -> list[float]:
+    def _stage_seconds(self, seconds: Callable[[StepTime], float]) -> list[float]:
         if self.timeline is None:
             return [seconds(chunk) for chunk in self.chunks]
         pipeline = self.timeline.pipeline
-        of_stages = [0.0] * pipeline.stages
+        stage_seconds = [0.0] * pipeline.stages
         for number, chunk in enumerate(self.chunks):
-            of_stages[pipeline.stage_of(number)] += seconds(chunk)
-        return of_stages
+            stage_seconds[pipeline.stage_of(number)] += seconds(chunk)
+        return stage_seconds
 
 
 def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) -> Predicted:
@@ -131,18 +135,18 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
     if pipeline.stages == 1:
         return Predicted(cluster, steps, None, steps[0].seconds)
     stages = timeline(pipeline, [seconds for _, seconds in times])
-    after = _sums_between_stages(partitioned, model)
+    once_per_step = _sums_between_stages(partitioned, model)
     for chunk, step in zip(chunks, steps, strict=True):
-        after[chunk.stage] += step.exposed + step.update
-    after = [seconds + model.device.step_overhead for seconds in after]
+        once_per_step[chunk.stage] += step.exposed + step.update
+    once_per_step = [seconds + model.device.step_overhead for seconds in once_per_step]
     # Where stages share a processor, an idle stage leaves it to the others. So the step takes the
     # average of the stages' work instead of the longest path.
     if model.shared:
-        busy = (1 - stages.bubble) * stages.seconds
+        average_busy = (1 - stages.bubble) * stages.seconds
         sent = 2 * pipeline.micro_batches * sum(seconds.send for _, seconds in times)
-        seconds = busy + (sent + sum(after)) / pipeline.stages
+        seconds = average_busy + (sent + sum(once_per_step)) / pipeline.stages
         return Predicted(cluster, steps, stages, seconds)
-    return Predicted(cluster, steps, stages, stages.seconds + max(after))
+    return Predicted(cluster, steps, stages, stages.seconds + max(once_per_step))
 
 
 def _sums_between_stages(partitioned: Partitioned, model: TimeModel) -> list[float]:
@@ -151,9 +155,11 @@ def _sums_between_stages(partitioned: Partitioned, model: TimeModel) -> list[flo
     seconds = [0.0] * partitioned.pipeline.stages
     devices = partitioned.mesh.num_devices
     for stages, num_bytes in partitioned.shared_gradients:
+        # A ring over the stages is as slow as the link between the two that are furthest apart.
         link = model.links.cluster.level_between(stages[0] * devices, stages[-1] * devices)
         moved = (len(stages) - 1) / len(stages) * num_bytes / link.rate
-        once = sequential_messages(link, len(stages)) * link.latency + moved
+        message_seconds = sequential_messages(link, len(stages)) * link.latency + moved
+        # An all-reduce is two rounds, a reduce-scatter and an all-gather.
         for stage in stages:
-            seconds[stage] += link.call + 2 * once
+            seconds[stage] += link.call + 2 * message_seconds
     return seconds

@@ -70,17 +70,15 @@ class StepTime:
     @property
     def forward_seconds(self) -> float:
         """Forward pass of one micro-batch, with exposed communication."""
-        gained = (1 - self.slowdown) * self.forward_hidden
-        return (
-            self.forward + self.forward_redistributions - gained + self.exposed_per_micro_batch[0]
-        )
+        saved = (1 - self.slowdown) * self.forward_hidden
+        return self.forward + self.forward_redistributions - saved + self.exposed_per_micro_batch[0]
 
     @property
     def backward_seconds(self) -> float:
         """Backward pass of one micro-batch, with exposed communication."""
-        gained = (1 - self.slowdown) * self.backward_hidden
+        saved = (1 - self.slowdown) * self.backward_hidden
         return (
-            self.backward + self.backward_redistributions - gained + self.exposed_per_micro_batch[1]
+            self.backward + self.backward_redistributions - saved + self.exposed_per_micro_batch[1]
         )
 
     @property
@@ -159,18 +157,20 @@ def step_time(
     forward, backward = _summed(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
     recomputed = [op for op in graph.ops if op.name in flow.recomputed_ops]
     backward += sum(model.recompute_seconds(op, cuts.get(op.name, {})) for op in recomputed)
-    there, back = _summed(seconds for *_, seconds in activation_seconds(graph, flow, cuts, model))
+    forward_part, backward_part = _summed(
+        seconds for *_, seconds in activation_seconds(graph, flow, cuts, model)
+    )
     hidden = _summed(hidden_seconds(beside, cuts, model).values()) if beside else (0.0, 0.0)
     buckets: dict[tuple[bool, int], float] = defaultdict(float)
-    for _, _, once, way, seconds in bucket_seconds(flow, model):
-        buckets[once, way] += seconds
+    for _, _, once_per_step, direction, seconds in bucket_seconds(flow, model):
+        buckets[once_per_step, direction] += seconds
     trained = [value for value in graph.parameters if value.requires_grad]
     stored = sum(_stored_bytes(flow, value) for value in trained)
     return StepTime(
         forward=forward,
         backward=backward,
-        forward_redistributions=there,
-        backward_redistributions=back,
+        forward_redistributions=forward_part,
+        backward_redistributions=backward_part,
         gathers=buckets[True, 0],
         gradients=buckets[True, 1],
         update=model.update(stored, len(trained)),
@@ -190,30 +190,35 @@ def hidden_seconds(
     """Overlapped seconds of each redistribution of an activation, forward and backward. An operator
     that several of them overlap hides its own seconds once in total."""
     delayed = {op for overlap in beside.values() for op in overlap.linears}
-    spare: dict[tuple[str, str], float] = {}
+    spare_seconds: dict[tuple[str, str], float] = {}
 
-    def hide(seconds: float, part: str, ops: Sequence[Op]) -> float:
-        left = seconds
+    def hide(seconds: float, pass_part: str, ops: Sequence[Op]) -> float:
+        remaining = seconds
         for op in ops:
-            if (op.name, part) not in spare:
+            if (op.name, pass_part) not in spare_seconds:
                 forward, backward = model.operator(op, cuts.get(op.name, {}))
                 # A delayed weight gradient is half of a linear layer's backward pass.
                 half = backward / 2 if op in delayed else backward
-                spare[op.name, part] = {"forward": forward, "weight": backward - half}.get(
-                    part, half
-                )
-            used = min(left, spare[op.name, part])
-            spare[op.name, part] -= used
-            left -= used
-        return seconds - left
+                spare_seconds[op.name, pass_part] = {
+                    "forward": forward,
+                    "weight": backward - half,
+                }.get(pass_part, half)
+            used = min(remaining, spare_seconds[op.name, pass_part])
+            spare_seconds[op.name, pass_part] -= used
+            remaining -= used
+        return seconds - remaining
 
     hidden = {}
     for transfer, overlap in beside.items():
         sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
-        there = hide(sent, "forward", overlap.beside)
-        back = hide(returned, "weight", overlap.linears)
-        back += hide(returned - back, "backward", overlap.beside)
-        hidden[transfer] = there, back + (there if transfer.is_repeated else 0.0)
+        forward_part = hide(sent, "forward", overlap.beside)
+        backward_part = hide(returned, "weight", overlap.linears)
+        # Weight gradients first: linear layers delay them in order to hide this transfer.
+        backward_part += hide(returned - backward_part, "backward", overlap.beside)
+        hidden[transfer] = (
+            forward_part,
+            backward_part + (forward_part if transfer.is_repeated else 0.0),
+        )
     return hidden
 
 
@@ -222,19 +227,23 @@ def activation_seconds(
 ) -> Iterator[tuple[Transfer | None, Axes, ForwardBackward]]:
     """Redistributions of activations, and collectives inside operators (with transfer None), each
     with axes and seconds of one micro-batch, forward and backward."""
-    for name, inner in flow.reductions.items():
+    for name, op_reductions in flow.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         beside = model.operator(graph.by_name[name], cuts.get(name, {}))
-        for one in inner:
-            there, back = model.inner_collective(one.reduction, one.axes, differentiable, beside)
-            repeated = there if name in flow.recomputed_ops else 0.0
-            yield None, tuple(one.axes), (there, back + repeated)
+        for bound in op_reductions:
+            forward_part, backward_part = model.inner_collective(
+                bound.reduction, bound.axes, differentiable, beside
+            )
+            repeated = forward_part if name in flow.recomputed_ops else 0.0
+            yield None, tuple(bound.axes), (forward_part, backward_part + repeated)
     bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
     for transfer in flow.transfers:
         if id(transfer) not in bucketed:
-            there, back = model.step(transfer.step, transfer.value, transfer.trained)
-            repeated = there if transfer.is_repeated else 0.0
-            yield transfer, transfer.step.axes, (there, back + repeated)
+            forward_part, backward_part = model.step(
+                transfer.step, transfer.value, transfer.trained
+            )
+            repeated = forward_part if transfer.is_repeated else 0.0
+            yield transfer, transfer.step.axes, (forward_part, backward_part + repeated)
 
 
 def bucket_seconds(
@@ -253,13 +262,14 @@ def bucket_seconds(
 
 def _summed(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
     forward = backward = 0.0
-    for there, back in pairs:
-        forward, backward = forward + there, backward + back
+    for forward_part, backward_part in pairs:
+        forward, backward = forward + forward_part, backward + backward_part
     return forward, backward
 
 
 def _bucket(bucket: Bucket, model: TimeModel) -> ForwardBackward:
     """Seconds of gathering a bucket once, and of reducing its gradients once."""
+    # Gathers go from the shard outwards: each step multiplies the local tensor.
     gather = reduce = 0.0
     joining = model.host_seconds(MEMBER_OPERATORS * len(bucket.members))
     local = bucket.numel * bucket.members[0].value.itemsize

@@ -61,8 +61,8 @@ def no_cut_cost(costs: Iterable[float]) -> float:
     >>> round(no_cut_cost((20.48, 4096.0)), 4)
     16.7772
     """
-    least = min((cost for cost in costs if cost > 0), default=0.0)
-    return least * least / NO_CUT_DIVISOR
+    smallest = min((cost for cost in costs if cost > 0), default=0.0)
+    return smallest * smallest / NO_CUT_DIVISOR
 
 
 def redistribution_cost(elements: int) -> float:

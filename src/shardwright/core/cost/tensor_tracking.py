@@ -165,6 +165,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _program_line() -> int:
     """Line of the generated program on the call stack; 0 if none is running."""
+    # Not `traceback`, which builds a list of all frames: this runs for every new tensor.
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -227,6 +228,7 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
             return _like(self._cached_results[key])
         out = func(*args, **kwargs)
         results = out if isinstance(out, list | tuple) else (out,)
+        # Only results on the meta device can be rebuilt as empty tensors.
         if all(result is None or result.is_meta for result in results):
             self._cached_results[key] = _argument_key(out)
         return out
@@ -331,8 +333,9 @@ def _fused(
 ) -> Tensor | None:
     """Output of the fused kernel; None where PyTorch would not use it."""
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
-    masked = attn_mask is not None and attn_mask.requires_grad
-    if query.ndim != 4 or len(sizes) > 1 or dropout_p > 0 or masked:
+    mask_needs_gradient = attn_mask is not None and attn_mask.requires_grad
+    # The conditions of PyTorch's CPU flash kernel, whose meta function is called below.
+    if query.ndim != 4 or len(sizes) > 1 or dropout_p > 0 or mask_needs_gradient:
         return None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)

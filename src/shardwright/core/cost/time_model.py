@@ -68,6 +68,8 @@ class TimeModel:
 
     def operator(self, op: Op, cuts: Cuts) -> ForwardBackward:
         """Computation of one device's shard of `op`, forward and backward."""
+        # By identity: `work_of` returns the same object for operators of the same rule, and hashing
+        # all its fields takes longer than the rest.
         work = work_of(op)
         key = (id(work), *cuts.items())
         if (seconds := self._operators.get(key)) is None:
@@ -78,6 +80,7 @@ class TimeModel:
 
     def recompute_seconds(self, op: Op, cuts: Cuts) -> float:
         """Seconds to recompute one device's shard of `op` in the backward pass."""
+        # Views are recomputed, too, but launch nothing.
         count = RECOMPUTE_OPERATORS if work_of(op).forward_bytes else 0
         return self.operator(op, cuts)[0] + self.host_seconds(count)
 
@@ -121,8 +124,8 @@ class TimeModel:
                 self._collective(step.forward, step, local * itemsize),
                 self._collective(step.backward, step, local * itemsize),
             )
-        there, back = self._steps[key]
-        return there, back if differentiable else 0.0
+        forward, backward = self._steps[key]
+        return forward, backward if differentiable else 0.0
 
     def inner_collective(
         self,
@@ -137,18 +140,20 @@ class TimeModel:
             beside: computation of the operator; ring attention overlaps its messages with it.
         """
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
-        once = self.links.seconds(reduction.collective, axes, num_bytes)
-        group, gained = self.mesh.size(axes), 1 - self.slowdown
-        times = reduction.num_collectives(group, differentiable)
+        collective_seconds = self.links.seconds(reduction.collective, axes, num_bytes)
+        group, saved_fraction = self.mesh.size(axes), 1 - self.slowdown
+        counts = reduction.num_collectives(group, differentiable)
         if reduction.kind != RING:
-            return times[0] * once, times[1] * once
+            return counts[0] * collective_seconds, counts[1] * collective_seconds
         launches = (group - 1) * RING_OPERATORS * self.device.overhead
-        hides = (seconds * (group - 1) / group for seconds in beside)
-        there, back = (
-            count * once - gained * min(count * once, most) + (launches if count else 0.0)
-            for count, most in zip(times, hides, strict=True)
+        hideable = (seconds * (group - 1) / group for seconds in beside)
+        forward, backward = (
+            count * collective_seconds
+            - saved_fraction * min(count * collective_seconds, limit)
+            + (launches if count else 0.0)
+            for count, limit in zip(counts, hideable, strict=True)
         )
-        return there, back
+        return forward, backward
 
     def _collective(self, kind: str | None, step: RedistributionStep, num_bytes: int) -> float:
         return 0.0 if kind is None else self.links.seconds(kind, step.axes, num_bytes)
@@ -156,12 +161,12 @@ class TimeModel:
     def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
         """Seconds of a tensor's part of bucketed collectives: it pays for its own bytes, and for
         its share of a bucket's latency."""
-        whole = self.links.seconds(collective, axes, num_bytes, joined=True)
+        full = self.links.seconds(collective, axes, num_bytes, joined=True)
         latency = self.links.seconds(collective, axes, 0, joined=True)
         saved = latency * max(0.0, 1 - num_bytes / BUCKET_BYTES)
-        return self.parameter_weight * (whole - saved)
+        return self.parameter_weight * (full - saved)
 
-    def parameter(self, varying: Axes, whole: Axes, num_bytes: float) -> tuple[float, float]:
+    def parameter(self, varying: Axes, replicated: Axes, num_bytes: float) -> tuple[float, float]:
         """Seconds of gathering a parameter and of reducing its gradient, once per step, in buckets.
 
         ZeRO shards over all axes on which a parameter is replicated, including those on which
@@ -169,12 +174,12 @@ class TimeModel:
 
         Args:
             varying: axes over which its gradient is a partial sum.
-            whole: other axes on which the parameter is replicated.
+            replicated: other axes on which the parameter is replicated.
             num_bytes: bytes of the shard that a device uses.
         """
         if self.optimizer_shard_size is None:
             return 0.0, self.bucketed(varying, num_bytes)
-        gather = self.bucketed((*varying, *whole), num_bytes, "all_gather")
+        gather = self.bucketed((*varying, *replicated), num_bytes, "all_gather")
         return gather, self.bucketed(varying, num_bytes, "reduce_scatter")
 
     def update(self, num_bytes: float, count: int = 0) -> float:
@@ -191,7 +196,7 @@ class TimeModel:
         """
         if self.optimizer_shard_size is None:
             return self.parameter_weight * self.update(num_bytes)
-        sharers = self.mesh.num_devices // num_shards
+        num_replicas = self.mesh.num_devices // num_shards
         if self.optimizer_shard_size > 0:
-            sharers = min(sharers, self.optimizer_shard_size)
-        return self.parameter_weight * self.update(num_bytes / sharers)
+            num_replicas = min(num_replicas, self.optimizer_shard_size)
+        return self.parameter_weight * self.update(num_bytes / num_replicas)

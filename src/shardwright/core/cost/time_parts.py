@@ -58,9 +58,10 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
     model = TimeModel(predicted.cluster, partitioned.mesh, pipeline.stages)
     stages: list[_Parts] = [defaultdict(float) for _ in range(pipeline.stages)]
     for chunk, time in zip(partitioned.chunks, predicted.chunks, strict=True):
-        for kind, axes, seconds, hidden in _of_chunk(chunk, time, model):
+        for kind, axes, seconds, hidden in _chunk_parts(chunk, time, model):
             stages[chunk.stage][kind, tuple(sorted(axes)), False] += seconds - hidden
             stages[chunk.stage][kind, tuple(sorted(axes)), True] += hidden
+    # Stages on their own devices run at the same time: the slowest determines the step.
     if not model.shared:
         stages = [max(stages, key=_exposed_seconds)]
     parts: _Parts = defaultdict(float)
@@ -69,52 +70,56 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
             parts[key] += seconds / len(stages)
     if pipeline.stages > 1:
         parts[WAITING, (), False] = max(0.0, predicted.seconds - _exposed_seconds(parts))
-    every = (
+    parts_of_step = (
         TimePart(kind, tuple(names[a] for a in axes), seconds, parts.get((kind, axes, True), 0.0))
         for (kind, axes, hidden), seconds in parts.items()
         if not hidden
     )
-    needed = (part for part in every if part.seconds or part.hidden)
-    return tuple(sorted(needed, key=lambda part: (KINDS.index(part.kind), -part.seconds)))
+    nonzero = (part for part in parts_of_step if part.seconds or part.hidden)
+    return tuple(sorted(nonzero, key=lambda part: (KINDS.index(part.kind), -part.seconds)))
 
 
 def _exposed_seconds(parts: _Parts) -> float:
     return sum(seconds for (_, _, hidden), seconds in parts.items() if not hidden)
 
 
-def _of_chunk(
+def _chunk_parts(
     chunk: Chunk, time: StepTime, model: TimeModel
 ) -> Iterator[tuple[str, Axes, float, float]]:
     """Kind, axes, seconds and overlapped seconds of all work of a chunk in a step."""
-    flow, times = chunk.communication, time.micro_batches
+    communication, times = chunk.communication, time.micro_batches
     for op in chunk.graph.ops:
         cuts = chunk.decisions.cuts.get(op.name, {})
         forward, backward = model.operator(op, cuts)
         yield work_of(op).kind, (), times * (forward + backward), 0.0
-        if op.name in flow.recomputed_ops:
+        if op.name in communication.recomputed_ops:
             yield "recomputation", (), times * model.recompute_seconds(op, cuts), 0.0
     yield "optimizer", (), time.update, 0.0
-    gained = 1 - time.slowdown
-    of_chunk = chunk.decisions.cuts
-    beside = hidden_seconds(chunk.overlaps, of_chunk, model)
-    for transfer, axes, both_ways in activation_seconds(chunk.graph, flow, of_chunk, model):
+    saved_fraction = 1 - time.slowdown
+    chunk_cuts = chunk.decisions.cuts
+    hidden_of = hidden_seconds(chunk.overlaps, chunk_cuts, model)
+    for transfer, axes, both_ways in activation_seconds(
+        chunk.graph, communication, chunk_cuts, model
+    ):
         stored = transfer is not None and transfer.value.kind is Kind.PARAMETER
         kinds = COMMUNICATION[1:] if stored else COMMUNICATION[:1] * 2
-        hides = (0.0, 0.0) if transfer is None else beside.get(transfer, (0.0, 0.0))
-        for kind, seconds, hidden in zip(kinds, both_ways, hides, strict=True):
-            yield kind, axes, times * seconds, times * gained * hidden
-    waits = {True: time.exposed_per_step, False: time.exposed_per_micro_batch}
-    whole = {
+        hidden_pair = (0.0, 0.0) if transfer is None else hidden_of.get(transfer, (0.0, 0.0))
+        for kind, seconds, hidden in zip(kinds, both_ways, hidden_pair, strict=True):
+            yield kind, axes, times * seconds, times * saved_fraction * hidden
+    exposed_of = {True: time.exposed_per_step, False: time.exposed_per_micro_batch}
+    total_of = {
         True: (time.gathers, time.gradients),
         False: (time.gathers_per_micro_batch, time.gradients_per_micro_batch),
     }
-    for bucket, kind, once, way, seconds in bucket_seconds(flow, model):
+    for bucket, kind, once_per_step, direction, seconds in bucket_seconds(communication, model):
         if seconds:
             steps = [s for s in bucket.steps if kind == "gradients" or s.kind == "all_gather"]
             axes = tuple({axis for step in steps for axis in step.axes})
-            total = seconds if once else times * seconds
+            total = seconds if once_per_step else times * seconds
             # Without computation to overlap, rounding can make the exposed part exceed the whole.
-            hidden = max(0.0, 1 - waits[once][way] / whole[once][way])
+            hidden = max(
+                0.0, 1 - exposed_of[once_per_step][direction] / total_of[once_per_step][direction]
+            )
             yield kind, axes, total, total * hidden
 
 
@@ -124,8 +129,8 @@ def utilization(partitioned: Partitioned, predicted: Predicted) -> float:
     devices = partitioned.mesh.num_devices * partitioned.pipeline.stages
     device = predicted.cluster.device.among(devices)
     work = [work_of(op) for op in partitioned.graph.ops]
-    least = sum(
+    ideal_seconds = sum(
         (each.forward_flops + each.backward_flops) / device.peak(each.dtype) for each in work
     )
-    least *= partitioned.pipeline.micro_batches / devices
-    return least / predicted.seconds if least else 0.0
+    ideal_seconds *= partitioned.pipeline.micro_batches / devices
+    return ideal_seconds / predicted.seconds if ideal_seconds else 0.0

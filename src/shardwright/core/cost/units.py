@@ -25,6 +25,7 @@ def quantity(text_or_number: Any, units: dict[str, float]) -> float | None:
     (80000000000.0, 3e-06, 0.5)
     >>> quantity("80 GB", SECONDS)
     """
+    # YAML reads `yes` and `on` as booleans, which are integers in Python.
     if isinstance(text_or_number, bool):
         return None
     if isinstance(text_or_number, (int, float)):
