@@ -131,7 +131,7 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_only_as_many_as_there_are_stages
             "(?s)micro_batches=2 for 4 stages.*4 or more micro-batches, or 2 or fewer",
         ),
         (PipelineSpec(0, 2), "stages=0: must be a whole number of at least 1"),
-        (PipelineSpec(2, 2, "2f2b"), "schedule='2f2b': valid are 1f1b, gpipe"),
+        (PipelineSpec(2, 2, "2f2b"), "schedule='2f2b'\nvalid are 1f1b, gpipe"),
         (PipelineSpec(2, 2, "1f1b", 2), "chunks=2 in schedule '1f1b': use 1; interleaved"),
         (PipelineSpec(2, 2, "interleaved_1f1b"), "chunks=1.*use 2 or more"),
         (

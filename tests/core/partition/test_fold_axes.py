@@ -70,7 +70,7 @@ def test_axes_that_are_to_stay_apart_are_not_joined() -> None:
     assert plan.mesh.device_matrix == (16,)
     mesh, decisions = split_axes(plan.mesh, plan.decisions)
     two = Layout((4, 4), ("outer", "inner"))
-    assert fold_axes(Partitioned(plan.graph, mesh, decisions), apart=two).mesh == two
+    assert fold_axes(Partitioned(plan.graph, mesh, decisions), unjoined_mesh=two).mesh == two
 
 
 @pytest.mark.parametrize("matrix", MATRICES)

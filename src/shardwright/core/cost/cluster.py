@@ -129,7 +129,7 @@ class Device:
         return self.at_full_rate is not None and devices > self.at_full_rate
 
     def among(self, devices: int) -> Device:
-        """Returns the device with its rates when `devices` devices compute at the same time."""
+        """Return the device with its rates when `devices` devices compute at the same time."""
         if self.at_full_rate is None or not self.shared(devices):
             return self
         processor_share = self.at_full_rate / devices
@@ -152,7 +152,7 @@ class Cluster:
     levels: tuple[LinkLevel, ...]
 
     def among(self, devices: int) -> Cluster:
-        """Returns the cluster with its rates when `devices` devices compute at the same time."""
+        """Return the cluster with its rates when `devices` devices compute at the same time."""
         if self.device.at_full_rate is None or not self.device.shared(devices):
             return self
         # A process has to wait for its turn on the processor to send a message, too.
@@ -174,7 +174,7 @@ class Cluster:
         return tuple(size for size in sizes if size is not None and size < devices)
 
     def check_nodes(self, size: int) -> None:
-        """Checks that the nodes of a run are nodes of the cluster.
+        """Check that the nodes of a run are nodes of the cluster.
 
         Args:
             size: devices per node of a run on several nodes.
@@ -257,7 +257,7 @@ def _equal(groups: np.ndarray[Any, Any], length: int) -> bool:
 
 
 def read_cluster(text: str, where: str) -> Cluster:
-    """Parses a cluster from YAML.
+    """Parse a cluster from YAML.
 
     Args:
         where: name of the file for errors.
@@ -281,7 +281,7 @@ def read_cluster(text: str, where: str) -> Cluster:
 
 
 def cluster_to_yaml(cluster: Cluster) -> str:
-    """Writes a cluster as YAML that `read_cluster` reads."""
+    """Write a cluster as YAML that `read_cluster` reads."""
     # Plain numbers in base units, which are read back exactly, unlike rounded numbers with units.
     content = {
         "name": cluster.name,
@@ -354,7 +354,7 @@ class _Entries:
         return share
 
     def one_of(self, key: str, valid: tuple[str, ...]) -> str:
-        """Returns one of `valid`; the first one by default."""
+        """Return one of `valid`; the first one by default."""
         choice = self.mapping.get(key, valid[0])
         if choice not in valid:
             raise ConfigError(

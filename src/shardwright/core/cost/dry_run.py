@@ -104,7 +104,7 @@ def dry_run_chunk(
     cached_results: dict[Any, Any],
     on_share: OnShare = ignore_share,
 ) -> DryRun:
-    """Dry-runs one chunk of a model.
+    """Dry-run one chunk of a model.
 
     Args:
         kinds: kinds of the actions of one micro-batch, in order.
@@ -201,12 +201,12 @@ class _MetaChunk:
         return run
 
     def mark(self, kind: str) -> int:
-        """Labels all unlabeled live tensors; returns the length of the history."""
+        """Label all unlabeled live tensors, and return the length of the history."""
         self.live.label(kind)
         return len(self.live.history)
 
     def phase(self, function: Callable[[], None], kind: str) -> Phase:
-        """Runs a function and measures it; tensors that it leaves are of `kind`."""
+        """Run a function and measure it; tensors that it leaves are of `kind`."""
         start = len(self.live.history)
         function()
         end = self.mark(kind)
@@ -220,7 +220,7 @@ class _MetaChunk:
     def actions(
         self, kinds: Sequence[str], has_several: bool, on_share: OnShare
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
-        """Runs the actions of the first micro-batch and, if there are several, of a later one.
+        """Run the actions of the first micro-batch and, if there are several, of a later one.
 
         Usually only the later one runs, and the first is derived from it by `_as_first`, which
         halves the time of a dry run.
@@ -241,7 +241,7 @@ class _MetaChunk:
         return first, later
 
     def _as_first(self, start: int, later: Phase) -> Phase:
-        """Derives the first micro-batch's phase from a later one's, with events since `start`.
+        """Derive the first micro-batch's phase from a later one's, with events since `start`.
 
         The later one adds to an existing gradient and frees its own right after; the first keeps
         its own. So an allocation of the gradient is inserted at each accumulation.
@@ -255,7 +255,7 @@ class _MetaChunk:
         return Phase(peak_bytes, bytes_by_kind(events), later.largest)
 
     def _add_gradients(self) -> None:
-        """Gives each parameter that the backward pass reaches a gradient, as an earlier micro-batch
+        """Give each parameter that the backward pass reaches a gradient, as an earlier micro-batch
         would have left it."""
         leaves = {id(leaf) for leaf in self.module.unsharded.leaves()}
         for leaf in filter(lambda leaf: id(leaf) in leaves, _reached_leaves(self.outputs)):
@@ -294,7 +294,7 @@ class _MetaChunk:
         return operators
 
     def action(self, kind: str) -> Phase:
-        """Runs an action of one micro-batch."""
+        """Run an action of one micro-batch."""
         function = {
             FORWARD: self.forward,
             BACKWARD: self.backward,
@@ -327,7 +327,7 @@ class _MetaChunk:
         return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 
     def _take_tensors(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:
-        """Returns outputs, their gradients and inputs, and drops the references to them, so that
+        """Return outputs, their gradients and inputs, and drop the references to them, so that
         the backward pass frees them as a schedule does."""
         tensors = self.outputs, self.gradients or None, self.inputs
         self.outputs, self.inputs = (), []
@@ -378,7 +378,7 @@ def _gradient_buffer(chunk: Chunk, value: Value) -> Tensor:
 
 
 def plus(kinds: Kinds, *others: Kinds) -> Kinds:
-    """Sums bytes by kind."""
+    """Sum bytes by kind."""
     names = {name for each in (kinds, *others) for name in each}
     return {name: sum(each.get(name, 0) for each in (kinds, *others)) for name in names}
 
@@ -397,7 +397,7 @@ class DryRunCache:
         kinds: Sequence[str],
         on_share: OnShare = ignore_share,
     ) -> DryRun:
-        """Returns the dry run of a chunk; arguments as for `dry_run_chunk`."""
+        """Return the dry run of a chunk; arguments as for `dry_run_chunk`."""
         # Of the number of micro-batches, only whether gradients accumulate matters.
         has_several = partitioned.pipeline.micro_batches > 1
         key = (chunk_key(chunk), chunk.mesh, tuple(kinds), has_several)

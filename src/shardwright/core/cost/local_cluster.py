@@ -41,7 +41,7 @@ def cache_file() -> Path:
 
 
 def local_cluster() -> Cluster:
-    """Returns the cached measurements of this machine; measures its CPU if there are none.
+    """Return the cached measurements of this machine; measure its CPU if there are none.
 
     Raises:
         ConfigError: if the cached file is invalid.
@@ -56,7 +56,7 @@ def local_cluster() -> Cluster:
 
 
 def save(cluster: Cluster) -> None:
-    """Caches the measurements; warns if that fails, and the next run measures again."""
+    """Cache the measurements; warn if that fails, as the next run will measure again."""
     # Written to a temporary file and renamed, so that parallel processes never read half a file.
     file = cache_file()
     try:

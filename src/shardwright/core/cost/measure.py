@@ -1,4 +1,4 @@
-"""Measures this machine's CPU or accelerator: rates of large operators, overhead of small ones."""
+"""Measure this machine's CPU or accelerator: rates of large operators, overhead of small ones."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Clock:
 
 
 def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> Device:
-    """Measures the rates of the whole CPU, shared by the processes of `clock` with all of torch's
+    """Measure the rates of the whole CPU, shared by the processes of `clock` with all of torch's
     threads each; or the rates of an accelerator that no other process uses.
 
     Args:
@@ -114,7 +114,7 @@ class SmallTransformer:
         self.x = torch.ones(1, ROWS, WIDTH, device=device, requires_grad=True)
 
     def train(self) -> None:
-        """Runs forward and backward."""
+        """Run forward and backward."""
         x = self.x
         for block in self.blocks:
             x = block(x)

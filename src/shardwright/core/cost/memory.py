@@ -166,7 +166,7 @@ def memory(
     on_share: OnShare = ignore_share,
     stages: Container[int] | None = None,
 ) -> Memory:
-    """Predicts the peak memory of each stage in a training step.
+    """Predict the peak memory of each stage in a training step.
 
     Args:
         optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer with the options to be used.

@@ -39,7 +39,7 @@ class NamedOptimizer:
     required: Mapping[str, float] = field(default_factory=dict)
 
     def example(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """Builds an optimizer whose state has the shapes and dtypes of any of this class."""
+        """Build an optimizer whose state has the shapes and dtypes of any of this class."""
         return self.constructor(parameters, lr=1e-3, **self.required)
 
 
@@ -67,7 +67,7 @@ class OptimizerBytes:
 def optimizer_bytes(
     optimizer: str | torch.optim.Optimizer, parameters: Iterable[tuple[Shape, torch.dtype]]
 ) -> OptimizerBytes:
-    """Measures the state and the temporary tensors of an optimizer.
+    """Measure the state and the temporary tensors of an optimizer.
 
     Parameters are updated one after another, as PyTorch does on CPU.
 

@@ -39,7 +39,7 @@ class Action:
 
 
 def check_pipelining(pipeline: PipelineSpec) -> None:
-    """Checks that the schedule can run with these stages, chunks and micro-batches.
+    """Check that the schedule can run with these stages, chunks and micro-batches.
 
     Raises:
         PlanError: if it cannot; names valid numbers.
@@ -49,7 +49,7 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise PlanError(f"{name}={number!r}: must be a whole number of at least 1")
     if pipeline.schedule not in SCHEDULES:
-        raise PlanError(f"schedule={pipeline.schedule!r}: valid are {', '.join(SCHEDULES)}")
+        raise PlanError(f"schedule={pipeline.schedule!r}\nvalid are {', '.join(SCHEDULES)}")
     if stages == 1:
         if chunks > 1:
             raise PlanError(
@@ -209,7 +209,7 @@ def _busy(spans: Sequence[Span]) -> float:
 
 
 def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline:
-    """Simulates a step of the pipeline.
+    """Simulate a step of the pipeline.
 
     Args:
         chunks: seconds of each chunk, in model order.
@@ -269,7 +269,7 @@ def _arrival(
 
 
 def draw_timeline(timeline: Timeline, width: int = 96) -> str:
-    """Draws one line of text per stage: `F2` is the forward pass of micro-batch 2, dots are idle.
+    """Draw one line of text per stage: `F2` is the forward pass of micro-batch 2, dots are idle.
 
     Passes of the second, third, ... chunk of a stage are marked `F2'`, `F2''`, ...
     """

@@ -18,7 +18,7 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 
 
 def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -> Timeline:
-    """Predicts the timeline of the pipeline stages in one step.
+    """Predict the timeline of the pipeline stages in one step.
 
     Args:
         cluster: cluster to predict for. Without one, a chunk takes one second per GFLOP of its
@@ -115,7 +115,7 @@ class Predicted:
 
 
 def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) -> Predicted:
-    """Predicts the seconds of a training step.
+    """Predict the seconds of a training step.
 
     With pipeline stages, a step is their timeline followed by the slowest stage's work once per
     step: exposed gradient reductions, reductions between stages that share a parameter, and the

@@ -145,7 +145,7 @@ def step_time(
     bubble: float = 0.0,
     beside: Mapping[Transfer, Overlap] | None = None,
 ) -> StepTime:
-    """Predicts the seconds of one training step of a partitioned graph.
+    """Predict the seconds of one training step of a partitioned graph.
 
     Args:
         flow: communication of the plan.

@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors while a program runs, on a device or on the meta device.
+"""Count the bytes of tensors while a program runs, on a device or on the meta device.
 
 Each storage counts once, from the operator that returns it until its last reference is dropped.
 Workspace that an operator allocates and frees internally is not counted.
@@ -80,7 +80,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[weakref.ref[Any], TrackedStorage]] = {}
 
     def watch(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Tracks existing tensors; their storages become of this `kind`."""
+        """Track existing tensors; their storages become of this `kind`."""
         for tensor in tensors:
             self._track(tensor, kind)
             self.storage_of(tensor).kind = kind
@@ -90,7 +90,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._storages[storage_id(tensor)][1]
 
     def label(self, kind: str) -> None:
-        """Gives all live storages without a kind this one."""
+        """Give all live storages without a kind this one."""
         for _, storage in self._storages.values():
             storage.kind = storage.kind or kind
 
@@ -111,7 +111,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return totals
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operator; subclasses may return an equivalent result instead."""
+        """Run an operator; subclasses may return an equivalent result instead."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(
@@ -122,7 +122,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def returned(self, out: Any, args: tuple[Any, ...]) -> None:
-        """Tracks the results of an operator called with `args`."""
+        """Track the results of an operator called with `args`."""
         if isinstance(out, Tensor):
             self._track_result(out, args)
         elif isinstance(out, list | tuple):
@@ -285,7 +285,7 @@ class _Like(tuple[Any, ...]):
 
 
 def _like(described: Any) -> Any:
-    """Builds results from their keys."""
+    """Build results from their keys."""
     if isinstance(described, _Like):
         shape, stride, dtype, _ = described
         return torch.empty_strided(shape, stride, dtype=dtype, device=META)

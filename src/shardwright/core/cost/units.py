@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 
 
 def quantity(text_or_number: Any, units: dict[str, float]) -> float | None:
-    """Parses a number with an optional unit into the base unit; None if it cannot be parsed.
+    """Parse a number with an optional unit into the base unit; None if it cannot be parsed.
 
     >>> quantity("80 GB", BYTES), quantity("3 us", SECONDS), quantity(0.5, SHARE)
     (80000000000.0, 3e-06, 0.5)

@@ -392,7 +392,7 @@ class Execution:
         mesh, decisions = split_axes(planned.mesh, planned.decisions)
         decisions = adapt_decisions(decisions, graph, mesh)
         captured = Partitioned(graph, mesh, decisions, self._pipeline_of(graph))
-        return fold_axes(captured, apart=planned.mesh)
+        return fold_axes(captured, unjoined_mesh=planned.mesh)
 
     def _with_local_maps(self, partitioned: Partitioned) -> Partitioned:
         """The same, with the modules that run as they are those of `module`."""

@@ -1,4 +1,4 @@
-"""Names mesh axes by the kind of parallelism that they serve.
+"""Name mesh axes by the kind of parallelism that they serve.
 
 Each tensor dimension is traced to its origin: the batch of the model's inputs, another input
 dimension (a *position*), a parameter, or a *feature*, a dimension of an activation that a parameter
@@ -49,12 +49,12 @@ Meanings = tuple[Meaning | None, ...]
 
 def name_axes(graph: Graph, axes: int, decisions: Decisions) -> tuple[str, ...]:
     """Names for the axes `0` to `axes - 1` of a device matrix."""
-    cut: list[set[Meaning | None]] = [set() for _ in range(axes)]
+    cut_meanings: list[set[Meaning | None]] = [set() for _ in range(axes)]
     for meaning, over in _cuts(graph, decisions):
         for axis in over:
-            cut[axis].add(meaning)
-    stored = {axis for dims in decisions.storage.values() for over in dims for axis in over}
-    names = [_name(each - {None}, axis in stored) for axis, each in enumerate(cut)]
+            cut_meanings[axis].add(meaning)
+    storage_axes = {axis for dims in decisions.storage.values() for over in dims for axis in over}
+    names = [_name(each - {None}, axis in storage_axes) for axis, each in enumerate(cut_meanings)]
     numbers = {name: count() for name in names if names.count(name) > 1}
     letters = islice(axis_names(), axes)
     return tuple(
@@ -63,14 +63,15 @@ def name_axes(graph: Graph, axes: int, decisions: Decisions) -> tuple[str, ...]:
     )
 
 
-def _name(cut: set[Meaning | None], stores: bool) -> str | None:
-    if Meaning.EXPERT in cut:
+def _name(cut_meanings: set[Meaning | None], stores: bool) -> str | None:
+    # Experts first: their factor is also a dimension of parameters.
+    if Meaning.EXPERT in cut_meanings:
         return "ep"
-    if cut == {Meaning.BATCH}:
+    if cut_meanings == {Meaning.BATCH}:
         return "fsdp" if stores else "dp"
-    if Meaning.BATCH in cut or not cut - {Meaning.FEATURE}:
+    if Meaning.BATCH in cut_meanings or not cut_meanings - {Meaning.FEATURE}:
         return None
-    return "tp" if Meaning.PARAMETER in cut else "sp"
+    return "tp" if Meaning.PARAMETER in cut_meanings else "sp"
 
 
 def _cuts(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, Axes]]:
@@ -86,11 +87,13 @@ def _cuts(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, 
 
 
 def trace_meanings(graph: Graph) -> _Trace:
-    """Infers the meanings of all dimensions and factors.
+    """Infer the meanings of all dimensions and factors.
 
     Only the batch dimension of inputs is known at first. A dimension that is contracted with a
     parameter is a feature dimension; the remaining input dimensions are positions (sequence).
     """
+    # Twice: an input dimension that the first pass leaves neither batch nor feature is a position,
+    # which the second pass propagates.
     trace = _Trace.begin(graph)
     trace.to_outputs()
     trace.to_inputs()
@@ -140,28 +143,28 @@ class _Trace:
         return cls(graph, data, values, {op.name: {} for op in graph.ops})
 
     def to_outputs(self) -> None:
-        """Propagates meanings from inputs of operators to outputs."""
+        """Propagate meanings from inputs of operators to outputs."""
         for op in self.graph.ops:
             rule = rule_of(op)
             if rule is not None:
-                own = self.factors[op.name]
-                own.update(self._factor_meanings(op, rule))
+                op_factors = self.factors[op.name]
+                op_factors.update(self._factor_meanings(op, rule))
                 for value, dims in zip(op.outputs, rule.outputs, strict=True):
-                    self._learn(value, dims, own)
+                    self._learn(value, dims, op_factors)
 
     def to_inputs(self) -> None:
-        """Propagates meanings from outputs of operators to inputs: a mask created inside the model
+        """Propagate meanings from outputs of operators to inputs: a mask created inside the model
         gets the batch dimension from the scores it masks."""
         for op in reversed(self.graph.ops):
             rule = rule_of(op)
             if rule is not None:
-                own = self.factors[op.name]
+                op_factors = self.factors[op.name]
                 for value, dims in zip(op.outputs, rule.outputs, strict=True):
                     for factor, meaning in zip(dims, self.values[value], strict=True):
                         if factor is not None and meaning is not None:
-                            own.setdefault(factor, meaning)
+                            op_factors.setdefault(factor, meaning)
                 for value, dims in zip(op.inputs, rule.inputs, strict=True):
-                    self._learn(value, dims, own)
+                    self._learn(value, dims, op_factors)
 
     def _learn(self, value: Value, dims: Dims, factors: Mapping[str, Meaning]) -> None:
         def meaning(factor: str | None) -> Meaning | None:
@@ -188,6 +191,7 @@ class _Trace:
                     # The dimension has the meaning of the data that the parameter is combined
                     # with, which is not known yet.
                     meanings.discard(Meaning.PARAMETER)
+            # The order of the enumeration: what a batch dimension touches is batch.
             values = [each.value for each in meanings if each is not None]
             if values:
                 result[factor] = Meaning(min(values))

@@ -23,6 +23,7 @@ class _NamelessChunk:
 
     def lines(self) -> Iterator[object]:
         chunk, graph, decisions = self.chunk, self.chunk.graph, self.decisions
+        # Whether there is a chunk before decides whether gradients of inputs are computed.
         yield decisions.sharding, decisions.bucket_bytes, chunk.number > 0, graph.loss is None
         read = (graph.input_values, graph.parameters, graph.buffers, tuple(graph.constants))
         for values in read:
@@ -33,8 +34,8 @@ class _NamelessChunk:
         for values in (chunk.arriving, chunk.leaving, chunk.returned, graph.output_values):
             yield tuple(map(self._number, values))
 
-    def _number(self, thing: object) -> int:
-        return self._numbers.setdefault(thing, len(self._numbers))
+    def _number(self, named_object: object) -> int:
+        return self._numbers.setdefault(named_object, len(self._numbers))
 
     def _value(self, value: Value) -> tuple[object, ...]:
         name, decisions = value.name, self.decisions

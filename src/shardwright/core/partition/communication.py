@@ -43,9 +43,9 @@ class InnerReduction:
         """Bytes that one device sends, forward and backward."""
         reduction, group = self.reduction, mesh.size(self.axes)
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
-        once = COLLECTIVES[reduction.collective].sent(num_bytes, group)
+        bytes_per_collective = COLLECTIVES[reduction.collective].sent(num_bytes, group)
         forward, backward = reduction.num_collectives(group, differentiable)
-        return forward * once, backward * once
+        return forward * bytes_per_collective, backward * bytes_per_collective
 
 
 @dataclass
@@ -93,9 +93,10 @@ class Communication:
         redistributed for each micro-batch, parameters as often as the sharding level requires."""
         forward, backward = self.forward_bytes * micro_batches, self.backward_bytes * micro_batches
         for bucket in self.buckets:
-            once, step = bucket.step_bytes(1), bucket.step_bytes(micro_batches)
-            forward += step[0] - micro_batches * once[0]
-            backward += step[1] - micro_batches * once[1]
+            single, step = bucket.step_bytes(1), bucket.step_bytes(micro_batches)
+            # `forward_bytes` counts a bucket once per run of the program; most run once per step.
+            forward += step[0] - micro_batches * single[0]
+            backward += step[1] - micro_batches * single[1]
         return forward, backward
 
     @cached_property
@@ -120,7 +121,7 @@ class Communication:
 
 
 def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Communication:
-    """Derives all redistributions between the layouts that `decisions` imply.
+    """Derive all redistributions between the layouts that `decisions` imply.
 
     Inputs are replicated unless in `decisions.arrivals`. The loss is returned replicated, as are
     other outputs of a model without a loss; with a loss, other outputs keep the layout in which
@@ -130,15 +131,15 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     result = Communication(mesh)
     for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
         result.initial_layouts[value] = initial_layout(value, mesh, decisions)
-    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer] = {}
+    shared_transfers: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer] = {}
     returned = {*graph.output_values, *(value for _, value in graph.updates)}
     for op in graph.ops:
-        _add_operator(result, op, decisions.cuts.get(op.name, {}), shared)
+        _add_operator(result, op, decisions.cuts.get(op.name, {}), shared_transfers)
         for value, axes in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
             is_read = graph.consumers[value] or value in returned
             if axes is not None and is_read:
                 target = TensorLayout(mesh, axes)
-                route = _route(result, value, target, shared, True, True)
+                route = _route(result, value, target, shared_transfers, True, True)
                 result.leading_transfers[value] = route
     for value in graph.output_values:
         departure = decisions.departures.get(value.name)
@@ -148,11 +149,13 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
         elif graph.loss is None or not value.shape:
             target = mesh.replicated(len(value.shape))
         trained = departure is not None or value in graph.trained
-        result.output_routes[value] = _route(result, value, target, shared, True, trained)
-    for before, value in graph.updates:
+        result.output_routes[value] = _route(result, value, target, shared_transfers, True, trained)
+    for old_value, value in graph.updates:
         # The new value is copied into the tensor of the old one, so it needs the same layout.
-        target = result.initial_layouts[before]
-        result.update_routes[before] = _route(result, value, target, shared, False, False)
+        target = result.initial_layouts[old_value]
+        result.update_routes[old_value] = _route(
+            result, value, target, shared_transfers, False, False
+        )
     result.transfers = join_transfers(
         result.transfers,
         (result.routes, result.output_routes, result.update_routes),
@@ -162,7 +165,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     result.segments = recompute_segments(graph, decisions.recompute, transfers)
     assign_recomputed_transfers(result.segments, transfers, decisions)
     routes = [*result.output_routes.items()]
-    routes += [(value, result.update_routes[before]) for before, value in graph.updates]
+    routes += [(value, result.update_routes[old_value]) for old_value, value in graph.updates]
     # Segments may have been divided: a bucket belongs to one of the resulting segments.
     recomputed = {name: Recompute(s.name) for name, s in result.segment_of.items()}
     divided = replace(decisions, recompute=recomputed)
@@ -199,7 +202,7 @@ def _add_operator(
     result: Communication,
     op: Op,
     cuts: Cuts,
-    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
+    shared_transfers: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
 ) -> None:
     mesh, rule = result.mesh, rule_of(op)
     if rule is None:
@@ -208,16 +211,16 @@ def _add_operator(
     else:
         inputs, outputs = rule.layouts(mesh, cuts)
         if rule.reductions is not no_reductions and (
-            inner := tuple(_inner_reductions(rule, op, mesh, cuts))
+            op_reductions := tuple(_inner_reductions(rule, op, mesh, cuts))
         ):
-            result.reductions[op.name] = inner
+            result.reductions[op.name] = op_reductions
     result.input_layouts[op.name] = inputs
     for value, layout in zip(op.outputs, outputs, strict=True):
         result.initial_layouts[value] = layout
     differentiable = any(value.differentiable for value in op.outputs)
     trained = any(value.requires_grad for value in op.outputs)
     for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
-        route = _route(result, value, layout, shared, differentiable, trained)
+        route = _route(result, value, layout, shared_transfers, differentiable, trained)
         result.routes[op.name, index] = route
 
 
@@ -226,6 +229,7 @@ def _inner_reductions(
 ) -> Iterator[InnerReduction]:
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
         axes = tuple(a for f in reduction.factors for a in cuts.get(f, ()))
+        # Sorted where the order does not matter, so that operators share process groups.
         yield InnerReduction(reduction, axes if reduction.ordered else tuple(sorted(axes)))
 
 
@@ -233,20 +237,21 @@ def _route(
     result: Communication,
     value: Value,
     target: TensorLayout,
-    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
+    shared_transfers: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
     differentiable: bool,
     trained: bool,
 ) -> tuple[Transfer, ...]:
-    """Returns the transfers of `value` to `target`, reusing those of earlier consumers.
+    """Return the transfers of `value` to `target`, reusing those of earlier consumers.
 
     Args:
-        shared: transfers made so far, by value and steps.
+        shared_transfers: transfers made so far, by value and steps.
         differentiable: whether a gradient may flow back from this consumer.
         trained: whether one does when the graph's `trained` outputs are differentiated.
     """
     differentiable = differentiable and value.differentiable
     trained = trained and value.requires_grad
     leading, source = result.leading_transfers.get(value, ()), result.layout(value)
+    # Layouts are interned: the common case is one comparison of objects.
     if source is target and not target.varying:
         target.shard_shape(value.shape)  # raises if the layout does not divide the shape
         return leading
@@ -255,12 +260,12 @@ def _route(
     for length, step in enumerate(path, start=1):
         key = (value, path[:length])
         # Keyed by all steps so far: equal steps from different layouts are different transfers.
-        if key not in shared:
-            before = route[-1] if route else None
-            shared[key] = Transfer(value, step, before, trained)
-            result.transfers.append(shared[key])
-        shared[key].trained |= trained
-        route.append(shared[key])
+        if key not in shared_transfers:
+            previous = route[-1] if route else None
+            shared_transfers[key] = Transfer(value, step, previous, trained)
+            result.transfers.append(shared_transfers[key])
+        shared_transfers[key].trained |= trained
+        route.append(shared_transfers[key])
     return tuple(route)
 
 
@@ -274,10 +279,11 @@ def _count_bytes(result: Communication, graph: Graph) -> None:
         forward, backward = bucket.step_bytes(1)
         result.forward_bytes += forward
         result.backward_bytes += backward
-    for name, inner in result.reductions.items():
+    for name, op_reductions in result.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
-        for reduction in inner:
+        for reduction in op_reductions:
             forward, backward = reduction.bytes(result.mesh, differentiable)
+            # A recomputed operator runs its forward collectives again in the backward pass.
             repeated = forward if name in result.recomputed_ops else 0
             result.forward_bytes += forward
             result.backward_bytes += backward + repeated

@@ -112,7 +112,7 @@ class Decisions:
 
 
 def adapt_decisions(decisions: Decisions, graph: Graph, mesh: DeviceMatrix) -> Decisions:
-    """Adapts decisions to `graph`, a capture of the same model in another mode or with other input
+    """Adapt decisions to `graph`, a capture of the same model in another mode or with other input
     shapes. Cuts that no longer divide evenly are dropped."""
     return replace(
         decisions,
@@ -134,6 +134,7 @@ def _adapted_cuts(
                 for factor, axes in cuts[op.name].items()
                 if factor in rule.factors
             }
+            # Joined factors divide a dimension together: each may divide it while both do not.
             indivisible = rule.indivisible_factor(mesh, dividing)
             result[op.name] = {f: axes for f, axes in dividing.items() if f != indivisible}
     return result
@@ -152,9 +153,10 @@ def _adapted_outputs(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Outp
 
 
 def _dividing(mesh: DeviceMatrix, axes: tuple[int, ...], capacity: int) -> tuple[int, ...]:
+    # Leading axes only, the most significant ones: then new shards are unions of planned ones.
     lengths = range(1, len(axes) + 1)
-    fitting = list(takewhile(lambda n: capacity % mesh.size(axes[:n]) == 0, lengths))
-    return axes[: fitting[-1]] if fitting else ()
+    dividing_lengths = list(takewhile(lambda n: capacity % mesh.size(axes[:n]) == 0, lengths))
+    return axes[: dividing_lengths[-1]] if dividing_lengths else ()
 
 
 def _divides(mesh: DeviceMatrix, axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> bool:

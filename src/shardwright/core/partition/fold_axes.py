@@ -1,4 +1,4 @@
-"""Folds a device matrix to the fewest axes that decisions need, or splits it into prime axes."""
+"""Fold a device matrix to the fewest axes that decisions need, or split it into prime axes."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from shardwright.core.partition.decisions import CutAxes, Decisions
 from shardwright.core.partition.partitioned import Partitioned
 
 
-def fold_axes(partitioned: Partitioned, apart: DeviceMatrix | None = None) -> Partitioned:
-    """Joins neighboring axes that all decisions and redistributions use together, and names axes by
+def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = None) -> Partitioned:
+    """Join neighboring axes that all decisions and redistributions use together, and name axes by
     their meaning. Shards and communication of each device stay the same.
 
     A search decides axes of prime sizes. Plans, process groups and DTensor placements have the
     folded axes: data and tensor parallelism on 1,024 devices are (dp 128, tp 8).
 
     Args:
-        apart: device matrix of the same ranks whose axes must not be joined.
+        unjoined_mesh: device matrix of the same ranks whose axes must not be joined.
     """
     mesh = partitioned.mesh
-    strides = () if apart is None else _strides(apart)
-    # Axes may be joined where `apart` has no axis boundary of the same stride.
+    strides = () if unjoined_mesh is None else _strides(unjoined_mesh)
+    # Axes may be joined where `unjoined_mesh` has no axis boundary of the same stride.
     joinable = {axis for axis, stride in enumerate(_strides(mesh)) if stride not in strides}
     joined = join_axes(
         len(mesh.device_matrix),
         _axes_of(partitioned),
         lambda axis, inner: inner == axis + 1 and axis in joinable,
     )
-    number = {axes[0]: new for new, axes in enumerate(joined)}
+    new_axis_of = {axes[0]: new for new, axes in enumerate(joined)}
     decisions = _renumbered(
-        partitioned.decisions, lambda axes: tuple(number[axis] for axis in axes if axis in number)
+        partitioned.decisions,
+        lambda axes: tuple(new_axis_of[axis] for axis in axes if axis in new_axis_of),
     )
     sizes = tuple(map(mesh.size, joined))
-    if apart is not None and sizes == apart.device_matrix:
-        return replace(partitioned, mesh=apart, decisions=decisions)
+    if unjoined_mesh is not None and sizes == unjoined_mesh.device_matrix:
+        return replace(partitioned, mesh=unjoined_mesh, decisions=decisions)
     names = name_axes(partitioned.graph, len(sizes), decisions)
-    layout = DeviceMatrix(sizes, names, mesh.rank_list)
-    return partitioned if layout == mesh else replace(partitioned, mesh=layout, decisions=decisions)
+    matrix = DeviceMatrix(sizes, names, mesh.rank_list)
+    return partitioned if matrix == mesh else replace(partitioned, mesh=matrix, decisions=decisions)
 
 
 def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
@@ -55,19 +56,19 @@ def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
         for chunk in partitioned.chunks
         for value in chunk.returned
     ]
-    lists = [axes for dims in partitioned.decisions.storage.values() for axes in dims]
-    lists += [axes for layout in layouts for axes in layout.axes]
-    lists += [tuple(sorted(layout.partial)) for layout in layouts]
-    return join_axes(len(partitioned.mesh.device_matrix), lists)
+    axis_lists = [axes for dims in partitioned.decisions.storage.values() for axes in dims]
+    axis_lists += [axes for layout in layouts for axes in layout.axes]
+    axis_lists += [tuple(sorted(layout.partial)) for layout in layouts]
+    return join_axes(len(partitioned.mesh.device_matrix), axis_lists)
 
 
 def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, Decisions]:
-    """Splits each axis of a device matrix into axes of prime sizes, and renumbers decisions."""
+    """Split each axis of a device matrix into axes of prime sizes, and renumber decisions."""
     factors = [prime_factors(size) for size in mesh.device_matrix]
     starts = list(accumulate(map(len, factors), initial=0))
     sizes = tuple(size for primes in factors for size in primes)
-    layout = DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
-    return layout, _renumbered(
+    matrix = DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
+    return matrix, _renumbered(
         decisions, lambda axes: tuple(n for a in axes for n in range(starts[a], starts[a + 1]))
     )
 

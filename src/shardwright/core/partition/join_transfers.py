@@ -1,4 +1,4 @@
-"""Joins two consecutive redistribution steps into one collective that sends no more bytes."""
+"""Join two consecutive redistribution steps into one collective that sends no more bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Routes = MutableMapping[Any, tuple[Transfer, ...]]
 def join_transfers(
     transfers: Iterable[Transfer], routes: Iterable[Routes], fixed: Routes
 ) -> list[Transfer]:
-    """Joins transfers whose intermediate layout has no other reader; changes `routes` in place.
+    """Join transfers whose intermediate layout has no other reader; change `routes` in place.
 
     Args:
         transfers: all transfers of a program.

@@ -140,7 +140,7 @@ def buckets(
     stored: Mapping[Value, TensorLayout],
     returned: Iterable[tuple[Value, tuple[Transfer, ...]]] = (),
 ) -> tuple[Bucket, ...]:
-    """Groups parameters into buckets in order of use, up to `decisions.bucket_bytes` of parameters
+    """Group parameters into buckets in order of use, up to `decisions.bucket_bytes` of parameters
     in the layout in which they are used.
 
     Args:
@@ -150,6 +150,7 @@ def buckets(
     """
     level = decisions.sharding.level if decisions.sharding is not None else ""
     uses: dict[tuple[Value, tuple[int, ...]], _BucketedUse] = {}
+    # Only level3 frees gathered parameters, and has to gather again those that autograd has saved.
     needed = needed_in_backward(graph) if level == "level3" else frozenset()
     for op in graph.ops:
         for index, value in enumerate(op.inputs):
@@ -206,6 +207,8 @@ def _group_uses(
     open_groups: dict[tuple[object, ...], tuple[list[_BucketedUse], int]] = {}
     for use in uses:
         size = _used_bytes(use)
+        # In order of use, so that a bucket is gathered shortly before all its parameters are read
+        # and reduced as soon as the last gradient is there.
         group, filled = open_groups.get(use.key, ([], 0))
         # A parameter above the limit gets a bucket of its own.
         if not group or filled + size > limit:
@@ -213,10 +216,10 @@ def _group_uses(
             groups.append(group)
         group.append(use)
         open_groups[use.key] = (group, filled + size)
-    seen: dict[Value, int] = {}
+    num_uses: dict[Value, int] = {}
 
     def member(use: _BucketedUse) -> Member:
-        count = seen[use.value] = seen.get(use.value, 0) + 1
+        count = num_uses[use.value] = num_uses.get(use.value, 0) + 1
         name = use.value.name if count == 1 else f"{use.value.name}@{count}"
         return Member(name, use.value, stored[use.value], use.route)
 

@@ -53,14 +53,16 @@ class Partitioned:
             outputs = tuple(dict.fromkeys(graph.output_values))
             return (Chunk(0, 0, graph, mesh, decisions, returned=outputs),)
         self._check_inputs()
-        pieces = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
-        crossing = {
+        chunk_graphs = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
+        crossing_layouts = {
             value.name: self._crossing_layout(value)
-            for piece in pieces
-            for value in piece.leaving
+            for chunk_graph in chunk_graphs
+            for value in chunk_graph.leaving
             if value in graph.producer
         }
-        return tuple(self._chunk(*numbered, crossing) for numbered in enumerate(pieces))
+        return tuple(
+            self._chunk(*numbered, crossing_layouts) for numbered in enumerate(chunk_graphs)
+        )
 
     def chunks_of(self, stage: int) -> tuple[Chunk, ...]:
         """Chunks of a stage."""
@@ -80,6 +82,7 @@ class Partitioned:
         """Stages that share each trained parameter, and bytes of its gradient on one device."""
         trained = {v.name: v for c in self.chunks for v in c.graph.parameters if v.requires_grad}
         shared = []
+        # Such as the embedding that the first stage and the head of the last one share.
         for name, stages in self.stages_of_parameters.items():
             if name in trained and len(stages) > 1:
                 stored = TensorLayout(self.mesh, self.chunks[0].decisions.storage[name])
@@ -111,7 +114,7 @@ class Partitioned:
         redistributions, values sent to other stages, and gradients of parameters shared by
         stages."""
         chunks, count = self.chunks, self.pipeline.micro_batches
-        sent = [[0, 0] for _ in range(self.pipeline.stages)]
+        sent_bytes = [[0, 0] for _ in range(self.pipeline.stages)]
         for chunk in chunks:
             forward, backward = chunk.communication.step_bytes(count)
             to_next, to_previous = chunk.border_bytes
@@ -120,16 +123,16 @@ class Partitioned:
                 forward += count * to_next
             if chunk.number and chunks[chunk.number - 1].stage != chunk.stage:
                 backward += count * to_previous
-            sent[chunk.stage][0] += forward
-            sent[chunk.stage][1] += backward
+            sent_bytes[chunk.stage][0] += forward
+            sent_bytes[chunk.stage][1] += backward
         for stages, num_bytes in self.shared_gradients:
             for stage in stages:
                 # Ring all-reduce over the stages: 2 (n - 1) / n of the gradient, rounded up.
-                sent[stage][1] += -(-2 * (len(stages) - 1) * num_bytes // len(stages))
-        return tuple((forward, backward) for forward, backward in sent)
+                sent_bytes[stage][1] += -(-2 * (len(stages) - 1) * num_bytes // len(stages))
+        return tuple((forward, backward) for forward, backward in sent_bytes)
 
     def _check_updates(self) -> None:
-        """Checks trained parameters that `forward` itself updates.
+        """Check trained parameters that `forward` itself updates.
 
         The new value is written at the end of a call, so nothing may read the parameter after that
         in the same step.
@@ -151,7 +154,7 @@ class Partitioned:
                 )
 
     def _check_inputs(self) -> None:
-        """Checks inputs of a model in pipeline stages: PyTorch's schedules return no gradients of
+        """Check inputs of a model in pipeline stages: PyTorch's schedules return no gradients of
         them.
 
         Raises:
@@ -164,12 +167,16 @@ class Partitioned:
                     f" does not give back\npass {value.name}.detach(), or plan without stages"
                 )
 
-    def _chunk(self, number: int, piece: GraphChunk, crossing: dict[str, CutAxes]) -> Chunk:
+    def _chunk(
+        self, number: int, chunk_graph: GraphChunk, crossing_layouts: dict[str, CutAxes]
+    ) -> Chunk:
         graph, decisions = self.graph, self.decisions
-        arrivals = {value.name: crossing[value.name] for value in piece.arriving}
-        departures = {value.name: crossing[value.name] for value in piece.leaving}
+        arrivals = {value.name: crossing_layouts[value.name] for value in chunk_graph.arriving}
+        departures = {value.name: crossing_layouts[value.name] for value in chunk_graph.leaving}
+        # Outputs beside the loss are returned as they are computed: replicating logits would take
+        # much communication and memory.
         if graph.loss is not None:
-            for value in piece.returned:
+            for value in chunk_graph.returned:
                 if value is not graph.loss and value in graph.producer:
                     departures.setdefault(value.name, self._crossing_layout(value))
         chunk_decisions = replace(
@@ -177,10 +184,17 @@ class Partitioned:
             arrivals={**decisions.arrivals, **arrivals},
             departures={**decisions.departures, **departures},
         )
-        stage, ends = self.pipeline.stage_of(number), (piece.arriving, piece.leaving)
-        halves = self.pipeline.schedule_spec.splits_backward
+        stage, ends = self.pipeline.stage_of(number), (chunk_graph.arriving, chunk_graph.leaving)
+        splits_backward = self.pipeline.schedule_spec.splits_backward
         return Chunk(
-            number, stage, piece.graph, self.mesh, chunk_decisions, *ends, piece.returned, halves
+            number,
+            stage,
+            chunk_graph.graph,
+            self.mesh,
+            chunk_decisions,
+            *ends,
+            chunk_graph.returned,
+            splits_backward,
         )
 
     def _crossing_layout(self, value: Value) -> CutAxes:
@@ -195,6 +209,7 @@ class Partitioned:
         if rule is None:
             return ((),) * len(value.shape)
         _, outputs = rule.layouts(self.mesh, self.decisions.cuts.get(producer.name, {}))
+        # Pipeline messages carry no pending sums: they are reduced before the value is sent.
         return self._consumer_layout(value) if outputs[index].partial else outputs[index].axes
 
     def _consumer_layout(self, value: Value) -> CutAxes:

@@ -72,7 +72,7 @@ class OperatorTransfers:
 def recompute_segments(
     graph: Graph, recompute: Mapping[str, Recompute], transfers: OperatorTransfers
 ) -> tuple[Segment, ...]:
-    """Groups operators with the same `Recompute` into segments that can each run as one function.
+    """Group operators with the same `Recompute` into segments that can each run as one function.
 
     Other operators between them run before the segment, or after it if they depend on its results.
     A segment is divided where one of its operators would read the result of an operator that runs
@@ -181,7 +181,7 @@ def _ops_to_rerun(run: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
 def assign_recomputed_transfers(
     segments: Sequence[Segment], transfers: OperatorTransfers, decisions: Decisions
 ) -> None:
-    """Marks the transfers that segments repeat, by setting their `segment`.
+    """Mark the transfers that segments repeat, by setting their `segment`.
 
     A value from outside is saved where it is smallest on its route: gathers are repeated,
     reductions are not. Parameters are gathered once, unless ZeRO frees them (`level3`).

@@ -62,8 +62,8 @@ class ScheduleSpec:
         """Stage of chunk `chunk`, numbered in model order."""
         # In a V, every second pass over the stages runs backwards, so that two consecutive chunks
         # at its ends are on the same stage (Qi et al., arXiv:2401.10241, section 6).
-        number, stage = divmod(chunk, stages)
-        return stages - 1 - stage if self.v_shaped and number % 2 else stage
+        pass_number, stage = divmod(chunk, stages)
+        return stages - 1 - stage if self.v_shaped and pass_number % 2 else stage
 
     def can_run(self, micro_batches: int, stages: int) -> bool:
         """Whether the schedule can run this number of micro-batches."""
@@ -121,7 +121,7 @@ SCHEDULES = {
 
 
 def schedule_spec(name: str, argument: str = "schedule") -> ScheduleSpec:
-    """Looks up a schedule.
+    """Look up a schedule.
 
     Args:
         argument: name of the option for errors.
@@ -130,5 +130,5 @@ def schedule_spec(name: str, argument: str = "schedule") -> ScheduleSpec:
         StrategyError: if the schedule is unknown; lists the valid names.
     """
     if name not in SCHEDULES:
-        raise StrategyError(f"{argument}={name!r}: valid are {', '.join(SCHEDULES)}")
+        raise StrategyError(f"{argument}={name!r}\nvalid are {', '.join(SCHEDULES)}")
     return SCHEDULES[name]

@@ -13,7 +13,7 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.planner.options import AUTO_RECOMPUTE, PlanOptions
 from shardwright.errors import MemoryLimitError, PlanError
 
-FACTOR, LARGEST_MEM_COEFF = 8.0, 1e4
+MEM_COEFF_GROWTH, MAX_MEM_COEFF = 8.0, 1e4
 """Growth of `mem_coeff` from one attempt to the next, and the largest value attempted."""
 
 
@@ -48,17 +48,28 @@ def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
         return [[[Attempt(options, False)]]]
     recompute_first = options.recompute == AUTO_RECOMPUTE
     phases: list[AttemptGroups] = []
+    # Ascending: the smallest `mem_coeff` that fits favors data parallelism most.
     if options.has_auto_mem_coeff:
         coefficients, limit = options.mem_coeffs, options.limit
-        fixed = [replace(options, mem_coeff=value, memory_limit=limit) for value in coefficients]
-        phases, options = [[[Attempt(each, recompute_first)]] for each in fixed], fixed[0]
+        with_coefficients = [
+            replace(options, mem_coeff=value, memory_limit=limit) for value in coefficients
+        ]
+        phases, options = (
+            [[[Attempt(each, recompute_first)]] for each in with_coefficients],
+            with_coefficients[0],
+        )
     if options.cluster is not None:
-        larger = (options, *_larger_mem_coeff(options))
-        return [*phases, [[Attempt(each, True) for each in _levels(base)] for base in larger]]
+        larger_coefficients = (options, *_larger_mem_coeff(options))
+        return [
+            *phases,
+            [[Attempt(each, True) for each in _levels(base)] for base in larger_coefficients],
+        ]
     levels = _levels(options)
     phases += [[[Attempt(each, recompute_first)]] for each in levels]
-    for staged in (levels[-1], *_more_stages(levels[-1])):
-        phases += [[[Attempt(each, True)]] for each in (staged, *_larger_mem_coeff(staged))]
+    for with_stages in (levels[-1], *_more_stages(levels[-1])):
+        phases += [
+            [[Attempt(each, True)]] for each in (with_stages, *_larger_mem_coeff(with_stages))
+        ]
     return phases
 
 
@@ -82,10 +93,10 @@ def _larger_mem_coeff(options: PlanOptions) -> Iterator[PlanOptions]:
     # Modes that do not weigh memory would find the same plan again.
     if "mem_coeff" not in options.search_options:
         return
-    coefficient = options.fixed_mem_coeff * FACTOR
-    while coefficient <= LARGEST_MEM_COEFF:
+    coefficient = options.fixed_mem_coeff * MEM_COEFF_GROWTH
+    while coefficient <= MAX_MEM_COEFF:
         yield replace(options, mem_coeff=coefficient)
-        coefficient *= FACTOR
+        coefficient *= MEM_COEFF_GROWTH
 
 
 def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
@@ -102,26 +113,26 @@ def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
             yield replace(options, stages=stages)
 
 
-def too_large(attempt: Attempt, limit: int, needs: Memory) -> MemoryLimitError:
-    """Builds the error that no plan fits into `limit` bytes per device.
+def too_large(attempt: Attempt, limit: int, needed: Memory) -> MemoryLimitError:
+    """Build the error that no plan fits into `limit` bytes per device.
 
     Args:
         attempt: the attempt whose plan needs least memory.
-        needs: memory of that plan.
+        needed: memory of that plan.
     """
-    stage = max(needs.stages, key=lambda stage: stage.peak)
-    where = f" on stage {stage.stage}" if len(needs.stages) > 1 else ""
+    stage = max(needed.stages, key=lambda stage: stage.peak)
+    stage_text = f" on stage {stage.stage}" if len(needed.stages) > 1 else ""
     options = attempt.options
     or_stages = ""
     if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
         or_stages = ", or stages='auto'"
     text = (
         f"no plan for {options.devices} devices fits into memory_limit="
-        f"{binary(limit)}; the smallest one needs {binary(needs.peak)}"
-        f" ({needs.peak:,} bytes){where}, with {attempt}: {_breakdown(stage)}\n"
+        f"{binary(limit)}; the smallest one needs {binary(needed.peak)}"
+        f" ({needed.peak:,} bytes){stage_text}, with {attempt}: {_breakdown(stage)}\n"
         f"set a larger limit, or use more devices or more micro-batches{or_stages}"
     )
-    return MemoryLimitError(text, needs.peak)
+    return MemoryLimitError(text, needed.peak)
 
 
 def _breakdown(stage: StageMemory) -> str:

@@ -1,4 +1,4 @@
-"""Compares graphs of one model for two batch sizes: what depends on the size.
+"""Compare graphs of one model for two batch sizes: what depends on the size.
 
 A Python number such as `len(x)` is a constant in each graph.
 """
@@ -12,7 +12,7 @@ from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.rules.notation import call_arguments
 from shardwright.core.torch_internals import pytree
 
-SIZES = frozenset({"size", "shape", "end", "repeats"})
+SIZE_ARGUMENTS = frozenset({"size", "shape", "end", "repeats"})
 """Arguments that may depend on the batch size: the shape of the result is checked instead."""
 
 
@@ -23,6 +23,7 @@ def batch_size(graph: Graph) -> int:
 
 def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
     """The first operator that only one of two graphs calls, and a verb phrase that says so."""
+    # Python code may branch on the batch size, or loop over samples.
     for op, larger_op in zip(graph.ops, larger.ops, strict=False):
         if op.target != larger_op.target:
             return larger_op, "is not called for a micro-batch: operators depend on its size"
@@ -45,7 +46,7 @@ def numbers_in_arguments(op: Op) -> dict[str, object]:
     """Numbers in the arguments other than sizes, keyed by argument name and position in it."""
     numbers: dict[str, object] = {}
     for name, argument in call_arguments(op).items():
-        if name not in SIZES:
+        if name not in SIZE_ARGUMENTS:
             leaves = pytree.tree_leaves(argument)
             numbers |= {
                 f"{name} {index}": leaf
@@ -63,6 +64,7 @@ def divides_by_samples(op: Op, changed: Mapping[str, tuple[object, object]], rat
     ((divisor, small_divisor),) = changed.values()
     if not isinstance(divisor, (int, float)) or not isinstance(small_divisor, (int, float)):
         return False
+    # `isclose`, as an inverse is a rounded number.
     if op.short_name == "div":
         return isclose(divisor, small_divisor * ratio)
     return op.short_name == "mul" and isclose(divisor * ratio, small_divisor)

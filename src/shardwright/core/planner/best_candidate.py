@@ -15,7 +15,7 @@ from shardwright.core.planner.ranking import Ranking
 def best_candidate(
     model: CapturedModel, options: PlanOptions, ranking: Ranking | None = None
 ) -> Candidate:
-    """Returns the fastest candidate that fits into memory.
+    """Return the fastest candidate that fits into memory.
 
     Args:
         ranking: receives the fastest candidate of each kind.
@@ -35,6 +35,7 @@ def best_candidate(
 
     # Memory is that of a training step, which a model in eval mode does not run.
     candidate = within_device_memory(options, best) if model.training else best(options)
+    # With `auto` the best number of stages has been chosen already.
     if options.suggest_stages and not options.chooses_pipeline:
         suggest_stages(options, candidate, decide)
     return candidate

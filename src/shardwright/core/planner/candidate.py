@@ -138,7 +138,9 @@ class Candidate:
 
         It takes many predictions, so it is computed only for candidates that may be chosen.
         """
-        has_many_axes = self.options.cluster is not None and self.parameter_axes > MANY_AXES
+        has_many_axes = (
+            self.options.cluster is not None and self.parameter_axes > MAX_PARAMETER_AXES
+        )
         return _aligned(self) if has_many_axes else self
 
     @property
@@ -160,7 +162,7 @@ class Candidate:
     def memory(
         self, decisions: Decisions | None = None, stages: Container[int] | None = None
     ) -> Memory:
-        """Measures memory per device by dry runs.
+        """Measure memory per device by dry runs.
 
         Args:
             decisions: measured instead of the candidate's own.
@@ -176,7 +178,7 @@ class Candidate:
         self.options.on_progress(f"{doing}: {self.options.in_words()}")
 
     def plan(self) -> Plan:
-        """Makes the plan, on the folded device matrix."""
+        """Make the plan, on the folded device matrix."""
         model, options = self.model, self.options
         plan = make_plan(
             self.folded,
@@ -202,7 +204,7 @@ Decide = Callable[[PlanOptions], Sequence[Candidate]]
 
 
 def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate]:
-    """Searches a model with exactly these options and returns the candidates to choose from.
+    """Search a model with exactly these options and return the candidates to choose from.
 
     Raises: as `plan`.
     """
@@ -219,18 +221,20 @@ def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate
 
 
 def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candidate]:
-    """Returns a candidate for each result of the mode's search."""
+    """Return a candidate for each result of the mode's search."""
     graph, pins = model.graph, model.pins
     check_takes_pins(mode, pins.strategies)
     pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction)
     entries = input_entries(graph, options.dataset_strategy)
     stage_devices = options.devices // pipeline.stages
     nodes = () if options.cluster is None else options.resolved_cluster.nodes(options.devices)
-    fixed = resolve(graph, stage_devices, pins.strategies, {**pins.parameters, **entries}, nodes)
-    arriving = arrivals(graph, fixed.mesh, options.dataset_strategy)
+    constraints = resolve(
+        graph, stage_devices, pins.strategies, {**pins.parameters, **entries}, nodes
+    )
+    arriving = arrivals(graph, constraints.mesh, options.dataset_strategy)
     pricing = options.pricing(pipeline)
     request = SearchRequest(
-        *(graph, fixed.mesh, fixed.cuts, fixed.outputs, arriving, pricing),
+        *(graph, constraints.mesh, constraints.cuts, constraints.outputs, arriving, pricing),
         mem_coeff=options.fixed_mem_coeff,
         order=options.order,
         log_costs=options.log_costs,
@@ -238,41 +242,48 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
     shard_size = None if pricing is None else pricing.optimizer_shard_size
     counts = pipeline.stages, pipeline.micro_batches
     search_options = options.search_options.values() if MODES[mode].takes_pricing else ()
-    key = (fixed.mesh, mode, *search_options, *counts, shard_size)
+    key = (constraints.mesh, mode, *search_options, *counts, shard_size)
     if key not in model.searched:
         on_share = share_reporter(options.on_progress, f"search: {options.in_words()}")
         if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:
             log.info("mode=%r weighs no costs: none are logged", mode)
-        started = time.perf_counter()
+        start = time.perf_counter()
         results = MODES[mode].candidate_cuts(replace(request, on_share=on_share))
-        model.searched[key] = results, time.perf_counter() - started
+        model.searched[key] = results, time.perf_counter() - start
     results, seconds = model.searched[key]
-    found = []
+    found_candidates = []
     # Without a cluster no step time is predicted, so that results cannot be compared.
     results = results if options.cluster is not None else results[:1]
+    # Ring attention is slower but needs less memory: a variant of each result, to compete where
+    # memory is limited.
     if options.cluster is not None and options.limit is not None:
-        rings = (ring_cuts(graph, fixed.mesh, c, fixed.cuts, options.limit) for c in results)
-        results = [*results, *(cuts for cuts in rings if cuts is not None)]
+        ring_results = (
+            ring_cuts(graph, constraints.mesh, c, constraints.cuts, options.limit) for c in results
+        )
+        results = [*results, *(cuts for cuts in ring_results if cuts is not None)]
     for number, cuts in enumerate(results):
-        chunked = pipeline
+        chunked_pipeline = pipeline
         if pipeline.stages > 1 and options.stage_config is None:
             division = key, number, pipeline.num_chunks
+            # The division depends on the cuts only, not on how parameters are stored.
             if division not in model.divisions:
-                model.divisions[division] = _balanced(model, options, fixed.mesh, pipeline, cuts)
-            chunked = replace(pipeline, chunk_of=model.divisions[division])
+                model.divisions[division] = _balanced(
+                    model, options, constraints.mesh, pipeline, cuts
+                )
+            chunked_pipeline = replace(pipeline, chunk_of=model.divisions[division])
         decisions = Decisions(
             cuts,
-            _storage(model, fixed.mesh, cuts, options),
-            fixed.outputs,
+            _storage(model, constraints.mesh, cuts, options),
+            constraints.outputs,
             arriving,
             sharding=options.sharding,
             bucket_bytes=int(options.bucket_mb * MB),
             recompute=model.recompute,
         )
-        parts = model, options, fixed.mesh, decisions, chunked, seconds
-        candidate = Candidate(*parts, pinned=fixed.cuts)
-        found.append(_reassigned(candidate) if options.cluster is None else candidate)
-    return found
+        arguments = model, options, constraints.mesh, decisions, chunked_pipeline, seconds
+        candidate = Candidate(*arguments, pinned=constraints.cuts)
+        found_candidates.append(_reassigned(candidate) if options.cluster is None else candidate)
+    return found_candidates
 
 
 def _balanced(
@@ -282,7 +293,7 @@ def _balanced(
     pipeline: PipelineSpec,
     cuts: Mapping[str, Cuts],
 ) -> Mapping[str, int]:
-    """Assigns each operator to a chunk so that chunks take about the same time."""
+    """Assign each operator to a chunk so that chunks take about the same time."""
     work = None
     if options.cluster is not None:
         time = TimeModel(options.resolved_cluster, mesh, pipeline.stages)
@@ -290,13 +301,13 @@ def _balanced(
     return balanced_stages(model.graph, pipeline.num_chunks, work)
 
 
-MANY_AXES = 4
-"""With more axes of the parameters' mesh, the first step takes DTensor over ten seconds, and about
-six times as long with each further axis."""
+MAX_PARAMETER_AXES = 4
+"""With more axes of the parameters' mesh, DTensor takes over ten seconds for the first step, and
+about six times as long with each further axis."""
 
 
 def _aligned(candidate: Candidate) -> Candidate:
-    """Returns the candidate with the smallest parameter mesh, and of those the fastest, among
+    """Return the candidate with the smallest parameter mesh, and of those the fastest, among
     versions that split equal axes at the same position and are not slower."""
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
     levels = TimeModel(options.resolved_cluster, mesh, candidate.pipeline.stages).links.levels
@@ -318,7 +329,7 @@ def _aligned(candidate: Candidate) -> Candidate:
 
 
 def _reassigned(candidate: Candidate) -> Candidate:
-    """Reassigns axes of equal size to operators, if that does not communicate more."""
+    """Reassign axes of equal size to operators, if that does not communicate more."""
     # Only without a cluster, where all links are equal and these axes are interchangeable.
     model, mesh, decisions = candidate.model, candidate.mesh, candidate.decisions
     cuts = reassign_equal_axes(model.graph, mesh, decisions.cuts, candidate.pinned)

@@ -21,7 +21,7 @@ log = logging.getLogger("shardwright.search")
 def with_best_micro_batches(
     numbers: Sequence[int], planned: Callable[[int], Candidate]
 ) -> Candidate:
-    """Returns the candidate with the shortest step of the whole batch; of equals, the one with the
+    """Return the candidate with the shortest step of the whole batch; of equals, the one with the
     fewest micro-batches. Numbers with which the model cannot be planned are skipped, as are all
     but 1 if the loss is no weighted sum of those of micro-batches (`mean_of_samples.py`).
 

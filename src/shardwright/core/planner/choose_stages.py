@@ -26,7 +26,7 @@ def with_best_stages(
     best: Candidate | None = None,
     ranking: Ranking | None = None,
 ) -> Candidate:
-    """Returns the fastest candidate that fits into memory, over all numbers of stages that divide
+    """Return the fastest candidate that fits into memory, over all numbers of stages that divide
     the devices, are at most the number of micro-batches and can run with the schedule; and over all
     schedules with `schedule="auto"`.
 
@@ -42,29 +42,36 @@ def with_best_stages(
         MemoryLimitError: no number of stages fits; the error of the number that needs least.
         PlanError, StrategyError: the model cannot be planned with any number of stages.
     """
-    bounded: list[StageOptions] = []
+    bounded_options: list[StageOptions] = []
     errors: list[PlanError | StrategyError] = []
     all_options = list(_with_stages(options))
     open_options = [each for each in all_options if best is None or not _is_planned(each, best)]
-    numbers = sorted({_stages(each) for each in all_options})
+    numbers = sorted({_fixed_stages(each) for each in all_options})
     log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
-    for number, staged in enumerate(open_options):
+    # First one search for each, without fitting it into memory: a lower bound of its step time.
+    for number, with_stages in enumerate(open_options):
         report = nested_progress(options.on_progress, "", number, len(open_options))
         try:
-            decided = decide(replace(_fastest_options(staged), on_progress=report))
-            min_seconds = min(candidate.aligned.seconds for candidate in decided)
+            decided_candidates = decide(replace(_fastest_options(with_stages), on_progress=report))
+            min_seconds = min(candidate.aligned.seconds for candidate in decided_candidates)
         except (PlanError, StrategyError) as error:
             errors.append(error)
-            log.info("%s: %s", _stages_text(staged), error)
+            log.info("%s: %s", _stages_text(with_stages), error)
             if ranking is not None:
-                ranking.leave_out(requested_kind(staged), LeftOut.because(one_line(error)))
+                ranking.leave_out(requested_kind(with_stages), LeftOut.because(one_line(error)))
             continue
-        bounded.append(StageOptions(staged, min_seconds))
-        log.info("%s: at least %.4g s per step", _stages_text(staged), bounded[-1].min_seconds)
-    if not bounded and best is None:
+        bounded_options.append(StageOptions(with_stages, min_seconds))
+        log.info(
+            "%s: at least %.4g s per step",
+            _stages_text(with_stages),
+            bounded_options[-1].min_seconds,
+        )
+    if not bounded_options and best is None:
         raise errors[0]
     below = float("inf") if best is None else best.seconds
-    fastest = (fastest_within_memory(bounded, decide, below, ranking) if bounded else None) or best
+    fastest = (
+        fastest_within_memory(bounded_options, decide, below, ranking) if bounded_options else None
+    ) or best
     assert fastest is not None
     log.info("%s: %.4g s per step", _stages_text(fastest.options), fastest.seconds)
     return fastest
@@ -87,7 +94,7 @@ def _is_planned(options: PlanOptions, best: Candidate) -> bool:
     return (options.stages, options.schedule) == (pipeline.stages, pipeline.schedule)
 
 
-def _stages(options: PlanOptions) -> int:
+def _fixed_stages(options: PlanOptions) -> int:
     assert isinstance(options.stages, int)
     return options.stages
 
@@ -125,21 +132,21 @@ def max_stages(options: PlanOptions) -> int:
 
 
 def suggest_stages(options: PlanOptions, chosen: Candidate, decide: Decide) -> None:
-    """Warns if another number of stages is predicted to be faster than the requested one. Has no
+    """Warn if another number of stages is predicted to be faster than the requested one. Has no
     effect without a cluster."""
     if options.cluster is None:
         log.info("suggest_stages has no effect without a cluster")
         return
-    searched = replace(options, stages=AUTO)
+    auto_options = replace(options, stages=AUTO)
     try:
-        best = with_best_stages(searched, decide, chosen)
+        best = with_best_stages(auto_options, decide, chosen)
     except KeyboardInterrupt:
         raise PlanInterrupted(chosen.plan) from None
     if best.pipeline.stages != chosen.pipeline.stages:
         log.warning(
             "on %s %d pipeline stages have the shortest predicted step time, %.4g s, of 1 to %d"
             " stages; %s are requested",
-            searched.resolved_cluster.name,
+            auto_options.resolved_cluster.name,
             best.pipeline.stages,
             best.seconds,
             max_stages(options),

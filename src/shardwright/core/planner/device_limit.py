@@ -17,7 +17,7 @@ log = logging.getLogger("shardwright.search")
 def within_device_memory(
     options: PlanOptions, decide: Callable[[PlanOptions], Candidate]
 ) -> Candidate:
-    """Plans without a limit, and again with the cluster's device memory as limit if that result
+    """Plan without a limit, and again with the cluster's device memory as limit if that result
     does not fit into it. Options with an explicit limit or without a cluster are planned once.
 
     Args:

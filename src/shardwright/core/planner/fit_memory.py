@@ -40,12 +40,12 @@ from shardwright.progress import OnProgress, nested_progress
 
 log = logging.getLogger("shardwright.search")
 
-NEAR = 0.97
+NEXT_COEFF_RATIO = 0.97
 """Lower bound of the step time with the next larger `mem_coeff`, as a fraction of the step time
 with the one before. It is below 1 as the search's objective is simpler than the prediction, so that
 a larger `mem_coeff` can be slightly faster. A heuristic, not a proof."""
 
-NEARLY_EXPECTED = 0.99
+EXPECTED_RATIO = 0.99
 """Lower bound of the step time of a candidate that fits, as a fraction of its step time with the
 recomputation that estimates ask for. A heuristic, not a proof."""
 
@@ -65,7 +65,7 @@ class StageOptions:
 def within_memory(
     options: PlanOptions, decide: Decide, ranking: Ranking | None = None
 ) -> Candidate:
-    """Returns the candidate that `options` request if it fits into their memory limit, else one
+    """Return the candidate that `options` request if it fits into their memory limit, else one
     that fits after further changes.
 
     Without a cluster the first that fits after these changes, each on top of those before: sharded
@@ -93,7 +93,7 @@ def fastest_within_memory(
     below: float = float("inf"),
     ranking: Ranking | None = None,
 ) -> Candidate | None:
-    """Returns the fastest candidate that fits, over several numbers of stages and schedules; None
+    """Return the fastest candidate that fits, over several numbers of stages and schedules; None
     if the search reaches a step time of `below` seconds first.
 
     Args:
@@ -119,10 +119,11 @@ def fastest_within_memory(
 def _fastest(
     search: _Search, stage_options: Sequence[StageOptions], below: float, ranking: Ranking | None
 ) -> Candidate | None:
-    on_progress = search.counted(stage_options[0].options.on_progress)
+    on_progress = search.counting_entries(stage_options[0].options.on_progress)
     phases_by_stages = [
         attempt_phases(replace(each.options, on_progress=on_progress)) for each in stage_options
     ]
+    # Phase by phase, so that all numbers of stages compete in each.
     for phase in zip_longest(*phases_by_stages, fillvalue=()):
         for each, groups in zip(stage_options, phase, strict=True):
             if groups:
@@ -149,8 +150,8 @@ class _Search:
     Args:
         limit: bytes per device; None for no limit.
         decide: searches for the candidates of given options.
-        strict: whether an error of the first attempt, the requested options, is raised.
-        smallest: memory and attempt of the plan that needs least of those found not to fit.
+        raises_first_error: whether an error of the first attempt, the requested options, is raised.
+        smallest_plan: memory and attempt of the plan that needs least of those found not to fit.
         dropped: candidates that by a lower bound or an estimate cannot fit, with any recomputation
             or with that of blocks at one depth.
         recompute_cache: recomputation options of candidates.
@@ -164,8 +165,8 @@ class _Search:
 
     limit: int | None
     decide: Decide
-    strict: bool
-    smallest: tuple[Memory, Attempt] | None = None
+    raises_first_error: bool
+    smallest_plan: tuple[Memory, Attempt] | None = None
     dropped: list[QueuedCandidate] = field(default_factory=list)
     recompute_cache: RecomputeCache = field(default_factory=RecomputeCache)
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
@@ -180,7 +181,7 @@ class _Search:
     def add(
         self, bound: float, entry: QueuedCandidate | AttemptGroups, seconds: float = 0.0
     ) -> None:
-        """Queues an entry whose step takes at least `bound` seconds.
+        """Queue an entry whose step takes at least `bound` seconds.
 
         Args:
             seconds: lower bound from the entry alone. `bound` may be inherited from the entry that
@@ -188,8 +189,8 @@ class _Search:
         """
         heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
 
-    def counted(self, on_progress: OnProgress) -> OnProgress:
-        """Wraps a progress callback so that it counts processed entries of all queued so far."""
+    def counting_entries(self, on_progress: OnProgress) -> OnProgress:
+        """Wrap a progress callback so that it counts processed entries of all queued so far."""
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
             total = self.num_processed + 1 + len(self.queue)
@@ -198,7 +199,7 @@ class _Search:
         return report
 
     def run(self, below: float) -> Candidate | None:
-        """Returns the next fastest candidate that fits; None if the queue is empty or its front
+        """Return the next fastest candidate that fits; None if the queue is empty or its front
         takes `below` seconds or more."""
         while self.queue and self.queue[0][0] < below:
             bound, _, _, entry = front = heappop(self.queue)
@@ -235,11 +236,11 @@ class _Search:
         return fitting
 
     def rank(self, fitted: Candidate | None, ranking: Ranking) -> None:
-        """Adds the fastest candidate and those of other kinds, then why the rest are left out."""
+        """Add the fastest candidate and those of other kinds, then why the rest are left out."""
         while fitted is not None:
             ranking.add(fitted)
-            goes_on = ranking.wants(kind for _, kind in self._queued_kinds())
-            fitted = self.run(float("inf")) if goes_on else None
+            continues = ranking.wants(kind for _, kind in self._queued_kinds())
+            fitted = self.run(float("inf")) if continues else None
         for bound, kind in self._queued_kinds():
             ranking.leave_out(kind, LeftOut.slower(bound))
         for kind, peak in self.smallest_peaks.items():
@@ -262,15 +263,17 @@ class _Search:
                 yield bound, requested_kind(attempt.options)
 
     def _decide_attempts(self, bound: float, groups: AttemptGroups) -> None:
-        """Queues the candidates of the first group of attempts, and the other groups behind it."""
+        """Queue the candidates of the first group of attempts, and the other groups behind it."""
         fastest = bound
         candidates = (queued for attempt in groups[0] for queued in self._candidates(attempt))
         for number, queued in enumerate(candidates):
             seconds = max(bound, queued.candidate.seconds)
             fastest = min(fastest, seconds) if number else seconds
             self.add(seconds, queued)
+        # Groups ascend in `mem_coeff`. The next one is searched only when nothing that is known can
+        # be faster: most are never reached.
         if len(groups) > 1:
-            self.add(max(bound, NEAR * fastest), groups[1:])
+            self.add(max(bound, NEXT_COEFF_RATIO * fastest), groups[1:])
 
     def _candidates(self, attempt: Attempt) -> Iterator[QueuedCandidate]:
         """Candidates of an attempt that are new and may fit."""
@@ -288,7 +291,7 @@ class _Search:
                     self.dropped.append(queued)
         # That a division into stages is impossible can show only here, when it is made.
         except (PlanError, StrategyError) as error:
-            if self.strict and is_first:
+            if self.raises_first_error and is_first:
                 raise
             self.errors.append((options, error))
 
@@ -296,7 +299,8 @@ class _Search:
         return self.limit is None or max(queued.min_memory) <= self.limit
 
     def _unseen(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
-        """Returns a new queue entry, or None if the candidate duplicates an earlier one."""
+        """Return a new queue entry, or None if the candidate duplicates an earlier one."""
+        # A larger `mem_coeff` often gives the same cuts.
         key = memory_and_time_key(candidate, attempt)
         if key in self.seen:
             return None
@@ -305,13 +309,13 @@ class _Search:
         return QueuedCandidate(attempt, candidate, min_memory)
 
     def _aligned(self, queued: QueuedCandidate) -> QueuedCandidate | None:
-        """Returns the aligned candidate (`Candidate.aligned`), or None if it duplicates one."""
+        """Return the aligned candidate (`Candidate.aligned`), or None if it duplicates one."""
         aligned = queued.candidate.aligned
         return queued if aligned is queued.candidate else self._unseen(aligned, queued.attempt)
 
     def _fitted(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
-        """Returns the candidate if it is known to fit; else takes the next step towards that and
-        queues the result, unless it cannot fit."""
+        """Return the candidate if it is known to fit; else take the next step towards that and
+        queue the result, unless it cannot fit."""
         if self.limit is None or queued.fits:
             return queued.candidate
         candidate, attempt = queued.candidate, queued.attempt
@@ -331,7 +335,7 @@ class _Search:
                 self.add(
                     bound,
                     replace(queued, recompute_search=search),
-                    NEARLY_EXPECTED * expected.seconds,
+                    EXPECTED_RATIO * expected.seconds,
                 )
             return None
         recompute_levels = (
@@ -340,37 +344,37 @@ class _Search:
         may_fit = recompute_levels is None or recompute_levels.may_fit_without_recompute(
             queued.min_memory, self.limit
         )
-        if may_fit and (needs := self._measured(queued)).peak <= self.limit:
-            return replace(candidate, measured=needs)
+        # A dry run takes about a second, so it is made only where the estimate allows it.
+        if may_fit and (needed := self._measured(queued)).peak <= self.limit:
+            return replace(candidate, measured=needed)
         if recompute_levels is not None:
             decisions = recompute_levels.expected_decisions(
                 candidate.decisions, queued.min_memory, self.limit
             )
             expected = replace(candidate, decisions=decisions)
-            self.add(
-                bound, replace(queued, must_recompute=True), NEARLY_EXPECTED * expected.seconds
-            )
+            self.add(bound, replace(queued, must_recompute=True), EXPECTED_RATIO * expected.seconds)
         return None
 
     def _measured(self, queued: QueuedCandidate) -> Memory:
         """Memory of a candidate as it is, by a dry run."""
-        needs = queued.candidate.memory()
-        log.info("%s: %s of %s", queued.attempt, binary(needs.peak), binary(self.limit or 0))
-        self._record_peak(MeasuredDecisions(queued.candidate.decisions, needs), queued.attempt)
-        return needs
+        needed = queued.candidate.memory()
+        log.info("%s: %s of %s", queued.attempt, binary(needed.peak), binary(self.limit or 0))
+        self._record_peak(MeasuredDecisions(queued.candidate.decisions, needed), queued.attempt)
+        return needed
 
     def _recompute_searches(self, queued: QueuedCandidate) -> list[RecomputeSearch]:
-        """Searches for the least recomputation, one per depth in the module tree whose blocks can
+        """Search for the least recomputation, one per depth in the module tree whose blocks can
         free enough. Depths come in groups, those of the lowest estimated peak first, then larger
         blocks; groups after the first in which a depth can fit are not considered."""
-        # `outside` is the peak outside of forward and backward passes, which recomputation does not
-        # change: once measured at one depth it is a lower bound at all others.
-        recompute_levels, outside = self.recompute_cache.recompute_levels(queued.candidate), 0
+        # Recomputation does not change the peak outside of forward and backward passes: once
+        # measured at one depth, it is a lower bound at all others.
+        recompute_levels = self.recompute_cache.recompute_levels(queued.candidate)
+        peak_outside_passes = 0
         for depths in recompute_levels.depths:
             searches: list[RecomputeSearch] = []
             for depth in depths:
                 least = [
-                    max(size, outside)
+                    max(size, peak_outside_passes)
                     for size in recompute_levels.min_memory(depth, queued.min_memory)
                 ]
                 if max(least) > (self.limit or 0):
@@ -380,7 +384,7 @@ class _Search:
                 if search.can_fit:
                     searches.append(search)
                     continue
-                outside = max(outside, search.peak_outside_passes)
+                peak_outside_passes = max(peak_outside_passes, search.peak_outside_passes)
                 if search.is_measured:
                     self._record_peak(search.fully_recomputed, queued.attempt)
                 else:
@@ -394,15 +398,15 @@ class _Search:
         self.dropped.append(dropped)
 
     def _record_peak(self, measured: MeasuredDecisions, attempt: Attempt) -> None:
-        """Keeps the smallest measured peak, overall and of the kind, for errors and rankings."""
+        """Keep the smallest measured peak, overall and of the kind, for errors and rankings."""
         kind = requested_kind(attempt.options)
         peak = self.smallest_peaks.get(kind, measured.memory.peak)
         self.smallest_peaks[kind] = min(peak, measured.memory.peak)
-        if self.smallest is None or measured.memory.peak < self.smallest[0].peak:
-            self.smallest = measured.memory, attempt
+        if self.smallest_plan is None or measured.memory.peak < self.smallest_plan[0].peak:
+            self.smallest_plan = measured.memory, attempt
 
     def measure_dropped(self) -> None:
-        """Measures dropped candidates as long as one may need less than the smallest so far. One
+        """Measure dropped candidates as long as one may need less than the smallest so far. One
         that fits, although an estimate said otherwise, is queued again."""
         while self.dropped:
             queued = min(self.dropped, key=lambda queued: queued.lower_bound)
@@ -419,10 +423,10 @@ class _Search:
                 self._measured(aligned)
 
     def _may_be_smallest(self, size: int) -> bool:
-        return self.smallest is None or size < self.smallest[0].peak
+        return self.smallest_plan is None or size < self.smallest_plan[0].peak
 
     def _measure_recomputing(self, queued: QueuedCandidate, depth: int) -> None:
-        """Measures a candidate with all possible recomputation at a depth. If its largest stage
+        """Measure a candidate with all possible recomputation at a depth. If its largest stage
         alone is above the smallest plan so far, the other stages are not measured."""
         measured = replace(queued, trust_estimate=False)
         search = self.recompute_cache.search(measured, depth, self.limit or 0)
@@ -440,7 +444,7 @@ class _Search:
 
     def error(self) -> ShardwrightError:
         """`MemoryLimitError` with the smallest plan, or the first error if none could be made."""
-        if self.smallest is None:
+        if self.smallest_plan is None:
             return self.errors[0][1]
-        needs, attempt = self.smallest
-        return too_large(attempt, self.limit or 0, needs)
+        needed, attempt = self.smallest_plan
+        return too_large(attempt, self.limit or 0, needed)

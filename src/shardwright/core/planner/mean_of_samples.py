@@ -1,4 +1,4 @@
-"""Analyzes how the losses of equal micro-batches add up to the loss of the batch.
+"""Analyze how the losses of equal micro-batches add up to the loss of the batch.
 
 An abstract interpretation of the graph follows the sample dimension from the inputs to the loss
 through the factors of sharding rules. An operator that is not known to keep samples apart counts as
@@ -65,7 +65,7 @@ RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "to", "_to_copy
 
 
 def loss_weighting(graph: Graph, larger: Graph | None = None) -> LossWeighting | str:
-    """Returns how the losses of equal micro-batches are weighted, or why no weights make them the
+    """Return how the losses of equal micro-batches are weighted, or why no weights make them the
     loss of the batch.
 
     Args:
@@ -104,7 +104,7 @@ def loss_weighting(graph: Graph, larger: Graph | None = None) -> LossWeighting |
 def with_loss_weighting(
     graph: Graph, micro_batches: int, captured: Callable[[int], Graph] | None = None
 ) -> Graph:
-    """Returns the graph of a micro-batch with `Graph.loss_weighting` set.
+    """Return the graph of a micro-batch with `Graph.loss_weighting` set.
 
     Args:
         micro_batches: number of micro-batches of the batch.
@@ -132,7 +132,7 @@ def with_loss_weighting(
 
 
 def check_mean_of_samples(graph: Graph, micro_batches: int) -> None:
-    """Raises an error unless the losses of micro-batches add up to the loss of the batch.
+    """Check that the losses of micro-batches add up to the loss of the batch.
 
     Raises:
         PlanError: if the model returns several losses.
@@ -191,7 +191,7 @@ class _Analysis:
                 self.varying.add(value)
 
     def follow(self, op: Op) -> None:
-        """Determines the states of an operator's outputs from those of its inputs."""
+        """Determine the states of an operator's outputs from those of its inputs."""
         # The Python of a local map may do anything.
         if self.free.issuperset(op.inputs) and not (
             is_random(op) or isinstance(op.target, LocalCall)

@@ -92,7 +92,7 @@ class FileOptions:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
-        """Builds the options from the `locals()` of a function that has them as parameters."""
+        """Build the options from the `locals()` of a function that has them as parameters."""
         return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
     def keywords(self, of: type[FileOptions]) -> dict[str, Any]:
@@ -120,6 +120,7 @@ class KeywordOptions(FileOptions):
     def __post_init__(self) -> None:
         if isinstance(self.compute_dtype, torch.dtype):
             object.__setattr__(self, "compute_dtype", str(self.compute_dtype).split(".")[1])
+        # Of the instance's class: `PlanOptions` has more fields than this one.
         options: type = type(self)
         for name, requirement in requirements(options).items():
             value = getattr(self, name)
@@ -171,11 +172,13 @@ class PlanOptions(KeywordOptions):
         if self.cost_model is None:
             by_time = self.cluster is not None or requires_pricing
             object.__setattr__(self, "cost_model", "time" if by_time else "symbolic")
+        # 'auto' compares predicted seconds, for which this machine will do.
         by_seconds = self.chooses_pipeline or self.chooses_micro_batches
         if self.cluster is None and (self.cost_model == "time" or by_seconds):
             object.__setattr__(self, "cluster", LOCAL)
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             object.__setattr__(self, "cluster", load_cluster(self.cluster))
+        # A mode that does not use `mem_coeff` gives the same plan for every value.
         if self.has_auto_mem_coeff and not self.weighs_memory:
             object.__setattr__(self, "mem_coeff", self.mem_coeffs[0])
         self._check_limit()
@@ -237,6 +240,7 @@ class PlanOptions(KeywordOptions):
     def default_limit(self) -> int | None:
         """Device memory of the named cluster in bytes, if no limit is requested; None on `local`,
         whose processes share the memory of one machine."""
+        # Processes on this machine share its memory, so that no one of them has a limit.
         is_named = self.cluster is not None and self.resolved_cluster.name != LOCAL
         has_limit = self.memory_limit is not None or self.limit is not None
         return self.device_memory if is_named and not has_limit else None

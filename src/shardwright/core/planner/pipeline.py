@@ -53,7 +53,7 @@ class Pipeline(ModuleWrapper):
             raise StrategyError(COUNT.error("micro_batches", micro_batches))
         if loss_reduction not in REDUCTIONS:
             raise StrategyError(
-                f"loss_reduction={loss_reduction!r}: valid are {', '.join(REDUCTIONS)}"
+                f"loss_reduction={loss_reduction!r}\nvalid are {', '.join(REDUCTIONS)}"
             )
         self.micro_batches = micro_batches
         self.stage_config = None if stage_config is None else dict(stage_config)
@@ -69,8 +69,8 @@ class Pipeline(ModuleWrapper):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         results = []
         for number in range(self.micro_batches):
-            piece = micro_batch(leaves, number, self.micro_batches)
-            args_of_piece, kwargs_of_piece = pytree.tree_unflatten(piece, spec)
+            micro_batch_leaves = micro_batch(leaves, number, self.micro_batches)
+            args_of_piece, kwargs_of_piece = pytree.tree_unflatten(micro_batch_leaves, spec)
             results.append(self.net(*args_of_piece, **kwargs_of_piece))
         if not isinstance(results[0], torch.Tensor) or results[0].ndim:
             raise StrategyError(
@@ -82,7 +82,7 @@ class Pipeline(ModuleWrapper):
 
 
 def merged_options(options: PlanOptions, pipeline: Pipeline) -> PlanOptions:
-    """Returns the options of `plan` with the micro-batches and stages of its `Pipeline`.
+    """Return the options of `plan` with the micro-batches and stages of its `Pipeline`.
 
     Raises:
         StrategyError: if options and pipeline contradict each other.
@@ -106,7 +106,7 @@ def merged_options(options: PlanOptions, pipeline: Pipeline) -> PlanOptions:
 def micro_batch_example(
     args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, micro_batches: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call for one micro-batch.
+    """Return the arguments of a call for one micro-batch.
 
     Args:
         args, kwargs: arguments of the call for the whole batch.
@@ -123,7 +123,7 @@ def micro_batch_example(
 def pipeline_spec(
     options: PlanOptions, graph: Graph, modules: Iterable[str], loss_reduction: str
 ) -> PipelineSpec:
-    """Builds the pipeline of a captured model. Operators are assigned to chunks only if
+    """Build the pipeline of a captured model. Operators are assigned to chunks only if
     `stage_config` is given; otherwise `chunk_of` is empty, and stages are balanced later.
 
     Args:
@@ -133,6 +133,7 @@ def pipeline_spec(
         StrategyError: if the requested stages are invalid.
         PlanError: if the model returns several losses, as micro-batches train a single one.
     """
+    # Called for its error: the model may return several losses.
     if options.num_micro_batches > 1 and graph.loss is not None:
         loss_of(graph)
     if options.stage_config is not None:
@@ -172,9 +173,9 @@ def _check_numbers(options: PlanOptions, stages: int) -> None:
         )
     spec = PipelineSpec(stages, count, options.schedule)
     if stages > 1 and not spec.can_run(count):
-        near = [n for n in range(stages, 4 * count) if spec.can_run(n)]
-        near = sorted(sorted(near, key=lambda n: abs(n - count))[:4])
+        nearest = [n for n in range(stages, 4 * count) if spec.can_run(n)]
+        nearest = sorted(sorted(nearest, key=lambda n: abs(n - count))[:4])
         raise StrategyError(
             f"{options.schedule} over {stages} stages cannot run {count} micro-batches in rounds"
-            f" of equal length\nnearest valid numbers are {', '.join(map(str, near))}"
+            f" of equal length\nnearest valid numbers are {', '.join(map(str, nearest))}"
         )

@@ -71,16 +71,17 @@ class RecomputeCache:
             if options.cluster is not None:
                 dtype = graph.compute_dtype or torch.float32
                 prices = RecomputePrices.on(options.resolved_cluster, dtype)
-            parts = graph, candidate.mesh, candidate.decisions, pipeline
+            arguments = graph, candidate.mesh, candidate.decisions, pipeline
             recompute_levels = RecomputeLevels(
-                *parts, prices, self.depths_by_chunks.get(pipeline.num_chunks)
+                *arguments, prices, self.depths_by_chunks.get(pipeline.num_chunks)
             )
+            # Estimated once, as the depths that compete hardly depend on the cuts.
             self.depths_by_chunks[pipeline.num_chunks] = recompute_levels.depths
             self.levels_by_cuts[key] = recompute_levels
         return self.levels_by_cuts[key]
 
     def search(self, queued: QueuedCandidate, depth: int, limit: int) -> RecomputeSearch:
-        """Begins the search for the least recomputation that fits into `limit` bytes, of blocks at
+        """Begin the search for the least recomputation that fits into `limit` bytes, of blocks at
         a depth in the module tree."""
         candidate = queued.candidate
         pipeline, sharding = candidate.pipeline, candidate.decisions.sharding
@@ -88,9 +89,9 @@ class RecomputeCache:
         ratio_key = pipeline.stages, pipeline.schedule, level
         ratio = self.measured_ratios.get(ratio_key)
         stages = self.recompute_levels(candidate).at_depth(depth)
-        parts = candidate.decisions, candidate.memory, limit, queued.min_memory
+        arguments = candidate.decisions, candidate.memory, limit, queued.min_memory
         recompute_search = RecomputeSearch(
-            stages, *parts, max_peak_ratio(ratio) if queued.trust_estimate else None
+            stages, *arguments, max_peak_ratio(ratio) if queued.trust_estimate else None
         )
         if not recompute_search.estimate_fits:
             self.measured_ratios[ratio_key] = max(ratio or 0.0, recompute_search.measured_ratio)

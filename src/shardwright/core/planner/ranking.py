@@ -11,7 +11,7 @@ from shardwright.core.planner.options import PlanOptions
 from shardwright.errors import StrategyError
 
 
-def found_kind(candidate: Candidate) -> PlanKind:
+def kind_of(candidate: Candidate) -> PlanKind:
     """Kind of a candidate's plan. Its sharding level is empty where every parameter is stored as
     it is used, whatever level was requested."""
     pipeline, decisions = candidate.pipeline, candidate.decisions
@@ -48,9 +48,9 @@ class Ranking:
     left_out: dict[PlanKind, LeftOut] = field(default_factory=dict)
 
     def add(self, candidate: Candidate) -> None:
-        """Records a candidate unless its kind has one."""
+        """Record a candidate unless its kind has one."""
         # The search yields candidates in ascending order of step time.
-        self.found.setdefault(found_kind(candidate), candidate)
+        self.found.setdefault(kind_of(candidate), candidate)
 
     def wants(self, kinds: Iterable[PlanKind]) -> bool:
         """Whether a kind without a plan is among `kinds` and fewer than `top` have been found.
@@ -61,11 +61,11 @@ class Ranking:
         open_kinds = [kind for kind in kinds if not self._has(kind)]
         if not open_kinds:
             return False
-        number = open_kinds[0].micro_batches
-        return sum(kind.micro_batches == number for kind in self.found) < self.top
+        num_micro_batches = open_kinds[0].micro_batches
+        return sum(kind.micro_batches == num_micro_batches for kind in self.found) < self.top
 
     def leave_out(self, kind: PlanKind, reason: LeftOut) -> None:
-        """Records why a kind has no plan, unless a smaller reason is recorded: see `LeftOut`."""
+        """Record why a kind has no plan, unless a smaller reason is recorded: see `LeftOut`."""
         recorded = self.left_out.get(kind)
         if recorded is None or reason < recorded:
             self.left_out[kind] = reason
@@ -76,7 +76,10 @@ class Ranking:
             self.found.items(), key=lambda entry: (entry[1].seconds, entry[0].micro_batches)
         )
         left_out = {kind: reason for kind, reason in self.left_out.items() if not self._has(kind)}
-        left_out |= {kind: LeftOut.slower(slow.seconds) for kind, slow in order[self.top :]}
+        # Found, but slower than `top` others.
+        left_out |= {
+            kind: LeftOut.slower(candidate.seconds) for kind, candidate in order[self.top :]
+        }
         plans = {kind: candidate.plan() for kind, candidate in order[: self.top]}
         return RankedPlans(plans, left_out)
 

@@ -39,6 +39,7 @@ def must_be(words: str, accepts: Callable[[Any], bool]) -> Requirement:
 def one_of(choices: Iterable[str]) -> Requirement:
     """Requirement with an error such as `order='size': valid are weight, topology`."""
     names = tuple(choices)
+    # `'a', 'b' or 'c'`; a single name has no "or".
     quoted = [f"'{name}'" for name in names]
     words = " or ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
     return Requirement(words, lambda value: value in names, f"valid are {', '.join(names)}")
@@ -46,6 +47,7 @@ def one_of(choices: Iterable[str]) -> Requirement:
 
 def is_count(value: Any) -> bool:
     """Whether `value` is an integer of at least 1; bools are not."""
+    # YAML's `yes` and a flag in the wrong place are bools, which Python counts as integers.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -55,7 +57,7 @@ def is_positive(value: Any) -> bool:
 
 
 def parse_bytes(size: int | str) -> int | None:
-    """Parses a number of bytes or a text such as `24GiB`; None if it is neither."""
+    """Parse a number of bytes or a text such as `24GiB`; None if it is neither."""
     number = quantity(size, BYTES)
     return int(number) if number is not None and number >= 1 else None
 

@@ -42,7 +42,7 @@ __all__ = ["ShardingRule", "is_random", "register", "rule_of"]
 
 
 def rule_of(op: Op) -> ShardingRule | None:
-    """Returns the sharding rule of `op`, or None: without a rule its computation is replicated.
+    """Return the sharding rule of `op`, or None: without a rule its computation is replicated.
 
     Operators with the same target, shapes, dtypes and arguments share one rule.
     """

@@ -122,7 +122,7 @@ def tensordot(op: Op) -> ShardingRule:
 
 
 def _tensor_product(op: Op, first: tuple[int, ...], second: tuple[int, ...]) -> ShardingRule:
-    """Contracts dimensions `first` of one input with `second` of the other, in pairs."""
+    """Contract dimensions `first` of one input with `second` of the other, in pairs."""
     unused = iter(NAMES)
     left, right = ([next(unused) for _ in value.shape] for value in op.inputs)
     for i, j in zip(first, second, strict=True):

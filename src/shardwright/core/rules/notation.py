@@ -138,7 +138,7 @@ def names(value: Value, exclude: str = "") -> Dims:
 
 
 def without(dims: Dims, *positions: int) -> Dims:
-    """Returns `dims` with None, never sharded, at `positions` (negative ones from the end)."""
+    """Return `dims` with None, never sharded, at `positions` (negative ones from the end)."""
     excluded = {position % len(dims) for position in positions} if dims else set()
     return tuple(None if i in excluded else name for i, name in enumerate(dims))
 
@@ -221,7 +221,7 @@ def input_dims(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
 
 
 def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
-    """Returns a function that binds the arguments of a kernel call by name, with defaults.
+    """Return a function that binds the arguments of a kernel call by name, with defaults.
 
     The signature is read here, once, since kernels run in every step.
     """
@@ -235,7 +235,7 @@ def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, A
 
 
 def with_arguments(op: Op, **replacements: Any) -> Callable[..., Any]:
-    """Returns the target of `op` with the arguments in `replacements` overridden."""
+    """Return the target of `op` with the arguments in `replacements` overridden."""
     names = list(schema_parameters(op.target))
     # By position where the call passes the argument by position, as kernels get the call's own
     # arguments.

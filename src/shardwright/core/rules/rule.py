@@ -87,7 +87,7 @@ class Reduction:
         return "permute" if self.kind in (MIRROR, PREVIOUS, RING) else "all_reduce"
 
     def num_collectives(self, group: int, differentiable: bool) -> tuple[int, int]:
-        """Returns how often the collective runs in the forward and in the backward pass.
+        """Return how often the collective runs in the forward and in the backward pass.
 
         Args:
             group: the number of devices in the group.
@@ -256,7 +256,7 @@ class ShardingRule:
         return None
 
     def layouts(self, mesh: DeviceMatrix, cuts: Cuts) -> OperatorLayouts:
-        """Returns the layouts of inputs and outputs if the operator is sharded by `cuts`.
+        """Return the layouts of inputs and outputs if the operator is sharded by `cuts`.
 
         Raises:
             StrategyError: if two factors shard a dimension that their product does not divide.
@@ -333,7 +333,7 @@ def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
 
 
 def find_rule_maker(target: Any) -> RuleMaker | None:
-    """Returns the function that builds the rule of `target` or of its class, or None."""
+    """Return the function that builds the rule of `target` or of its class, or None."""
     # By class for `LocalCall` objects, by name for operators of libraries that are not imported.
     return _RULES.get(target) or _RULES.get(type(target)) or _RULES.get(str(target))
 

@@ -20,7 +20,7 @@ def built_in() -> tuple[str, ...]:
 
 
 def load_cluster(name: str | Path) -> Cluster:
-    """Returns a cluster.
+    """Return a cluster.
 
     Args:
         name: `local`, the name of a built-in cluster, or the path of a YAML file.
