@@ -52,6 +52,7 @@ def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> C
 
 
 def _data_parallel_cuts(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGraph:
+    # Axis by axis, so that a batch that not all devices divide is cut over as many as do.
     shard_counts = [(1,) * len(op_type.factors) for op_type in indexed.op_types]
     cuts: CutsOfGraph = {}
     for axis, axis_size in enumerate(mesh.device_matrix):

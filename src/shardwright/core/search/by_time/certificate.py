@@ -66,7 +66,10 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
     cost = unfolded.cost(cuts)
     total = unfolded.total(cost)
     is_folded = len(unfolded.problem.variables) > MAX_UNFOLDED_VARIABLES
+    # Messages on the folded problem take a fraction of the time.
     search = timed_search(request) if is_folded else unfolded
+    # λ of `by_time/search.py`. It drops out where devices share a processor; λ = 0 is exact where
+    # nothing is exposed.
     exposed_shares = (1.0,) if unfolded.model.shared else (1.0, 0.5) if cost.exposed else (0.0,)
     pricing, weight = unfolded.pricing, unfolded.model.parameter_weight
     fast = _with_fastest_links(pricing.cluster)

@@ -114,13 +114,13 @@ def layout_sets(
         for layouts in map(frozenset, combinations(all_layouts, length))
         if returned <= layouts
     )
-    serves = {
+    reader_tables = {
         reads: np.array(
             [[0.0 if read <= layouts else np.inf for layouts in sets] for read in reads]
         )
         for reads in consumers
     }
-    return sets, serves
+    return sets, reader_tables
 
 
 @cache

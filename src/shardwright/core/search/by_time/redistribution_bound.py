@@ -28,11 +28,11 @@ class RedistributionBound:
     >>> from shardwright.core.cost.clusters import load_cluster
     >>> from shardwright.core.layout.prime_mesh import prime_mesh
     >>> mesh = prime_mesh(16)
-    >>> least = RedistributionBound(Links(load_cluster("h100"), mesh))
-    >>> whole, rows, columns = mesh("None", "None"), mesh("b", "None"), mesh("None", "b")
-    >>> least.seconds(whole, rows, 2**20, differentiable=False)
+    >>> bound = RedistributionBound(Links(load_cluster("h100"), mesh)).seconds
+    >>> replicated, rows, columns = mesh("None", "None"), mesh("b", "None"), mesh("None", "b")
+    >>> bound(replicated, rows, 2**20, differentiable=False)
     0.0
-    >>> 0 < least.seconds(rows, columns, 2**20, False) < least.seconds(rows, whole, 2**20, False)
+    >>> 0 < bound(rows, columns, 2**20, False) < bound(rows, replicated, 2**20, False)
     True
     """
 

@@ -29,6 +29,7 @@ def break_evens(graph: Graph, mesh: DeviceMatrix) -> dict[str, float]:
     indexed, coefficients = index_graph(graph), {}
     for op in indexed.main:
         op_type = indexed.op_types[op]
+        # `mem_coeff` multiplies the elements of the weight only.
         if op_type.weight is None:
             continue
         costs = operator_costs(op_type, (1,) * len(op_type.factors), axis_size, SMALL_MEM_COEFF)
