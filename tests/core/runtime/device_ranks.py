@@ -43,7 +43,7 @@ def another_matrix_of_the_same_ranks_has_the_same_groups() -> None:
     devices = Devices.of_process(Layout((4,), ("a",)), torch.device("cpu"))
     with GroupClock() as groups:
         first, second = (
-            devices.with_layout(Layout((2, 2), names), ((0,), (1,)))
+            devices.with_matrix(Layout((2, 2), names), ((0,), (1,)))
             for names in (("a", "b"), ("c", "d"))
         )
     assert first.group((1,)).name == second.group((1,)).name

@@ -55,7 +55,7 @@ class BucketLines:
     def __post_init__(self) -> None:
         self.bound = tuple(bind_bucket(bucket, self.devices) for bucket in self.flow.buckets)
         if self.devices.named_ranges:
-            self.bound = tuple(RangedBucket.of(b, self.devices.layout) for b in self.bound)
+            self.bound = tuple(RangedBucket.of(b, self.devices.matrix) for b in self.bound)
         for bucket in self.flow.buckets:
             for member in bucket.members:
                 self._bucket_of[member.value, _ids(member.transfers)] = (bucket, member)

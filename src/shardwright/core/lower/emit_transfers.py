@@ -87,7 +87,7 @@ class TransferLines:
 
     def _line(self, transfer: Transfer, prefix: str, function: Any, before: str) -> str:
         step = transfer.step
-        over = self.devices.layout.named(step.axes, "_")
+        over = self.devices.matrix.named(step.axes, "_")
         dims = "_to_".join(f"dim{d}" for d in (step.dim, step.to_dim) if d is not None)
         wanted = "_".join(part for part in (prefix, step.kind, dims, over) if part)
         if step.kind == "all_gather" and step.backward == "reduce_scatter":
@@ -115,7 +115,7 @@ class TransferLines:
             binding = start_all_reduce if pending else bind
             bound = binding(step, self.devices)
             if self.devices.named_ranges:
-                layout, back = self.devices.layout, None if pending else step.backward
+                layout, back = self.devices.matrix, None if pending else step.backward
                 bound = around_both(bound, step.forward, back, step.axes, layout)
             self._bound[key] = bound
         function: BoundCollective = self._bound[key]

@@ -44,7 +44,7 @@ class Kernels:
     def _user_code(self, op: Op, name: str) -> Callable[..., Any]:
         """Kernel of a `local_map`. On axes that do not shard it, ranks must return equal results,
         which `EqualReplicas` checks."""
-        function, matrix = self._kernels[op], self.devices.layout.device_matrix
+        function, matrix = self._kernels[op], self.devices.matrix.device_matrix
         cut = {axis for axes in self.cuts.get(op.name, {}).values() for axis in axes}
         axes = tuple(axis for axis in range(len(matrix)) if axis not in cut)
         if axes and self.devices.connected:
@@ -57,7 +57,7 @@ class Kernels:
         cuts, made = self.cuts.get(op.name, {}), self.flow.initial_layouts
         functions = tuple(self._reduce(inner) for inner in self.flow.reductions.get(op.name, ()))
         return Local(
-            shard_counts=rule.shard_counts(self.devices.layout, cuts),
+            shard_counts=rule.shard_counts(self.devices.matrix, cuts),
             index=lambda factor: self.devices.index(tuple(cuts.get(factor, ()))),
             output_shapes=tuple(made[value].shard_shape(value.shape) for value in op.outputs),
             reduce=functions,
@@ -67,7 +67,7 @@ class Kernels:
         reduction, axes = inner.reduction, inner.axes
         reduce = bound_reduction(self.devices, axes, reduction.kind, reduction.varying)
         if self.devices.named_ranges:
-            return around_reduction(reduce, reduction, axes, self.devices.layout)
+            return around_reduction(reduce, reduction, axes, self.devices.matrix)
         return reduce
 
 

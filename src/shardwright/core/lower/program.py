@@ -379,7 +379,7 @@ class _Lowering:
     def _comment(self, op: Op, rule: ShardingRule | None) -> str:
         if rule is None:
             return f"{op.name}: no sharding rule, computed in full on every device"
-        named = self.devices.layout.named
+        named = self.devices.matrix.named
         cuts = [
             f"{factor} over {named(axes)}"
             for factor, axes in self.cuts.get(op.name, {}).items()

@@ -264,7 +264,7 @@ def _shared_inputs(
     devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]
 ) -> tuple[SharedInputs, ...]:
     """Group the inputs by sharding; omits inputs of which no two ranks pass the same shard."""
-    layout, world = devices.layout, dist.get_world_size()
+    layout, world = devices.matrix, dist.get_world_size()
     indices_of_axes: dict[CutAxes, list[int]] = {}
     for index, leaf in enumerate(graph.inputs):
         if isinstance(leaf, Value):

@@ -139,7 +139,7 @@ class Execution:
                 that draws random numbers.
             CaptureError: if the model cannot be captured in another situation than planned.
         """
-        several = self.devices.layout.num_devices > 1
+        several = self.devices.matrix.num_devices > 1
         if several:
             refuse_transforms()
         self.take_values()
@@ -161,7 +161,7 @@ class Execution:
             refuse_other_draws()
         parameters, buffers = bound.places.read()
         checks = self._parameters_as_planned.checks_before_backward(bound.recomputes)
-        shards = local_shards(parameters, self.devices.layout)
+        shards = local_shards(parameters, self.devices.matrix)
         if self.module.training:
             self.random_step += 1
         seed = self.random_seed + self.random_step
@@ -332,7 +332,7 @@ class Execution:
         return GradientAccumulation(partitioned, self._along(partitioned))
 
     def _along(self, partitioned: Partitioned) -> Devices:
-        return self.devices.with_layout(partitioned.mesh, dtensor_axes(partitioned))
+        return self.devices.with_matrix(partitioned.mesh, dtensor_axes(partitioned))
 
     def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
         device = self.devices.device
@@ -345,7 +345,7 @@ class Execution:
         graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
         planned = [None if number is None else graph.inputs[number] for number in numbers]
         ordinary_leaves = to_plain_tensors(planned, arrivals, leaves)
-        return global_leaves(planned, self.devices.layout, arrivals, ordinary_leaves)
+        return global_leaves(planned, self.devices.matrix, arrivals, ordinary_leaves)
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """The key of a program: Python state of all submodules, parameters frozen or unfrozen since

@@ -191,7 +191,7 @@ class PipelineExecution(Execution):
         Where each rank passes its own rows, a micro-batch has some rows of each rank.
         """
         arrivals = self.partitioned.decisions.arrivals.values()
-        layouts = (TensorLayout(self.devices.layout, axes) for axes in arrivals if axes)
+        layouts = (TensorLayout(self.devices.matrix, axes) for axes in arrivals if axes)
         ranks = max((layout.shard_counts[0] for layout in layouts), default=1)
         if ranks == 1 or rows.shape[0] % (count * ranks):
             return rows

@@ -83,7 +83,7 @@ class StoragePlan:
             keeps = not (self.release and is_parameter)
             return whole.detach().to(self.devices.device, copy=keeps)
         axes = tuple(self.storage.get(name, ((),) * whole.ndim))
-        where = TensorLayout(self.devices.layout, axes)
+        where = TensorLayout(self.devices.matrix, axes)
         return local_shard(whole, where, self.devices, copy=not self.release)
 
     def _meta_shard(self, name: str, whole: Tensor, *, is_parameter: bool) -> Tensor:
@@ -91,7 +91,7 @@ class StoragePlan:
         if self.devices.mesh is None or not is_parameter:
             return whole.detach()
         axes = tuple(self.storage.get(name, ((),) * whole.ndim))
-        where = TensorLayout(self.devices.layout, axes)
+        where = TensorLayout(self.devices.matrix, axes)
         local = torch.empty_like(whole[where.slices(self.devices.rank, tuple(whole.shape))])
         return as_dtensor(local.contiguous(), whole, where, self.devices)
 

@@ -270,7 +270,7 @@ def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 def _slice(step: RedistributionStep, devices: Devices) -> Collective:
     """Slice this rank's block along the step's dimension."""
-    dim, parts, index = _dim(step), devices.layout.size(step.axes), devices.index(step.axes)
+    dim, parts, index = _dim(step), devices.matrix.size(step.axes), devices.index(step.axes)
     return blocking(lambda x: slice_block(x, dim, index, parts))
 
 
@@ -319,7 +319,7 @@ def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundColle
 
 
 def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) -> Function:
-    sizes = devices.layout.device_matrix
+    sizes = devices.matrix.device_matrix
 
     def row(table: tuple[tuple[int, ...], ...]) -> list[Index]:
         """This rank's row of a table with one row per position of the group."""
@@ -348,7 +348,7 @@ def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) 
 
 def _is_at_position(devices: Devices, group: Group, position: int) -> Index:
     """1 on the rank at `position` of the group, else 0."""
-    sizes = devices.layout.device_matrix
+    sizes = devices.matrix.device_matrix
     return devices.per_rank(
         lambda coordinates: int(shard_index(group.axes, sizes, coordinates) == position)
     )

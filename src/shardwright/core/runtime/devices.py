@@ -68,7 +68,7 @@ class Devices:
     With pipeline stages it is the matrix of this rank's stage; all stages have equal matrices.
 
     Args:
-        layout: the device matrix of the plan.
+        matrix: the device matrix of the plan.
         device: the device of this rank.
         per_rank: evaluates a function of the coordinates on the device matrix for this rank.
         rank: the number of this rank in its stage.
@@ -76,13 +76,13 @@ class Devices:
         connected: whether groups are created in the running process group; otherwise they are only
             names.
         mesh: the `DeviceMesh` of DTensors; None without DTensors.
-        mesh_axes: the axes of `layout` that are joined to each axis of `mesh`.
-        mesh_layout: `mesh` as a device matrix.
+        mesh_axes: the axes of `matrix` that are joined to each axis of `mesh`.
+        mesh_matrix: `mesh` as a device matrix.
         named_ranges: whether programs name their steps in traces of `torch.profiler`.
         waits: counts the time spent waiting for collectives.
     """
 
-    layout: DeviceMatrix
+    matrix: DeviceMatrix
     device: torch.device
     per_rank: Callable[[Callable[[tuple[int, ...]], int]], Index]
     rank: int = 0
@@ -91,18 +91,18 @@ class Devices:
     connected: bool = False
     mesh: DeviceMesh | None = None
     mesh_axes: tuple[Axes, ...] = ()
-    mesh_layout: DeviceMatrix | None = None
+    mesh_matrix: DeviceMatrix | None = None
     named_ranges: bool = False
     waits: WaitTimer = field(default_factory=WaitTimer)
     _subgroups: Subgroups = field(default_factory=dict)
     _names: dict[Axes, str] = field(default_factory=dict)
-    _by_layout: dict[tuple[DeviceMatrix, tuple[Axes, ...]], Devices] = field(default_factory=dict)
+    _by_matrix: dict[tuple[DeviceMatrix, tuple[Axes, ...]], Devices] = field(default_factory=dict)
     _by_stages: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     @classmethod
     def of_process(
         cls,
-        layout: DeviceMatrix,
+        matrix: DeviceMatrix,
         device: torch.device,
         stages: int = 1,
         mesh_axes: tuple[Axes, ...] | None = None,
@@ -112,10 +112,10 @@ class Devices:
         """Bind a device matrix to the running process group.
 
         Args:
-            layout: the device matrix of one stage.
+            matrix: the device matrix of one stage.
             device: the device of this rank.
             stages: number of pipeline stages.
-            mesh_axes: the axes of `layout` that are joined to each axis of the `DeviceMesh`; by
+            mesh_axes: the axes of `matrix` that are joined to each axis of the `DeviceMesh`; by
                 default every axis is one.
             subgroups: process groups that exist already and are reused.
             named_ranges: whether programs name their steps in traces of `torch.profiler`.
@@ -123,9 +123,9 @@ class Devices:
         Raises:
             PlanError: if there is no process group, or one of another size than the plan's.
         """
-        total = layout.num_devices * stages
+        total = matrix.num_devices * stages
         if total == 1:
-            return cls(layout, device, lambda function: function(()), named_ranges=named_ranges)
+            return cls(matrix, device, lambda function: function(()), named_ranges=named_ranges)
         if not dist.is_initialized():
             raise PlanError(
                 f"the plan is for {total} devices, but no process group is running\n"
@@ -138,10 +138,10 @@ class Devices:
                 "as the plan has devices"
             )
         worker_threads.make_safe()
-        stage, rank = divmod(dist.get_rank(), layout.num_devices)
-        coordinates = layout.coordinates(rank)
+        stage, rank = divmod(dist.get_rank(), matrix.num_devices)
+        coordinates = matrix.coordinates(rank)
         devices = cls(
-            layout, device, lambda function: function(coordinates), rank, stage, stages, True
+            matrix, device, lambda function: function(coordinates), rank, stage, stages, True
         )
         groups = {} if subgroups is None else subgroups
         devices = replace(devices, _subgroups=groups, named_ranges=named_ranges)
@@ -149,28 +149,28 @@ class Devices:
         if stages > 1:
             devices.peers_of_stages(tuple(range(stages)))
         if mesh_axes is None:
-            mesh_axes = tuple((axis,) for axis in range(len(layout.device_matrix)))
+            mesh_axes = tuple((axis,) for axis in range(len(matrix.device_matrix)))
         return devices._with_mesh(mesh_axes)
 
     @classmethod
-    def of_rank(cls, layout: DeviceMatrix, rank: int) -> Devices:
+    def of_rank(cls, matrix: DeviceMatrix, rank: int) -> Devices:
         """The devices of `rank` without a process group, to print its program."""
-        coordinates = layout.coordinates(rank)
-        return cls(layout, torch.device("cpu"), lambda function: function(coordinates), rank)
+        coordinates = matrix.coordinates(rank)
+        return cls(matrix, torch.device("cpu"), lambda function: function(coordinates), rank)
 
-    def with_layout(self, layout: DeviceMatrix, mesh_axes: tuple[Axes, ...]) -> Devices:
+    def with_matrix(self, matrix: DeviceMatrix, mesh_axes: tuple[Axes, ...]) -> Devices:
         """The same devices with another device matrix or mesh. Collective at the first request, so
         every rank must make the same requests in the same order."""
-        key = layout, mesh_axes
-        if key == (self.layout, self.mesh_axes) or not self.connected:
+        key = matrix, mesh_axes
+        if key == (self.matrix, self.mesh_axes) or not self.connected:
             return self
-        if key not in self._by_layout:
-            self._by_layout[key] = (
+        if key not in self._by_matrix:
+            self._by_matrix[key] = (
                 self._with_mesh(mesh_axes)
-                if layout == self.layout
+                if matrix == self.matrix
                 else replace(
                     Devices.of_process(
-                        layout,
+                        matrix,
                         self.device,
                         self.stages,
                         mesh_axes,
@@ -180,24 +180,24 @@ class Devices:
                     waits=self.waits,
                 )
             )
-        return self._by_layout[key]
+        return self._by_matrix[key]
 
     def _with_mesh(self, mesh_axes: tuple[Axes, ...]) -> Devices:
         """Copy with a `DeviceMesh` of these axes, sharing the process groups."""
-        if self.layout.num_devices == 1:
+        if self.matrix.num_devices == 1:
             return self
         # A mesh looks its devices up; the meta device has none.
         device_type = "cpu" if self.device.type == "meta" else self.device.type
-        joined = joined_layout(self.layout, mesh_axes)
+        joined = joined_layout(self.matrix, mesh_axes)
         ranks = torch.tensor(joined.ranks).reshape(joined.device_matrix)
         mesh = DeviceMesh.from_group(
             [group_named(self.group(axes).name) for axes in mesh_axes],
             device_type,
-            ranks + self.stage * self.layout.num_devices,
+            ranks + self.stage * self.matrix.num_devices,
             mesh_dim_names=joined.alias_names,
         )
         _planned_meshes()[hash(mesh)] = self.stages
-        return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_layout=joined)
+        return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_matrix=joined)
 
     def group(self, axes: Axes) -> Group:
         """The group over the joined `axes`. Collective at the first request, so every rank must
@@ -206,14 +206,14 @@ class Devices:
         if key not in self._names:
             self._names[key] = self._create_group(key)
         # Groups over the same axes in any order share a process group; only block numbers differ.
-        order, sizes = [0] * self.layout.size(axes), self.layout.device_matrix
-        for coordinates in all_coordinates(self.layout):
+        order, sizes = [0] * self.matrix.size(axes), self.matrix.device_matrix
+        for coordinates in all_coordinates(self.matrix):
             order[shard_index(axes, sizes, coordinates)] = shard_index(key, sizes, coordinates)
         return Group(axes, self._names[key], len(order), tuple(order), self.waits)
 
     def index(self, axes: Axes) -> Index:
         """The number of this rank's block along the joined `axes`."""
-        sizes = self.layout.device_matrix
+        sizes = self.matrix.device_matrix
         return self.per_rank(lambda coordinates: shard_index(axes, sizes, coordinates))
 
     def common_seed(self) -> int:
@@ -227,7 +227,7 @@ class Devices:
     @property
     def is_distributed(self) -> bool:
         """Whether there is more than one device, over all stages."""
-        return self.layout.num_devices * self.stages > 1
+        return self.matrix.num_devices * self.stages > 1
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -238,7 +238,7 @@ class Devices:
         """The group of this rank's peers in some stages; None on ranks of other stages. Collective
         at the first request, so every rank must request the same stages in the same order."""
         if stages not in self._by_stages:
-            size = self.layout.num_devices
+            size = self.matrix.num_devices
             peers = [[stage * size + rank for stage in stages] for rank in range(size)]
             self._by_stages[stages] = self._subgroup(peers)
         return self._by_stages[stages]
@@ -250,17 +250,17 @@ class Devices:
         return self.peers_of_stages(tuple(range(self.stages))) if self.stages > 1 else None
 
     def _create_group(self, axes: Axes) -> str:
-        layout = self.layout
+        matrix = self.matrix
         if not self.connected:
-            return f"over {layout.named(axes)}"
+            return f"over {matrix.named(axes)}"
         groups: dict[tuple[int, ...], list[int]] = {}
         for stage in range(self.stages):
-            for rank, coordinates in zip(layout.ranks, all_coordinates(layout), strict=True):
+            for rank, coordinates in zip(matrix.ranks, all_coordinates(matrix), strict=True):
                 fixed_coordinates = (
                     stage,
                     *(c for axis, c in enumerate(coordinates) if axis not in axes),
                 )
-                groups.setdefault(fixed_coordinates, []).append(stage * layout.num_devices + rank)
+                groups.setdefault(fixed_coordinates, []).append(stage * matrix.num_devices + rank)
         own_group = self._subgroup(list(groups.values()))
         assert own_group is not None
         return str(own_group.group_name)
@@ -289,9 +289,9 @@ def stages_of_plan(mesh: DeviceMesh) -> int | None:
     return _planned_meshes().get(hash(mesh))
 
 
-def all_coordinates(layout: DeviceMatrix) -> Iterator[tuple[int, ...]]:
-    """The coordinates of every device, in the order of `layout.ranks`."""
-    return product(*(range(size) for size in layout.device_matrix))
+def all_coordinates(matrix: DeviceMatrix) -> Iterator[tuple[int, ...]]:
+    """The coordinates of every device, in the order of `matrix.ranks`."""
+    return product(*(range(size) for size in matrix.device_matrix))
 
 
 def world_timeout() -> timedelta | None:

@@ -47,11 +47,11 @@ def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Device
     Raises:
         LayoutError: if `where` separates axes that the mesh of the devices joins.
     """
-    assert devices.mesh is not None and devices.mesh_layout is not None
+    assert devices.mesh is not None and devices.mesh_matrix is not None
     return DTensor.from_local(
         local,
         devices.mesh,
-        placements(on_joined_axes(where, devices.mesh_axes, devices.mesh_layout)),
+        placements(on_joined_axes(where, devices.mesh_axes, devices.mesh_matrix)),
         run_check=False,
         shape=like.shape,
         stride=torch.empty(like.shape, device="meta").stride(),

@@ -148,11 +148,11 @@ def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 class RangedBucket(BoundBucket):
     """A bucket whose collectives are wrapped in ranges."""
 
-    layout: DeviceMatrix
+    matrix: DeviceMatrix
 
     @classmethod
-    def of(cls, bound: BoundBucket, layout: DeviceMatrix) -> RangedBucket:
-        return cls(bound.bucket, bound.gathers, bound.replicas, layout)
+    def of(cls, bound: BoundBucket, matrix: DeviceMatrix) -> RangedBucket:
+        return cls(bound.bucket, bound.gathers, bound.replicas, matrix)
 
     @cached_property
     def _gather_range(self) -> CollectiveRange:
@@ -169,7 +169,7 @@ class RangedBucket(BoundBucket):
         return self._range_over("all_reduce", [self.replicas.axes])
 
     def _range_over(self, kind: str, axes: Sequence[Axes]) -> CollectiveRange:
-        return CollectiveRange.of(kind, tuple({a for each in axes for a in each}), self.layout)
+        return CollectiveRange.of(kind, tuple({a for each in axes for a in each}), self.matrix)
 
     @property
     def _stored_bytes(self) -> int:
