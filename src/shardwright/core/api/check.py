@@ -169,7 +169,7 @@ def check(
     net = net.net if isinstance(net, Pipeline) else net
     captured, means = plan.graph, plan.pipeline.averages_micro_batches
     if captured is None or (means and captured.loss_weighting is None):
-        captured = _captured(net, args, kwargs, plan)
+        captured = _capture_micro_batch(net, args, kwargs, plan)
     plan.check_fits(captured)
     if means:
         check_mean_of_samples(captured, plan.pipeline.micro_batches)
@@ -187,7 +187,7 @@ def check(
             )
         if not paired_operators(captured, double_graph):
             # The model is in another mode than planned, or was changed since.
-            plan.check_fits(_captured(net, args, kwargs, plan))
+            plan.check_fits(_capture_micro_batch(net, args, kwargs, plan))
         partitioned = plan.partition(graph_in_float64(captured, double_graph))
         state = {name: in_float64(tensor) for name, tensor in values.items()}
         return _compare(partitioned, module, state, leaves)
@@ -300,7 +300,7 @@ def _values(net: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def _captured(
+def _capture_micro_batch(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, plan: Plan
 ) -> Graph:
     """Capture the model for one micro-batch."""

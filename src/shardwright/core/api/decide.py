@@ -100,7 +100,7 @@ def decide_model(
     if isinstance(net, Pipeline):
         options, loss_reduction, net = merged_options(options, net), net.loss_reduction, net.net
     if not options.chooses_micro_batches:
-        return _decided(options, net, args, kwargs, loss_reduction, ranking)
+        return _decide(options, net, args, kwargs, loss_reduction, ranking)
     weighting: LossWeighting | str | None = None
     if isinstance(net, Graph):
         raise StrategyError(
@@ -114,7 +114,7 @@ def decide_model(
         phase = f"{number} micro-batches", numbers.index(number), len(numbers)
         report = nested_progress(options.on_progress, *phase)
         fixed = replace(options, micro_batches=number, on_progress=report)
-        candidate = _decided(fixed, net, args, kwargs, loss_reduction, ranking, weighting)
+        candidate = _decide(fixed, net, args, kwargs, loss_reduction, ranking, weighting)
         # The weighting does not depend on the number, and to find it captures the model again.
         weighting = candidate.model.graph.loss_weighting
         return candidate
@@ -122,7 +122,7 @@ def decide_model(
     return with_best_micro_batches(numbers, decided)
 
 
-def _decided(
+def _decide(
     options: PlanOptions,
     net: nn.Module | Graph,
     args: tuple[Any, ...],
@@ -136,7 +136,7 @@ def _decided(
     Args:
         weighting: the `Graph.loss_weighting` found for another number of micro-batches.
     """
-    graph = _captured(options, net, args, kwargs)
+    graph = _capture_micro_batch(options, net, args, kwargs)
     if options.num_micro_batches > 1 and loss_reduction == "mean":
         names = weighting.names if isinstance(weighting, LossWeighting) else ()
         # Code that branches on the batch size may give a graph with other operators.
@@ -163,7 +163,7 @@ def _decided(
     return best_candidate(model, options, ranking)
 
 
-def _captured(
+def _capture_micro_batch(
     options: PlanOptions,
     net: nn.Module | Graph,
     args: tuple[Any, ...],
@@ -179,7 +179,7 @@ def _captured(
     if isinstance(net, nn.Module):
         count = options.num_micro_batches
         try:
-            return _captured_module(options, net, *micro_batch_example(args, kwargs, count))
+            return _capture_module(options, net, *micro_batch_example(args, kwargs, count))
         except CaptureError as error:
             if count == 1:
                 raise
@@ -194,7 +194,7 @@ def _captured(
     return net
 
 
-def _captured_module(
+def _capture_module(
     options: PlanOptions, net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Graph:
     options.on_progress("capture")
@@ -224,7 +224,7 @@ def _with_loss_weighting(
 
     def captured(samples: int) -> Graph:
         example = pytree.tree_unflatten(with_samples(leaves, samples), spec)
-        return _captured_module(options, net, *example)
+        return _capture_module(options, net, *example)
 
     return with_loss_weighting(graph, options.num_micro_batches, captured)
 

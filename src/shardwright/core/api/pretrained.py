@@ -124,7 +124,8 @@ def _build_model(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
     if config_class is not None and not isinstance(config, config_class):
         raise CheckpointError(
             f"{folder} is of another model: {cls.__name__} needs a {config_class.__name__}, the "
-            f"folder has a {type(config).__name__}"
+            f"folder has a {type(config).__name__}\n"
+            "pass a class of the folder's model, or another folder"
         )
     # Only the `AutoModelFor...` classes have it in public.
     build: Any = getattr(cls, "from_config" if hasattr(cls, "from_config") else "_from_config")

@@ -41,14 +41,14 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
     elif bar:
         # `sys.stderr` as it is now: capture replaces it by a silent stream, and reports meanwhile.
         console = Console() if notebook else Console(file=sys.stderr)
-        with _bar(console) as on_progress:
+        with _progress_bar(console) as on_progress:
             yield on_progress
     else:
-        yield _lines()
+        yield _line_reporter()
 
 
 @contextmanager
-def _bar(console: Console) -> Iterator[OnProgress]:
+def _progress_bar(console: Console) -> Iterator[OnProgress]:
     # Without markup: names of modules may have brackets.
     doing = TextColumn("{task.description}", markup=False)
     left = TextColumn("{task.fields[left]}")
@@ -64,7 +64,7 @@ def _bar(console: Console) -> Iterator[OnProgress]:
         yield on_progress
 
 
-def _lines() -> OnProgress:
+def _line_reporter() -> OnProgress:
     start, time_left, stream = time.monotonic(), RemainingTime(), sys.stderr
 
     def on_progress(doing: str, done: int = 0, of: int = 0) -> None:

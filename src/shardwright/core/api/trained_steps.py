@@ -155,7 +155,7 @@ class EagerTraining:
     trains_loss: bool
 
     def run(self) -> tuple[TrainedSteps, list[Tensor | None]]:
-        """Train.
+        """Train for `STEPS` steps.
 
         Returns:
             The steps, and the gradient of each output that the backward pass starts with: 1 for the

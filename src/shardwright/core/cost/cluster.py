@@ -269,12 +269,15 @@ def read_cluster(text: str, where: str) -> Cluster:
     entries = _Entries(content, where, "")
     entries.check_keys("name", "device", "levels")
     name = str(content.get("name", Path(where).stem))
-    device = _device(_Entries(entries.required("device"), where, "device."))
+    device = _read_device(_Entries(entries.required("device"), where, "device."))
     levels = entries.required("levels")
     if not isinstance(levels, list) or not levels:
-        raise ConfigError(f"{where}: levels must be a list, the fastest links first")
+        raise ConfigError(
+            f"{where}: levels must be a list, the fastest links first\n"
+            "for example `levels: [{name: NVLink, bandwidth: 450 GB/s, latency: 1 us}]`"
+        )
     parsed = tuple(
-        _level(_Entries(level, where, f"levels[{i}].")) for i, level in enumerate(levels)
+        _read_level(_Entries(level, where, f"levels[{i}].")) for i, level in enumerate(levels)
     )
     _check_levels(parsed, where)
     return Cluster(name, device, parsed)
@@ -285,13 +288,13 @@ def cluster_to_yaml(cluster: Cluster) -> str:
     # Plain numbers in base units, which are read back exactly, unlike rounded numbers with units.
     content = {
         "name": cluster.name,
-        "device": _described(cluster.device),
-        "levels": [_described(level) for level in cluster.levels],
+        "device": _changed_fields(cluster.device),
+        "levels": [_changed_fields(level) for level in cluster.levels],
     }
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def _described(part: Device | LinkLevel) -> dict[str, Any]:
+def _changed_fields(part: Device | LinkLevel) -> dict[str, Any]:
     """Fields that differ from their defaults."""
     values = ((each, getattr(part, each.name)) for each in fields(part))
     return {
@@ -375,7 +378,7 @@ class _Entries:
         return count
 
 
-def _device(entries: _Entries) -> Device:
+def _read_device(entries: _Entries) -> Device:
     entries.check_keys(
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
         *("attention_efficiency", "matrix_half", "overlap_slowdown", "overhead"),
@@ -407,7 +410,7 @@ def _device(entries: _Entries) -> Device:
     )
 
 
-def _level(entries: _Entries) -> LinkLevel:
+def _read_level(entries: _Entries) -> LinkLevel:
     entries.check_keys(
         "name", "bandwidth", "latency", "devices", "efficiency", "call", "collectives"
     )

@@ -222,8 +222,8 @@ class _MetaChunk:
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
         """Run the actions of the first micro-batch and, if there are several, of a later one.
 
-        Usually only the later one runs, and the first is derived from it by `_as_first`, which
-        halves the time of a dry run.
+        Usually only the later one runs, and the first is derived from it by `_first_from_later`,
+        which halves the time of a dry run.
         """
         if self.splits_backward or not has_several:
             first = {kind: self.action(kind) for kind in track(kinds, on_share)}
@@ -235,12 +235,12 @@ class _MetaChunk:
                 # Gathers finish in the first micro-batch, not in a later one.
                 self.module.unsharded.tensors()
             later[kind] = self.action(kind)
-            first[kind] = self._as_first(start, later[kind])
+            first[kind] = self._first_from_later(start, later[kind])
             if kind == FORWARD:
                 self._add_gradients()
         return first, later
 
-    def _as_first(self, start: int, later: Phase) -> Phase:
+    def _first_from_later(self, start: int, later: Phase) -> Phase:
         """Derive the first micro-batch's phase from a later one's, with events since `start`.
 
         The later one adds to an existing gradient and frees its own right after; the first keeps

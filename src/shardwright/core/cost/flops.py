@@ -130,7 +130,7 @@ def _work(
     elif op.target is experts and rule is not None:
         # Gradients of tokens, and of matrices.
         backward_ratio = any(needs_gradient[:3]) + any(needs_gradient[3:])
-        dispatched = _dispatched(op, rule)
+        dispatched = _dispatched_tensors(op, rule)
         forward, backward = (*forward, *dispatched), (*backward, *dispatched, *dispatched)
     return Work(
         dtype=op.output.dtype if op.outputs else torch.float32,
@@ -205,26 +205,26 @@ def is_view(op: Op) -> bool:
 def forward_flops(op: Op, rule: ShardingRule | None) -> float:
     """FLOPs of the matrix products of `op`, unsharded, forward."""
     if op.target in _RECURRENT:
-        return _recurrence(op)
+        return _recurrence_flops(op)
     if rule is None:
-        return _counted(op)
+        return _flops_by_counter(op)
     if op.target in _ATTENTION:
-        return _attention(op)
+        return _attention_flops(op)
     if op.target in _CONVOLUTIONS:
-        return _convolution(op)
+        return _convolution_flops(op)
     if op.target is experts:
-        return _experts(op)
+        return _expert_flops(op)
     if op.target in _PRODUCTS or str(op.target) in _PRODUCTS_BY_NAME:
         named = {d for dims in rule.inputs for d in dims if d is not None}
         return 2.0 * prod(rule.capacity[d] for d in named)
     if isinstance(op.target, LocalCall):
-        return _counted(op) if op.target.flops is None else op.target.flops
+        return _flops_by_counter(op) if op.target.flops is None else op.target.flops
     # Other ATen operators have no matrix products; users' own may have a registered formula.
     custom = isinstance(op.target, OpOverload) and op.target.namespace != "aten"
-    return _counted(op) if custom or op.target in _COUNTED else 0.0
+    return _flops_by_counter(op) if custom or op.target in _COUNTED else 0.0
 
 
-def _counted(op: Op) -> float:
+def _flops_by_counter(op: Op) -> float:
     """FLOPs by PyTorch's counter, which decomposes operators and uses the formulas that users
     register with `torch.utils.flop_counter.register_flop_formula`."""
     args, kwargs = op.arguments(lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
@@ -237,7 +237,7 @@ def _counted(op: Op) -> float:
     return float(counter.get_total_flops())
 
 
-def _attention(op: Op) -> float:
+def _attention_flops(op: Op) -> float:
     """FLOPs of scores and weighted values, 2·b·h·s·t·(d + e): half of that for causal attention,
     and with a sliding window only the positions in the window count for t."""
     arguments = call_arguments(op)
@@ -253,7 +253,7 @@ def _attention(op: Op) -> float:
     return flops / 2 if causal else flops
 
 
-def _convolution(op: Op) -> float:
+def _convolution_flops(op: Op) -> float:
     """FLOPs of a convolution: each output element (transposed: input element) meets one filter."""
     arguments = call_arguments(op)
     weight, transposed = arguments["weight"], arguments.get("transposed", op.target in _TRANSPOSED)
@@ -262,7 +262,7 @@ def _convolution(op: Op) -> float:
     return 2.0 * elements * filters
 
 
-def _experts(op: Op) -> float:
+def _expert_flops(op: Op) -> float:
     """FLOPs of a mixture of experts: each token meets the matrices of its chosen experts."""
     arguments = call_arguments(op)
     matrices = arguments["gate_up"].numel + arguments["down"].numel
@@ -277,7 +277,7 @@ def _expert_sides(op: Op) -> tuple[float, float, float]:
     return arguments["ids"].numel / count, arguments["gate_up"].numel / count / hidden, hidden
 
 
-def _dispatched(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozenset[str]], ...]:
+def _dispatched_tensors(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozenset[str]], ...]:
     """Bytes and factors of tokens sorted by expert, with their results, and of the hidden layer."""
     arguments = call_arguments(op)
     rows, factors = arguments["ids"].numel * op.output.itemsize, _tokens(rule) | {"e"}
@@ -290,7 +290,7 @@ def _tokens(rule: ShardingRule) -> frozenset[str]:
     return frozenset(name for name in rule.inputs[0] if name is not None)
 
 
-def _recurrence(op: Op) -> float:
+def _recurrence_flops(op: Op) -> float:
     """FLOPs of a recurrent layer: each row of each time step meets every weight matrix."""
     x = op.inputs[0]
     matrices = sum(v.numel for v in op.inputs[1:] if len(v.shape) == 2)

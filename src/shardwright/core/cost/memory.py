@@ -194,7 +194,7 @@ def memory(
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
         state = optimizer_bytes(optimizer, _trained(chunks))
         moments = _moments(order, dry_run_of, borders, state, pipeline.micro_batches)
-        stages_memory.append(_stage(number, list(moments), state, chunks))
+        stages_memory.append(_stage_memory(number, list(moments), state, chunks))
     return Memory(tuple(stages_memory), optimizer_name(optimizer))
 
 
@@ -291,7 +291,7 @@ class _Moment:
         return sum(self.kinds.values())
 
 
-def _stage(
+def _stage_memory(
     number: int, moments: Sequence[_Moment], optimizer: OptimizerBytes, chunks: Sequence[Chunk]
 ) -> StageMemory:
     moment = max(moments, key=lambda each: each.total)
@@ -330,7 +330,7 @@ def _moments(
         each, key = dry_run_of[action.chunk], (action.chunk, action.kind)
         # The first backward pass allocates gradients, later ones accumulate into them.
         phase = (each.later if key in done_actions else each.first)[action.kind]
-        name, peak = _name(action, len(dry_run_of)), plus(live, phase.peak)
+        name, peak = _action_name(action, len(dry_run_of)), plus(live, phase.peak)
         yield _Moment(name, peak, action.chunk, phase.largest)
         border_change = borders[action.chunk].border_change(action.kind, key in done_actions)
         live = plus(live, phase.change, {ACTIVATIONS: border_change})
@@ -343,9 +343,9 @@ def _moments(
     yield _Moment(UPDATE, plus(live, {TEMPORARY: optimizer.temporary}))
 
 
-def _name(action: Action, owned: int) -> str:
+def _action_name(action: Action, num_chunks: int) -> str:
     direction = "forward" if action.kind == FORWARD else "backward"
-    where = f" through chunk {action.chunk}" if owned > 1 else ""
+    where = f" through chunk {action.chunk}" if num_chunks > 1 else ""
     return f"{direction} of micro-batch {action.micro_batch}{where}"
 
 

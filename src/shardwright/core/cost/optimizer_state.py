@@ -81,7 +81,7 @@ def optimizer_bytes(
     measure_named = (
         partial(_named_optimizer_bytes, optimizer) if isinstance(optimizer, str) else None
     )
-    measure = measure_named or cache(partial(_parameter_bytes, _maker(optimizer)))
+    measure = measure_named or cache(partial(_parameter_bytes, _optimizer_factory(optimizer)))
     state = temporary = 0
     for shape, dtype in parameters:
         measured = measure(shape, dtype)
@@ -95,7 +95,7 @@ def optimizer_name(optimizer: str | torch.optim.Optimizer) -> str:
     return optimizer if isinstance(optimizer, str) else type(optimizer).__name__
 
 
-def _maker(optimizer: str | torch.optim.Optimizer) -> MakeOptimizer:
+def _optimizer_factory(optimizer: str | torch.optim.Optimizer) -> MakeOptimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer_class = type(optimizer)
         signature = inspect.signature(optimizer_class).parameters
@@ -109,7 +109,7 @@ def _maker(optimizer: str | torch.optim.Optimizer) -> MakeOptimizer:
 
 @lru_cache(maxsize=1 << 12)
 def _named_optimizer_bytes(optimizer: str, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
-    return _parameter_bytes(_maker(optimizer), shape, dtype)
+    return _parameter_bytes(_optimizer_factory(optimizer), shape, dtype)
 
 
 def _parameter_bytes(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:

@@ -30,19 +30,21 @@ def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     if cluster is None:
-        return timeline(pipeline, [_by_operations(chunk) for chunk in chunks])
+        return timeline(pipeline, [_seconds_by_flops(chunk) for chunk in chunks])
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
-    return timeline(pipeline, [seconds for _, seconds in _on_cluster(chunks, pipeline, model)])
+    return timeline(
+        pipeline, [seconds for _, seconds in _seconds_on_cluster(chunks, pipeline, model)]
+    )
 
 
-def _by_operations(chunk: Chunk) -> ChunkSeconds:
+def _seconds_by_flops(chunk: Chunk) -> ChunkSeconds:
     work = [work_of(op) for op in chunk.graph.ops]
     # At least one FLOP, so that a chunk without matrix products has a span in the timeline.
     forward = max(sum(each.forward_flops for each in work), 1.0) / 1e9
     return ChunkSeconds(forward, max(sum(each.backward_flops for each in work) / 1e9, forward))
 
 
-def _on_cluster(
+def _seconds_on_cluster(
     chunks: Sequence[Chunk], pipeline: PipelineSpec, model: TimeModel, blocking: bool = False
 ) -> Iterator[tuple[StepTime, ChunkSeconds]]:
     """Seconds of each chunk on the cluster of `model`, per step and per micro-batch."""
@@ -130,12 +132,12 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
-    times = list(_on_cluster(chunks, pipeline, model, blocking))
+    times = list(_seconds_on_cluster(chunks, pipeline, model, blocking))
     steps = tuple(step for step, _ in times)
     if pipeline.stages == 1:
         return Predicted(cluster, steps, None, steps[0].seconds)
     stages = timeline(pipeline, [seconds for _, seconds in times])
-    once_per_step = _sums_between_stages(partitioned, model)
+    once_per_step = _shared_gradient_seconds(partitioned, model)
     for chunk, step in zip(chunks, steps, strict=True):
         once_per_step[chunk.stage] += step.exposed + step.update
     once_per_step = [seconds + model.device.step_overhead for seconds in once_per_step]
@@ -149,7 +151,7 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
     return Predicted(cluster, steps, stages, stages.seconds + max(once_per_step))
 
 
-def _sums_between_stages(partitioned: Partitioned, model: TimeModel) -> list[float]:
+def _shared_gradient_seconds(partitioned: Partitioned, model: TimeModel) -> list[float]:
     """Seconds per stage of reducing gradients of parameters that stages share: one all-reduce per
     parameter, one after another."""
     seconds = [0.0] * partitioned.pipeline.stages

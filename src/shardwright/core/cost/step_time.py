@@ -253,7 +253,7 @@ def bucket_seconds(
     `gradients`; whether once per step instead of per micro-batch; forward (0) or backward (1);
     seconds."""
     for bucket in flow.buckets:
-        gather, reduce = _bucket(bucket, model)
+        gather, reduce = _bucket_seconds(bucket, model)
         yield bucket, "parameters", bucket.level != "level3", 0, gather
         yield bucket, "gradients", bucket.reduces_once, 1, reduce
         if bucket.regathers:
@@ -267,7 +267,7 @@ def _summed(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
     return forward, backward
 
 
-def _bucket(bucket: Bucket, model: TimeModel) -> ForwardBackward:
+def _bucket_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackward:
     """Seconds of gathering a bucket once, and of reducing its gradients once."""
     # Gathers go from the shard outwards: each step multiplies the local tensor.
     gather = reduce = 0.0

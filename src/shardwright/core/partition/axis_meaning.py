@@ -50,11 +50,13 @@ Meanings = tuple[Meaning | None, ...]
 def name_axes(graph: Graph, axes: int, decisions: Decisions) -> tuple[str, ...]:
     """Names for the axes `0` to `axes - 1` of a device matrix."""
     cut_meanings: list[set[Meaning | None]] = [set() for _ in range(axes)]
-    for meaning, over in _cuts(graph, decisions):
+    for meaning, over in _sharded_meanings(graph, decisions):
         for axis in over:
             cut_meanings[axis].add(meaning)
     storage_axes = {axis for dims in decisions.storage.values() for over in dims for axis in over}
-    names = [_name(each - {None}, axis in storage_axes) for axis, each in enumerate(cut_meanings)]
+    names = [
+        _axis_name(each - {None}, axis in storage_axes) for axis, each in enumerate(cut_meanings)
+    ]
     numbers = {name: count() for name in names if names.count(name) > 1}
     letters = islice(axis_names(), axes)
     return tuple(
@@ -63,7 +65,7 @@ def name_axes(graph: Graph, axes: int, decisions: Decisions) -> tuple[str, ...]:
     )
 
 
-def _name(cut_meanings: set[Meaning | None], stores: bool) -> str | None:
+def _axis_name(cut_meanings: set[Meaning | None], stores: bool) -> str | None:
     # Experts first: their factor is also a dimension of parameters.
     if Meaning.EXPERT in cut_meanings:
         return "ep"
@@ -74,7 +76,7 @@ def _name(cut_meanings: set[Meaning | None], stores: bool) -> str | None:
     return "tp" if Meaning.PARAMETER in cut_meanings else "sp"
 
 
-def _cuts(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, Axes]]:
+def _sharded_meanings(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, Axes]]:
     """Meaning and axes of everything that is sharded."""
     trace = trace_meanings(graph)
     for op in graph.ops:

@@ -130,7 +130,7 @@ def _adapted_cuts(
         rule = rule_of(op)
         if rule is not None and op.name in cuts:
             dividing = {
-                factor: _dividing(mesh, axes, rule.capacity[factor])
+                factor: _dividing_axes(mesh, axes, rule.capacity[factor])
                 for factor, axes in cuts[op.name].items()
                 if factor in rule.factors
             }
@@ -152,7 +152,7 @@ def _adapted_outputs(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Outp
     }
 
 
-def _dividing(mesh: DeviceMatrix, axes: tuple[int, ...], capacity: int) -> tuple[int, ...]:
+def _dividing_axes(mesh: DeviceMatrix, axes: tuple[int, ...], capacity: int) -> tuple[int, ...]:
     # Leading axes only, the most significant ones: then new shards are unions of planned ones.
     lengths = range(1, len(axes) + 1)
     dividing_lengths = list(takewhile(lambda n: capacity % mesh.size(axes[:n]) == 0, lengths))

@@ -65,8 +65,8 @@ class OperatorTransfers:
 
     def sends(self, op: Op) -> bool:
         """Whether an operator communicates inside, or a transfer emitted before it sends data."""
-        own = (t for _, t in self.to(op) if self.maker[t] == op.name)
-        return op.name in self.communicating or any(t.forward_bytes for t in own)
+        own_transfers = (t for _, t in self.to(op) if self.maker[t] == op.name)
+        return op.name in self.communicating or any(t.forward_bytes for t in own_transfers)
 
 
 def recompute_segments(
@@ -125,7 +125,7 @@ class _OpenSegment:
         self.inside.update(op.outputs)
 
     def skip(self, op: Op, transfers: OperatorTransfers) -> None:
-        names = {own.name for own in self.ops}
+        names = {own_transfers.name for own_transfers in self.ops}
         self.skipped.add(op.name)
         if not (self.inside | self.dependent).isdisjoint(op.inputs) or any(
             transfers.maker[transfer] in names for _, transfer in transfers.to(op)
@@ -192,11 +192,13 @@ def assign_recomputed_transfers(
         inside = {value for op in ops for value in op.outputs}
         for op in ops:
             for index, value in enumerate(op.inputs):
-                own = [t for t in transfers.routes[op.name, index] if transfers.maker[t] == op.name]
+                own_transfers = [
+                    t for t in transfers.routes[op.name, index] if transfers.maker[t] == op.name
+                ]
                 if value.kind is Kind.PARAMETER:
-                    repeated = own if reshards else []
+                    repeated = own_transfers if reshards else []
                 else:
-                    repeated = own if segment.communication else []
+                    repeated = own_transfers if segment.communication else []
                     if value not in inside:
                         repeated = repeated[_num_not_repeated(repeated, segment) :]
                 for transfer in repeated:
@@ -210,13 +212,13 @@ def _num_not_repeated(route: Sequence[Transfer], segment: Segment) -> int:
     if not route or (first is not None and first.segment == segment.name):
         return 0
     # Saving the value where it is smallest costs least memory; steps after that are repeated.
-    smallest, number = _size(route[0], route[0].step.source), 0
+    smallest, number = _local_numel(route[0], route[0].step.source), 0
     for position, transfer in enumerate(route, start=1):
-        size = _size(transfer, transfer.step.target)
+        size = _local_numel(transfer, transfer.step.target)
         if transfer.forward_bytes and size <= smallest:
             smallest, number = size, position
     return number
 
 
-def _size(transfer: Transfer, layout: TensorLayout) -> int:
+def _local_numel(transfer: Transfer, layout: TensorLayout) -> int:
     return prod(layout.shard_shape(transfer.value.shape))

@@ -141,7 +141,7 @@ class Candidate:
         has_many_axes = (
             self.options.cluster is not None and self.parameter_axes > MAX_PARAMETER_AXES
         )
-        return _aligned(self) if has_many_axes else self
+        return _align_axes(self) if has_many_axes else self
 
     @property
     def shards_storage(self) -> bool:
@@ -267,7 +267,7 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
             division = key, number, pipeline.num_chunks
             # The division depends on the cuts only, not on how parameters are stored.
             if division not in model.divisions:
-                model.divisions[division] = _balanced(
+                model.divisions[division] = _balance_chunks(
                     model, options, constraints.mesh, pipeline, cuts
                 )
             chunked_pipeline = replace(pipeline, chunk_of=model.divisions[division])
@@ -282,11 +282,11 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
         )
         arguments = model, options, constraints.mesh, decisions, chunked_pipeline, seconds
         candidate = Candidate(*arguments, pinned=constraints.cuts)
-        found_candidates.append(_reassigned(candidate) if options.cluster is None else candidate)
+        found_candidates.append(_reassign_axes(candidate) if options.cluster is None else candidate)
     return found_candidates
 
 
-def _balanced(
+def _balance_chunks(
     model: CapturedModel,
     options: PlanOptions,
     mesh: DeviceMatrix,
@@ -306,7 +306,7 @@ MAX_PARAMETER_AXES = 4
 about six times as long with each further axis."""
 
 
-def _aligned(candidate: Candidate) -> Candidate:
+def _align_axes(candidate: Candidate) -> Candidate:
     """Return the candidate with the smallest parameter mesh, and of those the fastest, among
     versions that split equal axes at the same position and are not slower."""
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
@@ -328,7 +328,7 @@ def _aligned(candidate: Candidate) -> Candidate:
     return best
 
 
-def _reassigned(candidate: Candidate) -> Candidate:
+def _reassign_axes(candidate: Candidate) -> Candidate:
     """Reassign axes of equal size to operators, if that does not communicate more."""
     # Only without a cluster, where all links are equal and these axes are interchangeable.
     model, mesh, decisions = candidate.model, candidate.mesh, candidate.decisions

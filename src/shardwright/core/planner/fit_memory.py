@@ -206,7 +206,7 @@ class _Search:
             try:
                 if not isinstance(entry, QueuedCandidate):
                     self._decide_attempts(bound, entry)
-                elif (fitted := self._fitted(entry, bound)) is not None:
+                elif (fitted := self._advance(entry, bound)) is not None:
                     return fitted
             except KeyboardInterrupt:
                 # `known_to_fit` reads the queue after Ctrl-C.
@@ -280,7 +280,7 @@ class _Search:
         options, is_first = attempt.options, not self.seen
         try:
             for candidate in self.decide(options):
-                queued = self._unseen(candidate, attempt)
+                queued = self._queue_entry(candidate, attempt)
                 if queued is not None and self._may_fit(queued):
                     queued = self._aligned(queued)
                 if queued is None:
@@ -298,7 +298,7 @@ class _Search:
     def _may_fit(self, queued: QueuedCandidate) -> bool:
         return self.limit is None or max(queued.min_memory) <= self.limit
 
-    def _unseen(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
+    def _queue_entry(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
         """Return a new queue entry, or None if the candidate duplicates an earlier one."""
         # A larger `mem_coeff` often gives the same cuts.
         key = memory_and_time_key(candidate, attempt)
@@ -311,9 +311,9 @@ class _Search:
     def _aligned(self, queued: QueuedCandidate) -> QueuedCandidate | None:
         """Return the aligned candidate (`Candidate.aligned`), or None if it duplicates one."""
         aligned = queued.candidate.aligned
-        return queued if aligned is queued.candidate else self._unseen(aligned, queued.attempt)
+        return queued if aligned is queued.candidate else self._queue_entry(aligned, queued.attempt)
 
-    def _fitted(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
+    def _advance(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
         """Return the candidate if it is known to fit; else take the next step towards that and
         queue the result, unless it cannot fit."""
         if self.limit is None or queued.fits:
@@ -345,7 +345,7 @@ class _Search:
             queued.min_memory, self.limit
         )
         # A dry run takes about a second, so it is made only where the estimate allows it.
-        if may_fit and (needed := self._measured(queued)).peak <= self.limit:
+        if may_fit and (needed := self._measure(queued)).peak <= self.limit:
             return replace(candidate, measured=needed)
         if recompute_levels is not None:
             decisions = recompute_levels.expected_decisions(
@@ -355,7 +355,7 @@ class _Search:
             self.add(bound, replace(queued, must_recompute=True), EXPECTED_RATIO * expected.seconds)
         return None
 
-    def _measured(self, queued: QueuedCandidate) -> Memory:
+    def _measure(self, queued: QueuedCandidate) -> Memory:
         """Memory of a candidate as it is, by a dry run."""
         needed = queued.candidate.memory()
         log.info("%s: %s of %s", queued.attempt, binary(needed.peak), binary(self.limit or 0))
@@ -420,7 +420,7 @@ class _Search:
             elif queued.attempt.recompute:
                 self.dropped.extend(self._at_depths(aligned))
             else:
-                self._measured(aligned)
+                self._measure(aligned)
 
     def _may_be_smallest(self, size: int) -> bool:
         return self.smallest_plan is None or size < self.smallest_plan[0].peak

@@ -313,7 +313,7 @@ class _Analysis:
         rule = rule_of(op)
         sample_factor = None if rule is None else self._sample_factor(op, rule)
         if rule is None or sample_factor is None:
-            return [Mixed(op, _why_mixed(op))] * len(op.outputs)
+            return [Mixed(op, _mixing_reason(op))] * len(op.outputs)
         if self._changed_numbers(op):
             why = "reads a number that depends on the batch size"
             return [Mixed(op, why)] * len(op.outputs)
@@ -431,7 +431,7 @@ class _Analysis:
         }
 
 
-def _why_mixed(op: Op) -> str:
+def _mixing_reason(op: Op) -> str:
     """Verb phrase of `Mixed` for an operator that does not keep samples apart."""
     if op.short_name in COUNTED_LOSSES and call_arguments(op)["reduction"] == MEAN:
         return (

@@ -128,7 +128,7 @@ def gather(op: Op) -> ShardingRule | None:
     # Where the index is smaller than `x`, only the first rows of `x` are read: its shards would not
     # be aligned with those of the index.
     unequal = [
-        i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _differ(sizes)
+        i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _are_unequal(sizes)
     ]
     dims = without(names(x), *(i for i in unequal if i != indexed_dim))
     return sharding_rule(op, (without(dims, indexed_dim), dims), (dims,))
@@ -140,7 +140,7 @@ def scatter(op: Op) -> ShardingRule:
     except the indexed one."""
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
-    unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _differ(sizes)]
+    unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _are_unequal(sizes)]
     dims = without(names(x), argument(op, "dim"), *unequal)
     inputs = [dims if len(value.shape) == len(dims) else () for value in op.inputs]
     return sharding_rule(op, inputs, (dims,))
@@ -228,7 +228,7 @@ def _index_dims(op: Op) -> tuple[Dims, Dims, Dims] | None:
     return source, at, (*at, *remaining)
 
 
-def _differ(sizes: tuple[int, ...]) -> bool:
+def _are_unequal(sizes: tuple[int, ...]) -> bool:
     return len(set(sizes)) > 1
 
 

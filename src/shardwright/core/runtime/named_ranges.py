@@ -58,8 +58,8 @@ class CollectiveRange:
     size: int
 
     @classmethod
-    def of(cls, kind: str, axes: Axes, layout: DeviceMatrix) -> CollectiveRange:
-        return cls(kind, layout.named(tuple(sorted(axes))), layout.size(axes))
+    def of(cls, kind: str, axes: Axes, matrix: DeviceMatrix) -> CollectiveRange:
+        return cls(kind, matrix.named(tuple(sorted(axes))), matrix.size(axes))
 
     def send(self, num_bytes: int) -> record_function:
         """Range around the start of the collective.
@@ -95,7 +95,7 @@ def around_both(
     forward: str | None,
     backward: str | None,
     axes: Axes,
-    layout: DeviceMatrix,
+    matrix: DeviceMatrix,
 ) -> BoundCollective:
     """Wrap a redistribution step in ranges, forward and backward.
 
@@ -107,18 +107,18 @@ def around_both(
         return (
             collective
             if kind is None
-            else CollectiveRange.of(kind, axes, layout).around(collective)
+            else CollectiveRange.of(kind, axes, matrix).around(collective)
         )
 
     return BoundCollective(around(bound.forward, forward), around(bound.backward, backward))
 
 
 def around_reduction(
-    reduce: Reduce, reduction: Reduction, axes: Axes, layout: DeviceMatrix
+    reduce: Reduce, reduction: Reduction, axes: Axes, matrix: DeviceMatrix
 ) -> Reduce:
     """Wrap a collective of a kernel in its ranges."""
     kind, run = reduction.collective, reduce.run
-    ranges = CollectiveRange.of(kind, axes, layout)
+    ranges = CollectiveRange.of(kind, axes, matrix)
 
     def start(x: Tensor) -> Tensor:
         with ranges.send(x.nbytes):
@@ -130,7 +130,7 @@ def around_reduction(
 
     if isinstance(run, BoundCollective):
         back = kind if reduction.varying else None
-        return Reduce(around_both(run, kind, back, axes, layout), start, end, reduce.call_site)
+        return Reduce(around_both(run, kind, back, axes, matrix), start, end, reduce.call_site)
     return Reduce(lambda x: end(start(x)), start, end, reduce.call_site)
 
 
