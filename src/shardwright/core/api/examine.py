@@ -55,6 +55,7 @@ def examine(
     Raises:
         CaptureError: if the model cannot be captured.
     """
+    # A `Pipeline` adds no operators to the model.
     net = net.net if isinstance(net, Pipeline) else net
     graph = net if isinstance(net, Graph) else capture(net, args, kwargs)
     rules = [(op, rule_of(op)) for op in graph.ops]

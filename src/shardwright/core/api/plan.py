@@ -418,11 +418,13 @@ class AutoParallel(ModuleWrapper):
         return self._parallel[0]
 
     def _configure(self, **changes: Any) -> None:
+        # Too late: the parameters are sharded by the plan of the present options.
         if self._parallel:
             raise PlanError("the model is planned already\nconfigure it before its first call")
         self.options = replace(self.options, **changes)
 
     def _write(self, write: Callable[[Plan], None]) -> None:
         plan = self.plan
+        # All ranks have the same plan, and often the same file system.
         if not dist.is_initialized() or dist.get_rank() == 0:
             write(plan)

@@ -60,6 +60,7 @@ def unchanged_configurations(net: nn.Module) -> Iterator[None]:
     configurations = {
         id(part.config): part.config for part in net.modules() if hasattr(part, "config")
     }
+    # The dicts are restored in place, so that attributes which were added go, too.
     before = [(vars(config), dict(vars(config))) for config in configurations.values()]
     try:
         yield

@@ -90,6 +90,7 @@ class _Steps:
     clip_norm: float | None
 
     def train(self, checkpoints: Checkpoints | None, on_step: Callable[[], None]) -> None:
+        # Callers have their batch on any device, often the CPU.
         device = self.net.execution.devices.device
         leaves = [each.to(device) if isinstance(each, Tensor) else each for each in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)

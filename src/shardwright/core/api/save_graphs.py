@@ -25,6 +25,7 @@ class SavedGraphs:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Else the plan of an earlier run would stand beside the error of this one.
         for name in (GRAPH, PLAN, ERROR, PROGRAM):
             (self.folder / name).unlink(missing_ok=True)
 

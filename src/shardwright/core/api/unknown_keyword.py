@@ -23,6 +23,7 @@ def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, 
 
     @wraps(call)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        # Before the call, as its own error would not name the nearest parameter on Python 3.11.
         for name in kwargs:
             if name not in parameters:
                 where = call.__qualname__.removesuffix(".__init__")

@@ -37,6 +37,7 @@ class Links:
         starts = tuple(stage * mesh.num_devices for stage in range(stages))
         self.cluster = cluster.among(mesh.num_devices * stages)
         self.mesh = mesh
+        # By the links of the whole cluster: sharing a processor changes their speed only.
         self.levels = cluster.levels_of(mesh, starts)
         self.shared = cluster.device.shared(mesh.num_devices * stages)
 

@@ -262,6 +262,7 @@ class _MetaChunk:
             leaf.grad = torch.empty(leaf.shape, dtype=leaf.dtype, device=META)
             self.live.watch([leaf.grad], GRADIENTS)
             gradient = self.live.storage_of(leaf.grad)
+            # The hook runs when the gradient has been added: `_first_from_later` inserts it there.
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _, gradient=gradient: self.added.append((len(self.live.history), gradient))
             )
@@ -337,6 +338,7 @@ class _MetaChunk:
         outputs, gradients, inputs = self._take_tensors()
         if gradients:
             stage_backward(outputs, gradients, inputs)
+        # A model without a loss: its caller passes a gradient for each output.
         elif outputs:
             torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 

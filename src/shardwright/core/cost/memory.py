@@ -267,6 +267,7 @@ def _unsharded(chunk: Chunk) -> int:
 
 def _trained(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Local shapes and dtypes of the parameters that a stage's optimizer updates."""
+    # By name: a parameter that several chunks of a stage read is stored once.
     shards = {}
     for chunk in chunks:
         for value in chunk.graph.parameters:

@@ -65,6 +65,7 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
     schedule = pipeline.schedule_spec
     _check_chunks(schedule, chunks)
     if not schedule.can_run(pieces, stages):
+        # At the latest the next multiple of `stages` can run.
         more = next(n for n in range(pieces + 1, 2 * pieces) if schedule.can_run(n, stages))
         raise PlanError(
             f"micro_batches={pieces} for {stages} stages: schedule {schedule.name!r} runs them in"
@@ -129,6 +130,7 @@ def alive(order: Sequence[Action]) -> Iterator[dict[int, int]]:
     for action in order:
         if action.kind == FORWARD:
             counts[action.chunk] += 1
+        # Not by BACKWARD_INPUT: gradients of parameters need the activations, too.
         elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
             counts[action.chunk] -= 1
         yield dict(counts)
@@ -154,6 +156,7 @@ class ChunkSeconds:
 
     def of(self, kind: str) -> float:
         """Seconds of an action of this kind."""
+        # A linear layer has one matrix product of the same size for each of its two gradients.
         weight = self.backward / 2 if self.of_weight is None else self.of_weight
         return {
             FORWARD: self.forward,
@@ -263,6 +266,7 @@ def _arrival(
         return arrival_from(chunk - 1, FORWARD) if chunk else 0.0
     if action.kind == BACKWARD_WEIGHT:
         return arrival_from(chunk, BACKWARD_INPUT)
+    # The last chunk computes the loss, from which its backward pass starts.
     if chunk == pipeline.num_chunks - 1:
         return arrival_from(chunk, FORWARD)
     return arrival_from(chunk + 1, BACKWARD, BACKWARD_INPUT)
@@ -279,6 +283,7 @@ def draw_timeline(timeline: Timeline, width: int = 96) -> str:
         line = ""
         for span in spans:
             start, end = (round(width * time / total) for time in (span.start, span.end))
+            # Chunks are numbered in model order, which passes over all stages before it returns.
             turn = span.action.chunk // timeline.pipeline.stages
             label = f"|{span.action}{turn * chr(39)}"
             line = line.ljust(start, "·") + label[: max(0, end - start)].ljust(end - start)

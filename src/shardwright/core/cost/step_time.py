@@ -126,6 +126,7 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """The whole step."""
+        # The optimizer and exposed reductions come after the pipeline has drained.
         busy = self.micro_batches * (self.forward_seconds + self.backward_seconds)
         return busy / (1 - self.bubble) + self.exposed + self.update
 

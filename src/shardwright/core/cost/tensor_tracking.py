@@ -160,6 +160,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.history.append((tracked, False))
             self.now -= tracked.size
 
+        # A reference to the storage, not the tensor: views keep a storage alive.
         self._storages[key] = (weakref.ref(storage, freed), tracked)
 
 
@@ -257,6 +258,7 @@ def _returns_new_tensors(func: Any) -> bool:
     """Whether an ATen operator returns tensors only, none of which aliases an argument."""
     schema = schema_of(func)
     tensors = all(str(each.type) == "Tensor" for each in schema.returns)
+    # A cached view would have a storage of its own, and count twice.
     aliases = any(each.alias_info for each in (*schema.arguments, *schema.returns))
     return func.namespace == "aten" and tensors and bool(schema.returns) and not aliases
 

@@ -101,6 +101,7 @@ class TimeModel:
 
         def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
             moved = sum(shard(*tensor) for tensor in tensors)
+            # The roofline model (Williams, Waterman and Patterson, "Roofline", 2009).
             return max(flops * share / rate, moved / self.device.stream)
 
         sides = (shard(*side) for side in work.sides)
@@ -110,6 +111,7 @@ class TimeModel:
         if work.forward_bytes:
             forward = overhead + seconds(work.forward_flops, work.forward_bytes)
         if work.backward_bytes:
+            # At least one kernel for the gradient of each input.
             backward = overhead * work.gradients
             backward += seconds(work.backward_flops, work.backward_bytes)
         return forward, backward
@@ -145,6 +147,7 @@ class TimeModel:
         counts = reduction.num_collectives(group, differentiable)
         if reduction.kind != RING:
             return counts[0] * collective_seconds, counts[1] * collective_seconds
+        # Of the ring's `group` steps, all but the last have a transfer beside their computation.
         launches = (group - 1) * RING_OPERATORS * self.device.overhead
         hideable = (seconds * (group - 1) / group for seconds in beside)
         forward, backward = (
@@ -162,6 +165,7 @@ class TimeModel:
         """Seconds of a tensor's part of bucketed collectives: it pays for its own bytes, and for
         its share of a bucket's latency."""
         full = self.links.seconds(collective, axes, num_bytes, joined=True)
+        # In proportion to its bytes: a tensor as large as a bucket pays the latency in full.
         latency = self.links.seconds(collective, axes, 0, joined=True)
         saved = latency * max(0.0, 1 - num_bytes / BUCKET_BYTES)
         return self.parameter_weight * (full - saved)

@@ -68,6 +68,7 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
     for stage in stages:
         for key, seconds in stage.items():
             parts[key] += seconds / len(stages)
+    # What the work of the stage does not explain of the step, it waits for other stages.
     if pipeline.stages > 1:
         parts[WAITING, (), False] = max(0.0, predicted.seconds - _exposed_seconds(parts))
     parts_of_step = (
@@ -101,6 +102,7 @@ def _chunk_parts(
     for transfer, axes, both_ways in activation_seconds(
         chunk.graph, communication, chunk_cuts, model
     ):
+        # A parameter in no bucket: it is gathered forward, and its gradient reduced backward.
         stored = transfer is not None and transfer.value.kind is Kind.PARAMETER
         kinds = COMMUNICATION[1:] if stored else COMMUNICATION[:1] * 2
         hidden_pair = (0.0, 0.0) if transfer is None else hidden_of.get(transfer, (0.0, 0.0))
@@ -125,7 +127,8 @@ def _chunk_parts(
 
 def utilization(partitioned: Partitioned, predicted: Predicted) -> float:
     """Model FLOPs utilization (MFU): fraction of all devices' peak that the matrix products of
-    the model, without recomputation, take in a step."""
+    the model, without recomputation, take in a step (Chowdhery et al., "PaLM", 2022, appendix B).
+    """
     devices = partitioned.mesh.num_devices * partitioned.pipeline.stages
     device = predicted.cluster.device.among(devices)
     work = [work_of(op) for op in partitioned.graph.ops]

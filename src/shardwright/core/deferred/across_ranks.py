@@ -60,4 +60,5 @@ def _argument_text(leaf: Any) -> str:
         return f"values with the hash {int(content_hash(leaf.tensor)):x}"
     if isinstance(leaf, StorageView):
         return f"{list(leaf.shape)}"
+    # The `repr` of a generator has its address.
     return "" if isinstance(leaf, torch.Generator) else repr(leaf)

@@ -104,6 +104,7 @@ def plan_replay(
 
 def _last_writes(record: Record, storages: set[int]) -> dict[int, set[int]]:
     """Map the number of each operation to those of `storages` that it is the last to write."""
+    # Backwards: the first operation found that writes a storage is the last to do so.
     remaining, finished = set(storages), {}
     for number in reversed(range(len(record.operations))):
         finished_here = remaining & record.operations[number].writes
@@ -124,6 +125,7 @@ def _run_schedule(
         names.setdefault(view.storage, []).append(name)
     storages: dict[int, torch.UntypedStorage] = {}
     results = {}
+    # A replay may run in the middle of a training step: it must not move the caller's generators.
     with _preserve_state(record):
         for number, finished_here, freeable in schedule.steps:
             _run_operation(record, number, storages)

@@ -168,10 +168,12 @@ def _record_or_run(
 ) -> Any:
     """Record an operator if it creates or modifies a deferred tensor, else run it."""
     with without_torch_function():
+        # Tensors of another context have no place in this record: their values are computed.
         args, kwargs = pytree.tree_map_only(
             Deferred, lambda t: t if t._record is record else value_of(t), (args, kwargs)
         )
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        # Real operators stay real, but for those that would draw or allocate on the CPU.
         if not any(isinstance(t, Deferred) for t in tensors) and not (
             _runs_on_cpu(tensors, kwargs)
             and (draws_random_numbers(function) or _creates_tensor(function, tensors))
@@ -275,6 +277,7 @@ def _meta_keywords(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     keywords: dict[str, Any] = {}
     if "device" in names:
         keywords["device"] = torch.device("meta")
+    # The meta device has no memory to pin.
     if kwargs.get("pin_memory"):
         keywords["pin_memory"] = None
     return keywords
@@ -320,6 +323,7 @@ def _check_use(record: Record, function: Any, tensors: list[Tensor], targets: li
     Raises:
         DeferredError: if it is.
     """
+    # Beside real data it is the forward pass of a model without values.
     if record.recording or targets or all(on_meta(tensor) for tensor in tensors):
         return
     raise DeferredError(

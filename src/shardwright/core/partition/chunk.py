@@ -54,6 +54,7 @@ class Chunk:
     def border_bytes(self) -> tuple[int, int]:
         """Bytes that one device sends to the next chunk, and as gradients to the one before."""
         departures, arrivals = self.decisions.departures, self.decisions.arrivals
+        # Values without a gradient, such as masks and targets, are sent forward only.
         gradients = [value for value in self.arriving if value.requires_grad]
         forward = sum(self._local_bytes(v, departures[v.name]) for v in self.leaving)
         return forward, sum(self._local_bytes(v, arrivals[v.name]) for v in gradients)

@@ -83,6 +83,7 @@ def recompute_segments(
     result = []
     for run in _runs(graph, recompute, transfers):
         ops = _ops_to_rerun(run, transfers)
+        # A run in which autograd saves nothing needs no recomputation.
         if ops:
             number = counts[run.recompute.segment] = counts.get(run.recompute.segment, 0) + 1
             name = run.recompute.segment if number == 1 else f"{run.recompute.segment}/{number}"

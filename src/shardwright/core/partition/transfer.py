@@ -13,6 +13,8 @@ from shardwright.core.layout.redistribution import RedistributionStep
 class Transfer:
     """One redistribution step of a value, shared by all its consumers.
 
+    Compared by identity: an equal step from another layout is another transfer.
+
     Args:
         before: the transfer whose result it converts; None if it converts the value itself.
         trained: whether a gradient flows through it when the graph's `trained` outputs are

@@ -118,6 +118,7 @@ class Candidate:
             return None
         cluster, cached = self.options.resolved_cluster, self.model.predictions
         key = (cluster, self.mesh, self.decisions, self.pipeline)
+        # Compared one by one, as decisions have dicts and cannot be hashed; there are few.
         predicted = next((value for cached_key, value in cached if cached_key == key), None)
         if predicted is None:
             self._report("step time")

@@ -59,6 +59,7 @@ def with_best_micro_batches(
         if best is not None and candidate.model.graph.loss is None:
             break  # Without a loss nothing is trained, so that only one micro-batch makes sense.
         log.info("%d micro-batches: %.4g s per step", number, candidate.seconds)
+        # Numbers ascend, so that the fewest of equally fast ones stay.
         if best is None or candidate.seconds < best.seconds:
             best = candidate
     if best is None:

@@ -177,6 +177,7 @@ class _Analysis:
         inputs = (value for value in self.graph.input_values if not value.requires_grad)
         self.free.update(inputs, self.graph.constants)
         values = [value for value in self.graph.input_values if value.shape]
+        # Without a second graph, inputs with the rows of the first one are taken for samples.
         if self.smaller is None:
             self.states = {v: 0 for v in values if v.shape[0] == values[0].shape[0]}
             self._twins: Mapping[Value, Value] = {}
@@ -230,6 +231,7 @@ class _Analysis:
             return [self._state_from_rows(op)] * len(op.outputs)
         if all(isinstance(state, int) for state in read):
             return self._states_from_samples(op)
+        # Such as x - x.mean(0), whose mean is another one in each micro-batch.
         if any(isinstance(state, int) for state in read):
             mixed = Mixed(op, "joins samples with a mean or sum over them")
             return [mixed] * len(op.outputs)
@@ -289,6 +291,7 @@ class _Analysis:
             return None
         dividend, divisor = op.inputs
         reduction, divided_by = self.states.get(dividend), self.states.get(divisor)
+        # Weights are computed before the step, from the inputs: they cannot depend on parameters.
         if divisor not in self.free or divided_by not in (AVERAGE, SUM, TOTALS) or divisor.shape:
             return None
         if reduction in (AVERAGE, SUM):

@@ -72,6 +72,7 @@ def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | No
     rows = [index for dim, index in indexed if dim == sample_dim]
     if not adjacent or not rows or states.get(rows[0]) != ROWS:
         return None
+    # As many dimensions as the broadcast indices have replace the indexed ones.
     rank = max(len(index.shape) for _, index in indexed)
     # Indices broadcast together, so dimensions are counted from the end: `rows` may be (n, 1).
     from_end = next((d for d, size in enumerate(rows[0].shape) if size > 1), 0) - len(rows[0].shape)
