@@ -44,7 +44,7 @@ def test_llama_on_1024_devices_has_a_mesh_of_few_axes_and_is_no_slower(
     graph = sw.capture(net, (), inputs, compute_dtype=torch.bfloat16)
     options = {"devices": 1024, "cluster": "h100", "compute_dtype": "bfloat16"}
     aligned = sw.plan(graph, **options)
-    monkeypatch.setattr(candidate, "MANY_AXES", 1024)
+    monkeypatch.setattr(candidate, "MAX_PARAMETER_AXES", 1024)
     searched = sw.plan(graph, **options)
     axes = [len(dtensor_axes(plan.partitioned)) for plan in (aligned, searched)]
     assert axes[0] <= 5 < axes[1]

@@ -287,7 +287,7 @@ def test_estimates_that_are_wrong_about_what_can_fit_change_nothing(
 def test_only_what_may_fit_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"mode": "recursive_programming", "cluster": "ascend910b"}
     aligned: list[Candidate] = []
-    monkeypatch.setattr(candidate, "MANY_AXES", 0)
+    monkeypatch.setattr(candidate, "MAX_PARAMETER_AXES", 0)
     monkeypatch.setattr(candidate, "_aligned", lambda one: aligned.append(one) or one)
     with pytest.raises(MemoryLimitError) as error:
         plan(**options, memory_limit=1)

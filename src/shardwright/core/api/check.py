@@ -373,6 +373,7 @@ def _bytes(partitioned: Partitioned, outcome: Outcome) -> tuple[tuple[int, int],
 def _loss(graph: Graph, steps: TrainedSteps) -> float | None:
     if graph.loss is None:
         return None
+    # Of the first step: the second one trains with changed parameters.
     outputs = steps.outputs[0]
     # With micro-batches the only output is the loss of the batch.
     alone = len(outputs) != len(graph.output_values)

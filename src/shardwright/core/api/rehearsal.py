@@ -179,6 +179,7 @@ def rehearse_rank(
             clock.end("checkpoint read")
         files = [path.stat().st_size for path in Path(folder).rglob("*.distcp")]
     net, optimizer, stage = trainee.net, trainee.optimizer, trainee.net.execution.devices.stage
+    # Step counts are tensors, too, and count as in a checkpoint.
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     return RankRehearsal(
         rank=rank,

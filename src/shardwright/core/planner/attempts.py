@@ -105,6 +105,7 @@ def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
     if options.stage_config is not None or not isinstance(options.stages, int):
         return
     for stages in range(options.stages + 1, options.devices + 1):
+        # Every stage has an equal share of the devices.
         if options.devices % stages == 0:
             try:
                 check_pipelining(PipelineSpec(stages, options.num_micro_batches, options.schedule))

@@ -76,6 +76,7 @@ def loss_weighting(graph: Graph, larger: Graph | None = None) -> LossWeighting |
     analyzed = larger or graph
     if analyzed.loss is None:
         return "the model returns no loss"
+    # Such as running statistics: several updates by micro-batches are not one by the batch.
     for value, _ in analyzed.updates:
         return f"each micro-batch updates {value.name!r}"
     if larger is not None:
@@ -96,6 +97,8 @@ def loss_weighting(graph: Graph, larger: Graph | None = None) -> LossWeighting |
         return LossWeighting(
             state.reduction, denominator=state.divisor.name, totals=analysis.totals(state.divisor)
         )
+    # A loss without samples, such as a regularization term, is equal in all micro-batches: the mean
+    # of equal numbers.
     if state is None and analyzed.loss not in analysis.varying:
         return LossWeighting()
     return "it depends on the batch alone, and on no parameter"
@@ -118,6 +121,8 @@ def with_loss_weighting(
         return graph
     if captured is None:
         return replace(graph, loss_weighting=loss_weighting(graph))
+    # A single graph cannot tell a constant from `len(x)`: the two batch sizes that matter are
+    # compared.
     samples = batch_size(graph)
     batch_graph = captured(samples * micro_batches)
     pair = (graph, batch_graph)

@@ -118,6 +118,7 @@ class KeywordOptions(FileOptions):
     on_progress: OnProgress = field(default=ignore_progress, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        # Frozen fields are replaced by normalized values: plans and errors show names.
         if isinstance(self.compute_dtype, torch.dtype):
             object.__setattr__(self, "compute_dtype", str(self.compute_dtype).split(".")[1])
         # Of the instance's class: `PlanOptions` has more fields than this one.
@@ -305,6 +306,7 @@ class PlanOptions(KeywordOptions):
 
 
 def _optimizer_parallel(hsdp: Any) -> OptimizerParallel | None:
+    # False as well as None, so that scripts can pass the value of a flag.
     if hsdp is None or hsdp is False:
         return None
     if hsdp is True:

@@ -87,6 +87,7 @@ def merged_options(options: PlanOptions, pipeline: Pipeline) -> PlanOptions:
     Raises:
         StrategyError: if options and pipeline contradict each other.
     """
+    # 1 is the default of the option: then the pipeline's number counts.
     if options.micro_batches not in (1, pipeline.micro_batches):
         raise StrategyError(
             f"micro_batches={options.micro_batches} contradicts Pipeline(net,"
@@ -151,6 +152,7 @@ def pipeline_spec(
         _check_numbers(options, stages)
         chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
         chunk_of = {}
+    # Without stages there is nothing to schedule: the schedule keeps its default in plans.
     if stages == 1:
         return PipelineSpec(1, options.num_micro_batches, loss_reduction=loss_reduction)
     return PipelineSpec(

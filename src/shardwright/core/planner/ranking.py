@@ -58,6 +58,7 @@ class Ranking:
         Args:
             kinds: with the same number of micro-batches.
         """
+        # A kind may be found with recomputation where only that without was queued.
         open_kinds = [kind for kind in kinds if not self._has(kind)]
         if not open_kinds:
             return False
