@@ -60,7 +60,10 @@ def branches(*recomputed: str) -> tuple[nn.Module, sw.Plan]:
 def listed(plan: sw.Plan) -> Listed:
     (chunk,) = plan.partitioned.chunks
     return {
-        (t.step.kind, t.value.name): ([o.name for o in v.beside], [o.name for o in v.linears])
+        (t.step.kind, t.value.name): (
+            [o.name for o in v.overlapping_ops],
+            [o.name for o in v.linears],
+        )
         for t, v in chunk.overlaps.items()
     }
 

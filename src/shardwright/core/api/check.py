@@ -179,11 +179,11 @@ def check(
     # The caller's random numbers and cached tensors (tables of positions, masks) must not change.
     with float64_by_default(), torch.random.fork_rng(), without_new_cached_tensors():
         module = module_in_float64(net, values)
-        piece = micro_batch(leaves, 0, plan.pipeline.micro_batches)
+        first_micro_batch = micro_batch(leaves, 0, plan.pipeline.micro_batches)
         # A capture in float64 has the numbers that depend on the dtype, such as `finfo(dtype).eps`.
         with _errors_in_float64(plan.pipeline.micro_batches), CastsToFloat64():
             double_graph = capture(
-                copy.deepcopy(module), *pytree.tree_unflatten(piece, captured.in_spec)
+                copy.deepcopy(module), *pytree.tree_unflatten(first_micro_batch, captured.in_spec)
             )
         if not paired_operators(captured, double_graph):
             # The model is in another mode than planned, or was changed since.
@@ -202,11 +202,11 @@ def _errors_in_float64(micro_batches: int) -> Iterator[None]:
         raise
     except Exception as error:
         where = "" if isinstance(error, CaptureError) else f"{line_of_error(error)}: "
-        pieces = ""
+        call_note = ""
         if micro_batches > 1:
-            pieces = f", called with one of {micro_batches} micro-batches ({SPLIT_NOTE})"
+            call_note = f", called with one of {micro_batches} micro-batches ({SPLIT_NOTE})"
         raise PlanError(
-            f"the module itself fails in float64, in which `check` computes it{pieces}: "
+            f"the module itself fails in float64, in which `check` computes it{call_note}: "
             f"{where}{error}\n"
             "an operator without a float64 kernel, or a tensor that a function has cached in "
             "another dtype, can be trained, but not checked"
@@ -218,14 +218,16 @@ def _compare(
 ) -> Check:
     graph, pipeline = partitioned.graph, partitioned.pipeline
     count = pipeline.micro_batches
-    pieces = [micro_batch(leaves, number, count) for number in range(count)]
+    micro_batch_leaves = [micro_batch(leaves, number, count) for number in range(count)]
     weights: Sequence[float | Tensor] = [1.0] * count
     if count > 1:
         loss_of(graph)
         if pipeline.loss_reduction == "mean":
-            weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(pieces, state)
+            weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(
+                micro_batch_leaves, state
+            )
     # The reference is the whole batch: micro-batches must not change the loss.
-    calls = pieces if pipeline.loss_reduction == "sum" else [leaves]
+    calls = micro_batch_leaves if pipeline.loss_reduction == "sum" else [leaves]
     eager = EagerTraining(module, graph, calls, trains_loss=count > 1)
     with _errors_in_float64(len(calls)):
         random_names = _random_operators(eager)
@@ -270,7 +272,7 @@ def _compare(
             "has no tag for it: ranks would draw different numbers\n"
             "define the operator with `tags=torch.Tag.nondeterministic_seeded`"
         )
-    one_device = interpreted(graph, pieces, weights, output_gradients)
+    one_device = interpreted(graph, micro_batch_leaves, weights, output_gradients)
     interpreted_steps = train_program(one_device, graph, state)
     with Rounding():
         perturbed_steps = train_program(one_device, graph, state)

@@ -43,8 +43,8 @@ def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:
         yield _name(value)
         if isinstance(value, nn.Module):
             yield from _module(value, seen)
-        for part in _parts(value):
-            yield from description_lines(part, seen)
+        for component in _parts(value):
+            yield from description_lines(component, seen)
 
 
 def _name(value: Any) -> str:
@@ -70,7 +70,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (item for item in value.items() if item[0] not in _PROCESS_ATTRIBUTES)
     elif isinstance(value, (set, frozenset)):
         # Sets of strings are ordered by hashes, which Python seeds for each process.
-        yield from sorted("\n".join(description_lines(part)) for part in value)
+        yield from sorted("\n".join(description_lines(component)) for component in value)
     elif isinstance(value, (list, tuple)):
         yield from value
     elif isinstance(value, ModuleType):
@@ -99,16 +99,16 @@ def _module(module: nn.Module, seen: Seen) -> Iterator[str]:
     """Describe the code that `forward` calls, the global variables that it reads, the attributes of
     all submodules, and shapes and dtypes of parameters and buffers."""
     # Submodules are described by path below, and not again where an attribute refers to them.
-    for inner in module.modules():
-        seen.setdefault(id(inner), (len(seen), inner))
+    for submodule in module.modules():
+        seen.setdefault(id(submodule), (len(seen), submodule))
     codes: dict[CodeType, None] = {}
     for namespace, name in globals_read(module, codes):
         yield f"{namespace}: {name}"
         yield from description_lines(globals_of(namespace)[name], seen)
     yield from map(hash_of_code, codes)
-    for path, inner in module.named_modules():
-        yield f"module {path}: {_name(inner)}"
-        for name, attribute in vars(inner).items():
+    for path, submodule in module.named_modules():
+        yield f"module {path}: {_name(submodule)}"
+        for name, attribute in vars(submodule).items():
             if name not in ("_parameters", "_buffers"):
                 yield name
                 yield from description_lines(attribute, seen)

@@ -62,15 +62,17 @@ def rehearse(
     net = net.net if isinstance(net, Pipeline) else net
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
-    def prepare(where: torch.device) -> _Steps:
+    def prepare(rank_device: torch.device) -> _Steps:
         # A copy for each rank: the next rank takes other shards of the same parameters.
-        parallel = parallelize(net, plan, where, copy=True)
+        parallel = parallelize(net, plan, rank_device, copy=True)
         assert isinstance(parallel, ParallelModule)
         return _Steps(parallel, optimizer(parallel.parameters()), plan, leaves, spec, clip_norm)
 
-    chosen_ranks, where = dict.fromkeys(ranks or first_and_last_ranks(plan)), torch.device(device)
+    chosen_ranks = dict.fromkeys(ranks or first_and_last_ranks(plan))
+    rank_device = torch.device(device)
     return Rehearsal(
-        plan.devices, tuple(rehearse_rank(rank, plan, where, prepare) for rank in chosen_ranks)
+        plan.devices,
+        tuple(rehearse_rank(rank, plan, rank_device, prepare) for rank in chosen_ranks),
     )
 
 

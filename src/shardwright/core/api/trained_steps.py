@@ -266,7 +266,7 @@ def train_program(run: StepFunction, graph: Graph, state: Mapping[str, Tensor]) 
 
 def interpreted(
     graph: Graph,
-    pieces: Sequence[Sequence[Any]],
+    micro_batches: Sequence[Sequence[Any]],
     weights: Sequence[float | Tensor],
     root_gradients: Sequence[Tensor | None],
 ) -> StepFunction:
@@ -276,14 +276,14 @@ def interpreted(
         leaves = {name: t.detach().requires_grad_(t.requires_grad) for name, t in state.items()}
         current, updates = dict(leaves), dict[str, Tensor]()
         losses, roots = [], list[Tensor]()
-        for piece, weight in zip(pieces, weights, strict=True):
-            args, kwargs = pytree.tree_unflatten(list(piece), graph.in_spec)
+        for leaves_of_micro_batch, weight in zip(micro_batches, weights, strict=True):
+            args, kwargs = pytree.tree_unflatten(list(leaves_of_micro_batch), graph.in_spec)
             results, changed = interpret(graph, current, current, args, kwargs)
             updates |= changed
             current |= changed
             outputs = zip(graph.outputs, pytree.tree_leaves(results), strict=True)
             roots = [tensor for value, tensor in outputs if isinstance(value, Value)]
-            if len(pieces) > 1:
+            if len(micro_batches) > 1:
                 losses.append(weighted(roots[graph.output_values.index(graph.loss)], weight))
         if losses:
             roots = [torch.stack(losses).sum()]

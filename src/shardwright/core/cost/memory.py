@@ -346,8 +346,8 @@ def _moments(
 
 def _action_name(action: Action, num_chunks: int) -> str:
     direction = "forward" if action.kind == FORWARD else "backward"
-    where = f" through chunk {action.chunk}" if num_chunks > 1 else ""
-    return f"{direction} of micro-batch {action.micro_batch}{where}"
+    chunk_text = f" through chunk {action.chunk}" if num_chunks > 1 else ""
+    return f"{direction} of micro-batch {action.micro_batch}{chunk_text}"
 
 
 @dataclass(frozen=True)
@@ -359,13 +359,13 @@ class BorderBytes:
             are not counted twice.
         sent: outputs that stay alive after the backward pass.
         returned: gradients of inputs that stay alive after the backward pass.
-        once: whether only those of one micro-batch stay alive.
+        reuses_messages: whether only those of one micro-batch stay alive.
     """
 
     shared: int = 0
     sent: int = 0
     returned: int = 0
-    once: bool = False
+    reuses_messages: bool = False
 
     def border_change(self, kind: str, repeats_kind: bool) -> int:
         """Change of live bytes by an action, in addition to that of its dry run.
@@ -374,7 +374,7 @@ class BorderBytes:
             kind: kind of the action.
             repeats_kind: whether the chunk has run an action of this kind before.
         """
-        border_change, sends = 0, not (self.once and repeats_kind)
+        border_change, sends = 0, not (self.reuses_messages and repeats_kind)
         if kind == FORWARD:
             border_change -= self.shared
         if kind in (BACKWARD, BACKWARD_INPUT) and sends:
@@ -397,4 +397,6 @@ def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
     if on_same_stage(chunk.number + 1):
         return BorderBytes(shared=sent, returned=returned)
     # 1F1B keeps one forward message, from before its first backward pass, and the last gradient.
-    return BorderBytes(sent=sent, returned=returned, once=pipeline.schedule_spec.reuses_messages)
+    return BorderBytes(
+        sent=sent, returned=returned, reuses_messages=pipeline.schedule_spec.reuses_messages
+    )

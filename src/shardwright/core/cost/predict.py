@@ -59,7 +59,7 @@ def _seconds_on_cluster(
                 chunk.decisions.cuts,
                 model,
                 micro_batches=pipeline.micro_batches,
-                beside=None if blocking else chunk.overlaps,
+                overlaps=None if blocking else chunk.overlaps,
             )
         time, send = cached_times[key], 0.0
         # Ranks of all stages have the same positions in their matrices, so the links between the

@@ -144,7 +144,7 @@ def step_time(
     *,
     micro_batches: int = 1,
     bubble: float = 0.0,
-    beside: Mapping[Transfer, Overlap] | None = None,
+    overlaps: Mapping[Transfer, Overlap] | None = None,
 ) -> StepTime:
     """Predict the seconds of one training step of a partitioned graph.
 
@@ -153,7 +153,7 @@ def step_time(
         cuts: cuts of its operators.
         micro_batches: number of micro-batches per step; the graph is of one.
         bubble: fraction of the step in which a pipeline stage is idle.
-        beside: computation that overlaps redistributions; by default none.
+        overlaps: computation that overlaps redistributions; by default none.
     """
     forward, backward = _summed(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
     recomputed = [op for op in graph.ops if op.name in flow.recomputed_ops]
@@ -161,7 +161,7 @@ def step_time(
     forward_part, backward_part = _summed(
         seconds for *_, seconds in activation_seconds(graph, flow, cuts, model)
     )
-    hidden = _summed(hidden_seconds(beside, cuts, model).values()) if beside else (0.0, 0.0)
+    hidden = _summed(hidden_seconds(overlaps, cuts, model).values()) if overlaps else (0.0, 0.0)
     buckets: dict[tuple[bool, int], float] = defaultdict(float)
     for _, _, once_per_step, direction, seconds in bucket_seconds(flow, model):
         buckets[once_per_step, direction] += seconds
@@ -186,11 +186,11 @@ def step_time(
 
 
 def hidden_seconds(
-    beside: Mapping[Transfer, Overlap], cuts: Mapping[str, Cuts], model: TimeModel
+    overlaps: Mapping[Transfer, Overlap], cuts: Mapping[str, Cuts], model: TimeModel
 ) -> dict[Transfer, ForwardBackward]:
     """Overlapped seconds of each redistribution of an activation, forward and backward. An operator
     that several of them overlap hides its own seconds once in total."""
-    delayed = {op for overlap in beside.values() for op in overlap.linears}
+    delayed = {op for overlap in overlaps.values() for op in overlap.linears}
     spare_seconds: dict[tuple[str, str], float] = {}
 
     def hide(seconds: float, pass_part: str, ops: Sequence[Op]) -> float:
@@ -204,18 +204,18 @@ def hidden_seconds(
                     "forward": forward,
                     "weight": backward - half,
                 }.get(pass_part, half)
-            used = min(remaining, spare_seconds[op.name, pass_part])
-            spare_seconds[op.name, pass_part] -= used
-            remaining -= used
+            hidden_here = min(remaining, spare_seconds[op.name, pass_part])
+            spare_seconds[op.name, pass_part] -= hidden_here
+            remaining -= hidden_here
         return seconds - remaining
 
     hidden = {}
-    for transfer, overlap in beside.items():
+    for transfer, overlap in overlaps.items():
         sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
-        forward_part = hide(sent, "forward", overlap.beside)
+        forward_part = hide(sent, "forward", overlap.overlapping_ops)
         backward_part = hide(returned, "weight", overlap.linears)
         # Weight gradients first: linear layers delay them in order to hide this transfer.
-        backward_part += hide(returned - backward_part, "backward", overlap.beside)
+        backward_part += hide(returned - backward_part, "backward", overlap.overlapping_ops)
         hidden[transfer] = (
             forward_part,
             backward_part + (forward_part if transfer.is_repeated else 0.0),
@@ -230,10 +230,10 @@ def activation_seconds(
     with axes and seconds of one micro-batch, forward and backward."""
     for name, op_reductions in flow.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
-        beside = model.operator(graph.by_name[name], cuts.get(name, {}))
+        computation = model.operator(graph.by_name[name], cuts.get(name, {}))
         for bound in op_reductions:
             forward_part, backward_part = model.inner_collective(
-                bound.reduction, bound.axes, differentiable, beside
+                bound.reduction, bound.axes, differentiable, computation
             )
             repeated = forward_part if name in flow.recomputed_ops else 0.0
             yield None, tuple(bound.axes), (forward_part, backward_part + repeated)

@@ -134,12 +134,12 @@ class TimeModel:
         reduction: Reduction,
         axes: Axes,
         differentiable: bool,
-        beside: ForwardBackward = (0.0, 0.0),
+        computation: ForwardBackward = (0.0, 0.0),
     ) -> ForwardBackward:
         """Exposed seconds of one collective inside an operator, forward and backward.
 
         Args:
-            beside: computation of the operator; ring attention overlaps its messages with it.
+            computation: that of the operator; ring attention overlaps its messages with it.
         """
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
         collective_seconds = self.links.seconds(reduction.collective, axes, num_bytes)
@@ -149,7 +149,7 @@ class TimeModel:
             return counts[0] * collective_seconds, counts[1] * collective_seconds
         # Of the ring's `group` steps, all but the last have a transfer beside their computation.
         launches = (group - 1) * RING_OPERATORS * self.device.overhead
-        hideable = (seconds * (group - 1) / group for seconds in beside)
+        hideable = (seconds * (group - 1) / group for seconds in computation)
         forward, backward = (
             count * collective_seconds
             - saved_fraction * min(count * collective_seconds, limit)

@@ -42,7 +42,7 @@ class TransferLines:
 
     def __post_init__(self) -> None:
         for transfer, overlap in self.overlaps.items():
-            if overlap.beside and transfer is not self.pending:
+            if overlap.overlapping_ops and transfer is not self.pending:
                 self._early.setdefault(transfer.value, []).append(transfer)
 
     def start(self, value: Value, name: str) -> None:

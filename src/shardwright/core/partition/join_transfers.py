@@ -13,25 +13,25 @@ Routes = MutableMapping[Any, tuple[Transfer, ...]]
 
 
 def join_transfers(
-    transfers: Iterable[Transfer], routes: Iterable[Routes], fixed: Routes
+    transfers: Iterable[Transfer], routes: Iterable[Routes], leading: Routes
 ) -> list[Transfer]:
     """Join transfers whose intermediate layout has no other reader; change `routes` in place.
 
     Args:
         transfers: all transfers of a program.
         routes: routes that contain them.
-        fixed: leading transfers of pinned outputs, which are not joined.
+        leading: leading transfers of pinned outputs, which are not joined.
 
     Returns:
         The remaining transfers.
     """
     transfers, routes = list(transfers), list(routes)
-    followers = Counter(id(t.before) for t in transfers)
+    followers = Counter(id(t.previous) for t in transfers)
     read = {id(route[-1]) for each in routes for route in each.values() if route}
-    read |= {id(t) for route in fixed.values() for t in route}
+    read |= {id(t) for route in leading.values() for t in route}
     joined: set[int] = set()
     for second in transfers:
-        first = second.before
+        first = second.previous
         # Another reader of the intermediate layout still needs the first step by itself.
         if first is None or id(first) in read or followers[id(first)] > 1:
             continue
@@ -39,7 +39,7 @@ def join_transfers(
         step = joined_step(first.step, second.step, value.shape, value.itemsize)
         if step is not None:
             # In place: routes refer to the transfer, and a third step may be joined to it.
-            second.step, second.before = step, first.before
+            second.step, second.previous = step, first.previous
             joined.add(id(first))
     if joined:
         for each in routes:

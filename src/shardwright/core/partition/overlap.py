@@ -28,13 +28,13 @@ class Overlap:
     """Computation that overlaps a redistribution.
 
     Args:
-        beside: operators between the producer of its value and the first consumer of its result,
+        overlapping_ops: operators between the producer of its value and the first consumer of its result,
             forward and backward; empty if it starts at the consumer.
         linears: linear layers that read its result and whose weight gradients overlap its backward
             communication.
     """
 
-    beside: tuple[Op, ...]
+    overlapping_ops: tuple[Op, ...]
     linears: tuple[Op, ...]
 
 
@@ -58,13 +58,13 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
                 readers.setdefault(route[-1], []).append(op)
     result = {}
     for transfer in filter(_can_overlap, flow.transfers):
-        beside: tuple[Op, ...] = ()
+        overlapping_ops: tuple[Op, ...] = ()
         producer = graph.producer.get(transfer.value)
         # A later transfer of a route reads the result of the one before it, not the producer's.
         if producer is not None and transfer.before is None:
             end = first_use.get(transfer, len(graph.ops))
             ops = graph.ops[op_index[producer.name] : end + 1]
-            beside = _between(flow, transfer, ops, returned=end == len(graph.ops))
+            overlapping_ops = _between(flow, transfer, ops, returned=end == len(graph.ops))
         delayed = tuple(
             op
             for op in readers.get(transfer, ())
@@ -73,8 +73,8 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
             and _can_delay(op)
             and _inside(flow, op, transfer.segment)
         )
-        if beside or delayed:
-            result[transfer] = Overlap(beside, delayed)
+        if overlapping_ops or delayed:
+            result[transfer] = Overlap(overlapping_ops, delayed)
     return result
 
 
@@ -105,9 +105,9 @@ def _between(
     ends = ops[:1] if returned else (ops[0], ops[-1])
     if not all(_inside(flow, op, segment) for op in ends):
         return ()
-    beside = ops[1:] if returned else ops[1:-1]
-    beside = tuple(op for op in beside if _inside(flow, op, segment))
-    return beside if any(map(_computes, beside)) else ()
+    overlapping_ops = ops[1:] if returned else ops[1:-1]
+    overlapping_ops = tuple(op for op in overlapping_ops if _inside(flow, op, segment))
+    return overlapping_ops if any(map(_computes, overlapping_ops)) else ()
 
 
 def _inside(flow: Communication, op: Op, segment: str | None) -> bool:

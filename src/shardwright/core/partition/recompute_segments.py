@@ -99,14 +99,14 @@ class _OpenSegment:
 
     Args:
         recompute: the decision that its operators share.
-        inside: outputs of its operators.
+        segment_values: outputs of its operators.
         dependent: values that skipped operators computed from those.
         skipped: names of the other operators since its first one.
     """
 
     recompute: Recompute
     ops: list[Op] = field(default_factory=list)
-    inside: set[Value] = field(default_factory=set)
+    segment_values: set[Value] = field(default_factory=set)
     dependent: set[Value] = field(default_factory=set)
     skipped: set[str] = field(default_factory=set)
 
@@ -116,19 +116,19 @@ class _OpenSegment:
         if recompute != self.recompute or not self.dependent.isdisjoint(op.inputs):
             return False
         return not any(
-            value in self.inside
+            value in self.segment_values
             and (transfers.maker[t] in self.skipped or not recompute.communication)
             for value, t in transfers.to(op)
         )
 
     def add(self, op: Op) -> None:
         self.ops.append(op)
-        self.inside.update(op.outputs)
+        self.segment_values.update(op.outputs)
 
     def skip(self, op: Op, transfers: OperatorTransfers) -> None:
         names = {own_transfers.name for own_transfers in self.ops}
         self.skipped.add(op.name)
-        if not (self.inside | self.dependent).isdisjoint(op.inputs) or any(
+        if not (self.segment_values | self.dependent).isdisjoint(op.inputs) or any(
             transfers.maker[transfer] in names for _, transfer in transfers.to(op)
         ):
             self.dependent.update(op.outputs)
@@ -190,7 +190,7 @@ def assign_recomputed_transfers(
     reshards = decisions.sharding is not None and decisions.sharding.level == "level3"
     for segment in segments:
         ops = [transfers.graph.by_name[name] for name in segment.ops]
-        inside = {value for op in ops for value in op.outputs}
+        segment_values = {value for op in ops for value in op.outputs}
         for op in ops:
             for index, value in enumerate(op.inputs):
                 own_transfers = [
@@ -200,7 +200,7 @@ def assign_recomputed_transfers(
                     repeated = own_transfers if reshards else []
                 else:
                     repeated = own_transfers if segment.communication else []
-                    if value not in inside:
+                    if value not in segment_values:
                         repeated = repeated[_num_not_repeated(repeated, segment) :]
                 for transfer in repeated:
                     transfer.segment, transfer.is_repeated = segment.name, segment.trained
@@ -209,7 +209,7 @@ def assign_recomputed_transfers(
 def _num_not_repeated(route: Sequence[Transfer], segment: Segment) -> int:
     """Number of leading transfers of an outside value that are not repeated: up to the last that
     sends data and leaves the value no larger than it was."""
-    first = route[0].before if route else None
+    first = route[0].previous if route else None
     if not route or (first is not None and first.segment == segment.name):
         return 0
     # Saving the value where it is smallest costs least memory; steps after that are repeated.

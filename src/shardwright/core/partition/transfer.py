@@ -16,7 +16,7 @@ class Transfer:
     Compared by identity: an equal step from another layout is another transfer.
 
     Args:
-        before: the transfer whose result it converts; None if it converts the value itself.
+        previous: the transfer whose result it converts; None if it converts the value itself.
         trained: whether a gradient flows through it when the graph's `trained` outputs are
             differentiated.
         segment: recomputed segment that repeats it in the backward pass; None if it is not
@@ -26,7 +26,7 @@ class Transfer:
 
     value: Value
     step: RedistributionStep
-    before: Transfer | None
+    previous: Transfer | None
     trained: bool
     segment: str | None = None
     is_repeated: bool = False

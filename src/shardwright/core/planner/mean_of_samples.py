@@ -311,8 +311,8 @@ class _Analysis:
         target, weight = arguments["target"], arguments["weight"]
         if arguments["reduction"] != MEAN or target.dtype.is_floating_point:
             return None
-        known = weight is None or weight in self.free or weight.kind is Kind.BUFFER
-        if target not in self.free or not known or weight in self.states:
+        follows_from_inputs = weight is None or weight in self.free or weight.kind is Kind.BUFFER
+        if target not in self.free or not follows_from_inputs or weight in self.states:
             return None
         return Quotient(SUM, target, weight, op.name, int(arguments["ignore_index"]))
 

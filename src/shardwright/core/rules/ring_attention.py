@@ -184,10 +184,10 @@ def _row_ranges(
         blocks: the index of the block and of the mirrored one, which its last rows come from.
         swapped: the number of these rows.
     """
-    own = slice(0, rows - swapped)
-    ranges: list[tuple[slice, BlockIndex]] = [(own, blocks[0] * rows)]
+    own_rows = slice(0, rows - swapped)
+    ranges: list[tuple[slice, BlockIndex]] = [(own_rows, blocks[0] * rows)]
     if swapped:
-        ranges.append((slice(own.stop, rows), blocks[1] * rows + own.stop))
+        ranges.append((slice(own_rows.stop, rows), blocks[1] * rows + own_rows.stop))
     return ranges
 
 
