@@ -28,8 +28,8 @@ class Overlap:
     """Computation that overlaps a redistribution.
 
     Args:
-        overlapping_ops: operators between the producer of its value and the first consumer of its result,
-            forward and backward; empty if it starts at the consumer.
+        overlapping_ops: operators between the producer of its value and the first consumer of its
+            result, forward and backward; empty if it starts at the consumer.
         linears: linear layers that read its result and whose weight gradients overlap its backward
             communication.
     """
