@@ -61,7 +61,7 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
         overlapping_ops: tuple[Op, ...] = ()
         producer = graph.producer.get(transfer.value)
         # A later transfer of a route reads the result of the one before it, not the producer's.
-        if producer is not None and transfer.before is None:
+        if producer is not None and transfer.previous is None:
             end = first_use.get(transfer, len(graph.ops))
             ops = graph.ops[op_index[producer.name] : end + 1]
             overlapping_ops = _between(flow, transfer, ops, returned=end == len(graph.ops))
