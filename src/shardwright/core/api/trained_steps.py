@@ -112,10 +112,10 @@ def _gradient_gap(got: Tensor | None, expected: Tensor | None, *, is_zero: bool)
     """
     if got is not None and expected is not None:
         return difference(got, expected)
-    only = got if expected is None else expected
-    if only is None or not is_zero:
+    present = got if expected is None else expected
+    if present is None or not is_zero:
         return math.inf
-    return difference(only, torch.zeros_like(only))
+    return difference(present, torch.zeros_like(present))
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
