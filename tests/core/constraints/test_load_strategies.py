@@ -212,7 +212,7 @@ MISTAKES = [
     ),
     (
         {"relu": {"in_strategy": [[8, 1]], "parameter_plan": {"weight": [1]}}},
-        r"relu: parameter_plan: ReLU has no parameter 'weight'\nclosest parameters: none, the module has",
+        r"relu: parameter_plan: ReLU has no parameter 'weight'\nclosest parameters: none, the",
     ),
     (
         {"layer1.relu": {"in_strategy": [[8, 1]], "parameter_plan": {"weight": [1]}}},

@@ -70,5 +70,5 @@ def test_a_token_gets_what_each_chosen_expert_makes_of_it() -> None:
 
 @pytest.mark.parametrize("name", ["aten.__class__.mro", "aten.silu.__init__"])
 def test_a_gate_calls_nothing_but_operators(name: str) -> None:
-    with pytest.raises(ValueError, match="is not an operator"):
+    with pytest.raises(ValueError, match="is not an ATen operator"):
         run_steps(((name, ("%0",), ()),), r(2, 3))

@@ -134,12 +134,8 @@ class StrategyParser:
     def _split_joint_request(
         self, outer: _DimRequest, joint: _DimRequest
     ) -> tuple[_DimRequest, _DimRequest] | None:
-        """Return the requests of the outer and the inner factor; None if counts or axes conflict.
-
-        Args:
-            outer: the request for the outer factor alone.
-            joint: the request for the dimension that both factors shard.
-        """
+        """Split the request of a dimension that both factors shard, given the request for the outer
+        factor alone; None if counts or axes conflict."""
         if joint.num_shards % outer.num_shards:
             return None
         inner = replace(joint, num_shards=joint.num_shards // outer.num_shards)
@@ -213,13 +209,8 @@ class StrategyParser:
     def _shard_counts(
         self, tensor: str, entry: tuple[int, ...] | TensorLayout, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[Axes, ...] | None]:
-        """Return the shard count of each dimension and, if the entry is a layout, its mesh axes.
-
-        Args:
-            tensor: name of the tensor for errors, such as `input 0`.
-            entry: the tensor's entry in the strategy.
-            shape: global shape of the tensor.
-        """
+        """Return the shard count of each dimension and, if the entry is a layout, its mesh axes;
+        `tensor` is the name of the tensor in errors, such as `input 0`."""
         axes = None
         if isinstance(entry, TensorLayout):
             axes = axes_on_mesh(self.op.name, entry, self.mesh)
@@ -424,12 +415,7 @@ def mesh_of(
 
 
 def axes_on_mesh(where: str, layout: TensorLayout, mesh: DeviceMatrix) -> tuple[Axes, ...]:
-    """Return the axes of `mesh` that shard each dimension of `layout`.
-
-    Args:
-        where: the operator or parameter that has the layout, for errors.
-        layout: a layout on any device matrix.
-        mesh: the device matrix of prime axes.
+    """Return the axes of `mesh` that shard each dimension of `layout`; `where` is for errors.
 
     Raises:
         LayoutError: if the axes of the layout are not products of axes of `mesh`.
@@ -443,13 +429,7 @@ def axes_on_mesh(where: str, layout: TensorLayout, mesh: DeviceMatrix) -> tuple[
 def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axes | None:
     """Remove from `free` the outermost axes whose sizes multiply to `num_shards`.
 
-    Args:
-        num_shards: product of the sizes of the axes to take.
-        free: unused axes in ascending order; changed in place.
-        mesh: device matrix of prime axes.
-
-    Returns:
-        The axes in ascending order; None if no axes in `free` have this product.
+    Returns the removed axes in ascending order; None if no axes in `free` have this product.
     """
     chosen = []
     if mesh.num_devices % num_shards:
@@ -465,6 +445,5 @@ def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axe
 
 @cache
 def _cached_mesh(sizes: tuple[int, ...]) -> DeviceMatrix:
-    """Return the same object for equal sizes: caches are keyed by it, and `is` is faster than
-    `==`."""
+    """Return the same object for equal sizes: as a cache key, `is` is faster than `==`."""
     return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

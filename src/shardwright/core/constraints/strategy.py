@@ -138,7 +138,8 @@ def check_entry(option: str, entry: Any) -> None:
     for count in entry:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise StrategyError(
-                f"{option}: {entry!r} contains {count!r}\na shard count must be an int of at least 1"
+                f"{option}: {entry!r} contains {count!r}\n"
+                "a shard count must be an int of at least 1"
             )
 
 

@@ -19,7 +19,7 @@ from shardwright.core.torch_internals.dispatch import autograd_in_operators
 aten = torch.ops.aten
 
 MIN_ROWS = 256
-"""Minimum queries per block; a block of a wide window has a quarter of the window."""
+"""Minimum number of queries per block; with a wide window, a block has a quarter of the window."""
 
 
 @torch.library.custom_op("shardwright::blockwise_attention", mutates_args=())
@@ -44,25 +44,36 @@ def blockwise_attention(
         vectors: inputs of the mask, one element per query, `[..., queries, 1]`, or per key,
             `[..., 1, keys]`.
         terms: conditions for reading a key, separated by commas: `"eq 0 1"` if vectors 0 and 1 must
-            be equal (or another comparison of torch), `"all 2"` if the boolean vector 2 must hold.
-        window: number of positions that a query reads at most, including its own.
-        start, first_key: the positions of the first query and key. Keys at negative positions are
-            not read; `vectors` must be empty then.
+            be equal (or another comparison of torch), `"all 2"` if the boolean vector 2 must be
+            true.
+        causal: whether a query only reads keys up to its own position.
+        window: largest number of positions that a query reads, including its own; None for no
+            limit.
+        scale: factor of the scores, by default `size ** -0.5`.
+        start: position of the first query.
+        first_key: position of the first key. Keys at negative positions are not read; `vectors`
+            must then be empty.
 
     Returns:
-        The result, `[batch, heads, queries, size]` with the size of the values; and the log-sum-exp
-        of the scores, `[batch, heads, queries]`, which only flash kernels compute (0 otherwise).
+        The attention output, `[batch, heads, queries, size]` with the size of the values, and the
+        log-sum-exp of the scores, `[batch, heads, queries]`, which only flash kernels compute; 0
+        from other kernels.
     """
     tensors = _without_negative_positions((query, key, value), first_key)
-    if _has_flash(tensors, causal, window, terms):
+    if _can_use_flash(tensors, causal, window, terms):
         out, lse, *_ = aten._flash_attention_forward(
-            *_transposed(tensors), *_lengths(tensors), 0.0, False, False, **_window(window, scale)
+            *_transposed(tensors),
+            *_length_arguments(tensors),
+            0.0,
+            False,
+            False,
+            **_window_options(window, scale),
         )
         return out.transpose(1, 2), lse
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     mask = _Mask(tensors, vectors, terms, causal, window, start - max(0, first_key))
     for slices, allowed in mask.blocks():
-        out[..., slices[0], :] = _attend_block(_sliced(tensors, slices), allowed, scale)
+        out[..., slices[0], :] = _attend_block(_slice_rows(tensors, slices), allowed, scale)
     return out, query.new_zeros(query.shape[:-1], dtype=torch.float32)
 
 
@@ -83,39 +94,52 @@ def _backward(
     first_key: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    tensors, read_gradients = (
+    tensors, nonnegative_gradients = (
         _without_negative_positions(each, first_key) for each in ((query, key, value), gradients)
     )
-    if _has_flash(tensors, causal, window, terms):
+    if _can_use_flash(tensors, causal, window, terms):
         transposed = _transposed((gradient, *tensors, out))
         # The state of the random generator is only read if there is dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         results = aten._flash_attention_backward(
-            *transposed, lse, *_lengths(tensors), 0.0, False, state, state, **_window(window, scale)
+            *transposed,
+            lse,
+            *_length_arguments(tensors),
+            0.0,
+            False,
+            state,
+            state,
+            **_window_options(window, scale),
         )
-        for read_gradient, result in zip(read_gradients, results, strict=True):
-            read_gradient.copy_(result.transpose(1, 2))
+        for total, result in zip(nonnegative_gradients, results, strict=True):
+            total.copy_(result.transpose(1, 2))
         return gradients
     mask = _Mask(tensors, vectors, terms, causal, window, start - max(0, first_key))
     for slices, allowed in mask.blocks():
         # Autograd is off inside operators; here it recomputes and differentiates one block.
         with autograd_in_operators():
-            parts = [part.detach().requires_grad_() for part in _sliced(tensors, slices)]
+            parts = [part.detach().requires_grad_() for part in _slice_rows(tensors, slices)]
             block = _attend_block(parts, allowed, scale)
         part_gradients = torch.autograd.grad(block, parts, gradient[..., slices[0], :])
         for total, part_gradient in zip(
-            _sliced(read_gradients, slices), part_gradients, strict=True
+            _slice_rows(nonnegative_gradients, slices), part_gradients, strict=True
         ):
             total += part_gradient
     return gradients
 
 
 Slices = tuple[slice, slice, slice]
-"""The rows of a block in queries, keys and values."""
+"""The ranges of positions of a block in queries, keys and values."""
 
 
 class _Mask:
-    """The keys that each query may read; query 0 has the position of key `offset`."""
+    """The keys that each query may read.
+
+    Args:
+        tensors: query, key and value.
+        vectors, terms, causal, window: the arguments of `blockwise_attention`.
+        offset: index of the key at the position of query 0.
+    """
 
     def __init__(
         self,
@@ -131,22 +155,23 @@ class _Mask:
         self.causal, self.window, self.offset = causal, window, offset
 
     def blocks(self) -> Iterator[tuple[Slices, Tensor]]:
-        """Yield blocks of queries with the range of keys to read, and the mask of these pairs."""
-        # Each block reads the window before its first query too: with a quarter of a wide window
-        # per block 20 % of the scores are computed in vain.
+        """Yield blocks of queries with the range of keys to read, and the boolean mask of these
+        pairs, `[..., queries, keys]`."""
+        # Each block also reads the window before its first query: with a quarter of a wide window
+        # per block, 20 % of the computed scores are masked.
         rows = max((self.window or 0) // 4, MIN_ROWS)
         for first in range(0, self.queries, rows):
             end = min(first + rows, self.queries)
             begin = 0 if self.window is None else max(0, self.offset + first - self.window + 1)
             key_range = slice(begin, self.offset + end if self.causal else self.keys)
-            allowed = self._allowed(slice(first, end), key_range)
+            allowed = self._allowed_pairs(slice(first, end), key_range)
             if self.terms:
-                # Only where conditions may exclude whole ranges, such as other documents: it reads
-                # values, and waits for the device.
+                # Conditions may exclude long ranges of keys, such as other documents. Trimming
+                # waits for the device to compute the mask, so it is done only then.
                 key_range, allowed = _trim_to_allowed(key_range, allowed)
             yield (slice(first, end), key_range, key_range), allowed
 
-    def _allowed(self, rows: slice, keys: slice) -> Tensor:
+    def _allowed_pairs(self, rows: slice, keys: slice) -> Tensor:
         diagonal = self.offset + rows.start - keys.start
         count = (rows.stop - rows.start, keys.stop - keys.start)
         mask = self.query.new_ones(count, dtype=torch.bool)
@@ -155,24 +180,25 @@ class _Mask:
         if self.window is not None:
             mask = mask.triu(diagonal - self.window + 1)
         for comparison, *indices in self.terms:
-            parts = [self._part(self.vectors[int(i)], rows, keys) for i in indices]
+            parts = [self._slice_vector(self.vectors[int(i)], rows, keys) for i in indices]
             mask = mask & (parts[0] if comparison == "all" else getattr(torch, comparison)(*parts))
         return mask
 
-    def _part(self, vector: Tensor, rows: slice, keys: slice) -> Tensor:
+    def _slice_vector(self, vector: Tensor, rows: slice, keys: slice) -> Tensor:
         if vector.shape[-2] > 1:
             return vector[..., rows, :]
         return vector[..., keys] if vector.shape[-1] > 1 else vector
 
 
 def _trim_to_allowed(keys: slice, allowed: Tensor) -> tuple[slice, Tensor]:
-    """Trim a range of keys to those that some query of the block reads; keeps at least one."""
+    """Trim a range of keys, and the mask, from the first to the last key that a query of the block
+    reads; at least one key remains."""
     read_keys = allowed.flatten(0, -2).any(0).nonzero()
     first, last = (int(read_keys[0]), int(read_keys[-1])) if len(read_keys) else (0, 0)
     return slice(keys.start + first, keys.start + last + 1), allowed[..., first : last + 1]
 
 
-def _sliced(tensors: Sequence[Tensor], slices: Slices) -> list[Tensor]:
+def _slice_rows(tensors: Sequence[Tensor], slices: Slices) -> list[Tensor]:
     return [tensor[..., rows, :] for tensor, rows in zip(tensors, slices, strict=True)]
 
 
@@ -193,7 +219,7 @@ def _without_negative_positions(tensors: Sequence[Tensor], first_key: int) -> li
     return [query, *(each[..., max(0, -first_key) :, :] for each in keys_and_values)]
 
 
-def _has_flash(tensors: Sequence[Tensor], causal: bool, window: int | None, terms: str) -> bool:
+def _can_use_flash(tensors: Sequence[Tensor], causal: bool, window: int | None, terms: str) -> bool:
     """Whether PyTorch's flash kernel, which supports windows but no other mask, can be used."""
     query, _, value = tensors
     return has_flash(query, value) and causal and window is not None and not terms
@@ -212,18 +238,18 @@ def has_flash(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def _window(window: int | None, scale: float | None) -> dict[str, Any]:
-    """The options of a flash kernel, whose window does not include a query's own position."""
+def _window_options(window: int | None, scale: float | None) -> dict[str, Any]:
+    """Keyword arguments of a flash kernel, whose window excludes a query's own position."""
     assert window is not None
     return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
 
 
 def _transposed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The layout of flash kernels: `[batch, positions, heads, size]`."""
+    """Convert to the layout of flash kernels: `[batch, positions, heads, size]`."""
     return [tensor.transpose(1, 2) for tensor in tensors]
 
 
-def _lengths(tensors: Sequence[Tensor]) -> tuple[None, None, int, int]:
+def _length_arguments(tensors: Sequence[Tensor]) -> tuple[None, None, int, int]:
     """The `cum_seq` and `max` arguments of a flash kernel, for sequences that are not packed."""
     return None, None, tensors[0].shape[-2], tensors[1].shape[-2]
 

@@ -1,7 +1,7 @@
 """CTC (connectionist temporal classification) losses as an operator with static shapes.
 
-ATen's operator saves a tensor for the backward pass whose shape depends on the lengths of the
-targets, which are data.
+ATen's operator is not used in graphs, as it saves a tensor for the backward pass whose shape
+depends on the values of `target_lengths`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ def ctc_losses(
 
     Args:
         log_probs: `[time, batch, classes]`.
-        targets: `[batch, length]`, or concatenated, `[sum of lengths]`.
-        input_lengths, target_lengths: `[batch]`.
+        targets: class indices, `[batch, length]`, or concatenated, `[sum of lengths]`.
+        input_lengths, target_lengths: number of time steps and of targets per sample, `[batch]`.
+        blank: index of the blank class.
+        zero_infinity: whether infinite losses, and their gradients, become 0.
     """
     lengths = input_lengths, target_lengths
     losses: Tensor = aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)[0]
@@ -45,7 +47,10 @@ def ctc_gradient(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """Compute the gradient of `log_probs` from that of the losses; repeats the forward pass."""
+    """Compute the gradient of `log_probs` from the gradient of the losses, `[batch]`.
+
+    Repeats the forward pass, since its intermediate results are not saved.
+    """
     lengths = input_lengths, target_lengths
     forward = aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)
     result: Tensor = aten._ctc_loss_backward(

@@ -1,7 +1,7 @@
-"""Shardwright's own operators, which replace ATen operators that cannot be sharded as they are.
+"""Shardwright's own operators, which replace ATen operators that cannot be sharded.
 
 All are pure functions of tensors that run in eager mode and under `torch.compile`. Their names and
-parameters are part of saved graphs and of program texts.
+parameters are part of saved graphs and of program texts, so they must not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwright.core.graph.segment_matmul import segment_matmul
 from shardwright.core.torch_internals.operators import OpOverload
 
 MEAN = 1
-"""ATen's number of the reduction of a loss: 0 none, 1 mean, 2 sum."""
+"""ATen's code for the mean reduction of a loss; 0 is no reduction, 2 the sum."""
 
 _REDUCTIONS = {0: "none", MEAN: "mean", 2: "sum"}
 
@@ -37,8 +37,10 @@ def cross_entropy(
     Args:
         logits: `[..., classes]`.
         target: class indices `[...]`, or probabilities `[..., classes]` of a floating dtype.
-        weight: of each class, `[classes]`.
+        weight: weight of each class, `[classes]`.
         reduction: 0 none (the result is `[...]`), 1 mean, 2 sum.
+        ignore_index: class index of targets to ignore.
+        label_smoothing: fraction of the target probability that is spread over all classes.
     """
     rows = logits.shape[:-1]
     classes = logits.shape[-1]
@@ -55,6 +57,7 @@ def cross_entropy(
 
 
 _BAG_MODES = ("sum", "mean", "max")
+"""Reductions of `embedding_bag`, by ATen's code."""
 
 
 def embedding_bag(
@@ -71,11 +74,15 @@ def embedding_bag(
 
     Args:
         weight: `[rows, features]`.
-        indices: `[bags, size]` without `offsets`; else `[count]`, all bags concatenated.
-        offsets: index of the first element of each bag, `[bags]`; `[bags + 1]` with the end of the
-            last one if `include_last_offset`.
+        indices: rows of `weight`, `[bags, size]` without `offsets`; else `[count]`, all bags
+            concatenated.
+        offsets: index of the first element of each bag in `indices`, `[bags]`; `[bags + 1]` with
+            the end of the last bag if `include_last_offset`.
         per_sample_weights: weight of each index, in the shape of `indices`.
         mode: reduction of the rows of a bag: 0 sum, 1 mean, 2 maximum.
+        padding_idx: row of `weight` that is ignored in bags.
+        include_last_offset: whether `offsets` ends with the number of indices.
+        scale_grad_by_freq: whether gradients are divided by the frequency of an index.
     """
     return F.embedding_bag(
         indices,
@@ -98,14 +105,16 @@ def batch_norm_train(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor] | Tensor:
-    """Batch normalization with batch statistics, without updating the running ones in place.
+    """Batch normalization with batch statistics, which returns the new running statistics.
 
     Args:
         x: `[n, c, ...]`, normalized over all dimensions but `c`.
         weight, bias, running_mean, running_var: `[c]` each or None.
+        momentum: weight of the batch statistics in the new running statistics.
+        eps: added to the variance.
 
     Returns:
-        The normalized `x`, and the new running statistics (without gradient) if there are any.
+        The normalized `x`; with running statistics also the new ones, `[c]`, without gradient.
     """
     if running_mean is None or running_var is None:
         return F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
@@ -123,10 +132,17 @@ def instance_norm_train(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Instance normalization of `x`, `[n, c, ...]`, without updating running statistics in place.
+    """Instance normalization of `x`, `[n, c, ...]`, which returns the new running statistics.
+
+    Args:
+        x: normalized over all dimensions but `n` and `c`.
+        weight, bias: `[c]` each or None.
+        running_mean, running_var: `[c]`.
+        momentum: weight of the batch statistics in the new running statistics.
+        eps: added to the variance.
 
     Returns:
-        The normalized `x` and the new running statistics `[c]` (without gradient).
+        The normalized `x`, and the new running statistics, `[c]`, without gradient.
     """
     mean, variance = running_mean.detach().clone(), running_var.detach().clone()
     y = F.instance_norm(x, mean, variance, weight, bias, True, momentum, eps)
@@ -144,18 +160,20 @@ class _Assigned(torch.autograd.Function):
 
 
 def assigned(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return `value` as the new value of a parameter changed under `no_grad`.
+    """Return `value` as the new value of a parameter that the model changes under `no_grad`.
 
-    The gradient of the result is that of the parameter: autograd does not see the change. All
-    tensors have the same shape.
+    The gradient of the result flows to `parameter` unchanged, since autograd does not record the
+    change. Both tensors have the same shape.
     """
     result: Tensor = _Assigned.apply(parameter, value)  # type: ignore[no-untyped-call]
     return result
 
 
 Steps = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
-"""A function of one tensor as data: the ATen operators (or `getitem`) to call, by name, with their
-arguments and keywords. `"%0"` is the tensor itself, `"%1"` the result of the first step."""
+"""A function of one tensor as data: (operator, arguments, keyword arguments) of each step.
+
+Operators are ATen names such as `aten.mul.Tensor`, or `getitem`. Among the arguments, `"%0"` is the
+input tensor and `"%1"` the result of the first step."""
 
 
 def experts(
@@ -177,20 +195,23 @@ def experts(
 
     Args:
         x: tokens, `[..., hidden]`.
-        ids: the experts of each token, `[..., top_k]`. Experts that are not on this device add
-            nothing.
+        ids: global indices of the experts of each token, `[..., top_k]`. Experts of other devices
+            contribute 0.
         weights: routing weights, `[..., top_k]`.
         gate_up: `[experts, 2, inner, hidden]`, or `[experts, inner, 2, hidden]` if `interleaved`;
             1 in place of 2 without a gate.
         down: `[experts, hidden, inner]`.
-        gate_up_bias, down_bias: in the shape of `gate_up` without `hidden`; `[experts, hidden]`.
-        gate: the activation: maps a tensor with gate and value as last dimension to the input of
-            `down`.
-        first: global index of the first local expert; a `SymInt` if many ranks are simulated.
+        gate_up_bias: in the shape of `gate_up` without `hidden`.
+        down_bias: `[experts, hidden]`.
+        gate: the activation: maps a tensor whose last dimension is (gate, value), or has one
+            element without a gate, to the input of `down`.
+        interleaved: whether the rows of gate and value alternate in `gate_up`.
+        first: global index of the first local expert; a `SymInt` if several ranks are simulated.
         total: global number of experts; by default all experts are local.
     """
     num_local, top_k, hidden = gate_up.shape[0], ids.shape[-1], x.shape[-1]
-    # Sort the rows (a token and one of its experts) by expert; rows of other devices come last.
+    # Sort the rows, which are pairs of a token and an expert, by expert; the rows of experts on
+    # other devices come last.
     local_ids = ids.reshape(-1) - first  # type: ignore[operator]
     absent = (local_ids < 0) | (local_ids >= num_local)
     scale = weights.reshape(-1, 1).masked_fill(absent.unsqueeze(-1), 0)
@@ -198,7 +219,8 @@ def experts(
     local_ids, order = local_ids.masked_fill(absent, num_local).sort(stable=True)
     ends = torch.searchsorted(local_ids, torch.arange(num_local, device=x.device), right=True)
     sharded = total is not None and num_local < total
-    # The number of local rows is data: where it cannot be read, absent rows stay as a tail.
+    # The number of local rows depends on values. Under `torch.compile` and on simulated ranks it
+    # cannot be read, so the rows of other devices remain as a tail.
     tail = sharded and (isinstance(first, torch.SymInt) or torch.compiler.is_compiling())
     count = (
         _num_local_rows(ends, local_ids.shape[0], total or num_local)
@@ -207,7 +229,7 @@ def experts(
     )
     local_ids, order = local_ids[:count].clamp(max=num_local - 1), order[:count]
     if not sharded:
-        # An id out of range counts as the last expert, with weight 0.
+        # Rows with an id out of range are computed by the last expert, with weight 0.
         ends = torch.cat([ends[:-1], ends.new_full((1,), local_ids.shape[0])])
     ends, tokens, scale = ends.to(torch.int32), order // top_k, scale[order]
     rows = x.reshape(-1, hidden)[tokens].to(gate_up.dtype)
@@ -217,8 +239,8 @@ def experts(
     rows = rows.view(-1, *gate_up.shape[1:3])
     rows = rows if interleaved else rows.transpose(1, 2)
     rows = (gate(rows) if callable(gate) else run_steps(gate, rows)).squeeze(-1)
-    # Weighted before the last product: autograd then saves its input, which is smaller than its
-    # result.
+    # Apply the routing weights before the last product: autograd then saves the product's input,
+    # which is smaller than its result.
     rows = segment_matmul((rows * scale).to(down.dtype), down.mT, ends, tail)
     if down_bias is not None:
         rows = rows + down_bias[local_ids] * scale
@@ -230,7 +252,13 @@ def experts(
 
 
 def _num_local_rows(ends: Tensor, rows: int, total: int) -> int:
-    """The number of rows of local experts; on the meta device that of balanced routing."""
+    """The number of rows of local experts; on the meta device the number with balanced routing.
+
+    Args:
+        ends: index after the last row of each local expert, `[experts]`.
+        rows: number of rows of all experts.
+        total: global number of experts.
+    """
     if ends.is_meta:
         return -(-rows * ends.shape[0] // total)
     return int(ends[-1])
@@ -250,8 +278,9 @@ def windowed_attention(
         query: `[batch, heads, queries, size]`.
         key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
             adjacent query heads. The last key has the position of the last query.
+        window: number of positions that a query reads.
         scale: factor of the scores, by default `size ** -0.5`.
-        start: the position of the first query; keys before position 0 are not read.
+        start: position of the first query; keys before position 0 are not read.
 
     Returns:
         `[batch, heads, queries, size]`, with the size of the values.
@@ -273,7 +302,7 @@ def masked_attention(
     scale: float | None = None,
     start: int | torch.SymInt = 0,
 ) -> Tensor:
-    """Attention under a mask that is computed block by block from vectors, as of document ids.
+    """Attention under a mask that is computed block by block from vectors, such as document ids.
 
     Args:
         query: `[batch, heads, queries, size]`.
@@ -282,11 +311,12 @@ def masked_attention(
         vectors: inputs of the mask, one element per query, `[..., queries, 1]`, or per key,
             `[..., 1, keys]`.
         terms: conditions for reading a key: `"eq 0 1, all 2"` if vectors 0 and 1 must be equal,
-            and vector 2 true.
+            and the boolean vector 2 true.
         causal: whether a query only reads keys up to its own position.
-        window: number of positions that a query reads at most; None for no limit.
+        window: largest number of positions that a query reads, including its own; None for no
+            limit.
         scale: factor of the scores, by default `size ** -0.5`.
-        start: the position of the first query.
+        start: position of the first query.
 
     Returns:
         `[batch, heads, queries, size]`, with the size of the values.
@@ -297,24 +327,25 @@ def masked_attention(
 
 
 def run_steps(steps: Steps, x: Tensor) -> Tensor:
-    """Apply the function that consists of `steps` to `x`."""
+    """Apply a function that is given as steps to a tensor."""
     results: list[Any] = [x]
     for name, args, kwargs in steps:
-        arguments = tuple(results[int(a[1:])] if _is_result(a) else a for a in args)
-        results.append(_step(name)(*arguments, **dict(kwargs)))
+        arguments = tuple(results[int(a[1:])] if _is_reference(a) else a for a in args)
+        results.append(_step_function(name)(*arguments, **dict(kwargs)))
     result: Tensor = results[-1]
     return result
 
 
-def _is_result(argument: Any) -> bool:
+def _is_reference(argument: Any) -> bool:
+    """Whether an argument is the result of an earlier step: `"%1"`."""
     return isinstance(argument, str) and argument.startswith("%")
 
 
-def _step(name: str) -> Any:
+def _step_function(name: str) -> Any:
     if name == "getitem":
         return operator.getitem
     _, packet, overload = name.split(".")
     step = getattr(getattr(torch.ops.aten, packet), overload)
-    if not isinstance(step, OpOverload):  # Names may come from a file, which must not run code.
-        raise ValueError(f"{name} is not an operator")
+    if not isinstance(step, OpOverload):  # names may come from a file, which must not run code
+        raise ValueError(f"{name!r} is not an ATen operator")
     return step

@@ -1,4 +1,4 @@
-"""Conversion of a graph and a module to float64, so that rounding does not hide differences."""
+"""Convert a graph and a module to float64, so that rounding does not hide differences."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from shardwright.core.torch_internals.dispatch import TorchDispatchMode
 def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
     """Convert the floating-point values, constants and dtype arguments of a graph to float64.
 
-    Complex ones become complex128. Explicit casts of the model (`x.to(torch.float32)` in a norm)
+    Complex dtypes become complex128. Explicit casts of the model (`x.to(torch.float32)` in a norm)
     become casts to float64.
 
     Args:
-        twin: a graph captured from the module in float64. If it has the same operators, numbers and
-            constants that may depend on a dtype (`torch.finfo(x.dtype).eps`) are taken from it.
+        graph: the graph to convert.
+        twin: a graph captured from the module in float64. If it has the same operators, its floats
+            and constants are used, which may depend on the dtype (`torch.finfo(x.dtype).eps`).
     """
     new = {
         value: replace(value, dtype=double_dtype(value.dtype), outer_dtype=None)
@@ -40,8 +41,8 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
         return double_dtype(leaf) if isinstance(leaf, torch.dtype) else leaf
 
     def convert_op(op: Op) -> Op:
-        args, kwargs = pytree.tree_map(convert, _with_floats_of(op, twin_of.get(op, op)))
-        # A `local_map` has the dtypes of its results in its target.
+        args, kwargs = pytree.tree_map(convert, _arguments_with_floats_of(op, twin_of.get(op, op)))
+        # The target of a `local_map` contains the dtypes of its results.
         as_float64: Any = getattr(op.target, "as_float64", None)
         target = op.target if as_float64 is None else as_float64()
         outputs = tuple(new[v] for v in op.outputs)
@@ -67,25 +68,26 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
 
 
 def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
-    """Map each operator of `graph` to that of `twin`; empty if the operators differ.
+    """Map each operator of `graph` to the operator of `twin`; empty if the operators differ.
 
-    Casts between floating-point dtypes are ignored: the float64 twin lacks some of them.
+    Casts between floating-point dtypes are left out, since a graph in float64 has fewer of them.
     """
     ops, twin_ops = ([op for op in g.ops if not _is_cast(op)] for g in (graph, twin))
-    # A model may branch on dtypes; then nothing of the twin is comparable.
+    # A model may branch on dtypes, and then have other operators in float64.
     if [op.target for op in ops] != [op.target for op in twin_ops]:
         return {}
     return dict(zip(ops, twin_ops, strict=True))
 
 
 def _is_cast(op: Op) -> bool:
-    between = (*op.inputs[:1], *op.outputs)
-    casts = str(op.target).startswith(("aten.to.", "aten._to_copy.", "aten.type_as."))
-    return casts and all(value.dtype.is_floating_point for value in between)
+    """Whether the operator converts one floating-point dtype to another."""
+    values = (*op.inputs[:1], *op.outputs)
+    converts = str(op.target).startswith(("aten.to.", "aten._to_copy.", "aten.type_as."))
+    return converts and all(value.dtype.is_floating_point for value in values)
 
 
-def _with_floats_of(op: Op, twin: Op) -> tuple[Any, Any]:
-    """The arguments of `op`, with the floats of its twin."""
+def _arguments_with_floats_of(op: Op, twin: Op) -> tuple[Any, Any]:
+    """The `args` and `kwargs` of `op`, with the floats of `twin`."""
     leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
     twin_leaves = pytree.tree_leaves((twin.args, twin.kwargs))
     if len(leaves) == len(twin_leaves):
@@ -100,7 +102,8 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
     """Copy a module to float64, including tensors that are plain attributes.
 
     Args:
-        values: the tensors of parameters and buffers, by name.
+        module: the module to copy; its parameters may have no values.
+        values: the values of parameters and buffers, by name.
     """
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters():
@@ -119,7 +122,7 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
 
 @contextmanager
 def float64_by_default() -> Iterator[None]:
-    """Context in which the default dtype is float64."""
+    """A context in which the default dtype is float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -131,7 +134,7 @@ def float64_by_default() -> Iterator[None]:
 class EverythingInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode in which casts to floating-point dtypes become casts to float64.
 
-    Tensors that `torch.tensor` makes of numbers are converted too (`lift_fresh`).
+    Tensors that `torch.tensor` makes from numbers are converted too (`lift_fresh`).
     """
 
     def __torch_dispatch__(
@@ -146,7 +149,7 @@ class EverythingInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def everything_in_float64() -> Iterator[None]:
-    """Context in which eager code makes no floating-point tensor of another dtype than float64."""
+    """A context in which all new floating-point tensors of eager code are float64."""
     with float64_by_default(), EverythingInFloat64():  # type: ignore[no-untyped-call]
         yield
 
@@ -154,15 +157,16 @@ def everything_in_float64() -> Iterator[None]:
 class CastsToFloat64(TorchFunctionMode):
     """Function mode in which `x.float()`, `x.to(dtype)` and the like become casts to float64.
 
-    For tracing, in which the casts of a model are recorded before they reach a dispatch mode.
+    Needed in addition to `EverythingInFloat64` for tracing, which records the casts of a model
+    before they reach a dispatch mode.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _CASTS:
-            to = double_dtype(_CASTS[func])
-            return args[0].to(to, *args[1:], **(kwargs or {}))
+            dtype = double_dtype(_CASTS[func])
+            return args[0].to(dtype, *args[1:], **(kwargs or {}))
         if func is Tensor.to:
             args, kwargs = pytree.tree_map_only(torch.dtype, double_dtype, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -177,12 +181,13 @@ _CASTS = {
 
 
 def in_float64(tensor: Tensor) -> Tensor:
-    """Copy and detach a tensor; in float64 if it is floating-point, complex128 if complex."""
+    """Copy and detach a tensor, with its dtype converted by `double_dtype`."""
     return tensor.detach().clone().to(double_dtype(tensor.dtype))
 
 
 def double_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for a floating-point dtype, complex128 for a complex one, others unchanged."""
+    """float64 for a floating-point dtype, complex128 for a complex dtype; other dtypes
+    unchanged."""
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else dtype

@@ -39,11 +39,14 @@ class Value:
     Args:
         name: unique in its graph: the `state_dict()` name of a parameter or buffer, the path of an
             input in the call, the operator name of an activation.
-        requires_grad: whether it has a gradient of the graph's `trained` outputs, which search and
-            prediction count.
-        requires_other_grad: whether it may have a gradient of the other outputs.
-        outer_dtype: for parameters and inputs, the dtype in which they are stored or passed, if it
-            differs from `dtype`, the compute dtype.
+        shape: global shape; in a pipeline with micro-batches, that of one micro-batch.
+        dtype: the dtype in which the model computes with the tensor.
+        kind: the origin of the tensor.
+        requires_grad: whether the graph's `trained` outputs have a gradient with respect to it,
+            which search and prediction count.
+        requires_other_grad: whether the other outputs may have a gradient with respect to it.
+        outer_dtype: dtype in which a parameter is stored or an input is passed; None if it is
+            `dtype`.
     """
 
     name: str
@@ -56,12 +59,12 @@ class Value:
 
     @property
     def differentiable(self) -> bool:
-        """Whether it may have a gradient of any output, which programs must support."""
+        """Whether any output may have a gradient with respect to it; programs must compute it."""
         return self.requires_grad or self.requires_other_grad
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype in which a parameter is stored, or an input passed."""
+        """The dtype in which a parameter is stored, or an input is passed."""
         return self.outer_dtype or self.dtype
 
     @property
@@ -81,7 +84,7 @@ OpTarget = Callable[..., Any]
 
 
 def target_name(target: OpTarget) -> str:
-    """`aten.linear.default`, or the qualified name of a Python function."""
+    """The name of an ATen operator, `aten.linear.default`, or the qualified name of a function."""
     if isinstance(target, OpOverload):
         return str(target)
     return f"{target.__module__}.{target.__qualname__}"
@@ -103,7 +106,9 @@ class Op:
 
     Args:
         name: unique in its graph, a module path.
-        target: an ATen operator (`torch.ops.aten.linear.default`) or a function of `custom_ops`.
+        target: an ATen operator (`torch.ops.aten.linear.default`), a function of `custom_ops`, or a
+            `LocalCall`.
+        args, kwargs: the arguments; lists and tuples may contain values.
         outputs: the tensors that it returns; one per element if it returns a list.
         module: path of the module in which it was called, `""` for the root.
         source: the line in the user's code, `file.py:12`, or `""`.
@@ -111,7 +116,8 @@ class Op:
         calls: the enclosing module calls, the outermost first; the second call of a module is
             `path@2`.
         flattened: number of leading dimensions of its activations that the user's code flattens
-            into one (`x.view(-1, k)`); capture undoes it, so that they can be sharded separately.
+            into one (`x.view(-1, k)`). Capture undoes the flattening, so that they can be sharded
+            separately.
     """
 
     name: str
@@ -127,7 +133,7 @@ class Op:
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
-        """The tensor arguments, in the order of `args`, then `kwargs`."""
+        """The tensor arguments: those in `args`, then those in `kwargs`."""
         flat = pytree.tree_leaves((self.args, self.kwargs))
         return tuple(leaf for leaf in flat if isinstance(leaf, Value))
 
@@ -138,14 +144,16 @@ class Op:
 
     @property
     def short_name(self) -> str:
-        """`mean` of `aten.mean.dim`, or the name of the function."""
+        """The operator without namespace and overload, `mean` for `aten.mean.dim`, or the name of
+        the function."""
         if isinstance(self.target, OpOverload):
             return operator_name(self.target)
         return self.target.__name__
 
     @property
     def takes_device(self) -> bool:
-        """Whether it creates a tensor without reading one, so that it needs a `device` argument."""
+        """Whether the operator creates a tensor without reading any, and has a `device`
+        argument."""
         if self.inputs or not isinstance(self.target, OpOverload):
             return False
         return any(argument.name == "device" for argument in schema_of(self.target).arguments)
@@ -155,7 +163,7 @@ class Op:
         return self.outputs[0]
 
     def arguments(self, tensors: Callable[[Value], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`args` and `kwargs` with every value replaced by `tensors(value)`."""
+        """Return `args` and `kwargs` with every value replaced by `tensors(value)`."""
         return pytree.tree_map_only(Value, tensors, (self.args, self.kwargs))  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -170,24 +178,30 @@ class Graph:
         ops: the operators in execution order.
         inputs: the leaves of the call's `(args, kwargs)`: a `Value` for a tensor, otherwise the
             constant that was passed.
-        parameters, buffers: those that the graph reads or updates, tied ones once.
-        constants: tensors that the model's code created during capture.
+        in_spec: the pytree structure of `(args, kwargs)`.
         outputs: the leaves of the model's result: a `Value` for a tensor, otherwise a constant.
+        out_spec: the pytree structure of the result.
+        parameters, buffers: the parameters and buffers that the graph reads or updates, with tied
+            ones once.
+        constants: tensors that the model's code created during capture, with their values.
         updates: pairs of a buffer, or of a parameter changed under `no_grad`, and its value after
             the forward pass.
         tied: maps the other names of a tied parameter or buffer to the name of its value.
         loss: the differentiable scalar that a training step minimizes, or None.
         other_losses: further differentiable scalars, of which the caller may take gradients.
         frozen: names of the parameters that require no gradient.
+        capture_seconds: duration of the capture.
         module_tags: the user's annotations of modules, by path.
-        call_tags: the user's annotations of function calls, each with the line of the call, also of
-            calls without an operator in the graph.
-        compute_dtype: the compute dtype of single-precision parameters and inputs, if it differs.
-        autocast_on: the device type of the captured autocast regions; None without any.
-        attributes: module path, name and text of each plain attribute that `forward` reads; the
+        call_tags: the user's annotations of function calls, each with the line of the call,
+            including calls without an operator in the graph.
+        compute_dtype: dtype to which single-precision parameters and inputs are cast before use;
+            None for no cast.
+        attributes: (module path, name, text) of each plain attribute that `forward` reads; the
             text is `""` unless the attribute consists of numbers and strings.
-        loss_weighting: of a micro-batch, how the losses of equal micro-batches add up to the loss
-            of the batch; a text says why they do not, None that it has not been analyzed.
+        autocast_on: the device type of the captured autocast regions; None without any.
+        loss_weighting: for the graph of a micro-batch, how the losses of equal micro-batches add up
+            to the loss of the batch; a string is the reason why they do not, None means that it
+            has not been analyzed.
     """
 
     ops: tuple[Op, ...]
@@ -233,7 +247,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> dict[Value, tuple[tuple[Op, int], ...]]:
-        """For each value, the operators that read it, each with the index of the input."""
+        """The operators that read each value, each with the index of the input."""
         consumers: dict[Value, list[tuple[Op, int]]] = {value: [] for value in self.values()}
         for op in self.ops:
             for index, value in enumerate(op.inputs):
@@ -249,16 +263,18 @@ class Graph:
         return tuple(leaf for leaf in self.outputs if isinstance(leaf, Value))
 
     def has_names(self, names: Iterable[str]) -> bool:
-        """Whether each is the name of an operator or of an activation."""
+        """Whether all `names` are names of operators or activations."""
         return {value.name for value in self.producer}.union(self.by_name).issuperset(names)
 
     @property
     def trained(self) -> tuple[Value, ...]:
-        """The outputs whose gradients search and prediction count: the losses, else all outputs."""
+        """The outputs whose gradients search and prediction count: the losses or, without a loss,
+        all outputs."""
         return (self.loss, *self.other_losses) if self.loss is not None else self.output_values
 
     def values(self) -> Iterator[Value]:
-        """Every value once: inputs, parameters, buffers, constants, then activations in order."""
+        """Yield every value once: inputs, parameters, buffers, constants, then activations in
+        execution order."""
         yield from self.input_values
         yield from self.parameters
         yield from self.buffers
@@ -268,23 +284,21 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of operators, shapes, dtypes and names, equal for equal models."""
+        """Hash of operators, shapes, dtypes and names, in hexadecimal; equal for equal models."""
         digest = hashlib.sha256()
         for value in (*self.input_values, *self.parameters, *self.buffers):
             digest.update(f"{value.name}{value.shape}{value.dtype}\n".encode())
         for op in self.ops:
-            described = f"{op.name} {target_name(op.target)} {op.args} {op.kwargs}"
+            call = f"{op.name} {target_name(op.target)} {op.args} {op.kwargs}"
             outputs = [(value, value.dtype) for value in op.outputs]
-            digest.update(f"{described} {outputs}\n".encode())
+            digest.update(f"{call} {outputs}\n".encode())
         digest.update(f"{self.inputs} {self.outputs} {self.updates}".encode())
         return digest.hexdigest()[:16]
 
 
 def ops_from_inputs(graph: Graph, values: Iterable[Value]) -> list[Op] | None:
-    """Returns the operators that compute `values` from the model's inputs, in execution order.
-
-    Returns None if `values` depend on parameters or buffers.
-    """
+    """Return the operators that compute `values` from the model's inputs, in execution order; None
+    if `values` depend on parameters or buffers."""
     needed, ops = set(values), list[Op]()
     for op in reversed(graph.ops):
         if needed.intersection(op.outputs):

@@ -1,4 +1,4 @@
-"""Interpreter of a graph on one device, the reference for lowered programs."""
+"""Interpret a graph on one device, as the reference for lowered programs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def interpret(
     """Run a captured module.
 
     Args:
-        parameters, buffers: their tensors, by name in the graph.
-        args, kwargs: a call of the same structure and shapes as the captured one. New tensors are
-            created on the device of the first tensor.
+        graph: the captured module.
+        parameters, buffers: the values of parameters and buffers, by name in the graph.
+        args, kwargs: arguments of the same structure and shapes as in the captured call. New
+            tensors are created on the device of the first tensor.
 
     Returns:
         The result of the module, and the new values of its buffers by name.
 
     Raises:
-        CaptureError: if the structure or the shapes of the call differ from the captured ones.
+        CaptureError: if the structure or the shapes of the call differ from the captured call.
     """
     leaves = check_call(graph, args, dict(kwargs or {}))
     tensors: dict[Value, Tensor] = {v: parameters[v.name] for v in graph.parameters}
@@ -49,9 +50,15 @@ def interpret(
 
 
 def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Run one operator and return its output tensors; new tensors are created on `device`."""
+    """Run one operator and return its output tensors.
+
+    Args:
+        op: the operator.
+        tensors: the tensors of its inputs.
+        device: where operators without tensor inputs create their outputs.
+    """
     args, kwargs = op.arguments(tensors.__getitem__)
-    # The graph was captured on another device than that of the call, such as meta.
+    # The graph may have the device on which it was captured, such as meta.
     if op.takes_device:
         kwargs["device"] = device
     result = op.target(*args, **kwargs)
@@ -59,25 +66,28 @@ def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[
 
 
 def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the leaves of a call.
+    """Return the leaves of a call's arguments.
 
     Raises:
-        CaptureError: if their structure, shapes or constants differ from the captured ones.
+        CaptureError: if their structure, shapes or constants differ from the captured call.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if spec != graph.in_spec:
         raise CaptureError(
-            f"the model was captured for arguments of structure {graph.in_spec}, not {spec}"
+            f"the model was captured for arguments of structure {graph.in_spec}, not {spec}\n"
+            "call it with this structure, or capture it again"
         )
     for value, leaf in zip(graph.inputs, leaves, strict=True):
         if isinstance(value, Value):
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != value.shape:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
                 raise CaptureError(
-                    f"{value.name}: the model was captured for shape {value.shape}, not {got}"
+                    f"{value.name}: the model was captured for shape {value.shape}, not {got}\n"
+                    "call it with this shape, or capture it again"
                 )
         elif leaf != value:
             raise CaptureError(
-                f"the model was captured with the constant {value!r}, not with {leaf!r}"
+                f"the model was captured with the constant {value!r}, not with {leaf!r}\n"
+                "call it with this value, or capture it again"
             )
     return leaves

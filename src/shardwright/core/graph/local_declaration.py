@@ -1,9 +1,10 @@
 """The declaration of a `local_map`: the dimensions of its tensors, and which may be sharded.
 
-    "b s _h, _h -> b s _h"   a name is a dimension that may be sharded, `_` or `_h` one that may not
+In "b s _h, _h -> b s _h", a name such as `b` is a dimension that may be sharded; `_` and names
+that begin with it, such as `_h`, are dimensions that may not.
 
-- An input without a sharded name is read in full, and its gradient is a partial sum.
-- A result without a sharded name must be declared a partial sum or a partial mean.
+- An input that lacks a sharded name is replicated, and its gradient is a partial sum.
+- A result that lacks a sharded name must be declared a partial sum or a partial mean.
 
 Local and global sizes follow from those of the inputs by name. Example, sharded into two along
 `b`: inputs `[8, 4, 16]` and `[16]` become `[4, 4, 16]` and `[16]`, the result `[4, 4, 16]`.
@@ -17,7 +18,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 DimNames = tuple[str | None, ...]
-"""The name of each dimension of a tensor; None for one that is never sharded."""
+"""The name of each dimension of a tensor; None for a dimension that is never sharded."""
 
 ShapeEntry = tuple[str, ...]
 """The notation of each dimension of a tensor: a name, `_`, `_name`, or the size of a result."""
@@ -31,9 +32,9 @@ class Declaration:
     """A user's declaration of the tensors of a `local_map`.
 
     Args:
-        inputs: one entry per tensor argument.
-        outputs: one entry per result.
-        partial: for each result, its reduction over the sharded names that it lacks.
+        inputs: notation of the dimensions of each tensor argument.
+        outputs: notation of the dimensions of each result.
+        partial: reduction of each result over the sharded names that it lacks.
         text: the notation as the user wrote it.
     """
 
@@ -48,15 +49,18 @@ class Declaration:
 
     @cached_property
     def output_dims(self) -> tuple[DimNames, ...]:
-        """Names that no input has are not sharded: nothing says which part a rank computes."""
-        given = {name for dims in self.input_dims for name in dims}
+        """The names of the dimensions of each result.
+
+        A name that no input has is None, as the part that a rank computes would be unknown.
+        """
+        input_names = {name for dims in self.input_dims for name in dims}
         return tuple(
-            tuple(name if name in given else None for name in _dims(entry))
+            tuple(name if name in input_names else None for name in _dims(entry))
             for entry in self.outputs
         )
 
     def sizes(self, tensors: Sequence[Any]) -> dict[str, Any]:
-        """The size of each name, of the tensors of a call."""
+        """The size of each name, from the tensor arguments of a call."""
         return {
             name: size
             for entry, tensor in zip(self.inputs, tensors, strict=False)
@@ -64,9 +68,17 @@ class Declaration:
             if name != "_"
         }
 
-    def shape(self, output: int, sizes: dict[str, Any], whole: Sequence[Any]) -> tuple[Any, ...]:
-        """The shape of a result for these sizes; dimensions without a size are as in `whole`."""
-        pairs = zip(self.outputs[output], whole, strict=True)
+    def shape(
+        self, output: int, sizes: dict[str, Any], global_shape: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """The local shape of a result.
+
+        Args:
+            output: index of the result.
+            sizes: the local size of each name; see `sizes`.
+            global_shape: the global shape, used for dimensions without a name in `sizes`.
+        """
+        pairs = zip(self.outputs[output], global_shape, strict=True)
         return tuple(sizes.get(name, size) for name, size in pairs)
 
 

@@ -1,4 +1,8 @@
-"""Autograd around a `local_map`: without values, on simulated ranks, and of what it skips."""
+"""Autograd functions around the code of a `local_map`.
+
+They replace code that cannot run without values, run code separately on simulated ranks, and give
+gradients of zero to inputs that the code did not read.
+"""
 
 from __future__ import annotations
 
@@ -14,102 +18,129 @@ from shardwright.core.torch_internals.distributed import by_rank, of_ranks, on_s
 from shardwright.core.torch_internals.tensors import requires_grad, storage_id
 
 ShapesAndDtypes = Sequence[tuple[tuple[int, ...], torch.dtype]]
-"""Those of several tensors."""
+"""(shape, dtype) of several tensors."""
 
 
 def empty_results(
     results: ShapesAndDtypes, tensors: Sequence[Tensor], saved_bytes: int | None
 ) -> tuple[Tensor, ...]:
-    """Results without values, whose gradients flow to `tensors`, of code that cannot run without.
+    """Make results without values for code that cannot run without values.
 
     Args:
-        saved_bytes: how much is kept for the backward pass; None for the inputs and results.
+        results: shape and dtype of each result.
+        tensors: the inputs, which get gradients from the results.
+        saved_bytes: bytes that the code saves for the backward pass; None to save the inputs and
+            results.
     """
-    made: tuple[Tensor, ...] = _Placeholders.apply(results, saved_bytes, *tensors)  # type: ignore[no-untyped-call]
-    return made
+    placeholders: tuple[Tensor, ...] = _Placeholders.apply(results, saved_bytes, *tensors)  # type: ignore[no-untyped-call]
+    return placeholders
 
 
 class _Placeholders(torch.autograd.Function):
+    """Results and gradients without values; see `empty_results`."""
+
     @staticmethod
     def forward(
         ctx: Any, results: ShapesAndDtypes, saved_bytes: int | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
+        ctx.input_types = [(t.shape, t.dtype, t.device) for t in tensors]
         device = tensors[0].device if tensors else torch.device("meta")
-        made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results)
-        ctx.mark_non_differentiable(*(tensor for tensor in made if not is_floating(tensor)))
+        empty = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results)
+        ctx.mark_non_differentiable(*(tensor for tensor in empty if not is_floating(tensor)))
         if saved_bytes is None:
-            ctx.save_for_backward(*tensors, *made)
+            ctx.save_for_backward(*tensors, *empty)
         else:
             ctx.saved = torch.empty(saved_bytes, dtype=torch.uint8, device=device)
-        return made
+        return empty
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        wanted = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
+        inputs = zip(ctx.input_types, ctx.needs_input_grad[2:], strict=True)
         return (
             None,
             None,
             *(
-                torch.empty(shape, dtype=dtype, device=device) if need else None
-                for (shape, dtype, device), need in wanted
+                torch.empty(shape, dtype=dtype, device=device) if needs_grad else None
+                for (shape, dtype, device), needs_grad in inputs
             ),
         )
 
 
 def is_floating(tensor: Tensor) -> bool:
-    """Whether a tensor may have a gradient."""
+    """Whether a tensor has a real or complex floating-point dtype, and so may have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def linked(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results, through which every input gets a gradient: zeros where no path leads to it.
+def connect_unread_inputs(
+    results: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the results, connected in the autograd graph to every input that requires a gradient.
 
-    Ranks reduce gradients together, and data-dependent code may read a parameter on some only.
+    An input that the code has not read gets a gradient of zeros. Ranks reduce gradients together,
+    and code that depends on values may read a parameter on some ranks only.
+
+    Args:
+        results: the results of the code.
+        tensors: the inputs of the code.
     """
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     if not trained or not any(result.requires_grad for result in results):
         return tuple(results)
     reached = reached_by_gradients(results, trained)
-    missed = [tensor for tensor, is_reached in zip(trained, reached, strict=True) if not is_reached]
-    if not missed:
+    unread = [tensor for tensor, is_reached in zip(trained, reached, strict=True) if not is_reached]
+    if not unread:
         return tuple(results)
-    joined: tuple[Tensor, ...] = _Linked.apply(len(results), *results, *missed)  # type: ignore[no-untyped-call]
-    return joined
+    connected: tuple[Tensor, ...] = _ConnectUnread.apply(len(results), *results, *unread)  # type: ignore[no-untyped-call]
+    return connected
 
 
 def reached_by_gradients(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
-    """For each of `tensors`, which require gradients, whether one of `results` depends on it."""
+    """Whether a result depends on each tensor.
+
+    Args:
+        results: the results of the code.
+        tensors: inputs of the code that require gradients.
+    """
     edges = [get_gradient_edge(tensor) for tensor in tensors]
-    reached = _reached(results, {edge.node for edge in edges})
+    reached = _reached_edges(results, {edge.node for edge in edges})
     return [(edge.node, edge.output_nr) in reached for edge in edges]
 
 
-def _reached(results: Sequence[Tensor], ends: set[Any]) -> set[tuple[Any, int]]:
-    """The edges of the autograd graph that lead to the nodes `ends`."""
+def _reached_edges(results: Sequence[Tensor], input_nodes: set[Any]) -> set[tuple[Any, int]]:
+    """The edges of the autograd graph, (node, output index), between results and inputs.
+
+    Args:
+        results: the results of the code.
+        input_nodes: the autograd nodes of the inputs.
+    """
     edges = map(get_gradient_edge, filter(requires_grad, results))
-    waiting: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in edges]
-    reached = set(waiting)
-    seen: set[Any] = set()
-    while waiting:
-        node, _ = waiting.pop()
-        # What lies behind an input is of another part of the model.
-        if node in seen or node in ends:
+    pending: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in edges]
+    reached = set(pending)
+    visited: set[Any] = set()
+    while pending:
+        node, _ = pending.pop()
+        # Nodes behind an input belong to other parts of the model.
+        if node in visited or node in input_nodes:
             continue
-        seen.add(node)
-        further = [(n, number) for n, number in node.next_functions if n is not None]
-        reached.update(further)
-        waiting.extend(further)
+        visited.add(node)
+        following = [(n, output_index) for n, output_index in node.next_functions if n is not None]
+        reached.update(following)
+        pending.extend(following)
     return reached
 
 
-class _Linked(torch.autograd.Function):
+class _ConnectUnread(torch.autograd.Function):
+    """Return results unchanged, with gradients of zeros for unread inputs.
+
+    The arguments are the number of results, the results, and the unread inputs.
+    """
+
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, missed = tensors[:count], tensors[count:]
-        ctx.missed = [(t.shape, t.dtype, t.device) for t in missed]
+        results, unread = tensors[:count], tensors[count:]
+        ctx.unread_types = [(t.shape, t.dtype, t.device) for t in unread]
         ctx.set_materialize_grads(False)
-        # Views, since autograd treats inputs that are returned as they are specially.
+        # Views, since autograd treats inputs that are returned unchanged specially.
         views = tuple(result.view_as(result) for result in results)
         ctx.mark_non_differentiable(
             *(v for v, r in zip(views, results, strict=True) if not r.requires_grad)
@@ -118,21 +149,33 @@ class _Linked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        zeros = (torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.missed)
+        zeros = (
+            torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.unread_types
+        )
         return None, *gradients, *zeros
 
 
 RunLocally = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Function from local input tensors to local results."""
 
 
 def on_each_rank(run: RunLocally, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results of simulated ranks, each of which runs by itself: the code may depend on values,
-    which differ between ranks."""
+    """Run code separately on each simulated rank, since it may depend on values that differ.
+
+    Args:
+        run: the code.
+        tensors: its inputs, with different values per simulated rank.
+
+    Returns:
+        The results, with different values per simulated rank.
+    """
     results: tuple[Tensor, ...] = _OnEachRank.apply(run, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
 class _OnEachRank(torch.autograd.Function):
+    """Forward and backward pass of `on_each_rank`, with an autograd graph per rank."""
+
     @staticmethod
     def forward(ctx: Any, run: RunLocally, *tensors: Tensor) -> tuple[Tensor, ...]:
         local = [by_rank(tensor) for tensor in tensors]
@@ -142,29 +185,30 @@ class _OnEachRank(torch.autograd.Function):
         for rank in ranks:
             with on_simulated_rank(rank), torch.enable_grad():
                 inputs = [
-                    (whole if shards is None else shards[rank]).detach()
-                    for whole, shards in zip(tensors, local, strict=True)
+                    (tensor if shards is None else shards[rank]).detach()
+                    for tensor, shards in zip(tensors, local, strict=True)
                 ]
-                for tensor, need in zip(inputs, ctx.needs_input_grad[1:], strict=True):
-                    tensor.requires_grad_(need)
-                with noting_saved(inputs, saved):
-                    ctx.runs[rank] = inputs, linked(run(inputs), inputs)
-        # So that parameters which the backward pass needs are gathered again, as on real ranks.
-        ctx.save_for_backward(*(t if n in saved else None for n, t in enumerate(tensors)))
+                for tensor, needs_grad in zip(inputs, ctx.needs_input_grad[1:], strict=True):
+                    tensor.requires_grad_(needs_grad)
+                with record_saved_inputs(inputs, saved):
+                    ctx.runs[rank] = inputs, connect_unread_inputs(run(inputs), inputs)
+        # Saved through `ctx`, so that parameters are gathered again for the backward pass, as on
+        # real ranks.
+        ctx.save_for_backward(*(t if i in saved else None for i, t in enumerate(tensors)))
         first = ctx.runs[ranks[0]][1]
         results = tuple(
-            of_ranks({rank: ctx.runs[rank][1][number].detach() for rank in ranks})
-            for number in range(len(first))
+            of_ranks({rank: ctx.runs[rank][1][index].detach() for rank in ranks})
+            for index in range(len(first))
         )
         ctx.mark_non_differentiable(
-            *(r for r, one in zip(results, first, strict=True) if not one.requires_grad)
+            *(r for r, of_rank in zip(results, first, strict=True) if not of_rank.requires_grad)
         )
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         local, _ = [by_rank(gradient) for gradient in gradients], ctx.saved_tensors
-        found: dict[int, list[Tensor | None]] = {}
+        gradients_of_rank: dict[int, list[Tensor | None]] = {}
         for rank, (inputs, results) in ctx.runs.items():
             with on_simulated_rank(rank):
                 pairs = [
@@ -173,26 +217,38 @@ class _OnEachRank(torch.autograd.Function):
                     if result.requires_grad
                 ]
                 trained = [tensor for tensor in inputs if tensor.requires_grad]
-                ends, starts = [r for r, _ in pairs], [g for _, g in pairs]
-                some = torch.autograd.grad(ends, trained, starts, retain_graph=True)
-                left = iter(some)
-                found[rank] = [next(left) if t.requires_grad else None for t in inputs]
+                outputs, output_gradients = [r for r, _ in pairs], [g for _, g in pairs]
+                computed = iter(
+                    torch.autograd.grad(outputs, trained, output_gradients, retain_graph=True)
+                )
+                gradients_of_rank[rank] = [
+                    next(computed) if t.requires_grad else None for t in inputs
+                ]
         count = len(ctx.needs_input_grad) - 1
-        return None, *(_joined(found, number) for number in range(count))
+        return None, *(_gradient_of_ranks(gradients_of_rank, index) for index in range(count))
 
 
-def noting_saved(inputs: Sequence[Tensor], saved: set[int]) -> AbstractContextManager[object]:
-    """A context in which the numbers of those inputs go into `saved` that autograd saves."""
-    numbers = {storage_id(tensor): number for number, tensor in enumerate(inputs)}
+def record_saved_inputs(
+    inputs: Sequence[Tensor], saved: set[int]
+) -> AbstractContextManager[object]:
+    """A context that adds the indices of the inputs that autograd saves to `saved`."""
+    index_of_storage = {storage_id(tensor): index for index, tensor in enumerate(inputs)}
 
     def pack(tensor: Tensor) -> Tensor:
-        if (number := numbers.get(storage_id(tensor))) is not None:
-            saved.add(number)
+        if (index := index_of_storage.get(storage_id(tensor))) is not None:
+            saved.add(index)
         return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def _joined(found: dict[int, list[Tensor | None]], number: int) -> Tensor | None:
-    of_rank = {rank: tensor for rank, g in found.items() if (tensor := g[number]) is not None}
-    return of_ranks(of_rank) if of_rank else None
+def _gradient_of_ranks(
+    gradients_of_rank: dict[int, list[Tensor | None]], index: int
+) -> Tensor | None:
+    """Join the gradients of one input on all simulated ranks; None without any."""
+    gradients = {
+        rank: gradient
+        for rank, of_inputs in gradients_of_rank.items()
+        if (gradient := of_inputs[index]) is not None
+    }
+    return of_ranks(gradients) if gradients else None

@@ -1,11 +1,11 @@
-"""`LocalCall`: the operator that stands for a part of a model which runs as it is.
+"""`LocalCall`: the operator of a `local_map`, a part of a model that is not traced.
 
-A `local_map` is opaque: its Python, its kernels and its data-dependent shapes are never traced. In
-a graph it is one operator whose inputs are the tensors of the call, then the parameters and buffers
-of the module; on each rank it runs the original code eagerly on local shards, and autograd records
-what it does. What a plan knows of it is its `Declaration`. Parameters and buffers are inputs
-without sharded names, so they may be stored sharded and are gathered before the call, and the
-gradients of all shards are summed.
+The Python code, kernels and data-dependent shapes of a `local_map` are opaque. In a graph it is one
+operator whose inputs are the tensors of the call, then the parameters and buffers of the module,
+its *state*. On each rank it runs the original code eagerly on local shards, and autograd records
+its operators. Planning uses only its `Declaration`. Parameters and buffers are inputs without
+sharded names, so they may be stored sharded and are gathered before the call, and their gradients
+are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ log = logging.getLogger("shardwright.cost")
 
 
 class Body(Protocol):
-    """The original code."""
+    """The original code of a `local_map`."""
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
-        """Calls it, with `state` in place of its parameters and buffers.
+        """Run the code with `state` in place of its parameters and buffers.
 
         Returns:
-            Its result, and what it puts in the place of some of `state`, by number.
+            The result, and the new values of the state that the code changes, by index in `state`.
         """
 
     @property
     def text(self) -> str:
-        """Tells it from others: equal for layers that differ only in their parameters."""
+        """Identifies the code; equal for layers that differ only in their parameters."""
 
 
 @dataclass(frozen=True, eq=False)
 class FunctionBody:
-    """A function."""
+    """The code of a function, which has no state."""
 
     function: Callable[..., Any]
 
@@ -66,7 +66,8 @@ class FunctionBody:
 
 
 def function_text(function: Callable[..., Any]) -> str:
-    """Module and name of a function, with the arguments that it is bound to; equal on all ranks."""
+    """Module and name of a function, with the arguments that `functools.partial` binds; equal on
+    all ranks."""
     if isinstance(function, functools.partial):
         bound = [*map(_argument_text, function.args)]
         bound += [f"{name}={_argument_text(x)}" for name, x in function.keywords.items()]
@@ -84,11 +85,13 @@ def _argument_text(argument: Any) -> str:
 
 @dataclass(frozen=True)
 class _BoundModule:
-    """A module with what a call changes of it for as long as it runs.
+    """A module, and the parts of it that are replaced while it runs.
 
     Args:
-        caching: configurations by which models of `transformers` return a cache of keys and values,
-            which a captured model does not.
+        module: the module.
+        slots: the attributes that contain its parameters and buffers.
+        caching: configurations of `transformers` models in it that return a cache of keys and
+            values, which a captured model does not.
     """
 
     module: nn.Module
@@ -102,16 +105,18 @@ class _BoundModule:
         return cls(module, TensorSlots.of(module, names), tuple(caching))
 
     def call(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """The result of `forward`, and what is then in the place of `state`."""
+        """Run `forward` with `state` in place of parameters and buffers; returns the result, and
+        the tensors that are then in place of `state`."""
 
-        def swapped() -> AbstractContextManager[None]:
+        def with_state() -> AbstractContextManager[None]:
             return self.slots.holding(state)
 
         for config in self.caching:
             config.use_cache = False
         try:
-            # What is checkpointed inside runs again in the backward pass, and reads the same.
-            with recomputed_in(swapped), swapped():
+            # Checkpointed parts of the module run again in the backward pass, and must then read
+            # the same tensors.
+            with recomputed_in(with_state), with_state():
                 return self.module.forward(*args, **kwargs), self.slots.tensors()
         finally:
             for config in self.caching:
@@ -120,14 +125,15 @@ class _BoundModule:
 
 @dataclass(frozen=True, eq=False)
 class ModuleBody:
-    """The module at a path of a model.
+    """The code of a module in a model.
 
     Args:
-        root: gives the model, or None once it has been deleted.
-        path: of the module in it.
-        names: of each parameter and buffer all names in the module, more than one if it is tied.
-        parameters: how many of them are parameters; the buffers follow.
-        text: its class and its submodules.
+        root: returns the model, or None if it has been deleted.
+        path: path of the module in the model.
+        names: all names of each parameter and buffer in the module, parameters first; more than one
+            name if it is tied.
+        parameters: number of parameters in `names`; the rest are buffers.
+        text: class and submodules of the module.
     """
 
     root: Callable[[], nn.Module | None]
@@ -142,26 +148,27 @@ class ModuleBody:
         is_first = id(module) not in self._bound
         if is_first:
             self._bound[id(module)] = _BoundModule.of(module, self.names)
-        # Of a change by a normalization no version tells, so the first call compares values.
+        # Normalizations change running statistics without increasing their version counter, so the
+        # first call compares the values of buffers.
         copies = [t.detach().clone() for t in state[self.parameters :]] if is_first else []
         versions = list(map(version, state))
         result, after = self._bound[id(module)].call(args, kwargs, state)
         changed = {
-            number: tensor
-            for number, (tensor, before) in enumerate(zip(after, state, strict=True))
-            if tensor is not before or version(tensor) != versions[number]
+            index: tensor
+            for index, (tensor, before) in enumerate(zip(after, state, strict=True))
+            if tensor is not before or version(tensor) != versions[index]
         }
-        for number, copied in enumerate(copies, self.parameters):
-            if _differ(after[number], copied):
-                changed[number] = after[number]
+        for index, copied in enumerate(copies, self.parameters):
+            if _has_other_values(after[index], copied):
+                changed[index] = after[index]
         return result, changed
 
     def _module(self) -> nn.Module:
         root = self.root()
         if root is None:
             raise PlanError(
-                f"the model that the local_map {self.path or 'of the whole model'!r} belongs to has"
-                " been deleted\nkeep a reference to it as long as its plan is used"
+                f"the model of the `local_map` at path {self.path!r} has been deleted\n"
+                "keep a reference to the model as long as its plan is used"
             )
         return root.get_submodule(self.path)
 
@@ -172,29 +179,33 @@ def _container_text(result: Any) -> str:
     return f"a {type(result).__name__}"
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
-    if one.is_meta or isinstance(one, FakeTensor):
+def _has_other_values(tensor: Tensor, copied: Tensor) -> bool:
+    """Whether a tensor differs from an earlier copy; False if it has no values."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
-    return not torch.equal(one.detach().nan_to_num(), other.nan_to_num())
+    return not torch.equal(tensor.detach().nan_to_num(), copied.nan_to_num())
 
 
 @dataclass(frozen=True, eq=False)
 class LocalCall:
-    """One call of a `local_map`: an operator's target. Its arguments are tensors only.
+    """The target of an operator: one call of a `local_map`. It is called with tensors only.
 
     Args:
-        name: the path of the module, or the name of the function.
-        body: runs it on tensors with values.
-        sample: runs it on tensors without values, apart from the model; None where it cannot.
-        structure: of the arguments of the call.
-        constants: the leaves of the arguments that are no tensors, by position.
-        results: shape and dtype of each result, whole; those of changed buffers last.
-        changed: which of the parameters and buffers, by number, it changes.
-        autocast: the dtype of the region of autocast that the call is made in; None outside.
-        random: whether it draws random numbers.
-        flops, saved_bytes: of a forward pass of the whole batch, as the user states them:
-            operations, and what is kept for the backward pass; None if counted on `sample`.
-        in_float64: whether all floating-point tensors are in float64, to compare the last digits.
+        name: path of the module, or name of the function.
+        declaration: the user's declaration of its tensors.
+        body: the code, for tensors with values.
+        sample: a copy of the code for tensors without values; None if it needs values.
+        structure: pytree structure of the arguments of the call.
+        constants: (index, leaf) of the leaves of the arguments that are not tensors.
+        results: global shape and dtype of each result, followed by those of changed buffers.
+        changed: indices of the buffers that the code changes, in the state.
+        autocast: dtype of the autocast region around the call; None outside of one.
+        random: whether the code draws random numbers.
+        flops: floating-point operations of a forward pass of the full batch, as stated by the user;
+            None to count them on `sample`.
+        saved_bytes: bytes saved for the backward pass of the full batch, as stated by the user;
+            None to count them on `sample`.
+        in_float64: whether all floating-point tensors are float64, for exact comparisons.
     """
 
     name: str
@@ -212,13 +223,13 @@ class LocalCall:
     in_float64: bool = False
 
     def __post_init__(self) -> None:
-        # As a function has them: graphs, programs and fingerprints name a target by these.
+        # Graphs, programs and fingerprints name their targets by these attributes of functions.
         object.__setattr__(self, "__name__", "local_map")
         object.__setattr__(self, "__qualname__", repr(self))
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        """Equal for calls that differ in names, models and sizes: their arguments tell those."""
+        """The fields that are compared; names, models and sizes follow from the arguments."""
         dtypes = tuple(dtype for _, dtype in self.results)
         constants = repr(self.constants)
         return (self.declaration, self.body.text, constants, dtypes, self.autocast)
@@ -233,22 +244,26 @@ class LocalCall:
         return f"local_map({self.name!r}, {self.declaration.text!r})"
 
     def as_float64(self) -> LocalCall:
-        """The same call where all floating-point tensors are in float64."""
+        """Return a copy of the call for float64 tensors."""
         results = tuple((shape, double_dtype(dtype)) for shape, dtype in self.results)
         return replace(self, results=results, in_float64=True)
 
     @property
     def is_opaque(self) -> bool:
-        """Whether it is unknown what its backward pass reads, and which inputs get gradients."""
+        """Whether the tensors that its backward pass reads, and the inputs that get gradients, are
+        unknown."""
         return self.sample is None or self.saved_bytes is not None
 
     def is_mean(self, output: int) -> bool:
-        """Whether the mean of a result over shards is the result; of changed buffers it is."""
+        """Whether the result with index `output` is the mean of the local results, as those of
+        changed buffers are."""
         partial = self.declaration.partial
         return output >= len(partial) or partial[output] == "mean"
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """The results: a tensor if there is one, else a tuple.
+        """Run the code on local shards of the tensors of the call, then of the state.
+
+        Returns the results, then the new values of changed buffers: a tuple, or a single tensor.
 
         Raises:
             CaptureError: if a result is not as declared, or an input is changed in place.
@@ -257,57 +272,54 @@ class LocalCall:
         return results[0] if len(results) == 1 else results
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results as a tuple, whatever their number."""
+        """Run the code on local shards; same as `__call__`, but always returns a tuple."""
         if any(by_rank(tensor) is not None for tensor in tensors):
             return on_each_rank(self.run, tensors)
         if all(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
-            return self._without_values(tensors)
+            return self._run_without_values(tensors)
         versions = list(map(version, tensors))
-        with self._region(tensors):
-            results = self._call(self.body, tensors)
-        for number, before in enumerate(versions):
-            if version(tensors[number]) != before:
-                raise CaptureError(self._changes(number))
+        with self._dtype_context(tensors):
+            results = self._run_body(self.body, tensors)
+        for index, before in enumerate(versions):
+            if version(tensors[index]) != before:
+                raise CaptureError(self._changed_input_message(index))
         return results
 
-    def _call(self, body: Body, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results, and the new values of the buffers that change.
+    def _run_body(self, body: Body, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run `body` and return its results, then the new values of changed buffers.
 
         Raises:
-            CaptureError: if they are not as declared.
+            CaptureError: if a result is not as declared, or other state is changed.
         """
-        given = len(self.declaration.inputs)
-        leaves: list[Any] = list(tensors[:given])
-        for position, constant in self.constants:
-            # In ascending order, so that each position is that of the call.
-            leaves.insert(position, constant)
+        num_arguments = len(self.declaration.inputs)
+        leaves: list[Any] = list(tensors[:num_arguments])
+        for leaf_index, constant in self.constants:
+            # In ascending order, so that each index is the index in the call.
+            leaves.insert(leaf_index, constant)
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        state = list(tensors[given:])
-        for number in self.changed:
+        state = list(tensors[num_arguments:])
+        for index in self.changed:
             # A copy: the new value is a result, combined over all shards before it is assigned.
-            state[number] = state[number].clone()
+            state[index] = state[index].clone()
         result, after = body.run(args, kwargs, state)
-        for number in after:
-            if number not in self.changed:
-                raise CaptureError(self._changes(given + number))
+        for index in after:
+            if index not in self.changed:
+                raise CaptureError(self._changed_input_message(num_arguments + index))
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if self.sample is None:
             self._check_container(result, len(results))
-        buffers = [after.get(number, state[number]).detach() for number in self.changed]
-        return self._checked([*results, *buffers], tensors)
+        buffers = [after.get(index, state[index]).detach() for index in self.changed]
+        return self._check_results([*results, *buffers], tensors)
 
     def _check_container(self, result: Any, count: int) -> None:
-        """
-        Raises:
-            CaptureError: if code around the call was traced with another container of its `count`
-                tensors, as that is unknown of a part that needs values.
-        """
-        is_whole = isinstance(self.body, ModuleBody) and not self.body.path
+        """Raise CaptureError if code that needs values returns another container than a tensor or a
+        tuple of `count` tensors, which capture assumes, as it cannot run the code."""
+        is_full_model = isinstance(self.body, ModuleBody) and not self.body.path
         if isinstance(result, (tuple, list)):
-            fits = count > 1 and all(isinstance(part, Tensor) for part in result)
+            is_assumed = count > 1 and all(isinstance(part, Tensor) for part in result)
         else:
-            fits = isinstance(result, Tensor) or count > 1 or is_whole
-        if not fits:
+            is_assumed = isinstance(result, Tensor) or count > 1 or is_full_model
+        if not is_assumed:
             expected = "a tensor" if count == 1 else f"a tuple of {count} tensors"
             raise CaptureError(
                 f"local_map {self.name!r} returns {_container_text(result)}; it needs values to "
@@ -315,108 +327,122 @@ class LocalCall:
                 f"return {expected}"
             )
 
-    def _region(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    def _dtype_context(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """The context of float64 or autocast in which the code runs."""
         if self.in_float64:
             return everything_in_float64()
         if self.autocast is None:
             return nullcontext()
-        kind = tensors[0].device.type
-        return torch.autocast("cpu" if kind == "meta" else kind, self.autocast)
+        device_type = tensors[0].device.type
+        return torch.autocast("cpu" if device_type == "meta" else device_type, self.autocast)
 
-    def _expected(self, tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each result for these inputs."""
-        sizes, outputs = self.declaration.sizes(tensors), len(self.declaration.outputs)
+    def _local_results(
+        self, tensors: Sequence[Tensor]
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The declared local shape and dtype of each result for these inputs."""
+        sizes, num_outputs = self.declaration.sizes(tensors), len(self.declaration.outputs)
         return [
-            (self.declaration.shape(n, sizes, shape) if n < outputs else shape, dtype)
-            for n, (shape, dtype) in enumerate(self.results)
+            (self.declaration.shape(index, sizes, shape) if index < num_outputs else shape, dtype)
+            for index, (shape, dtype) in enumerate(self.results)
         ]
 
-    def _checked(self, found: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results, which must be as declared."""
-        expected, own = self._expected(tensors), len(self.changed)
-        if len(found) != len(expected):
+    def _check_results(
+        self, results: Sequence[Tensor], tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Raise CaptureError unless number, shapes and dtypes of the results are as declared."""
+        expected, num_changed = self._local_results(tensors), len(self.changed)
+        if len(results) != len(expected):
             raise CaptureError(
-                f"local_map {self.name!r} returns {len(found) - own} tensors\n"
-                f"`{self.declaration.text}` declares {len(expected) - own}: write an entry for each"
+                f"local_map {self.name!r} returns {len(results) - num_changed} tensors, but"
+                f" `{self.declaration.text}` declares {len(expected) - num_changed}\n"
+                "write an entry for each result"
             )
-        for number, (tensor, (shape, dtype)) in enumerate(zip(found, expected, strict=True)):
-            # A kernel may still return another dtype than float64.
-            mixed = self.in_float64 and tensor.is_floating_point()
-            if tuple(tensor.shape) != shape or not (tensor.dtype == dtype or mixed):
-                raise CaptureError(self._differs(number, tensor, shape, dtype))
-        return tuple(found)
+        for index, (tensor, (shape, dtype)) in enumerate(zip(results, expected, strict=True)):
+            # In float64, a kernel may still return another floating-point dtype.
+            allows_dtype = self.in_float64 and tensor.is_floating_point()
+            if tuple(tensor.shape) != shape or not (tensor.dtype == dtype or allows_dtype):
+                raise CaptureError(self._mismatch_message(index, tensor, shape, dtype))
+        return tuple(results)
 
-    def _differs(
-        self, number: int, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    def _mismatch_message(
+        self, index: int, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     ) -> str:
         returned, declared = f"{list(tensor.shape)}", f"{list(shape)}"
         if tuple(tensor.shape) == shape:
-            remedy = f"state it: `dtypes=({tensor.dtype},)`, one for each result"
+            remedy = f"declare the dtype of each result: `dtypes=({tensor.dtype},)`"
             returned, declared = str(tensor.dtype), str(dtype)
         else:
             entry = " ".join("_" * tensor.ndim) or "()"
             remedy = (
-                f"`{self.declaration.text}` says so: write another name, or the number of a size "
-                f"that no input has, such as `{entry}`"
+                f"in `{self.declaration.text}`, write another name, or as a number a size that no "
+                f"input has, such as `{entry}`"
             )
         return (
-            f"local_map {self.name!r}: result {number} is {returned} on this rank, and declared to "
-            f"be {declared}\n{remedy}"
+            f"local_map {self.name!r}: result {index} is {returned} on this rank, but declared as "
+            f"{declared}\n{remedy}"
         )
 
-    def _changes(self, number: int) -> str:
-        given = len(self.declaration.inputs)
-        what = f"input {number}"
-        if number >= given and isinstance(self.body, ModuleBody):
-            what = f"its {self.body.names[number - given][0]!r}"
+    def _changed_input_message(self, index: int) -> str:
+        num_arguments = len(self.declaration.inputs)
+        tensor_name = f"input {index}"
+        if index >= num_arguments and isinstance(self.body, ModuleBody):
+            tensor_name = f"its {self.body.names[index - num_arguments][0]!r}"
         return (
-            f"local_map {self.name!r} changes {what} in place, which other ranks would not see\n"
-            "change a copy (`x = x.clone()`), or call the layer that does it outside of local_map"
+            f"local_map {self.name!r} changes {tensor_name} in place, which other ranks would not"
+            " see\nchange a copy (`x = x.clone()`), or call the layer that does it outside of"
+            " local_map"
         )
 
-    def _without_values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results as tensors without values, of the original code where it runs on such."""
+    def _run_without_values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return results without values: from `sample` if it runs without values, otherwise empty
+        tensors of the declared shapes."""
         if self.sample is not None and self.saved_bytes is None:
             try:
-                with self._region(tensors):
-                    return self._call(self.sample, tensors)
+                with self._dtype_context(tensors):
+                    return self._run_body(self.sample, tensors)
             except Exception as error:
-                # The user's code, which may depend on values on shards, though not on the batch.
+                # Any error of the user's code, which may need values on shards even if capture ran
+                # it without values on the full batch.
                 log.info(
-                    "local_map %r: what it saves for the backward pass is not counted, as it does"
-                    " not run without values on shards (%s): state saved_bytes=",
+                    "local_map %r: the memory that it saves for the backward pass is not counted,"
+                    " since its code does not run without values on shards (%s)\n"
+                    "pass `saved_bytes`",
                     *(self.name, error),
                 )
-        return empty_results(self._expected(tensors), tensors, self._saved_bytes(tensors))
+        return empty_results(
+            self._local_results(tensors), tensors, self._local_saved_bytes(tensors)
+        )
 
-    def _saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:
-        """This rank's share of what the user states, as of the elements of the results."""
+    def _local_saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:
+        """This rank's share of the stated `saved_bytes`, in proportion to the elements of its
+        results; None if they are not stated."""
         if self.saved_bytes is None:
             return None
-        whole = sum(math.prod(shape) for shape, _ in self.results)
-        share = sum(math.prod(shape) for shape, _ in self._expected(tensors))
-        return int(self.saved_bytes * share / max(whole, 1))
+        global_numel = sum(math.prod(shape) for shape, _ in self.results)
+        local_numel = sum(math.prod(shape) for shape, _ in self._local_results(tensors))
+        return int(self.saved_bytes * local_numel / max(global_numel, 1))
 
 
-def bound_to(graph: Graph, root: nn.Module) -> Graph:
-    """`graph`, whose `local_map` modules are those of `root`; itself if it has none."""
+def bind_modules(graph: Graph, root: nn.Module) -> Graph:
+    """Return a graph whose `local_map` calls run the modules of `root`; `graph` if it has none."""
     if not any(is_module_call(op.target) for op in graph.ops):
         return graph
 
-    def bound(target: Any) -> Any:
+    def bind(target: Any) -> Any:
         if not is_module_call(target):
             return target
         body = target.body
         return replace(target, body=replace(body, root=lambda: root, _bound={}))
 
-    return replace(graph, ops=tuple(replace(op, target=bound(op.target)) for op in graph.ops))
+    return replace(graph, ops=tuple(replace(op, target=bind(op.target)) for op in graph.ops))
 
 
 def is_opaque(target: object) -> bool:
-    """Whether a target is a `local_map` of which gradients and saved tensors are unknown."""
+    """Whether an operator's target is a `local_map` call with unknown gradients and saved
+    tensors."""
     return isinstance(target, LocalCall) and target.is_opaque
 
 
 def is_module_call(target: object) -> bool:
-    """Whether a target runs a module, and not a function."""
+    """Whether an operator's target is a `local_map` call of a module, not of a function."""
     return isinstance(target, LocalCall) and isinstance(target.body, ModuleBody)

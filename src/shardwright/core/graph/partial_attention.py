@@ -17,8 +17,8 @@ from shardwright.core.graph.blockwise_attention import has_flash
 
 aten = torch.ops.aten
 
-ROWS = 256
-"""Queries per block where no kernel of PyTorch returns the log-sum-exp of the scores."""
+QUERIES_PER_BLOCK = 256
+"""Number of queries per block if no kernel of PyTorch returns the log-sum-exp of the scores."""
 
 
 @torch.library.custom_op("shardwright::partial_attention", mutates_args=())
@@ -31,19 +31,20 @@ def partial_attention(
         query: `[batch, heads, queries, size]`.
         key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
             adjacent query heads.
-        diagonal: query i reads the keys up to index i + `diagonal`; all if None.
+        diagonal: query i reads the keys up to index i + `diagonal`; None for all keys.
+        scale: factor of the scores, by default `size ** -0.5`.
 
     Returns:
-        The result, `[batch, heads, queries, size]` with the size of the values, 0 for queries that
-        read no key; and the log-sum-exp of the scores, `[batch, heads, queries]`.
+        The attention output, `[batch, heads, queries, size]` with the size of the values, 0 for
+        queries that read no key; and the log-sum-exp of the scores, `[batch, heads, queries]`.
     """
     if _reads_none(query, diagonal):
         rows = query.shape[:-1]
-        empty_lse = query.new_full(rows, -torch.inf, dtype=_precise(query.dtype))
+        empty_lse = query.new_full(rows, -torch.inf, dtype=_compute_dtype(query.dtype))
         return query.new_zeros(*rows, value.shape[-1]), empty_lse
     key, value = _repeat_heads(query, key, value)
     causal = not _reads_all(key, diagonal)
-    if _is_fused(query, key, value, diagonal if causal else None):
+    if _can_use_flash(query, key, value, diagonal if causal else None):
         if query.is_cpu:
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, causal, scale=scale
@@ -57,7 +58,7 @@ def partial_attention(
         )
         return out.transpose(1, 2).contiguous(), lse.contiguous()
     outs, sums = [], []
-    for _, scores in _scores(query, key, diagonal if causal else None, scale):
+    for _, scores in _score_blocks(query, key, diagonal if causal else None, scale):
         lse = scores.logsumexp(-1, keepdim=True)
         # A query that reads no key has a log-sum-exp of -inf, and -inf - -inf would be NaN.
         weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)).exp()
@@ -77,12 +78,13 @@ def partial_attention_backward(
     diagonal: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the terms of the gradients of query, key and value that a part of the keys adds.
+    """Compute the contribution of a part of the keys to the gradients of query, key and value.
 
     Args:
         gradient: gradient of the merged result.
+        query, key, value: the arguments of `partial_attention`.
         out, lse: the merged result and its log-sum-exp.
-        diagonal, scale: those of `partial_attention`.
+        diagonal, scale: the arguments of `partial_attention`.
     """
     if _reads_none(query, diagonal):
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
@@ -90,10 +92,10 @@ def partial_attention_backward(
     key, value = _repeat_heads(query, key, value)
     tensors = gradient, query, key, value, out, lse
     causal = not _reads_all(key, diagonal)
-    if _is_fused(query, key, value, diagonal if causal else None):
-        gradients = _fused_backward(tensors, causal, scale)
+    if _can_use_flash(query, key, value, diagonal if causal else None):
+        gradients = _flash_backward(tensors, causal, scale)
     else:
-        gradients = _blocks_backward(tensors, diagonal if causal else None, scale)
+        gradients = _blockwise_backward(tensors, diagonal if causal else None, scale)
     grad_query, grad_key, grad_value = gradients
     return (
         grad_query.contiguous(),
@@ -102,7 +104,7 @@ def partial_attention_backward(
     )
 
 
-def _fused_backward(
+def _flash_backward(
     tensors: Sequence[Tensor], causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradient, query, key, value, out, lse = tensors
@@ -125,49 +127,53 @@ def _fused_backward(
     return grad_query.transpose(1, 2), grad_key.transpose(1, 2), grad_value.transpose(1, 2)
 
 
-def _blocks_backward(
+def _blockwise_backward(
     tensors: Sequence[Tensor], diagonal: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward pass of FlashAttention (Dao et al., 2022, algorithm 4), block by block.
+    """Run the backward pass of FlashAttention (Dao et al., 2022, algorithm 4), block by block.
 
     With P = exp(S - lse): dV = P' dO, dS = P * (dO V' - rowsum(dO * O)), dQ = dS K, dK = dS' Q.
     """
     gradient, query, key, value, out, lse = tensors
-    precise = _precise(query.dtype)
-    keys, values = key.to(precise), value.to(precise)
+    compute_dtype = _compute_dtype(query.dtype)
+    keys, values = key.to(compute_dtype), value.to(compute_dtype)
     grad_query, grad_key, grad_value = [], torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, scores in _scores(query, key, diagonal, scale):
-        grad_out, queries = (tensor[..., rows, :].to(precise) for tensor in (gradient, query))
+    for rows, scores in _score_blocks(query, key, diagonal, scale):
+        grad_out, queries = (tensor[..., rows, :].to(compute_dtype) for tensor in (gradient, query))
         weights = (scores - lse[..., rows, None]).exp()
         grad_value += weights.mT @ grad_out
-        # rowsum(dO * O) of the merged result: over all keys it equals rowsum(dP * P), which one
-        # part cannot compute.
-        row_sums = (grad_out * out[..., rows, :].to(precise)).sum(-1, keepdim=True)
-        grad_scores = weights * (grad_out @ values.mT - row_sums) * _scale(query, scale)
+        # rowsum(dO * O) with the merged O equals rowsum(dP * P) over all keys, which a part of the
+        # keys cannot compute.
+        row_sums = (grad_out * out[..., rows, :].to(compute_dtype)).sum(-1, keepdim=True)
+        grad_scores = weights * (grad_out @ values.mT - row_sums) * _scale_or_default(query, scale)
         grad_query.append((grad_scores @ keys).to(query.dtype))
         grad_key += grad_scores.mT @ queries
     return torch.cat(grad_query, -2), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _scores(
+def _score_blocks(
     query: Tensor, key: Tensor, diagonal: int | None, scale: float | None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield blocks of query rows with their scores, which are -inf where a key is not read."""
-    precise, (queries, keys) = _precise(query.dtype), (query.shape[-2], key.shape[-2])
-    for first in range(0, queries, ROWS):
-        rows = slice(first, min(first + ROWS, queries))
-        scores = query[..., rows, :].to(precise) @ key.to(precise).mT * _scale(query, scale)
+    compute_dtype, (queries, keys) = _compute_dtype(query.dtype), (query.shape[-2], key.shape[-2])
+    for first in range(0, queries, QUERIES_PER_BLOCK):
+        rows = slice(first, min(first + QUERIES_PER_BLOCK, queries))
+        scores = (
+            query[..., rows, :].to(compute_dtype)
+            @ key.to(compute_dtype).mT
+            * _scale_or_default(query, scale)
+        )
         if diagonal is not None:
             pairs = query.new_ones(rows.stop - rows.start, keys, dtype=torch.bool)
             scores.masked_fill_(~pairs.tril(diagonal + first), -torch.inf)
         yield rows, scores
 
 
-def _scale(query: Tensor, scale: float | None) -> float:
+def _scale_or_default(query: Tensor, scale: float | None) -> float:
     return float(query.shape[-1] ** -0.5) if scale is None else scale
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
@@ -179,7 +185,7 @@ def _reads_all(key: Tensor, diagonal: int | None) -> bool:
     return diagonal is None or diagonal >= key.shape[-2] - 1
 
 
-def _is_fused(query: Tensor, key: Tensor, value: Tensor, diagonal: int | None) -> bool:
+def _can_use_flash(query: Tensor, key: Tensor, value: Tensor, diagonal: int | None) -> bool:
     """Whether a flash kernel supports this part: all pairs, or a square causal block."""
     if diagonal is not None and (diagonal or query.shape[-2] != key.shape[-2]):
         return False
@@ -189,13 +195,18 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, diagonal: int | None) -
 
 
 def _repeat_heads(query: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Repeat the heads of keys and values to those of the queries."""
+    """Repeat the heads of keys and values, so that each query head has its own."""
     groups = query.shape[1] // tensors[0].shape[1]
     return [each.repeat_interleave(groups, 1) if groups > 1 else each for each in tensors]
 
 
 def _sum_over_groups(gradient: Tensor, heads: int) -> Tensor:
-    """The gradient of shared key-value heads from that of the repeated ones."""
+    """Sum the gradients of repeated key-value heads to the gradient of the shared heads.
+
+    Args:
+        gradient: `[batch, query heads, keys, size]`.
+        heads: number of key-value heads.
+    """
     groups = gradient.shape[1] // heads
     if groups == 1:
         return gradient.contiguous()
@@ -209,7 +220,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     rows = query.shape[:-1]
     out = query.new_empty(*rows, value.shape[-1])
-    return out, query.new_empty(rows, dtype=_precise(query.dtype))
+    return out, query.new_empty(rows, dtype=_compute_dtype(query.dtype))
 
 
 @partial_attention_backward.register_fake

@@ -1,4 +1,4 @@
-"""The tensors that autograd saves for the backward pass of an operator."""
+"""Find the tensors that autograd saves for the backward pass of an operator."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class SavedTensors:
 
     Args:
         inputs, outputs: indices of the saved inputs and outputs.
-        others: shape and dtype of saved tensors that are neither, such as the statistics of a
-            normalization.
+        others: (shape, dtype) of saved tensors that are neither inputs nor outputs, such as the
+            statistics of a normalization.
     """
 
     inputs: tuple[int, ...] = ()
@@ -36,23 +36,29 @@ class SavedTensors:
 
 
 def saved_tensors(op: Op) -> SavedTensors:
-    """Returns the tensors that autograd saves for `op`, found by running it on fake tensors.
+    """Return the tensors that autograd saves for `op`, found by running it on fake tensors.
 
     Saved parameters are included, although they take no additional memory. Operators with equal
     arguments are run once.
     """
-    if op not in _CACHED:
+    if op not in _CACHED_RESULTS:
         differentiable = any(value.differentiable for value in op.inputs)
-        _CACHED[op] = _run_on_fakes(_SavedKey.of(op)) if differentiable else SavedTensors()
-    return _CACHED[op]
+        _CACHED_RESULTS[op] = _run_on_fakes(_SavedKey.of(op)) if differentiable else SavedTensors()
+    return _CACHED_RESULTS[op]
 
 
-_CACHED: WeakKeyDictionary[Op, SavedTensors] = WeakKeyDictionary()
+_CACHED_RESULTS: WeakKeyDictionary[Op, SavedTensors] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class _SavedKey:
-    """Cache key: the target and abstract arguments of an operator; `op` is any with this key."""
+    """Cache key of an operator.
+
+    Args:
+        target: the operator's target.
+        arguments: text of its arguments, with shape, dtype and differentiability of each tensor.
+        op: any operator with this key; not compared.
+    """
 
     target: OpTarget
     arguments: str
@@ -61,11 +67,11 @@ class _SavedKey:
     @classmethod
     def of(cls, op: Op) -> _SavedKey:
         return cls(
-            op.target, repr(pytree.tree_map_only(Value, _abstract, (op.args, op.kwargs))), op
+            op.target, repr(pytree.tree_map_only(Value, _value_type, (op.args, op.kwargs))), op
         )
 
 
-def _abstract(value: Value) -> tuple[Any, ...]:
+def _value_type(value: Value) -> tuple[Any, ...]:
     return value.shape, value.dtype, value.differentiable
 
 
@@ -99,13 +105,14 @@ def _run_on_fakes(key: _SavedKey) -> SavedTensors:
 
 
 def _classify(packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]) -> SavedTensors:
+    """Sort saved tensors into inputs, outputs and others, by storage."""
     location_of: dict[int, tuple[str, int]] = {}
-    for side, tensors in (("input", inputs), ("output", outputs)):
+    for role, tensors in (("input", inputs), ("output", outputs)):
         for index, tensor in enumerate(tensors):
             # Inputs first: an output that is a view of an input takes no memory of its own.
-            location_of.setdefault(storage_id(tensor), (side, index))
+            location_of.setdefault(storage_id(tensor), (role, index))
     locations = [location_of.get(storage_id(saved)) for saved in packed]
-    # By storage: a tensor that the gradients of two inputs need is packed twice, but is one.
+    # By storage: a tensor that the gradients of two inputs need is packed twice, but stored once.
     others = {
         storage_id(saved): saved
         for saved, location in zip(packed, locations, strict=True)
@@ -123,16 +130,17 @@ def _leaves(results: Any) -> list[Any]:
 
 
 InputUse = tuple[str, int]
-"""An input of an operator: the operator's name and the index of the input."""
+"""(name of an operator, index of its input)."""
 
 aten = torch.ops.aten
 
 
 def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
-    """Returns the operator inputs that read a parameter or buffer which autograd saves.
+    """Return the operator inputs for which autograd saves a parameter or buffer.
 
     A linear layer saves its weight; an embedding and an addition do not. If a view of a parameter
-    is saved, the input of the first view counts. A `local_map` may save all that it reads.
+    is saved, the input of the first view is returned instead. An opaque `local_map` may save all
+    inputs.
     """
     needed: set[InputUse] = set()
     views: dict[Value, InputUse] = {}
@@ -153,7 +161,7 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
 
 
 def saved_before_update(graph: Graph) -> frozenset[Value]:
-    """Returns the buffers that `forward` updates and whose old values autograd saves."""
+    """Return the buffers that `forward` updates and whose old values autograd saves."""
     updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
     if not updated:
         return updated
@@ -162,9 +170,9 @@ def saved_before_update(graph: Graph) -> frozenset[Value]:
 
 
 def returned_before_update(graph: Graph) -> frozenset[Value]:
-    """Returns the buffers that `forward` updates and whose old values outlive the update.
+    """Return the buffers that `forward` updates and whose old values are needed after the update.
 
-    These are old values, or views of them, that `forward` returns or assigns to another buffer.
+    `forward` returns such an old value or a view of it, or assigns it to another buffer.
     """
     updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
     buffer_of = {buffer: buffer for buffer in updated}
@@ -176,9 +184,9 @@ def returned_before_update(graph: Graph) -> frozenset[Value]:
 
 
 def _is_view(op: Op) -> bool:
-    """Whether the output shares the storage of the first input.
+    """Whether the operator's output shares the storage of its first input.
 
-    `reshape` copies only if strides require it, which those of parameters do not.
+    `reshape` counts as a view: it copies only for some strides, which parameters do not have.
     """
     if op.target is aten.reshape.default:
         return True

@@ -1,7 +1,7 @@
 """Grouped matrix multiplication: rows sorted by group, each times the matrix of its group.
 
-An opaque operator, since the sizes of the groups are data. PyTorch's own `grouped_mm` supports
-neither float64 nor all strides; where it cannot be used, each group is a separate product.
+An opaque operator, since the sizes of the groups depend on values. PyTorch's own `grouped_mm`
+supports neither float64 nor all strides; without it, each group is a separate product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
     Args:
         rows: `[rows, inner]`, sorted by group.
         matrices: `[groups, inner, columns]`.
-        ends: `[groups]`, int32: index after the last row of each group.
+        ends: `[groups]`, int32: index after the last row of each group (`offs` of `grouped_mm`).
         tail: whether rows may follow the last group; their result is 0.
 
     Returns:
@@ -63,7 +63,7 @@ def _has_kernel(*tensors: Tensor) -> bool:
 
 
 def _group_slices(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """The index and the row slice of each non-empty group."""
+    """Yield the index and the row slice of each non-empty group."""
     start = 0
     for group, end in enumerate(ends.tolist()):
         if end > start:

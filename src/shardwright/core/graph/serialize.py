@@ -1,8 +1,8 @@
-"""Serialization of a graph to JSON, for the same version of Shardwright. Loading runs no code.
+"""Serialize a graph to JSON, for the same version of Shardwright. Loading runs no code.
 
-Numbers, strings and None are written as they are; everything else is a list that starts with its
+Numbers, strings and None are written directly; everything else is a list that starts with its
 type: `["tuple", 1, 2]`, `["dtype", "float32"]`, `["operator", "aten.mean.dim"]`. A `Value` is
-written in full at its first occurrence, and by its number from then on.
+written in full at its first occurrence, and by its index at later ones.
 
 A header line with the format version and a SHA-256 digest precedes the JSON, so that a damaged file
 is an error and not another model.
@@ -30,7 +30,9 @@ from shardwright.core.torch_internals.pytree import TreeSpec, treespec_dumps, tr
 FORMAT = 2
 """Format version; increment it with every change to the format."""
 
-_PLAIN = (type(None), bool, int, float, str)
+_JSON_TYPES = (type(None), bool, int, float, str)
+"""Types that JSON represents directly."""
+
 _HEADER = re.compile(rb"shardwright graph, format (\d+), sha256 ([0-9a-f]{64})\n")
 
 
@@ -38,6 +40,7 @@ def dumps(graph: Graph, key: str = "") -> bytes:
     """Serialize the fields of a graph, without its cached properties and tags of modules.
 
     Args:
+        graph: the graph.
         key: part of the digest; `loads` must be called with the same key.
 
     Raises:
@@ -56,15 +59,15 @@ def loads(content: bytes, key: str = "") -> Graph:
     header = _HEADER.match(content)
     if header is None:
         raise ValueError("not a graph: no header" if content else "not a graph: empty")
-    # Before the digest, which contains the format: an older file is no damaged one.
+    # Before the digest, which depends on the format: an older file is not a damaged file.
     if int(header[1]) != FORMAT:
         raise ValueError(f"not a graph of format {FORMAT}: format {int(header[1])}")
     body = content[header.end() :]
     if header[2].decode() != _digest(key, body):
-        raise ValueError("not a graph as it was written: its checksum differs")
+        raise ValueError("not a graph as written: its checksum differs")
     try:
         graph = _Reader().read(json.loads(body))
-    except Exception as error:  # Malformed content can raise anything.
+    except Exception as error:  # malformed content may cause any error
         raise ValueError(f"not a graph: {type(error).__name__}: {error}") from error
     if not isinstance(graph, Graph):
         raise ValueError(f"not a graph: {type(graph).__name__}")
@@ -82,24 +85,24 @@ def _digest(key: str, body: bytes) -> str:
 
 class _Writer:
     def __init__(self) -> None:
-        self._numbers: dict[Value, int] = {}
+        self._value_indices: dict[Value, int] = {}
 
     def write(self, obj: Any) -> Any:
-        if type(obj) in _PLAIN:
+        if type(obj) in _JSON_TYPES:
             return obj
-        if isinstance(obj, Value) and obj in self._numbers:
-            return ["value", self._numbers[obj]]
-        for name, (leaf_type, to_text, _) in _LEAVES.items():
+        if isinstance(obj, Value) and obj in self._value_indices:
+            return ["value", self._value_indices[obj]]
+        for name, (leaf_type, to_text, _) in _LEAF_FORMATS.items():
             if isinstance(obj, leaf_type):
                 return [name, to_text(obj)]
         if isinstance(obj, (Value, Op, Graph, LossWeighting)):
             if isinstance(obj, Value):
-                self._numbers[obj] = len(self._numbers)
+                self._value_indices[obj] = len(self._value_indices)
             parts: Iterable[Any] = (getattr(obj, each.name) for each in fields(obj))
             return [type(obj).__name__, *map(self.write, parts)]
         if isinstance(obj, dict):
             return ["dict", *(self.write(part) for item in obj.items() for part in item)]
-        # By exact type: a named tuple would come back as a plain one.
+        # Only exact types: a named tuple would be read as a tuple.
         if isinstance(obj, list) or type(obj) in (tuple, torch.Size):
             name = "list" if isinstance(obj, list) else "tuple"
             return [name, *map(self.write, obj)]
@@ -112,33 +115,34 @@ class _Reader:
 
     def read(self, content: Any) -> Any:
         if not isinstance(content, list):
-            # Strings end up in the text of a program: a line break could add a statement to it.
+            # Strings become part of a program's text, to which a line break could add a statement.
             if isinstance(content, str) and not content.isprintable():
                 raise ValueError(f"{content!r} cannot be part of a program")
             return content
         name, *parts = content
         if name == "value":
             return self._values[parts[0]]
-        if name in _LEAVES:
-            leaf_type, _, from_text = _LEAVES[name]
-            return _checked_type(leaf_type, from_text(parts[0]))
+        if name in _LEAF_FORMATS:
+            leaf_type, _, from_text = _LEAF_FORMATS[name]
+            return _check_type(leaf_type, from_text(parts[0]))
         if name == "Value":
             value = Value(*map(self.read, parts))
             self._values.append(value)
             return value
-        return _NODES[name](*map(self.read, parts))
+        return _CONSTRUCTORS[name](*map(self.read, parts))
 
 
-def _op(*parts: Any) -> Op:
-    """Make an `Op`; its keywords must be identifiers, as they become part of a program's text."""
+def _make_op(*parts: Any) -> Op:
+    """Make an `Op` and check that its keywords are identifiers, since they become part of a
+    program's text."""
     op = Op(*parts)
     if not all(keyword.isidentifier() for keyword in op.kwargs):
         raise ValueError(f"{op.name} has arguments that cannot be keywords: {list(op.kwargs)}")
     return op
 
 
-_NODES: dict[str, Callable[..., Any]] = {
-    "Op": _op,
+_CONSTRUCTORS: dict[str, Callable[..., Any]] = {
+    "Op": _make_op,
     "Graph": Graph,
     "LossWeighting": LossWeighting,
     "dict": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
@@ -147,12 +151,12 @@ _NODES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _operator(name: str) -> Any:
+def _operator_from_name(name: str) -> Any:
     namespace, operator, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
 
 
-def _torch_attribute(name: str) -> Any:
+def _torch_constant(name: str) -> Any:
     return getattr(torch, name.removeprefix("torch."))
 
 
@@ -162,12 +166,12 @@ def _tensor_text(tensor: torch.Tensor) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _tensor(text: str) -> Any:
+def _tensor_from_text(text: str) -> Any:
     # weights_only: a pickle could otherwise run code, and this file comes from a cache on disk.
     return torch.load(BytesIO(base64.b64decode(text)), weights_only=True)
 
 
-_FUNCTIONS = {
+_FUNCTIONS_BY_NAME = {
     name: each
     for name, each in vars(custom_ops).items()
     if getattr(each, "__module__", "") == custom_ops.__name__
@@ -175,26 +179,27 @@ _FUNCTIONS = {
 
 
 def _function_name(function: Callable[..., Any]) -> str:
-    if _FUNCTIONS.get(function.__name__) is not function:
+    if _FUNCTIONS_BY_NAME.get(function.__name__) is not function:
         raise TypeError(f"a graph with the function {function.__qualname__} cannot be written")
     return str(function.__name__)
 
 
-_LEAVES: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]] = {
-    "dtype": (torch.dtype, str, _torch_attribute),
-    "layout": (torch.layout, str, _torch_attribute),
-    "memory format": (torch.memory_format, str, _torch_attribute),
+_LEAF_FORMATS: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]] = {
+    "dtype": (torch.dtype, str, _torch_constant),
+    "layout": (torch.layout, str, _torch_constant),
+    "memory format": (torch.memory_format, str, _torch_constant),
     "device": (torch.device, str, torch.device),
     "kind": (Kind, lambda kind: kind.value, Kind),
-    "operator": (OpOverload, str, _operator),
-    "function": (type(_operator), _function_name, _FUNCTIONS.__getitem__),
+    "operator": (OpOverload, str, _operator_from_name),
+    "function": (type(_operator_from_name), _function_name, _FUNCTIONS_BY_NAME.__getitem__),
     "structure": (TreeSpec, treespec_dumps, treespec_loads),
-    "tensor": (torch.Tensor, _tensor_text, _tensor),
+    "tensor": (torch.Tensor, _tensor_text, _tensor_from_text),
 }
-"""Objects that are written as a string: their type, and the functions to and from the string."""
+"""Objects that are written as a string, by the name of their type in the file: (type, function to a
+string, function from a string)."""
 
 
-def _checked_type(leaf_type: Any, obj: Any) -> Any:
+def _check_type(leaf_type: Any, obj: Any) -> Any:
     if not isinstance(obj, leaf_type):
         raise TypeError(f"{obj!r} is not a {leaf_type.__name__}")
     return obj

@@ -1,10 +1,10 @@
-"""Splitting a graph into model chunks for pipeline parallelism.
+"""Split a graph into model chunks for pipeline parallelism.
 
-A value that one chunk computes and a later one reads crosses the boundary: it is an output of the
-first, an input of the other, and passes through the chunks in between. Values that depend only on
-the model's inputs, constants and unchanged buffers, without gradient or random numbers, do not
-cross: every chunk that reads them recomputes them. Parameters belong to every chunk that reads
-them.
+A value that one chunk computes and a later chunk reads is a *crossing* value: an output of the
+first, an input of the later chunk, and passed on by the chunks in between. Values that depend only
+on the model's inputs, constants and unchanged buffers, without gradient or random numbers, are
+*repeatable*: every chunk that reads them recomputes them. Parameters belong to every chunk that
+reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class GraphChunk:
             `arriving`; its outputs are `leaving`, then `returned`, without duplicates.
         arriving: values received from the previous chunk, as inputs of this graph.
         leaving: values sent to the next chunk, in the order of its `arriving`.
-        returned: the model outputs that this chunk computes; the loss belongs to the last chunk.
+        returned: the model outputs that this chunk computes; the last chunk returns the loss even
+            if an earlier chunk computes it.
     """
 
     graph: Graph
@@ -43,7 +44,8 @@ def split_graph(
     """Split `graph` into chunks, in execution order.
 
     Args:
-        chunk_of: the index of the chunk of each operator by name, from 0 without gaps.
+        graph: the graph of the model.
+        chunk_of: index of the chunk of each operator, by operator; indices start at 0 without gaps.
         random: names of operators that draw random numbers; they are never recomputed.
 
     Raises:
@@ -59,22 +61,23 @@ def split_graph(
 
 
 _CACHED_CHUNKS: WeakKeyDictionary[Graph, dict[object, tuple[GraphChunk, ...]]] = WeakKeyDictionary()
-"""The chunks of each graph: plans with the same stages share them, and caches keyed by them."""
+"""The chunks of each graph, so that plans with the same stages share them and caches keyed by
+them."""
 
 
 def _split(
     graph: Graph, chunk_of: Mapping[str, int], random: frozenset[str]
 ) -> tuple[GraphChunk, ...]:
     count = _num_chunks(graph, chunk_of)
-    repeatable = _recomputable(graph, random)
+    repeatable = _repeatable_values(graph, random)
     ops_of_chunk = _ops_of_chunks(graph, chunk_of, count, repeatable)
     _check_buffers(graph, chunk_of)
     crossing = _crossing_values(graph, chunk_of, ops_of_chunk, repeatable)
     chunks = []
-    for number, ops in enumerate(ops_of_chunk):
-        arriving = [v for v, (first, last) in crossing.items() if first < number <= last]
-        leaving = [v for v, (first, last) in crossing.items() if first <= number < last]
-        chunks.append(_build_chunk(graph, chunk_of, number, ops, arriving, leaving))
+    for chunk_index, ops in enumerate(ops_of_chunk):
+        arriving = [v for v, (first, last) in crossing.items() if first < chunk_index <= last]
+        leaving = [v for v, (first, last) in crossing.items() if first <= chunk_index < last]
+        chunks.append(_build_chunk(graph, chunk_of, chunk_index, ops, arriving, leaving))
     return tuple(chunks)
 
 
@@ -83,20 +86,20 @@ def _num_chunks(graph: Graph, chunk_of: Mapping[str, int]) -> int:
     if missing:
         raise PlanError(
             f"operator {missing[0]!r} is not assigned to a stage ({len(missing)} unassigned in"
-            " total)"
+            " total)\nassign the module that calls it"
         )
-    numbers = {chunk_of[op.name] for op in graph.ops}
-    count = max(numbers) + 1
-    empty = sorted(set(range(count)) - numbers)
+    indices = {chunk_of[op.name] for op in graph.ops}
+    count = max(indices) + 1
+    empty = sorted(set(range(count)) - indices)
     if empty:
         raise PlanError(
             f"of the {count} chunks of the model, {', '.join(map(str, empty))} would be empty\n"
-            "use fewer stages, or assign a module to each of them"
+            "use fewer stages, or assign a module to each of these chunks"
         )
     return count
 
 
-def _recomputable(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
+def _repeatable_values(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
     """The activations that every chunk can recompute instead of receiving them."""
     updated = {buffer for buffer, _ in graph.updates}
     repeatable = {
@@ -105,8 +108,8 @@ def _recomputable(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
         if not value.requires_grad and value not in updated
     }
     for op in graph.ops:
-        # A second random draw would differ from the first; with a gradient, each chunk would run a
-        # backward pass of its own through the value.
+        # Repeated random draws would differ; with a gradient, each chunk would run its own backward
+        # pass through the value.
         can_repeat = op.name not in random and not any(v.requires_grad for v in op.outputs)
         if can_repeat and all(value in repeatable for value in op.inputs):
             repeatable.update(op.outputs)
@@ -125,11 +128,11 @@ def _ops_of_chunks(
             repeatable_ops.append((index, op))
         else:
             ops_of_chunk[chunk_of[op.name]].append((index, op))
-    for number, ops in enumerate(ops_of_chunk):
+    for chunk_index, ops in enumerate(ops_of_chunk):
         needed = {value for _, op in ops for value in op.inputs}
         # Backwards, so that the producers of recomputed values are added too.
         for index, op in reversed(repeatable_ops):
-            returned = chunk_of[op.name] == number and any(v in results for v in op.outputs)
+            returned = chunk_of[op.name] == chunk_index and any(v in results for v in op.outputs)
             if returned or any(value in needed for value in op.outputs):
                 ops.append((index, op))
                 needed.update(op.inputs)
@@ -137,6 +140,7 @@ def _ops_of_chunks(
 
 
 def _check_buffers(graph: Graph, chunk_of: Mapping[str, int]) -> None:
+    """Raise PlanError if a buffer is read in one chunk and updated in another."""
     for buffer, value in graph.updates:
         producer = graph.producer.get(value)
         if producer is None:
@@ -157,21 +161,21 @@ def _crossing_values(
     ops_of_chunk: Iterable[tuple[Op, ...]],
     repeatable: frozenset[Value],
 ) -> dict[Value, tuple[int, int]]:
-    """For each crossing value, the chunk that computes it and the last chunk that reads it."""
+    """The crossing values, each with the chunk that computes it and the last that reads it."""
     last: dict[Value, int] = {}
-    for number, ops in enumerate(ops_of_chunk):
+    for chunk_index, ops in enumerate(ops_of_chunk):
         for op in ops:
             for value in op.inputs:
                 producer = graph.producer.get(value)
                 if producer is None or value in repeatable:
                     continue
-                if chunk_of[producer.name] > number:
+                if chunk_of[producer.name] > chunk_index:
                     raise PlanError(
-                        f"{op.name!r} in chunk {number} reads the output of {producer.name!r} in"
-                        f" chunk {chunk_of[producer.name]}\n"
-                        "stage numbers must not decrease along the forward pass"
+                        f"{op.name!r} in chunk {chunk_index} reads the output of {producer.name!r}"
+                        f" in chunk {chunk_of[producer.name]}\n"
+                        "assign stages that do not decrease along the forward pass"
                     )
-                last[value] = number
+                last[value] = chunk_index
     if graph.loss is not None and graph.loss in graph.producer:
         # The backward pass of a pipeline starts in the last chunk, so the loss must arrive there.
         last[graph.loss] = max(chunk_of.values())
@@ -186,7 +190,7 @@ def _crossing_values(
 def _build_chunk(
     graph: Graph,
     chunk_of: Mapping[str, int],
-    number: int,
+    chunk_index: int,
     ops: tuple[Op, ...],
     arriving: list[Value],
     leaving: list[Value],
@@ -194,12 +198,12 @@ def _build_chunk(
     received = {value: replace(value, kind=Kind.INPUT) for value in arriving}
     ops = tuple(_replace_inputs(op, received) for op in ops)
     read = {value for op in ops for value in op.inputs}
-    loss = _loss(graph, chunk_of, number, received)
-    returned = _chunk_outputs(graph, chunk_of, number, loss)
+    loss = _loss_of_chunk(graph, chunk_of, chunk_index, received)
+    returned = _chunk_outputs(graph, chunk_of, chunk_index, loss)
     updates = tuple(
         (buffer, value)
         for buffer, value in graph.updates
-        if _chunk_of_value(graph, chunk_of, value) == number
+        if _chunk_of_value(graph, chunk_of, value) == chunk_index
     )
     used = read | set(returned) | {v for pair in updates for v in pair}
     inputs = (*(v for v in graph.input_values if v in used), *received.values())
@@ -223,34 +227,46 @@ def _build_chunk(
 
 
 def _chunk_of_value(graph: Graph, chunk_of: Mapping[str, int], value: Value) -> int:
-    """The chunk that computes a value; the first one for inputs of the model."""
+    """Index of the chunk that computes a value; 0 for inputs of the model."""
     producer = graph.producer.get(value)
     return 0 if producer is None else chunk_of[producer.name]
 
 
-def _loss(
-    graph: Graph, chunk_of: Mapping[str, int], number: int, received: Mapping[Value, Value]
+def _loss_of_chunk(
+    graph: Graph, chunk_of: Mapping[str, int], chunk_index: int, received: Mapping[Value, Value]
 ) -> Value | None:
-    """The loss, if this is the last chunk."""
-    if graph.loss is None or number != max(chunk_of.values()):
+    """The loss if this is the last chunk, else None.
+
+    Args:
+        graph: the graph of the model.
+        chunk_of: index of the chunk of each operator.
+        chunk_index: index of this chunk.
+        received: the inputs of this chunk that replace values of earlier chunks.
+    """
+    if graph.loss is None or chunk_index != max(chunk_of.values()):
         return None
     return received.get(graph.loss, graph.loss)
 
 
 def _chunk_outputs(
-    graph: Graph, chunk_of: Mapping[str, int], number: int, loss: Value | None
+    graph: Graph, chunk_of: Mapping[str, int], chunk_index: int, loss: Value | None
 ) -> tuple[Value, ...]:
-    """The model outputs that a chunk returns: those that it computes; the last also the loss."""
+    """The model outputs that a chunk computes, followed by the loss if it is not None."""
     outputs = [
         value
         for value in graph.output_values
-        if value is not graph.loss and _chunk_of_value(graph, chunk_of, value) == number
+        if value is not graph.loss and _chunk_of_value(graph, chunk_of, value) == chunk_index
     ]
     return tuple(dict.fromkeys((*outputs, *([] if loss is None else [loss]))))
 
 
 def _replace_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
-    """Replace the inputs of `op` that other chunks compute by `received` values."""
+    """Replace the inputs of `op` that other chunks compute.
+
+    Args:
+        op: an operator of the model's graph.
+        received: the inputs of the chunk that replace values of earlier chunks.
+    """
     if not any(value in received for value in op.inputs):
         return op
     args, kwargs = op.arguments(lambda value: received.get(value, value))
@@ -258,10 +274,17 @@ def _replace_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
 
 
 def assign_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
-    """Extend the chunks of some operators to all.
+    """Assign all operators to chunks, given the chunks of some.
 
-    An operator that is not `anchored` joins the latest chunk among its producers, or else the
-    earliest among its consumers.
+    Other operators join the latest chunk among their producers or, without producers, the earliest
+    among their consumers.
+
+    Args:
+        graph: the graph of the model.
+        anchored: index of the chunk of some operators, by operator.
+
+    Returns:
+        The index of the chunk of each operator, by operator.
     """
     chunk_of: dict[str, int] = {}
 
@@ -279,12 +302,11 @@ def assign_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int
         if op.name in anchored:
             chunk_of[op.name] = anchored[op.name]
         elif chunks := producer_chunks(op):
-            # The latest, since no value may be read in an earlier chunk than the one that computes
-            # it.
+            # The latest, since a value must not be read in an earlier chunk than it is computed in.
             chunk_of[op.name] = max(chunks)
     for op in reversed(graph.ops):
         if op.name not in chunk_of:
-            # Without producers any chunk up to the first reader is valid; in that of the reader the
-            # value need not be sent.
+            # Without producers, any chunk up to the first consumer is valid; in the chunk of the
+            # consumer, the value need not be sent.
             chunk_of[op.name] = min(consumer_chunks(op.outputs), default=0)
     return chunk_of

@@ -16,7 +16,7 @@ from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.shapes import Captures
 from shardwright.core.graph.graph import Graph, Value
-from shardwright.core.graph.local_map import bound_to
+from shardwright.core.graph.local_map import bind_modules
 from shardwright.core.lower.program import Program, lower
 from shardwright.core.misuse.batch_guard import BatchGuard
 from shardwright.core.misuse.before_backward import (
@@ -388,7 +388,7 @@ class Execution:
             "captured the model for %s, training=%s, in %.1f s",
             *(graph.input_values, self.module.training, graph.capture_seconds),
         )
-        graph = bound_to(graph, self._user_module)
+        graph = bind_modules(graph, self._user_module)
         mesh, decisions = split_axes(planned.mesh, planned.decisions)
         decisions = adapt_decisions(decisions, graph, mesh)
         captured = Partitioned(graph, mesh, decisions, self._pipeline_of(graph))
@@ -396,7 +396,7 @@ class Execution:
 
     def _with_local_maps(self, partitioned: Partitioned) -> Partitioned:
         """The same, with the modules that run as they are those of `module`."""
-        graph = bound_to(partitioned.graph, self._user_module)
+        graph = bind_modules(partitioned.graph, self._user_module)
         return partitioned if graph is partitioned.graph else replace(partitioned, graph=graph)
 
     def _make_room(self, bound: dict[tuple[Any, ...], Any]) -> None:
