@@ -65,7 +65,7 @@ def add(table: Table, found: Comparison, published: str) -> float:
     )
     if found.speed_up < WHOLE:
         table.missed.append(f"{found.model}: {found.speed_up:.1%} of the expert's speed")
-    if not found.holds:
+    if not found.auto_is_fastest:
         table.missed.append(f"{found.model}: another way that fits is faster, or auto does not fit")
     return automatic.gap
 

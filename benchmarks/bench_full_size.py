@@ -51,7 +51,7 @@ from shardwright.models.expert_sharding import (
     pin_expert,
     tensor_parallel_dimensions,
 )
-from shardwright.tools.compare.alternatives import TOLERANCE, least_seconds
+from shardwright.tools.compare.alternatives import TOLERANCE, step_seconds_bound
 
 CLUSTER = "h100"
 Parts = tuple[int, int, int, int, int]
@@ -121,7 +121,7 @@ class Found:
         parameters: their number.
         capture, plan: seconds of CPU.
         step: seconds; infinite if nothing fits.
-        by_hand: seconds of the best of the grid; infinite if nothing of it fits.
+        grid_seconds: seconds of the best of the grid; infinite if nothing of it fits.
     """
 
     parameters: int
@@ -129,7 +129,7 @@ class Found:
     plan: float
     step: float
     memory: int
-    by_hand: float
+    grid_seconds: float
     parts: Parts | None
 
     def add_to(self, table: Table, case: Case) -> None:
@@ -138,13 +138,15 @@ class Found:
         table.add(
             *(case.name, f"{self.parameters / 1e9:.1f} B", case.devices, batch),
             *(f"{self.capture:.0f} + {self.plan:.0f}", f"{self.step:.3g}", binary(self.memory)),
-            f"{self.by_hand:.3g}" if self.by_hand < inf else "–",
+            f"{self.grid_seconds:.3g}" if self.grid_seconds < inf else "–",
             "–" if self.parts is None else "·".join(map(str, self.parts)),
         )
         if self.step == inf:
             table.missed.append(f"{case.name}, {batch}: no plan fits")
-        elif self.step > (1 + TOLERANCE) * self.by_hand:
-            table.missed.append(f"{case.name}, {batch}: {self.step / self.by_hand:.2f} of its grid")
+        elif self.step > (1 + TOLERANCE) * self.grid_seconds:
+            table.missed.append(
+                f"{case.name}, {batch}: {self.step / self.grid_seconds:.2f} of its grid"
+            )
 
 
 def measured(case: Case) -> Found:
@@ -155,14 +157,14 @@ def measured(case: Case) -> Found:
     captured = time.process_time()
     step, memory = _planned(graph, case, stages="auto" if case.micro_batches > 1 else 1)
     planned = time.process_time()
-    by_hand, parts = _best_of_grid(net, graph, case)
+    grid_seconds, parts = _best_of_grid(net, graph, case)
     return Found(
         sum(value.numel for value in graph.parameters),
         captured - started,
         planned - captured,
         step,
         memory,
-        by_hand,
+        grid_seconds,
         parts,
     )
 
@@ -191,7 +193,9 @@ def _best_of_grid(net: nn.Module, graph: Graph, case: Case) -> tuple[float, Part
 
     def bound(parts: Parts) -> float:
         data, context, tensor, _, stages = parts
-        return least_seconds(graph, cluster, (data * context, tensor, stages), case.micro_batches)
+        return step_seconds_bound(
+            graph, cluster, (data * context, tensor, stages), case.micro_batches
+        )
 
     best: tuple[float, Parts | None] = inf, None
     if not list(tensor_parallel_dimensions(net)):

@@ -142,19 +142,19 @@ class PlanInterrupted(KeyboardInterrupt):
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the problem and the remedy of an error on one line, for the cell of a table."""
+    """Return the problem and the remedy of an error on one line, for the cell of a table."""
     return "; ".join(str(error).splitlines())
 
 
 def with_note(error: BaseException, note: str) -> str:
-    """Returns the message of an error with a note at the end of its first line."""
+    """Return the message of an error with a note at the end of its first line."""
     problem, newline, remedy = str(error).partition("\n")
     return f"{problem}{note}{newline}{remedy}"
 
 
 @contextmanager
 def needs_extra(name: str, purpose: str, error_type: type[ShardwrightError]) -> Iterator[None]:
-    """Turns a failed import into an error that names the extra to install.
+    """Turn a failed import into an error that names the extra to install.
 
     Args:
         name: the extra of the package that installs what the block imports.

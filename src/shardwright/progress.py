@@ -39,7 +39,7 @@ def ignore_share(share: float) -> None:
 def share_reporter(
     on_progress: OnProgress, doing: str, clock: Callable[[], float] = time.monotonic
 ) -> OnShare:
-    """Reports that a phase begins, and returns the callback for its completed share.
+    """Report that a phase begins, and returns the callback for its completed share.
 
     The callback reports hundredths of the phase to `on_progress`, at most once a second.
     """
@@ -59,7 +59,7 @@ def share_reporter(
 
 
 def subrange(on_share: OnShare, number: int, of: int, size: int = 1) -> OnShare:
-    """Returns the callback for the completed share of one part of a phase.
+    """Return the callback for the completed share of one part of a phase.
 
     Args:
         on_share: the callback of the phase.
@@ -75,7 +75,7 @@ def subrange(on_share: OnShare, number: int, of: int, size: int = 1) -> OnShare:
 
 
 def track(items: Sequence[T], on_share: OnShare) -> Iterator[T]:
-    """Yields `items`, and reports the share of them that has been processed."""
+    """Yield `items`, and reports the share of them that has been processed."""
     for number, item in enumerate(items):
         on_share(number / len(items))
         yield item
@@ -95,7 +95,7 @@ class RemainingTime:
         self._last = 0
 
     def seconds(self, done: int, of: int) -> float | None:
-        """Returns the estimated seconds, or None before a phase is completed and where phases are
+        """Return the estimated seconds, or None before a phase is completed and where phases are
         not counted.
 
         Args:
@@ -117,7 +117,7 @@ class RemainingTime:
 def nested_progress(
     on_progress: OnProgress, part: str = "", done: int = 0, of: int = 0
 ) -> OnProgress:
-    """Returns a callback for a call that is one phase of another.
+    """Return a callback for a call that is one phase of another.
 
     It reports each phase as `part: doing` with the outer count; with its own count if the outer
     call has one phase or an unknown number.

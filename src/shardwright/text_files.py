@@ -39,12 +39,12 @@ class _Shortened(reprlib.Repr):
 
 
 def short_repr(value: object) -> str:
-    """Returns the `repr` of a value, shortened for a message."""
+    """Return the `repr` of a value, shortened for a message."""
     return _Shortened().repr(value)
 
 
 def read_text(path: str | Path, error_type: ErrorType) -> str:
-    """Reads a UTF-8 file, without the byte order mark that some editors write.
+    """Read a UTF-8 file, without the byte order mark that some editors write.
 
     Raises:
         error_type: the file is missing, cannot be read, or is not UTF-8 text.
@@ -54,7 +54,7 @@ def read_text(path: str | Path, error_type: ErrorType) -> str:
 
 
 def check_exists(path: str | Path, error_type: ErrorType) -> None:
-    """Raises `error_type` if a file does not exist.
+    """Raise `error_type` if a file does not exist.
 
     Reads nothing: the content of a pipe can be read only once.
     """
@@ -64,7 +64,7 @@ def check_exists(path: str | Path, error_type: ErrorType) -> None:
 
 @contextmanager
 def _file_errors(path: str | Path, error_type: ErrorType) -> Iterator[None]:
-    """Turns errors of reading and decoding into `error_type`, with the name of the file."""
+    """Turn errors of reading and decoding into `error_type`, with the name of the file."""
     try:
         yield
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def _file_errors(path: str | Path, error_type: ErrorType) -> Iterator[None]:
 
 
 def parse_json(text: str, where: str, error_type: ErrorType) -> Any:
-    """Parses a JSON text into plain data.
+    """Parse a JSON text into plain data.
 
     Args:
         where: the beginning of error messages, such as the name of the file.
@@ -98,7 +98,7 @@ def parse_json(text: str, where: str, error_type: ErrorType) -> Any:
 
 
 def parse_yaml(text: str, where: str, error_type: ErrorType) -> Any:
-    """Parses a YAML text into plain data; dates are strings, and `1e-3` is a number.
+    """Parse a YAML text into plain data; dates are strings, and `1e-3` is a number.
 
     Args:
         where: the beginning of error messages, such as the name of the file.
@@ -128,7 +128,7 @@ _TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
 
 
 def _check_plain(data: Any, max_values: float) -> None:
-    """Raises `ValueError` if a value is not plain, is nested too deeply, or is one of too many."""
+    """Raise `ValueError` if a value is not plain, is nested too deeply, or is one of too many."""
     # A loop, not recursion: the data may be nested deeper than Python's recursion limit.
     pending: list[tuple[_ValuePath, int, Any]] = [(None, 0, data)]
     count = 0

@@ -112,7 +112,7 @@ def compare_command(
         for comparison in comparisons:
             if comparison.too_large:
                 console.print(too_large_text(comparison), highlight=False, soft_wrap=True)
-    if not all(comparison.holds for comparison in comparisons):
+    if not all(comparison.auto_is_fastest for comparison in comparisons):
         raise typer.Exit(1)
 
 

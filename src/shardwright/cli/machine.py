@@ -117,7 +117,7 @@ def calibrate_command(
     names = sorted({each.run.hardware for each in planned})
     if len(names) > 1:
         raise typer.BadParameter(
-            f"{runs_file} has runs on several clusters: choose one with --cluster, of"
+            f"{runs_file} has runs on several clusters: use --cluster with one of"
             f" {', '.join(names)}"
         )
     base = planned[0].cluster

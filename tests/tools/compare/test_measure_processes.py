@@ -72,7 +72,7 @@ def test_a_step_is_the_sum_of_its_figures_and_of_the_others(programs: list[Parti
     for each in programs:
         step = measured_step(each, MACHINE, seconds=1.0)
         figures = sum(n * TRUE[name] for n, name in zip(step.counts, FIGURES, strict=True))
-        assert step.others + figures == pytest.approx(predict(each, true).seconds)
+        assert step.other_seconds + figures == pytest.approx(predict(each, true).seconds)
 
 
 def test_the_figures_that_made_the_steps_are_found(programs: list[Partitioned]) -> None:
@@ -120,5 +120,5 @@ def test_calibration_measures_processes_and_keeps_what_it_found(
 
 
 def test_one_process_alone_measures_no_links() -> None:
-    with pytest.raises(ValueError, match="at least 2 processes, not 1"):
+    with pytest.raises(ValueError, match="at least 2 processes, got processes=1"):
         measure_cluster(1)

@@ -25,7 +25,7 @@ from shardwright.tools.compare import (
     TENSOR_PARALLEL,
     compare_predicted,
 )
-from shardwright.tools.compare.alternatives import least_seconds
+from shardwright.tools.compare.alternatives import step_seconds_bound
 from shardwright.tools.compare.predicted import GridComparison, expert_run
 
 CLUSTER = "ascend910b"
@@ -67,7 +67,7 @@ def test_the_automatic_plan_is_never_slower_than_another_that_fits(
     tmp_path: Path, parts: tuple[int, int, int], changes: dict[str, Any]
 ) -> None:
     found = compare_predicted(written(tmp_path, *parts, **LARGE, **changes), CLUSTER)
-    assert found.holds, found
+    assert found.auto_is_fastest, found
     assert found.speed_up >= 0.999
 
 
@@ -84,7 +84,7 @@ def test_sharded_parameters_that_take_longer_than_computation_are_gathered_by_fe
     comparison = GridComparison(
         expert_run(written(tmp_path, 16, 1, 1, **changes)), load_cluster("h100"), 16
     )
-    best = min(comparison.by_hand(parts).step_time or 0.0 for parts in comparison.grid())
+    best = min(comparison.megatron_plan(parts).step_time or 0.0 for parts in comparison.grid())
     found = comparison.automatic().step_time
     assert found is not None and found < 1.1 * best
 
@@ -111,7 +111,7 @@ def test_ways_that_do_not_fit_are_named_with_their_need_and_not_counted(tmp_path
     limit = {"context__max_device_memory": "11.8GB", "runner_config__batch_size": 2}
     found = compare_predicted(written(tmp_path, 4, 2, 1, **LARGE, **limit), CLUSTER)
     assert [each.kind for each in found.too_large] == [EXPERT, TENSOR_PARALLEL]
-    assert found.holds
+    assert found.auto_is_fastest
     assert too_large_text(found) == (
         "small: excluded, over the memory limit of 11.8 GiB: expert 4·2·1 (11.9 GiB),"
         " tensor parallel 1·8·1 (11.9 GiB)"
@@ -148,9 +148,11 @@ def test_no_way_is_faster_than_the_bound_by_which_it_may_be_left_out(tmp_path: P
     cluster, points = load_cluster(CLUSTER), list(comparison.grid())
     assert (4, 2, 1) in points
     for parts in points:
-        seconds = comparison.by_hand(parts).step_time
+        seconds = comparison.megatron_plan(parts).step_time
         assert seconds is not None
-        bound = least_seconds(comparison.graph, cluster, parts, run.config.parallel.micro_batches)
+        bound = step_seconds_bound(
+            comparison.graph, cluster, parts, run.config.parallel.micro_batches
+        )
         assert 0 < bound <= seconds, parts
 
 

@@ -64,11 +64,11 @@ def test_rows_are_read_with_the_seconds_of_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"devices": 16}, r"devices is 16, not data_parallel · tensor_parallel · stages = 8 · 1"),
-        ({"global_batch": 24}, "global_batch is 24, which is not a multiple of .* = 16"),
+        ({"devices": 16}, r"`devices` is 16, not data_parallel · tensor_parallel · stages = 8 · 1"),
+        ({"global_batch": 24}, "`global_batch` is 24, which is not a multiple of .* = 16"),
         (
             {"devices": 3, "data_parallel": 1, "tensor_parallel": 3},
-            "heads is 8, which is not a multiple of tensor_parallel = 3",
+            "`heads` is 8, which is not a multiple of tensor_parallel = 3",
         ),
         ({"hidden": None}, "hidden: .* not None"),
         ({"hidden": 64.5}, "hidden: .* not 64.5"),
@@ -91,7 +91,7 @@ def test_an_impossible_row_is_refused_by_name(
 
 def test_a_figure_that_is_missing_is_named(tmp_path: Path) -> None:
     rows = [{key: value for key, value in ROW.items() if key != "micro_batch"}]
-    with pytest.raises(ConfigError, match=r"rows\[0\] \(tiny\): micro_batch is missing"):
+    with pytest.raises(ConfigError, match=r"rows\[0\] \(tiny\): the key `micro_batch` is missing"):
         read({"rows": rows}, tmp_path)
     with pytest.raises(ConfigError, match="a non-empty list `rows` or `mindformers`"):
         read({"rows": []}, tmp_path)

@@ -82,7 +82,7 @@ def test_both_kinds_of_runs_stand_in_one_file(tmp_path: Path) -> None:
     assert [each.run.id for each in planned] == ["tiny", "tiny"]
     [of_ascend], _ = planned_runs(file, load_cluster("ascend910b"))
     assert of_ascend.run.hardware == "ascend910b"
-    with pytest.raises(ConfigError, match="no run is on a100\\nclusters of the file: asc"):
+    with pytest.raises(ConfigError, match="no run is on the cluster a100\\nuse one of asc"):
         planned_runs(file, load_cluster("a100"))
 
 

@@ -78,7 +78,7 @@ def test_a_memory_limit_says_what_fits(tmp_path: Path) -> None:
 
 
 def test_a_mode_without_mem_coeff_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="data_parallel has no mem_coeff"):
+    with pytest.raises(ConfigError, match="data_parallel does not use `mem_coeff`"):
         tune_mem_coeff(Run.from_file(file(tmp_path, "{mode: data_parallel}")), 4)
 
 

@@ -15,7 +15,7 @@ from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.models.expert_sharding import ROW
 
 GridPoint = tuple[int, int, int]
-"""Sizes of data, model and pipeline parallelism."""
+"""Degrees of data, tensor and pipeline parallelism."""
 
 AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, OF_GRID = (
     "auto",
@@ -25,14 +25,14 @@ AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, OF_GRID = (
     "best of grid",
     "of grid",
 )
-"""Kinds of alternatives. `of grid` is faster than `best of grid`, but exceeds the memory limit."""
+"""Kinds of alternatives. `of grid`: faster than `best of grid`, but over the memory limit."""
 
 TOLERANCE = 1e-3
 """Relative difference below which two step times count as equal."""
 
 
 def alternative_name(kind: str, parts: GridPoint | None) -> str:
-    """Returns the name of an alternative, such as `expert 2·4·1`."""
+    """Format the name of an alternative, such as `expert 2·4·1`."""
     return kind if parts is None else f"{kind} {'·'.join(map(str, parts))}"
 
 
@@ -42,14 +42,14 @@ class Alternative:
 
     Args:
         kind: `auto`, `expert`, `data parallel`, `tensor parallel`, `best of grid` or `of grid`.
-        parts: sizes of the parallelisms; None if operators are sharded individually.
+        parts: degrees of parallelism; None if operators are sharded individually.
         seconds: predicted step time.
         tokens_per_second: predicted throughput of all devices together.
         memory: predicted peak bytes per device.
-        bytes: bytes that a device sends in a step.
+        bytes: bytes sent per device and step.
         fits: whether `memory` is within the limit.
-        gap: for `auto`, an upper bound of its cost relative to the optimum with as many stages,
-            minus 1.
+        gap: for `auto`, its optimality gap: upper bound on cost / optimum - 1, at its number of
+            stages.
     """
 
     kind: str
@@ -67,8 +67,9 @@ class Comparison:
     """The alternatives of one model on the same devices, with the same batch.
 
     Args:
+        global_batch: samples per step.
         limit: memory limit in bytes per device; None without a limit.
-        alternatives: all that could be planned, with `auto` and `expert`.
+        alternatives: all alternatives that could be planned; includes `auto` and `expert`.
     """
 
     model: str
@@ -79,7 +80,7 @@ class Comparison:
     alternatives: tuple[Alternative, ...]
 
     def of_kind(self, kind: str) -> Alternative | None:
-        """Returns the alternative of `kind`, or None if it could not be planned."""
+        """Return the alternative of `kind`, or None if it could not be planned."""
         return next((each for each in self.alternatives if each.kind == kind), None)
 
     @property
@@ -91,37 +92,40 @@ class Comparison:
 
     @property
     def too_large(self) -> tuple[Alternative, ...]:
-        """The alternatives over the memory limit without duplicates, fastest first."""
+        """Alternatives over the memory limit, without duplicates, fastest first."""
         excluded = [each for each in reversed(self.alternatives) if not each.fits]
         distinct = {(each.parts, each.memory): each for each in excluded}
         return tuple(sorted(distinct.values(), key=lambda each: each.seconds))
 
     @property
-    def holds(self) -> bool:
-        """Whether `auto` fits, and no alternative that fits is faster by more than a thousandth."""
+    def auto_is_fastest(self) -> bool:
+        """Whether `auto` fits, and no alternative that fits is faster by more than `TOLERANCE`."""
         auto = self.of_kind(AUTO)
         assert auto is not None
-        others = [each.tokens_per_second for each in self.alternatives if each.fits]
-        return auto.fits and auto.tokens_per_second >= (1 - TOLERANCE) * max(others, default=0.0)
+        speeds = [each.tokens_per_second for each in self.alternatives if each.fits]
+        return auto.fits and auto.tokens_per_second >= (1 - TOLERANCE) * max(speeds, default=0.0)
 
 
-def least_seconds(graph: Graph, cluster: Cluster, parts: GridPoint, micro_batches: int) -> float:
-    """Returns a lower bound of the step time of a plan by hand, in seconds.
+def step_seconds_bound(
+    graph: Graph, cluster: Cluster, parts: GridPoint, micro_batches: int
+) -> float:
+    """Return a lower bound on the step time of a Megatron-style plan, in seconds.
 
-    It counts the matrix products, divided evenly over all devices, and the all-reduces of the
-    row-parallel linear layers, forward and backward. With p stages and m micro-batches it is
-    (m + p - 1) / p times the sum of one micro-batch, the 1F1B schedule; on devices that share a
-    processor m / p, since waiting devices leave it to the others.
+    Counts the matrix products, divided evenly over all devices, and the all-reduces of the
+    row-parallel linear layers, forward and backward. With p stages and m micro-batches, a 1F1B
+    schedule takes (m + p - 1) / p times the sum of one micro-batch; on devices that share a
+    processor m / p, because waiting devices leave it to the others.
 
     Args:
-        graph: captured with one micro-batch.
-        parts: sizes of the parallelisms.
+        graph: the graph of one micro-batch.
+        parts: degrees of parallelism.
     """
     data, model, stages = parts
     device = cluster.device.among(prod(parts))
-    outer, inner = prime_factors(data), prime_factors(model)
-    mesh = DeviceMatrix((*outer, *inner), tuple(islice(axis_names(), len(outer) + len(inner))))
-    links, axes = Links(cluster, mesh, stages), range(len(outer), len(outer) + len(inner))
+    data_axes, model_axes = prime_factors(data), prime_factors(model)
+    num_axes = len(data_axes) + len(model_axes)
+    mesh = DeviceMatrix((*data_axes, *model_axes), tuple(islice(axis_names(), num_axes)))
+    links, axes = Links(cluster, mesh, stages), range(len(data_axes), num_axes)
     seconds = 0.0
     for op in graph.ops:
         work = work_of(op)
@@ -131,8 +135,8 @@ def least_seconds(graph: Graph, cluster: Cluster, parts: GridPoint, micro_batche
                 flops / data / model / device.rate(work.dtype, attention=work.kind == "attention")
             )
         if flops and op.module.rpartition(".")[2] in ROW:
-            sent = op.output.numel * op.output.itemsize / data
+            local_bytes = op.output.numel * op.output.itemsize / data
             passes = 2 if op.inputs[0].requires_grad else 1
-            seconds += passes * links.seconds("all_reduce", axes, sent)
-    waiting = 0 if cluster.device.shared(prod(parts)) else stages - 1
-    return (micro_batches + waiting) * seconds / stages
+            seconds += passes * links.seconds("all_reduce", axes, local_bytes)
+    bubbles = 0 if cluster.device.shared(prod(parts)) else stages - 1
+    return (micro_batches + bubbles) * seconds / stages

@@ -2,8 +2,8 @@
 
 The fit is a least squares problem in the logarithms of the figures. The residual of a run is
 log(predicted / measured seconds); all runs share the figures, and the loss is soft L1, so outliers
-count less. Bounds keep figures physically possible, and a weak prior keeps figures that the runs do
-not determine near their initial values.
+count less. Bounds keep figures physically possible. A weak prior keeps figures near their initial
+values if the runs do not determine them.
 """
 
 from __future__ import annotations
@@ -23,47 +23,49 @@ from shardwright.tools.compare.published import PlannedMeasurement
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 TOLERANCE = 0.05
-"""Relative error of published throughput: the scale of the residuals."""
+"""Relative error of published throughput, which scales the residuals."""
 
 PRIOR_WEIGHT, PRIOR_WEIGHT_FEW_RUNS = 0.3, 1.0
-"""Weight of the prior: a figure that is off by its usual factor counts as much as this many
-residuals. The second is for fewer runs than figures, which determine each figure less."""
+"""Weight of the prior. A figure that is off by its `log_spread` counts as much as this number of
+residuals. The second weight is for fewer runs than figures, which determine each figure less."""
 
-UNEXPLAINED = 0.15
-"""Relative error of a prediction above which its run is reported."""
+UNEXPLAINED_ERROR = 0.15
+"""Relative error of a fitted prediction above which its run is reported."""
 
-MAX_ERROR = 0.5
+MAX_MEDIAN_ERROR = 0.5
 """Median relative error above which a fit has failed."""
 
-MAX_EVALUATIONS, PRECISION = 60, 1e-4
+# Arguments `max_nfev`, and `ftol` and `xtol`, of SciPy's `least_squares`.
+MAX_EVALUATIONS, CONVERGENCE_TOLERANCE = 60, 1e-4
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a cluster file.
+    """One fitted figure of a cluster file.
 
     Args:
         name: a field of `Device`, or of the `LinkLevel` with index `level`.
-        least, most: bounds of physically possible values.
-        usual: the initial value if the cluster has none.
-        spread: logarithm of the factor by which it usually differs.
+        minimum, maximum: bounds of physically possible values.
+        default: initial value if the cluster has none.
+        log_spread: natural logarithm of the factor by which clusters usually differ.
+        level: index of the link level; None for a figure of the devices.
     """
 
     name: str
-    least: float
-    most: float
-    usual: float
-    spread: float
+    minimum: float
+    maximum: float
+    default: float
+    log_spread: float
     level: int | None = None
 
-    def of(self, cluster: Cluster) -> float:
-        """Returns the value of the figure in a cluster, within the bounds."""
+    def value_in(self, cluster: Cluster) -> float:
+        """Return the value of the figure in `cluster`, clamped to the bounds."""
         part = cluster.device if self.level is None else cluster.levels[self.level]
         value: float | None = getattr(part, self.name)
-        return min(max(value or self.usual, self.least), self.most)
+        return min(max(value or self.default, self.minimum), self.maximum)
 
-    def put(self, cluster: Cluster, value: float) -> Cluster:
-        """Returns the cluster with another value of the figure."""
+    def replace_in(self, cluster: Cluster, value: float) -> Cluster:
+        """Return `cluster` with another value of the figure."""
         change = {self.name: value}
         if self.level is None:
             return replace(cluster, device=replace(cluster.device, **change))  # type: ignore[arg-type]
@@ -83,7 +85,7 @@ DEVICE_FIGURES = (
 
 
 def figures_of(cluster: Cluster) -> tuple[Figure, ...]:
-    """Returns the fitted figures: those of the devices, and of the links of each level."""
+    """Return all fitted figures of a cluster: those of its devices, and of each link level."""
     links = (
         figure
         for level in range(len(cluster.levels))
@@ -97,7 +99,7 @@ def figures_of(cluster: Cluster) -> tuple[Figure, ...]:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted cluster, and for each run the ratio of predicted to measured seconds."""
+    """A fitted cluster, and the ratio of predicted to measured seconds, by run id."""
 
     cluster: Cluster
     ratios: dict[str, float]
@@ -109,8 +111,10 @@ class Fit:
 
     @property
     def unexplained(self) -> dict[str, float]:
-        """The runs whose predictions stay wrong, with their ratios."""
-        return {run: r for run, r in self.ratios.items() if abs(r - 1) > UNEXPLAINED}
+        """Ratios of runs whose predictions are off by more than `UNEXPLAINED_ERROR`, by run id."""
+        return {
+            run: ratio for run, ratio in self.ratios.items() if abs(ratio - 1) > UNEXPLAINED_ERROR
+        }
 
 
 def fit_cluster(
@@ -118,61 +122,63 @@ def fit_cluster(
     cluster: Cluster,
     on_progress: OnProgress = ignore_progress,
 ) -> Fit:
-    """Fits a cluster to published runs.
+    """Fit a cluster to published runs.
 
     Args:
-        planned: the runs.
-        cluster: its peak rates and bandwidths are kept, its other figures are initial values.
+        planned: published runs, each with the plan of its publication.
+        cluster: provides peak rates and bandwidths, and initial values of the fitted figures.
 
     Raises:
         ConfigError: a run cannot be sharded as published, or the fit does not converge.
     """
-    for done, each in enumerate(planned):
-        on_progress(f"planning {each.run.id}", done, len(planned))
+    for index, each in enumerate(planned):
+        on_progress(f"planning {each.run.id}", index, len(planned))
         each.seconds(cluster)
     figures = figures_of(cluster)
-    first = np.array([log(figure.of(cluster)) for figure in figures])
-    spread = np.array([figure.spread for figure in figures])
+    initial_logs = np.array([log(figure.value_in(cluster)) for figure in figures])
+    log_spread = np.array([figure.log_spread for figure in figures])
     weight = PRIOR_WEIGHT if len(planned) >= len(figures) else PRIOR_WEIGHT_FEW_RUNS
 
-    def fit_of(numbers: Sequence[float]) -> Fit:
+    def fit_with(values: Sequence[float]) -> Fit:
         fitted = cluster
-        for figure, number in zip(figures, numbers, strict=True):
-            fitted = figure.put(fitted, number)
+        for figure, value in zip(figures, values, strict=True):
+            fitted = figure.replace_in(fitted, value)
         return Fit(fitted, {p.run.id: p.seconds(fitted) / p.run.seconds for p in planned})
 
     def residuals(logs: Vector) -> Vector:
-        ratios = list(fit_of(np.exp(logs).tolist()).ratios.values())
-        return np.concatenate([np.log(ratios) / TOLERANCE, weight * (logs - first) / spread])
+        ratios = list(fit_with(np.exp(logs).tolist()).ratios.values())
+        return np.concatenate(
+            [np.log(ratios) / TOLERANCE, weight * (logs - initial_logs) / log_spread]
+        )
 
     on_progress("fitting")
-    logs = _least_squares(residuals, first, figures)
-    fit = fit_of([float(f"{number:.3g}") for number in np.exp(logs)])
-    if fit.error > MAX_ERROR:
+    logs = _least_squares(residuals, initial_logs, figures)
+    fit = fit_with([float(f"{value:.3g}") for value in np.exp(logs)])
+    if fit.error > MAX_MEDIAN_ERROR:
         raise ConfigError(
-            f"the fit does not converge: with the best figures for {cluster.name} the median error"
-            f" of predictions is {fit.error:.0%}\ncheck the units and the hardware of the runs"
+            f"the fit to {cluster.name} failed: the median error of its predictions is"
+            f" {fit.error:.0%}\ncheck the units and `hardware` of the runs"
         )
     return fit
 
 
 def _least_squares(
-    residuals: Callable[[Vector], Vector], first: Vector, figures: Sequence[Figure]
+    residuals: Callable[[Vector], Vector], initial_logs: Vector, figures: Sequence[Figure]
 ) -> Vector:
-    with needs_extra("tools", "fitting a cluster needs scipy", ConfigError):
+    with needs_extra("tools", "fitting a cluster needs `scipy`", ConfigError):
         from scipy.optimize import least_squares
     bounds = (
-        [log(figure.least) - 1e-9 for figure in figures],
-        [log(figure.most) + 1e-9 for figure in figures],
+        [log(figure.minimum) - 1e-9 for figure in figures],
+        [log(figure.maximum) + 1e-9 for figure in figures],
     )
     result = least_squares(
         residuals,
-        first,
+        initial_logs,
         bounds=bounds,
         loss="soft_l1",
         diff_step=1e-3,
-        ftol=PRECISION,
-        xtol=PRECISION,
+        ftol=CONVERGENCE_TOLERANCE,
+        xtol=CONVERGENCE_TOLERANCE,
         max_nfev=MAX_EVALUATIONS,
     )
     if result.status <= 0:

@@ -40,47 +40,46 @@ from shardwright.progress import OnProgress, ignore_progress
 from shardwright.text_files import read_text
 from shardwright.tools.compare.small_model import SmallModel
 
-MESSAGE, LARGE_MESSAGE = 1 << 18, 1 << 22
-"""Elements (float32) of the all-reduces that are timed."""
+SHORT_MESSAGE, LONG_MESSAGE = 1 << 18, 1 << 22
+"""Number of float32 elements of the timed all-reduces."""
 
 PRIOR_WEIGHT = 0.01
-"""Weight of the relative deviation of a figure from its assumed value, where the relative error of
-a step has weight 1. Two processes need it: their steps have as many calls as messages, so the
-steps alone do not determine how the overhead divides between both."""
+"""Weight of the relative deviation of a figure from its assumed value; the relative error of a step
+has weight 1. Needed for two processes: their steps have as many calls as messages, so steps alone
+do not determine which part of the overhead is per call and which per message."""
 
 FIGURES = ("overhead", "pass_overhead", "step_overhead", "call", "latency")
-"""Fitted fields of the device and of its links, in seconds of a process that runs alone."""
+"""Fitted fields of the device and of its links: seconds of a process that runs alone."""
 
 
 def calibrate(processes: int = 2, on_progress: OnProgress = ignore_progress) -> Cluster:
-    """Measures this machine as `measure_cluster` does, and saves the result in the user's cache."""
+    """Measure this machine with `measure_cluster`, and save the result in the user's cache."""
     cluster = measure_cluster(processes, on_progress)
     save(cluster)
     return cluster
 
 
 def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -> Cluster:
-    """Measures this machine with processes that compute and communicate at the same time.
+    """Measure this machine with processes that compute and communicate at the same time.
 
-    Rates are those of the whole CPU, so that the result is also valid for plans for another number
-    of processes.
+    Rates are those of the whole CPU, so the result is also valid for another number of processes.
 
     Args:
-        processes: the number of processes, at least 2.
+        processes: number of processes, at least 2.
         on_progress: called before each part of the measurement.
 
     Raises:
-        ValueError: if there are fewer than two processes.
-        ConfigError: if scipy is not installed.
+        ValueError: there are fewer than two processes.
+        ConfigError: `scipy` is not installed.
     """
     if processes < 2:
-        raise ValueError(f"links join at least 2 processes, not {processes}")
-    with needs_extra("tools", "calibrating this machine needs scipy", ConfigError):
+        raise ValueError(f"links connect at least 2 processes, got processes={processes}")
+    with needs_extra("tools", "calibrating this machine needs `scipy`", ConfigError):
         import scipy.optimize  # noqa: F401
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "cluster.yaml"
         reports: SimpleQueue[tuple[str, int, int]] = get_context("spawn").SimpleQueue()
-        context = spawn(_measure, (processes, result, reports), processes, join=False)  # type: ignore[no-untyped-call]
+        context = spawn(_measure_process, (processes, result, reports), processes, join=False)  # type: ignore[no-untyped-call]
         on_progress("starting processes")
         while not context.join(timeout=0.2):
             while not reports.empty():
@@ -88,35 +87,42 @@ def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -
         return read_cluster(read_text(result, ConfigError), str(result))
 
 
-def _measure(
+def _measure_process(
     rank: int, processes: int, result: Path, reports: SimpleQueue[tuple[str, int, int]]
 ) -> None:
-    """Runs one process of the measurement. Rank 0 reports progress and writes the mean of all."""
+    """Run one process of the measurement.
+
+    Args:
+        result: file to which rank 0 writes the cluster, averaged over the processes.
+        reports: queue to which rank 0 sends its progress.
+    """
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     os.environ |= {**loopback_interfaces(), **os.environ}
     store = result.with_name("store").as_uri()
     dist.init_process_group(HOST_BACKEND, store, rank=rank, world_size=processes)
     report = (lambda *words: reports.put(words)) if rank == 0 else ignore_progress
     report("operators and large messages", 0, 0)
-    cluster = _large_figures(Clock(processes, dist.barrier))
-    steps = list(_steps(Clock(processes, dist.barrier), cluster, report))
+    cluster = _measure_rates(Clock(processes, dist.barrier))
+    steps = list(_measure_steps(Clock(processes, dist.barrier), cluster, report))
     if rank == 0:
         result.write_text(cluster_to_yaml(fit_overheads(cluster, steps)), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _large_figures(clock: Clock) -> Cluster:
-    """Measures rates of large operators and messages, without overheads."""
+def _measure_rates(clock: Clock) -> Cluster:
+    """Measure the rates of large operators and messages, without overheads."""
     device = measure_device(clock)
     group = Group((), dist.group.WORLD.group_name, clock.processes, tuple(range(clock.processes)))  # type: ignore[union-attr]
     short, long = (
         clock.seconds(partial(all_reduce(group), torch.zeros(size)))
-        for size in (MESSAGE, LARGE_MESSAGE)
+        for size in (SHORT_MESSAGE, LONG_MESSAGE)
     )
-    sent = 2 * (clock.processes - 1) / clock.processes * 4 * (LARGE_MESSAGE - MESSAGE)
+    sent = 2 * (clock.processes - 1) / clock.processes * 4 * (LONG_MESSAGE - SHORT_MESSAGE)
     bandwidth = sent / max(long - short, 1e-9)
-    figures = _mean([*device.rates.values(), device.memory_bandwidth, device.overhead, bandwidth])
+    figures = _mean_of_processes(
+        [*device.rates.values(), device.memory_bandwidth, device.overhead, bandwidth]
+    )
     *rates, memory_bandwidth, overhead, bandwidth = figures
     device = replace(
         device,
@@ -127,8 +133,8 @@ def _large_figures(clock: Clock) -> Cluster:
     return Cluster(LOCAL, device, (replace(ASSUMED_LINK, bandwidth=bandwidth),))
 
 
-def _mean(figures: Sequence[float]) -> list[float]:
-    """Averages figures over all processes."""
+def _mean_of_processes(figures: Sequence[float]) -> list[float]:
+    """Average numbers elementwise over all processes. Every process must call it."""
     mean = torch.tensor(figures, dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean)
     return mean.tolist()
@@ -136,49 +142,52 @@ def _mean(figures: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step of the small model.
+    """A measured training step of the small model.
 
     Args:
         counts: predicted number of times that each of `FIGURES` occurs in the step.
-        others: predicted seconds of everything else.
-        seconds: measured.
+        other_seconds: predicted seconds of the step without `FIGURES`.
+        seconds: measured seconds of the step.
     """
 
     counts: tuple[float, ...]
-    others: float
+    other_seconds: float
     seconds: float
 
 
-def _steps(clock: Clock, cluster: Cluster, report: OnProgress) -> Iterator[MeasuredStep]:
+def _measure_steps(clock: Clock, cluster: Cluster, report: OnProgress) -> Iterator[MeasuredStep]:
     model = SmallModel(clock.processes)
-    for number, division in enumerate(model.divisions):
-        report("steps of a small model", number, len(model.divisions))
-        training = model.divided(division, cluster)
+    for index, sharding in enumerate(model.shardings):
+        report("steps of a small model", index, len(model.shardings))
+        training = model.prepare_training(sharding, cluster)
         training.step()
-        # Processes that each train a replica share the CPU; one alone would have all of it.
-        share = division.devices / clock.processes
-        (seconds,) = _mean([share * clock.seconds(training.step)])
+        # If fewer devices than processes train together, the processes train independent replicas
+        # at the same time, each with its share of the CPU.
+        share = sharding.devices / clock.processes
+        (seconds,) = _mean_of_processes([share * clock.seconds(training.step)])
         yield measured_step(training.plan.partitioned, cluster, seconds)
 
 
 def measured_step(partitioned: Partitioned, cluster: Cluster, seconds: float) -> MeasuredStep:
-    """Splits the prediction of a step into the contribution of each of `FIGURES` and the rest.
+    """Split the predicted seconds of a step into those of each of `FIGURES`, and the rest.
 
     Args:
         seconds: measured seconds of the step.
     """
     # For devices that share a processor the time model is linear in FIGURES: a prediction with one
     # figure set to 1 s and the others to 0 gives its count.
-    others = predict(partitioned, with_figures(cluster, dict.fromkeys(FIGURES, 0.0))).seconds
+    other_seconds = predict(partitioned, with_figures(cluster, dict.fromkeys(FIGURES, 0.0))).seconds
     counts = (
         predict(partitioned, with_figures(cluster, {**dict.fromkeys(FIGURES, 0.0), name: 1.0}))
         for name in FIGURES
     )
-    return MeasuredStep(tuple(each.seconds - others for each in counts), others, seconds)
+    return MeasuredStep(
+        tuple(each.seconds - other_seconds for each in counts), other_seconds, seconds
+    )
 
 
 def with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
-    """Returns a cluster of one level with other values of `FIGURES`."""
+    """Return `cluster`, which has one link level, with other values of `FIGURES`."""
     (level,) = cluster.levels
     device = replace(
         cluster.device,
@@ -191,7 +200,7 @@ def with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
 
 
 def fit_overheads(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
-    """Fits `FIGURES` to steps: non-negative least squares of relative errors."""
+    """Fit `FIGURES` to measured steps, by non-negative least squares of relative errors."""
     from scipy.optimize import nnls
 
     link = ASSUMED_LINK
@@ -204,9 +213,9 @@ def fit_overheads(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
     }
     counts = np.array([each.counts for each in steps])
     seconds = np.array([each.seconds for each in steps])
-    others = np.array([each.others for each in steps])
-    pulls = PRIOR_WEIGHT / np.array([assumed[name] for name in FIGURES])
-    rows = np.vstack([counts / seconds[:, None], np.diag(pulls)])
-    wanted = np.concatenate([1 - others / seconds, np.full(len(FIGURES), PRIOR_WEIGHT)])
-    found, _ = nnls(rows, wanted)
-    return with_figures(cluster, dict(zip(FIGURES, map(float, found), strict=True)))
+    other_seconds = np.array([each.other_seconds for each in steps])
+    prior_weights = PRIOR_WEIGHT / np.array([assumed[name] for name in FIGURES])
+    rows = np.vstack([counts / seconds[:, None], np.diag(prior_weights)])
+    targets = np.concatenate([1 - other_seconds / seconds, np.full(len(FIGURES), PRIOR_WEIGHT)])
+    fitted, _ = nnls(rows, targets)
+    return with_figures(cluster, dict(zip(FIGURES, map(float, fitted), strict=True)))

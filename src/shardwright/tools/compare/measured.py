@@ -35,11 +35,10 @@ from shardwright.tools.compare.worker import MeasureOrder, tiny_run
 
 @dataclass(frozen=True)
 class MeasuredPlan:
-    """One plan, predicted and measured.
+    """Predicted and measured step times of one plan.
 
     Args:
-        names: names of its alternatives, such as `expert 8·1·1` and `auto`; several alternatives
-            may have the same plan.
+        names: names of the alternatives that have this plan, such as `expert 8·1·1` and `auto`.
         predicted: predicted seconds of a step.
         seconds: measured seconds of each step on the slowest process.
     """
@@ -55,17 +54,17 @@ class MeasuredPlan:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured seconds."""
+        """Predicted seconds / measured median."""
         return self.predicted / self.median
 
 
 @dataclass(frozen=True)
 class RealComparison:
-    """The alternatives of one tiny model on the same processes.
+    """Measured alternatives of one tiny model.
 
     Args:
         batch: samples per step.
-        runs: the expert's first, then the automatic one.
+        runs: a run for each distinct plan: the expert's, the automatic one, then those of the grid.
     """
 
     model: str
@@ -80,25 +79,25 @@ class RealComparison:
         return spearman([run.predicted for run in self.runs], [run.median for run in self.runs])
 
     def speed_ups(self, run: MeasuredPlan) -> tuple[float, float, float]:
-        """Quartiles of the speedup over the expert, between steps of the same round."""
+        """Return the quartiles of the speedup over the expert, from steps of the same round."""
         expert = self.runs[0].seconds
-        ratios = [reference / own for reference, own in zip(expert, run.seconds, strict=True)]
+        ratios = [theirs / ours for theirs, ours in zip(expert, run.seconds, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         return low, middle, high
 
     def run(self, prefix: str) -> MeasuredPlan:
-        """Returns the run of the alternative whose name begins with `prefix`."""
+        """Return the first run that has an alternative whose name starts with `prefix`."""
         return next(run for run in self.runs if any(each.startswith(prefix) for each in run.names))
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
-    """Spearman's ρ: the correlation of ranks, where equal values share the mean of theirs."""
-    ranks = np.array([_ranks(x), _ranks(y)])
+    """Return Spearman's ρ; ties have their mean rank. NaN if all values of `x` or `y` are equal."""
+    ranks = np.array([_mean_ranks(x), _mean_ranks(y)])
     spread = ranks.std(axis=1).prod()
     return float(np.cov(ranks, bias=True)[0, 1] / spread) if spread else float("nan")
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
+def _mean_ranks(values: Sequence[float]) -> list[float]:
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
@@ -112,65 +111,73 @@ def compare_measured(
     cluster: str | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> list[RealComparison]:
-    """Measures training steps of the tiny variants of language models on local processes.
+    """Measure training steps of the tiny variants of language models on local processes.
 
     The alternatives of a model are its automatic plan, its expert's, and all combinations of data,
-    tensor and pipeline parallelism that divide it. They take turns within one launch.
+    tensor and pipeline parallelism by which it is divisible. They take turns within one launch.
 
     Args:
         experts: expert configurations (`semi_auto` mode).
-        logs: folder of the logs, plans and results of the processes.
-        devices: the number of processes.
+        logs: folder for the logs, plans and results of the processes.
+        devices: number of processes.
         rounds: measured steps of each alternative.
-        cluster: the cluster for planning and prediction; by default this machine, measured with
-            the same number of processes.
+        cluster: cluster for planning and prediction; by default this machine, measured with the
+            same number of processes.
         on_progress: called before each phase.
 
     Raises:
-        ConfigError: a configuration is not an expert's of a language model, or the processes cannot
-            be divided as it says.
+        ConfigError: a configuration is not an expert configuration of a language model, or its
+            degrees of parallelism do not divide the number of processes.
         RankFailedError: a plan failed; the message names it.
     """
     if devices < 2:
-        raise ConfigError(f"devices={devices}: a comparison needs at least 2 processes")
+        raise ConfigError(f"--devices {devices}: a comparison needs at least 2 processes")
     if rounds < 2:
-        raise ConfigError(f"rounds={rounds}: quartiles need at least 2 rounds")
+        raise ConfigError(f"--rounds {rounds}: quartiles need at least 2 rounds")
     runs = [tiny_run(expert_run(file), devices) for file in experts]
     calibrating = nested_progress(on_progress, "calibrating this machine")
     machine = measure_cluster(devices, calibrating) if cluster is None else load_cluster(cluster)
     logs.clear(devices)
     model_plans = []
     for run, file in zip(runs, experts, strict=True):
-        on_progress(f"{_name(run)}: planning")
-        model_plans.append(_plans_of(run, str(file), machine, devices))
+        on_progress(f"{_tiny_model_name(run)}: planning")
+        model_plans.append(_distinct_plans(run, str(file), machine, devices))
     on_progress("measuring steps on local processes")
-    orders = [_order(number, each, logs.run, rounds) for number, each in enumerate(model_plans)]
+    orders = [
+        _write_order(index, plans, logs.run, rounds) for index, plans in enumerate(model_plans)
+    ]
     # One launch per model: the process groups of other models would slow down its steps.
-    seconds = [_run(order, devices, logs) for order in orders]
+    seconds = [_measure_seconds(order, devices, logs) for order in orders]
     return [
-        _comparison_of(run, devices, each, of_each)
-        for run, each, of_each in zip(runs, model_plans, seconds, strict=True)
+        _comparison_of(run, devices, plans, plan_seconds)
+        for run, plans, plan_seconds in zip(runs, model_plans, seconds, strict=True)
     ]
 
 
 @dataclass(frozen=True)
 class _ModelPlans:
-    """A model, and its distinct plans with the names of their alternatives."""
+    """A captured model, and its distinct plans with the names of their alternatives.
+
+    Args:
+        config: path of the expert configuration.
+    """
 
     config: str
     graph: Graph
     plans: tuple[tuple[tuple[str, ...], Plan], ...]
 
 
-def _plans_of(run: Run, config: str, cluster: Cluster, devices: int) -> _ModelPlans:
+def _distinct_plans(run: Run, config: str, cluster: Cluster, devices: int) -> _ModelPlans:
     comparison = GridComparison(run, cluster, devices)
     distinct: list[tuple[list[str], Plan]] = []
     for name, plan in _named_plans(comparison):
-        same = next((names for names, other in distinct if _same_program(plan, other)), None)
-        if same is None:
+        equal_names = next(
+            (names for names, other in distinct if _run_same_program(plan, other)), None
+        )
+        if equal_names is None:
             distinct.append(([name], plan))
         else:
-            same.append(name)
+            equal_names.append(name)
     return _ModelPlans(
         config, comparison.graph, tuple((tuple(names), plan) for names, plan in distinct)
     )
@@ -185,36 +192,38 @@ def _named_plans(comparison: GridComparison) -> Iterator[tuple[str, Plan]]:
     data, tensor = (comparison.devices, 1, 1), (1, comparison.devices, 1)
     for parts in comparison.grid():
         kind = {data: DATA_PARALLEL, tensor: TENSOR_PARALLEL}.get(parts, OF_GRID)
-        yield alternative_name(kind, parts), comparison.by_hand(parts)
-    if comparison.divides(data):
-        sharded = comparison.by_hand(data, hsdp={"level": "level3", "threshold": 0})
+        yield alternative_name(kind, parts), comparison.megatron_plan(parts)
+    if comparison.is_divisible_by(data):
+        sharded = comparison.megatron_plan(data, hsdp={"level": "level3", "threshold": 0})
         yield f"{alternative_name(DATA_PARALLEL, data)} level3", sharded
 
 
-def _same_program(plan: Plan, other: Plan) -> bool:
+def _run_same_program(plan: Plan, other: Plan) -> bool:
     """Whether both plans run the same program; their pins may still differ."""
 
-    def run_time_parts(one: Plan) -> tuple[object, ...]:
-        stored = one.storage, one.sharding, one.recompute, one.pipeline
-        return one.cuts, *stored, one.bytes, one.step_time
+    def runtime_decisions(plan: Plan) -> tuple[object, ...]:
+        stored = plan.storage, plan.sharding, plan.recompute, plan.pipeline
+        return plan.cuts, *stored, plan.bytes, plan.step_time
 
-    return run_time_parts(plan) == run_time_parts(other)
+    return runtime_decisions(plan) == runtime_decisions(other)
 
 
-def _order(number: int, model_plans: _ModelPlans, folder: Path, rounds: int) -> MeasureOrder:
-    """Writes the graph and the plans to files for the processes."""
-    graph = folder / f"{number}.graph"
+def _write_order(
+    model_index: int, model_plans: _ModelPlans, folder: Path, rounds: int
+) -> MeasureOrder:
+    """Write the graph and the plans of a model to files, which the processes read."""
+    graph = folder / f"{model_index}.graph"
     graph.write_bytes(dumps(model_plans.graph))
     files = {}
-    for place, (names, plan) in enumerate(model_plans.plans):
-        file = folder / f"{number}.{place}.json"
+    for plan_index, (names, plan) in enumerate(model_plans.plans):
+        file = folder / f"{model_index}.{plan_index}.json"
         plan.save(file)
         files[" = ".join(names)] = str(file)
     return MeasureOrder(model_plans.config, str(graph), files, rounds)
 
 
-def _run(order: MeasureOrder, devices: int, logs: LogFolder) -> list[list[float]]:
-    """Measures the seconds of the steps of each plan."""
+def _measure_seconds(order: MeasureOrder, devices: int, logs: LogFolder) -> list[list[float]]:
+    """Launch the processes, and return the measured seconds of each plan's steps."""
     request, result = logs.run / "order.json", logs.run / "seconds.json"
     request.write_text(json.dumps(asdict(order)), encoding="utf-8")
     launch(
@@ -229,11 +238,11 @@ def _comparison_of(
 ) -> RealComparison:
     assert run.config.data.seq_length is not None
     runs = []
-    for (names, plan), each in zip(model_plans.plans, seconds, strict=True):
+    for (names, plan), step_seconds in zip(model_plans.plans, seconds, strict=True):
         assert plan.step_time is not None
-        runs.append(MeasuredPlan(names, plan.step_time, tuple(each)))
+        runs.append(MeasuredPlan(names, plan.step_time, tuple(step_seconds)))
     return RealComparison(
-        _name(run),
+        _tiny_model_name(run),
         devices,
         run.config.data.batch_size,
         run.config.data.seq_length,
@@ -241,7 +250,6 @@ def _comparison_of(
     )
 
 
-def _name(run: Run) -> str:
-    """Returns the name of the tiny variant."""
+def _tiny_model_name(run: Run) -> str:
     assert run.foreign is not None
     return f"{run.foreign.name}_tiny"

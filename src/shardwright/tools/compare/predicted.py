@@ -36,7 +36,7 @@ from shardwright.tools.compare.alternatives import (
     Alternative,
     Comparison,
     GridPoint,
-    least_seconds,
+    step_seconds_bound,
 )
 
 
@@ -46,31 +46,31 @@ def compare_predicted(
     devices: int | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> Comparison:
-    """Plans a language model automatically, as its expert does, and with all combinations of data,
-    tensor and pipeline parallelism.
+    """Compare the automatic plan of a language model with its expert's and with a grid, predicted.
 
-    All alternatives have the same batch, micro-batches and memory limit.
+    The grid has all combinations of data, tensor and pipeline parallelism. All alternatives have
+    the same batch, micro-batches and memory limit.
 
     Args:
         expert: an expert configuration (`semi_auto` mode).
-        cluster: the cluster for planning and prediction, a name or a YAML file.
-        devices: the number of devices; by default that of the configuration.
+        cluster: cluster for planning and prediction, a name or a YAML file.
+        devices: number of devices; by default that of the configuration.
         on_progress: called before each alternative is planned.
 
     Raises:
-        ConfigError: the configuration is not an expert's of a language model.
+        ConfigError: the file is not an expert configuration of a language model.
     """
     run = replace(expert_run(expert), on_progress=on_progress)
     assert run.foreign is not None
-    number = devices or run.foreign.devices
-    known = load_cluster(cluster)
+    num_devices = devices or run.foreign.devices
+    loaded_cluster = load_cluster(cluster)
     limit = run.foreign.memory_limit
-    if limit is None and known.name != LOCAL:
-        limit = int(known.device.memory)
-    comparison = GridComparison(run, known, number, limit)
+    if limit is None and loaded_cluster.name != LOCAL:
+        limit = int(loaded_cluster.device.memory)
+    comparison = GridComparison(run, loaded_cluster, num_devices, limit)
     return Comparison(
         model=run.foreign.name,
-        devices=number,
+        devices=num_devices,
         cluster=cluster,
         global_batch=run.config.data.batch_size,
         limit=comparison.limit,
@@ -79,22 +79,22 @@ def compare_predicted(
 
 
 def expert_run(file: str | Path) -> Run:
-    """Reads an expert configuration of a language model.
+    """Read an expert configuration of a language model.
 
     Raises:
-        ConfigError: the file is not one.
+        ConfigError: the file is not an expert configuration, or has context parallelism.
     """
     run = Run.from_file(file)
     if run.foreign is None or run.config.parallel.expert is None:
         raise ConfigError(
             f"{file} is not an expert configuration of a language model\n"
-            "compare needs parallel_mode 1 with data_parallel, model_parallel and pipeline_stage,"
-            " as in configs/llama2_7b_expert.yaml"
+            "`compare` needs `parallel_mode: 1` with `data_parallel`, `model_parallel` and"
+            " `pipeline_stage`, as in configs/llama2_7b_expert.yaml"
         )
     if run.config.parallel.expert.context_parallel > 1:
         raise ConfigError(
-            f"{file}: parallel_config.context_parallel: compare does not support context"
-            " parallelism\nvalid is 1"
+            f"{file}: parallel_config.context_parallel: `compare` does not support context"
+            " parallelism\nset it to 1"
         )
     return run
 
@@ -104,6 +104,7 @@ class GridComparison:
 
     Args:
         run: the run of an expert configuration.
+        cluster: cluster for planning and prediction.
         limit: memory limit in bytes per device; None without a limit.
     """
 
@@ -120,27 +121,27 @@ class GridComparison:
         self.tokens = data.batch_size * data.seq_length
 
     def alternatives(self) -> Iterator[Alternative]:
-        """Yields all alternatives with their predicted costs."""
+        """Yield all alternatives with their predicted costs."""
         parts, plan = self.expert()
         expert = self._alternative(EXPERT, parts, plan)
         yield expert
         yield self._alternative(AUTO, None, self.automatic())
-        made_plans: dict[GridPoint, Plan] = {}
+        planned_points: dict[GridPoint, Plan] = {}
         for kind, parts in (
             (DATA_PARALLEL, (self.devices, 1, 1)),
             (TENSOR_PARALLEL, (1, self.devices, 1)),
         ):
-            if self.divides(parts):
-                made_plans[parts] = self.by_hand(parts)
-                yield self._alternative(kind, parts, made_plans[parts])
-        yield from self._best_of_grid(expert, made_plans)
+            if self.is_divisible_by(parts):
+                planned_points[parts] = self.megatron_plan(parts)
+                yield self._alternative(kind, parts, planned_points[parts])
+        yield from self._best_of_grid(expert, planned_points)
 
     def expert(self) -> tuple[GridPoint, Plan]:
-        """Returns the parallelism of the configuration, and its plan."""
+        """Return the configuration's degrees of parallelism, and its plan."""
         parallel = self.run.config.parallel
         assert parallel.expert is not None
         parts = parallel.expert.data_parallel, parallel.expert.model_parallel, int(parallel.stages)
-        plan = self.by_hand(
+        plan = self.megatron_plan(
             parts,
             seq_parallel=parallel.expert.seq_parallel,
             vocab_emb_dp=parallel.expert.vocab_emb_dp,
@@ -148,22 +149,26 @@ class GridComparison:
         return parts, plan
 
     def _best_of_grid(
-        self, expert: Alternative, made_plans: dict[GridPoint, Plan]
+        self, expert: Alternative, planned_points: dict[GridPoint, Plan]
     ) -> Iterator[Alternative]:
-        """Yields the fastest plan by hand that fits, which may be the expert's, and the faster ones
-        that do not fit."""
+        """Yield the fastest plan of the grid that fits, then faster ones that do not fit.
+
+        Args:
+            expert: the expert's plan, which is yielded if no plan of the grid is faster.
+            planned_points: plans of the grid that have already been made.
+        """
         micro_batches = self.run.config.parallel.num_micro_batches
         bounds = {
-            parts: least_seconds(self.graph, self.cluster, parts, micro_batches)
+            parts: step_seconds_bound(self.graph, self.cluster, parts, micro_batches)
             for parts in self.grid()
         }
         best, too_large = replace(expert, kind=GRID), list[Alternative]()
-        # Planning takes seconds and the dry run for its memory more, so alternatives are tried in
-        # the order of their lower bounds, until no bound is below the best step time.
+        # Planning takes seconds, and the dry run for the memory takes longer, so points of the grid
+        # are tried in order of their lower bounds, until no bound is below the best step time.
         for parts in sorted(bounds, key=lambda each: bounds[each]):
             if best.fits and bounds[parts] >= best.seconds:
                 break
-            plan = made_plans.get(parts) or self.by_hand(parts)
+            plan = planned_points.get(parts) or self.megatron_plan(parts)
             assert plan.step_time is not None
             if not best.fits or plan.step_time < best.seconds:
                 alternative = self._alternative(GRID, parts, plan)
@@ -175,30 +180,30 @@ class GridComparison:
         yield from (each for each in too_large if each.tokens_per_second > best.tokens_per_second)
 
     def grid(self) -> Iterator[GridPoint]:
-        """Yields the combinations of data, model and pipeline parallelism that divide the model."""
+        """Yield the degrees of data, tensor and pipeline parallelism by which the model divides."""
         for stages in _divisors(self.devices):
             for model in _divisors(self.devices // stages):
                 parts = self.devices // stages // model, model, stages
-                if self.divides(parts):
+                if self.is_divisible_by(parts):
                     yield parts
 
-    def divides(self, parts: GridPoint) -> bool:
-        """Whether micro-batch, sequence, layers and blocks are divisible by `parts`."""
+    def is_divisible_by(self, parts: GridPoint) -> bool:
+        """Whether micro-batch, sequence, layers and blocks are divisible by the degrees `parts`."""
         data, model, stages = parts
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
         pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._schedule)
-        runs = stages == 1 or (
+        can_pipeline = stages == 1 or (
             stages <= min(parallel.num_micro_batches, len(list(paths_of_blocks(self.net))))
             and pipeline.can_run(parallel.num_micro_batches)
         )
         sizes = (size for _, _, size in tensor_parallel_dimensions(self.net))
-        return runs and all(
-            size % by == 0
-            for size, by in ((rows, data), (length, model), *((size, model) for size in sizes))
+        return can_pipeline and all(
+            size % degree == 0
+            for size, degree in ((rows, data), (length, model), *((size, model) for size in sizes))
         )
 
     def automatic(self) -> Plan:
-        """Returns the automatic plan; without the memory limit if no plan fits."""
+        """Return the automatic plan; ignores the memory limit if no plan fits."""
         try:
             return self._plan(self.graph, memory_limit=self.limit)
         except MemoryLimitError:
@@ -212,24 +217,24 @@ class GridComparison:
             stages="auto",
             memory_limit=NO_LIMIT if memory_limit is None else memory_limit,
             on_progress=nested_progress(self.run.on_progress, AUTO),
-            **{**self._common(), "schedule": self.run.config.parallel.schedule},
+            **{**self._shared_options(), "schedule": self.run.config.parallel.schedule},
         )
 
-    def by_hand(
+    def megatron_plan(
         self,
         parts: GridPoint,
         seq_parallel: bool | None = None,
         vocab_emb_dp: bool = False,
         hsdp: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """Plans with data, tensor and pipeline parallelism as in Megatron-LM.
+        """Plan with data, tensor and pipeline parallelism as in Megatron-LM.
 
         Args:
-            parts: sizes of the parallelisms.
-            seq_parallel: whether norms and residuals are sharded along the sequence; by default
-                only with tensor parallelism.
-            vocab_emb_dp: whether the embedding is replicated over tensor parallel devices.
-            hsdp: optimizer parallel; by default that of the configuration.
+            parts: degrees of parallelism.
+            seq_parallel: shard norms and residuals along the sequence; by default only with tensor
+                parallelism.
+            vocab_emb_dp: replicate the embedding over tensor-parallel devices.
+            hsdp: ZeRO settings; by default those of the configuration.
         """
         data, model, stages = parts
         pin_expert(
@@ -248,10 +253,10 @@ class GridComparison:
             memory_limit=NO_LIMIT,
             stage_config=expert_stages(self.net, stages) if stages > 1 else None,
             on_progress=nested_progress(self.run.on_progress, "·".join(map(str, parts))),
-            **{**self._common(), **({} if hsdp is None else {"hsdp": hsdp})},
+            **{**self._shared_options(), **({} if hsdp is None else {"hsdp": hsdp})},
         )
 
-    def _common(self) -> dict[str, Any]:
+    def _shared_options(self) -> dict[str, Any]:
         parallel = self.run.config.parallel
         return {
             "micro_batches": parallel.num_micro_batches,
@@ -261,14 +266,14 @@ class GridComparison:
 
     @property
     def _schedule(self) -> str:
-        """The schedule of plans by hand: the default one if the configuration says `auto`."""
+        """Schedule of Megatron-style plans; the default one if the configuration has `auto`."""
         schedule = self.run.config.parallel.schedule
         return schedule if schedule in SCHEDULES else next(iter(SCHEDULES))
 
     def _alternative(self, kind: str, parts: GridPoint | None, plan: Plan) -> Alternative:
         assert plan.step is not None
-        words = kind if parts is None else "·".join(map(str, parts))
-        self.run.on_progress(f"{words}: memory")
+        phase = kind if parts is None else "·".join(map(str, parts))
+        self.run.on_progress(f"{phase}: memory")
         peak = plan.memory.peak
         return Alternative(
             kind,

@@ -1,4 +1,4 @@
-"""Published training runs by their dimensions, and predictions for them."""
+"""Published training runs described by model dimensions, and predictions for them."""
 
 from __future__ import annotations
 
@@ -31,37 +31,36 @@ from shardwright.text_files import parse_json, read_text, short_repr
 
 aten = torch.ops.aten
 
-LEVELS = {"none": None, "optimizer": "level1", "gradients": "level2", "parameters": "level3"}
-"""Level of optimizer parallel by the state that is sharded over data parallel devices."""
+ZERO_LEVELS = {"none": None, "optimizer": "level1", "gradients": "level2", "parameters": "level3"}
+"""ZeRO level (`hsdp`) by the published name of the state sharded over data-parallel devices."""
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
-LISTS = "rows", "mindformers"
-"""Keys of a file: runs by their dimensions, and runs by a configuration of MindFormers."""
+LIST_KEYS = "rows", "mindformers"
+"""Keys of the lists in a file: runs by model dimensions, and by configuration of MindFormers."""
 
-UNFUSED = ("2104.04473",)
-"""Publications without fused attention: Narayanan et al., 2021 (Megatron-LM)."""
-
+UNFUSED_ATTENTION_SOURCES = ("2104.04473",)
+"""arXiv ids of publications without fused attention: Narayanan et al., 2021 (Megatron-LM)."""
 
 Row = TypeVar("Row", bound=BaseModel)
 
 Hardware = Annotated[str, AfterValidator(lambda name: name.partition(" (")[0])]
-"""The name of a cluster. A remark in parentheses after it is dropped."""
+"""Name of a cluster; a remark in parentheses after the name is dropped."""
 
 
 class MeasuredRun(Protocol):
-    """The properties that all published runs have."""
+    """A published run with measured throughput."""
 
     @property
     def id(self) -> str: ...
 
     @property
     def source(self) -> str:
-        """The publication."""
+        """Title or id of the publication."""
 
     @property
     def hardware(self) -> str:
-        """The name of its cluster."""
+        """Name of the cluster."""
 
     @property
     def devices(self) -> int: ...
@@ -71,48 +70,49 @@ class MeasuredRun(Protocol):
 
     @property
     def memory_gib(self) -> float | None:
-        """Peak memory of a device in GiB, if published."""
+        """Peak memory of a device in GiB; None if not published."""
 
     @property
     def seconds(self) -> float:
-        """Measured step time."""
+        """Measured seconds of a step."""
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
-        """Model FLOPs utilization for a step time in seconds; see `share_of_peak`."""
+        """Return the MFU of a step of `seconds` seconds; see `model_flops_utilization`."""
 
 
 class PlannedMeasurement(Protocol):
-    """A published run with the plan of its publication."""
+    """A published run, planned as its publication describes."""
 
     @property
     def run(self) -> MeasuredRun: ...
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster of the run."""
+        """Cluster on which the run was measured."""
 
     @property
     def memory(self) -> int:
         """Predicted peak bytes per device."""
 
     def seconds(self, cluster: Cluster | None = None) -> float:
-        """Predicted step time, on the cluster of the run or on another."""
+        """Predict the seconds of a step, by default on the cluster of the run."""
 
 
 class PublishedRun(BaseModel, strict=True, frozen=True):
-    """A training run of a language model with published throughput; other keys are ignored.
+    """A training run of a language model with published throughput; unknown keys are ignored.
 
     Args:
-        source: the publication.
-        hidden, layers, heads, kv_heads, ffn, vocab, seq: dimensions of the model, and the length of
-            a sequence in tokens.
+        source: title or id of the publication.
+        hidden, layers, heads, kv_heads, ffn, vocab, seq: dimensions of the model, and tokens per
+            sequence.
         hardware: name of a cluster.
-        data_parallel: replicas of a stage; `sharded` is the state that is sharded over them.
-        micro_batch: sequences of a replica per micro-batch.
+        data_parallel: number of replicas of a stage.
+        sharded: the state that is sharded over the replicas (ZeRO).
+        micro_batch: sequences per micro-batch and replica.
         global_batch: sequences per step.
-        recompute: `selective` recomputes all of a block but attention and every second matrix
-            product, as torchtitan does.
-        memory_gib: peak memory of a device in GiB, if published.
+        recompute: `selective` recomputes all operators of a block except attention and every second
+            matrix product, as torchtitan does.
+        memory_gib: peak memory of a device in GiB; None if not published.
     """
 
     id: str
@@ -141,21 +141,22 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
     memory_gib: Positive | None = None
 
     @model_validator(mode="after")
-    def _agrees(self) -> Self:
+    def _check_sizes_agree(self) -> Self:
         parts = f"{self.data_parallel} · {self.tensor_parallel} · {self.stages}"
         if self.devices != self.data_parallel * self.tensor_parallel * self.stages:
             raise ValueError(
-                f"devices is {self.devices}, not data_parallel · tensor_parallel · stages = {parts}"
+                f"`devices` is {self.devices}, not data_parallel · tensor_parallel · stages ="
+                f" {parts}"
             )
-        together = self.micro_batch * self.data_parallel
-        if self.global_batch % together:
+        samples = self.micro_batch * self.data_parallel
+        if self.global_batch % samples:
             raise ValueError(
-                f"global_batch is {self.global_batch}, which is not a multiple of micro_batch ·"
-                f" data_parallel = {together}"
+                f"`global_batch` is {self.global_batch}, which is not a multiple of micro_batch ·"
+                f" data_parallel = {samples}"
             )
         if self.heads % self.tensor_parallel:
             raise ValueError(
-                f"heads is {self.heads}, which is not a multiple of tensor_parallel ="
+                f"`heads` is {self.heads}, which is not a multiple of tensor_parallel ="
                 f" {self.tensor_parallel}"
             )
         _ = self.sizes
@@ -163,7 +164,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
 
     @property
     def sizes(self) -> Dimensions:
-        """Dimensions of the model. Raises `ConfigError` if they contradict each other."""
+        """Dimensions of the model. Raises ConfigError if they contradict each other."""
         return Dimensions(
             family=self.family,
             hidden_size=self.hidden,
@@ -179,49 +180,48 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster of the run. Raises `ConfigError` if `hardware` is not a cluster."""
+        """Cluster of the run. Raises ConfigError if `hardware` is not a cluster."""
         return cluster_of(self)
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per step."""
+        """Number of micro-batches per step."""
         return self.global_batch // (self.micro_batch * self.data_parallel)
 
     @property
     def seconds(self) -> float:
-        """Measured step time."""
+        """Measured seconds of a step."""
         return self.global_batch * self.seq / self.devices / self.tokens_per_second_per_device
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
-        """Model FLOPs utilization for a step time in seconds; see `share_of_peak`."""
+        """Return the MFU of a step of `seconds` seconds; see `model_flops_utilization`."""
         tokens = self.global_batch * self.seq / self.devices / seconds
-        return share_of_peak(self.sizes, tokens, cluster.device.rates[DTYPES[self.dtype]])
+        return model_flops_utilization(self.sizes, tokens, cluster.device.rates[DTYPES[self.dtype]])
 
 
 def cluster_of(run: MeasuredRun) -> Cluster:
-    """Loads the cluster of a run. Raises `ConfigError` if `hardware` is not a cluster."""
+    """Load the cluster of a run. Raises ConfigError if `hardware` is not a cluster."""
     try:
         return load_cluster(run.hardware)
     except ConfigError as error:
         raise ConfigError(f"row {run.id}: hardware: {error}") from None
 
 
-def check_possible(run: MeasuredRun, cluster: Cluster) -> None:
-    """Raises `ConfigError` if a run was faster than the peak of its cluster."""
-    share = run.utilization(cluster, run.seconds)
-    if share > 1:
+def check_below_peak(run: MeasuredRun, cluster: Cluster) -> None:
+    """Raise ConfigError if a run was faster than the peak of its cluster."""
+    utilization = run.utilization(cluster, run.seconds)
+    if utilization > 1:
         raise ConfigError(
             f"row {run.id}: {run.tokens_per_second_per_device:g} tokens per second and device are"
-            f" {share:.0%} of the peak of {cluster.name}\ncheck the units and `hardware`"
+            f" {utilization:.0%} of the peak of {cluster.name}\ncheck the units and `hardware`"
         )
 
 
-def share_of_peak(sizes: Dimensions, tokens: float, rate: float) -> float:
-    """Model FLOPs utilization (MFU): 6 FLOPs per weight and token plus 12 · layers · hidden · seq
-    for attention, as in PaLM (Chowdhery et al., 2022, appendix B).
+def model_flops_utilization(sizes: Dimensions, tokens: float, rate: float) -> float:
+    """Return the model FLOPs utilization (MFU), as in PaLM (Chowdhery et al., 2022, appendix B).
 
-    Recomputation is not counted. Attention counts as if it were not causal. Of experts, those that
-    process a token count.
+    A token takes 6 FLOPs per weight, plus 12 · layers · hidden · seq for attention. Attention is
+    counted as if it were not causal, experts only if they process the token, recomputation not.
 
     Args:
         tokens: tokens per second and device.
@@ -229,82 +229,101 @@ def share_of_peak(sizes: Dimensions, tokens: float, rate: float) -> float:
     """
     linears = 2 if sizes.family in ("gpt", "pangualpha") else 3
     hidden, layers = sizes.hidden_size, sizes.num_layers
-    grouped = 2 + 2 * sizes.num_kv_heads / sizes.num_heads
+    # Queries and output projection, and keys and values of grouped-query attention.
+    attention = 2 + 2 * sizes.num_kv_heads / sizes.num_heads
     feed_forward = linears * sizes.intermediate_size * sizes.experts_per_token
-    weights = layers * hidden * (grouped * hidden + feed_forward) + sizes.vocab_size * hidden
+    weights = layers * hidden * (attention * hidden + feed_forward) + sizes.vocab_size * hidden
     return tokens * (6 * weights + 12 * layers * hidden * sizes.seq_length) / rate
 
 
 def read_published(file: str | Path) -> list[PublishedRun]:
-    """Reads the list `rows` of a JSON file.
+    """Read the list `rows` of a JSON file.
 
     Raises:
         ConfigError: a key is missing or invalid; the message names the file, the row and the key.
     """
     runs: dict[str, PublishedRun] = {}
-    for number, row in enumerate(rows_of(file, "rows")):
-        where = f"{file}: rows[{number}]"
-        run = validated_row(PublishedRun, row, where)
+    for index, row in enumerate(read_rows(file, "rows")):
+        location = f"{file}: rows[{index}]"
+        run = validate_row(PublishedRun, row, location)
         if run.id in runs:
-            raise ConfigError(f"{where}: another row has the id {run.id!r} too")
+            raise ConfigError(
+                f"{location}: another row has the id {run.id!r}\ngive each row its own id"
+            )
         runs[run.id] = run
     return list(runs.values())
 
 
-def rows_of(file: str | Path, key: str) -> list[Any]:
-    """Reads one of the `LISTS` of a JSON file; empty if the file has only the other one.
+def read_rows(file: str | Path, key: str) -> list[Any]:
+    """Read a list of runs from a JSON file.
+
+    Args:
+        key: one of `LIST_KEYS`. A file that is a list has only `rows`.
+
+    Returns:
+        The entries of the list; [] if the file does not have it.
 
     Raises:
-        ConfigError: the file has no runs.
+        ConfigError: none of the lists has an entry.
     """
     content = parse_json(read_text(file, ConfigError), str(file), ConfigError)
     lists = content if isinstance(content, dict) else {"rows": content}
-    found = {name: lists.get(name, []) for name in LISTS}
-    if not all(isinstance(rows, list) for rows in found.values()) or not any(found.values()):
+    rows_by_key = {name: lists.get(name, []) for name in LIST_KEYS}
+    if not all(isinstance(rows, list) for rows in rows_by_key.values()) or not any(
+        rows_by_key.values()
+    ):
         raise ConfigError(
             f"{file}: expected a mapping with a non-empty list `rows` or `mindformers`"
         )
-    rows: list[Any] = found[key]
+    rows: list[Any] = rows_by_key[key]
     return rows
 
 
-def validated_row(row_type: type[Row], row: Any, where: str) -> Row:
-    """Validates a row. Raises `ConfigError`, which names the key that is missing or invalid."""
+def validate_row(row_type: type[Row], row: Any, location: str) -> Row:
+    """Validate an entry of a list of runs.
+
+    Args:
+        location: file and index of the entry, for error messages.
+
+    Raises:
+        ConfigError: a key is missing or invalid.
+    """
     if isinstance(row, dict) and isinstance(row.get("id"), str):
-        where = f"{where} ({row['id']})"
+        location = f"{location} ({row['id']})"
     try:
         return row_type.model_validate(row)
     except ValidationError as error:
         details = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in details["loc"])
         if details["type"] == "missing":
-            raise ConfigError(f"{where}: {key} is missing") from None
+            raise ConfigError(f"{location}: the key `{key}` is missing") from None
         problem = details["msg"].removeprefix("Value error, ")
         got = f"{key}: {problem}, not {short_repr(details['input'])}" if key else problem
-        raise ConfigError(f"{where}: {got}") from None
+        raise ConfigError(f"{location}: {got}") from None
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A published run with the plan of its publication.
+    """A run described by model dimensions, planned as published.
 
-    The model is captured when first needed, at full size on the meta device.
+    The model is captured on first use, at full size on the meta device.
     """
 
     run: PublishedRun
     cluster: Cluster
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` if the measured throughput is above the peak."""
+        """Raise ConfigError if the measured throughput is above the peak of the cluster."""
         if DTYPES[self.run.dtype] not in self.cluster.device.rates:
             raise ConfigError(
-                f"row {self.run.id}: cluster {self.cluster.name} has no rate for {self.run.dtype}"
+                f"row {self.run.id}: the cluster {self.cluster.name} has no peak rate for"
+                f" {self.run.dtype}"
             )
-        check_possible(self.run, self.cluster)
+        check_below_peak(self.run, self.cluster)
 
     def seconds(self, cluster: Cluster | None = None) -> float:
-        """Predicted step time, on the cluster of the run or on another."""
-        # Published frameworks did not start redistributions early, hence `blocking`.
+        """Predict the seconds of a step, by default on the cluster of the run."""
+        # `blocking`, because published frameworks did not start redistributions early.
         return predict(self.candidate.partitioned, cluster or self.cluster, blocking=True).seconds
 
     @property
@@ -313,33 +332,33 @@ class PlannedRun:
         candidate = self.candidate
         if self.run.recompute != "selective":
             return candidate.memory().peak
-        # Selective recomputation elsewhere saves the block's input and the results of the operators
+        # Selective recomputation in torchtitan saves the block's input and the results of operators
         # that are not recomputed. Ours also saves the inputs of the recomputed segments between
         # them, so memory is predicted with full recomputation plus the saved results.
-        graph, chosen = candidate.model.graph, candidate.decisions
-        blocks = {mark.segment for mark in chosen.recompute.values()}
-        block_ops = {op.name: path for op in graph.ops if (path := _block_of(op, blocks))}
+        graph, decisions = candidate.model.graph, candidate.decisions
+        blocks = {mark.segment for mark in decisions.recompute.values()}
+        block_ops = {op.name: path for op in graph.ops if (path := _enclosing_block(op, blocks))}
         all_recomputed = {name: Recompute(path) for name, path in block_ops.items()}
-        peak = candidate.memory(replace(chosen, recompute=all_recomputed)).peak
+        peak = candidate.memory(replace(decisions, recompute=all_recomputed)).peak
         saved_bytes = sum(
             _result_bytes(graph.by_name[name], candidate)
             for name in block_ops
-            if name not in chosen.recompute
+            if name not in decisions.recompute
         )
         stages = self.run.stages
         return peak + int(saved_bytes / stages * min(stages, self.run.micro_batches))
 
     @cached_property
     def candidate(self) -> Candidate:
-        """The plan. Raises `ConfigError` if the model cannot be sharded as published."""
+        """Plan of the run. Raises ConfigError if the model cannot be sharded as published."""
         try:
-            return self._candidate()
+            return self._plan_as_published()
         except ShardwrightError as error:
             raise ConfigError(f"row {self.run.id}: {error}") from error
 
-    def _candidate(self) -> Candidate:
+    def _plan_as_published(self) -> Candidate:
         run = self.run
-        unfused = any(source in run.source for source in UNFUSED)
+        unfused = any(source in run.source for source in UNFUSED_ATTENTION_SOURCES)
         with torch.device("meta"):
             net = build(run.sizes, attention="explicit" if unfused else "fused")
             batch = example_batch(run.sizes, run.micro_batch * run.data_parallel)
@@ -353,34 +372,38 @@ class PlannedRun:
             model_parallel=run.tensor_parallel,
             seq_parallel=run.sequence_parallel,
         )
-        # float16 takes as long as bfloat16.
-        half = None if run.dtype == "fp32" else torch.bfloat16
-        graph = capture(net, batch, {}, compute_dtype=half)
-        level = LEVELS[run.sharded]
+        # Captured in bfloat16 instead of float16, which has the same rates.
+        autocast_dtype = None if run.dtype == "fp32" else torch.bfloat16
+        graph = capture(net, batch, {}, compute_dtype=autocast_dtype)
+        level = ZERO_LEVELS[run.sharded]
         options = PlanOptions(
             devices=run.devices,
             mode="sharding_propagation",
             cluster=self.cluster,
             stage_config=expert_stages(net, run.stages) if run.stages > 1 else None,
             micro_batches=run.micro_batches,
-            compute_dtype=None if half is None else "bfloat16",
+            compute_dtype=None if autocast_dtype is None else "bfloat16",
             hsdp=None if level is None else {"level": level},
         )
         names = tuple(name for name, _ in net.named_modules())
-        decided = candidates(CapturedModel(graph, pins_of(graph), names, True), options)
-        candidate = decided[0].aligned
+        searched = candidates(CapturedModel(graph, pins_of(graph), names, True), options)
+        candidate = searched[0].aligned
         if run.recompute != "selective":
             return candidate
-        marks = dict(_selective(graph, blocks))
-        return replace(candidate, decisions=replace(candidate.decisions, recompute=marks))
+        recompute_marks = dict(_selectively_recomputed(graph, blocks))
+        return replace(candidate, decisions=replace(candidate.decisions, recompute=recompute_marks))
 
 
-def _selective(graph: Graph, blocks: Collection[str]) -> Iterator[tuple[str, Recompute]]:
-    """Yields the operators that torchtitan's selective checkpointing recomputes: of each block all
-    but attention and every second matrix product."""
+def _selectively_recomputed(
+    graph: Graph, blocks: Collection[str]
+) -> Iterator[tuple[str, Recompute]]:
+    """Yield operators that torchtitan's selective checkpointing recomputes, with their segment.
+
+    These are all operators of a block except attention and every second matrix product.
+    """
     products = dict.fromkeys(blocks, 0)
     for op in graph.ops:
-        block = _block_of(op, blocks)
+        block = _enclosing_block(op, blocks)
         if block is None or op.target is aten.scaled_dot_product_attention.default:
             continue
         if op.target is aten.linear.default:
@@ -391,15 +414,15 @@ def _selective(graph: Graph, blocks: Collection[str]) -> Iterator[tuple[str, Rec
 
 
 def _result_bytes(op: Op, candidate: Candidate) -> float:
-    """Bytes of the result of `op` on one device."""
+    """Return the bytes of the result of `op` on one device."""
     rule = rule_of(op)
     assert rule is not None
-    parts = rule.shard_counts(candidate.mesh, candidate.decisions.cuts.get(op.name, {}))
-    named = (parts[factor] for factor in rule.outputs[0] if factor is not None)
-    return op.output.numel * op.output.itemsize / prod(named)
+    shard_counts = rule.shard_counts(candidate.mesh, candidate.decisions.cuts.get(op.name, {}))
+    output_counts = (shard_counts[factor] for factor in rule.outputs[0] if factor is not None)
+    return op.output.numel * op.output.itemsize / prod(output_counts)
 
 
-def _block_of(op: Op, blocks: Collection[str]) -> str | None:
+def _enclosing_block(op: Op, blocks: Collection[str]) -> str | None:
     parts = op.module.split(".")
     paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return next((path for path in paths if path in blocks), None)

@@ -1,4 +1,4 @@
-"""Published training runs by a configuration of MindFormers, and predictions for them."""
+"""Published training runs described by MindFormers files, and predictions for them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from shardwright.tools.compare.published import (
     PlannedMeasurement,
     PlannedRun,
     PublishedRun,
-    check_possible,
+    check_below_peak,
     cluster_of,
+    model_flops_utilization,
     read_published,
-    rows_of,
-    share_of_peak,
-    validated_row,
+    read_rows,
+    validate_row,
 )
 
-RATE = "bfloat16"
-"""Key of the peak rate; float16 takes as long as bfloat16."""
+RATE_DTYPE = "bfloat16"
+"""Dtype whose peak rate is used for all runs; float16, also found in files, has the same rate."""
 
 
 class ConfigurationRow(BaseModel, strict=True, frozen=True):
-    """A run with a configuration file; other keys are ignored.
+    """Published throughput of a configuration file; unknown keys are ignored.
 
     Args:
-        file: the name of the configuration. The file is next to the list of runs or in the folder
-            `mindformers` there, where its name may have a folder as prefix: `folder__file.yaml`.
+        file: name of the configuration file, which lies next to the list of runs or below its
+            subfolder `mindformers`, there also with a prefix: `folder__file.yaml`.
     """
 
     file: str
@@ -52,7 +52,12 @@ class ConfigurationRow(BaseModel, strict=True, frozen=True):
 
 @dataclass(frozen=True)
 class ConfiguredRun:
-    """A published run with its configuration."""
+    """A published run with its configuration.
+
+    Args:
+        configuration: the run in Shardwright's terms.
+        mindformers_run: the parsed configuration file.
+    """
 
     id: str
     source: str
@@ -61,39 +66,41 @@ class ConfiguredRun:
     tokens_per_second_per_device: float
     memory_gib: float | None
     configuration: Run
-    language: MindFormersRun
+    mindformers_run: MindFormersRun
 
     @property
     def tokens(self) -> float:
-        """Tokens per step and device."""
-        batch = self.language.batch.global_batch(self.devices)
-        return batch * self.language.model.sizes.seq_length / self.devices
+        """Number of tokens per step and device."""
+        batch = self.mindformers_run.batch.global_batch(self.devices)
+        return batch * self.mindformers_run.model.sizes.seq_length / self.devices
 
     @property
     def seconds(self) -> float:
-        """Measured step time."""
+        """Measured seconds of a step."""
         return self.tokens / self.tokens_per_second_per_device
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
-        """Model FLOPs utilization for a step time in seconds; see `share_of_peak`."""
+        """Return the MFU of a step of `seconds` seconds; see `model_flops_utilization`."""
         tokens = self.tokens / seconds
-        return share_of_peak(self.language.model.sizes, tokens, cluster.device.rates[RATE])
+        return model_flops_utilization(
+            self.mindformers_run.model.sizes, tokens, cluster.device.rates[RATE_DTYPE]
+        )
 
 
 @dataclass(frozen=True)
 class PlannedConfiguration:
-    """A published run with the plan of its configuration, without a memory limit."""
+    """A run described by a configuration file, planned as configured, without a memory limit."""
 
     run: ConfiguredRun
     cluster: Cluster
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` if the measured throughput is above the peak."""
-        check_possible(self.run, self.cluster)
+        """Raise ConfigError if the measured throughput is above the peak of the cluster."""
+        check_below_peak(self.run, self.cluster)
 
     def seconds(self, cluster: Cluster | None = None) -> float:
-        """Predicted step time, on the cluster of the run or on another."""
-        # MindFormers did not start redistributions early, hence `blocking`.
+        """Predict the seconds of a step, by default on the cluster of the run."""
+        # `blocking`, because MindFormers did not start redistributions early.
         return predict(self.plan.partitioned, cluster or self.cluster, blocking=True).seconds
 
     @property
@@ -103,7 +110,7 @@ class PlannedConfiguration:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan. Raises `ConfigError` if the model cannot be sharded as configured."""
+        """Plan of the run. Raises ConfigError if the model cannot be sharded as configured."""
         try:
             model, graph = self.run.configuration.capture()
             return self.run.configuration.plan_graph(
@@ -114,20 +121,21 @@ class PlannedConfiguration:
 
 
 def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, str]]:
-    """Reads the list `mindformers` of a JSON file.
+    """Read the list `mindformers` of a JSON file.
 
     Returns:
-        The runs, and for each run whose configuration is missing or not supported the reason.
+        The runs, and the reasons why runs are left out, by file name: a configuration that is
+        missing or not supported.
 
     Raises:
         ConfigError: a key is missing or invalid; the message names the file, the row and the key.
     """
     runs: list[ConfiguredRun] = []
     left_out: dict[str, str] = {}
-    for number, content in enumerate(rows_of(file, "mindformers")):
-        row = validated_row(ConfigurationRow, content, f"{file}: mindformers[{number}]")
+    for index, content in enumerate(read_rows(file, "mindformers")):
+        row = validate_row(ConfigurationRow, content, f"{file}: mindformers[{index}]")
         try:
-            runs.append(_configured(row, Path(file).parent))
+            runs.append(_read_configured_run(row, Path(file).parent))
         except ConfigError as error:
             left_out[row.file] = one_line(error)
     return runs, left_out
@@ -136,53 +144,55 @@ def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, st
 def planned_runs(
     file: str | Path, cluster: Cluster | None = None
 ) -> tuple[list[PlannedMeasurement], dict[str, str]]:
-    """Reads all runs of a file. Each is planned when first needed.
+    """Read the runs of a JSON file; each is planned on first use.
 
     Args:
-        cluster: selects the runs on this cluster; by default all, each on its own.
+        cluster: reads only runs on this cluster; by default all runs, each on its own cluster.
 
     Returns:
-        The runs, those by dimensions first, and for each run that is left out the reason.
+        The runs, those of `rows` first, and the reasons why runs are left out, by file name.
 
     Raises:
         ConfigError: the file is invalid, no run is on the cluster, or a run was faster than the
-            peak of its hardware.
+            peak of its cluster.
     """
     configured, left_out = read_configured(file)
     all_runs: list[PublishedRun | ConfiguredRun] = [*read_published(file), *configured]
     if not all_runs:
         raise ConfigError("; ".join(left_out.values()))
-    chosen = [run for run in all_runs if cluster is None or run.hardware == cluster.name]
-    if cluster is not None and not chosen:
-        others = ", ".join(sorted({run.hardware for run in all_runs}))
-        why = "".join(f"; left out: {each}" for each in left_out.values())
-        raise ConfigError(f"no run is on {cluster.name}\nclusters of the file: {others}{why}")
-    return [_planned(run, cluster or cluster_of(run)) for run in chosen], left_out
+    selected = [run for run in all_runs if cluster is None or run.hardware == cluster.name]
+    if cluster is not None and not selected:
+        clusters = ", ".join(sorted({run.hardware for run in all_runs}))
+        reasons = "".join(f"; left out: {each}" for each in left_out.values())
+        raise ConfigError(
+            f"{file}: no run is on the cluster {cluster.name}\nuse one of {clusters}{reasons}"
+        )
+    return [_planned_measurement(run, cluster or cluster_of(run)) for run in selected], left_out
 
 
-def _planned(run: PublishedRun | ConfiguredRun, cluster: Cluster) -> PlannedMeasurement:
+def _planned_measurement(run: PublishedRun | ConfiguredRun, cluster: Cluster) -> PlannedMeasurement:
     if isinstance(run, ConfiguredRun):
         return PlannedConfiguration(run, cluster)
     return PlannedRun(run, cluster)
 
 
-def _configured(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
-    path = next(_paths_of(row.file, folder), None)
+def _read_configured_run(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
+    path = next(_candidate_paths(row.file, folder), None)
     if path is None:
-        raise ConfigError(f"{row.file}: no such file in {folder} or {folder / 'mindformers'}")
+        raise ConfigError(f"{row.file}: no such file in {folder} or below {folder / 'mindformers'}")
     configuration = Run.from_file(path).for_devices(row.devices)
     if not isinstance(configuration.foreign, MindFormersRun):
         raise ConfigError(f"{row.file}: not a configuration of MindFormers")
     figures = row.model_dump(exclude={"file"})
     return ConfiguredRun(
-        path.stem, **figures, configuration=configuration, language=configuration.foreign
+        path.stem, **figures, configuration=configuration, mindformers_run=configuration.foreign
     )
 
 
-def _paths_of(name: str, folder: Path) -> Iterator[Path]:
-    """Yields the paths where a configuration of that name is, best first."""
+def _candidate_paths(name: str, folder: Path) -> Iterator[Path]:
+    """Yield the existing paths of a configuration file, in order of preference."""
     if (folder / name).is_file():
         yield folder / name
-    inside = sorted((folder / "mindformers").rglob("*.yaml"))
-    yield from (path for path in inside if path.name == name)
-    yield from (path for path in inside if path.name.endswith(f"__{name}"))
+    subfolder_files = sorted((folder / "mindformers").rglob("*.yaml"))
+    yield from (path for path in subfolder_files if path.name == name)
+    yield from (path for path in subfolder_files if path.name.endswith(f"__{name}"))

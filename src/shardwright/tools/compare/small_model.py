@@ -18,16 +18,16 @@ from shardwright.models.build import build, example_batch
 from shardwright.models.expert_sharding import expert_stages, paths_of_blocks, pin_expert
 from shardwright.models.sizes import Dimensions
 
-LAYERS = MOST_STAGES = 2
-FEWEST_HEADS = MOST_TENSOR_PARALLEL = 8
+LAYERS = MAX_STAGES = 2
+MIN_HEADS = MAX_TENSOR_PARALLEL = 8
 
 
 @dataclass(frozen=True)
-class Division:
-    """A sharding of the model.
+class SmallSharding:
+    """A measured sharding of the small model.
 
     Args:
-        data, tensor, stages: sizes of data, tensor and pipeline parallelism.
+        data, tensor, stages: degrees of data, tensor and pipeline parallelism.
         sharded: whether parameters are stored sharded (FSDP).
         recomputed: whether all blocks are recomputed in the backward pass.
     """
@@ -49,34 +49,37 @@ class Division:
         return self.micro_batches * self.devices
 
 
-def divisions(processes: int) -> tuple[Division, ...]:
-    """Returns the measured shardings: one device per replica, data parallelism also with FSDP and
-    recomputation, tensor parallelism, stages, and their combinations."""
-    mixed = [
-        Division(processes // stages // tensor, tensor, stages)
-        for stages in range(1, MOST_STAGES + 1)
-        for tensor in range(1, MOST_TENSOR_PARALLEL + 1)
+def shardings(processes: int) -> tuple[SmallSharding, ...]:
+    """Return the shardings to measure with `processes` processes.
+
+    These are replicas on one device each, with and without recomputation, data parallelism with
+    FSDP and with recomputation, and all combinations of data, tensor and pipeline parallelism.
+    """
+    combinations = [
+        SmallSharding(processes // stages // tensor, tensor, stages)
+        for stages in range(1, MAX_STAGES + 1)
+        for tensor in range(1, MAX_TENSOR_PARALLEL + 1)
         if processes % (stages * tensor) == 0
     ]
-    last = mixed[-1]
+    last = combinations[-1]
     return (
-        Division(1),
-        Division(1, recomputed=True),
-        Division(processes, sharded=True),
-        Division(processes, recomputed=True),
-        *mixed,
+        SmallSharding(1),
+        SmallSharding(1, recomputed=True),
+        SmallSharding(processes, sharded=True),
+        SmallSharding(processes, recomputed=True),
+        *combinations,
         # More micro-batches distinguish the overhead of a pass from that of a step.
-        Division(last.data, last.tensor, last.stages, micro_batches=6),
+        SmallSharding(last.data, last.tensor, last.stages, micro_batches=6),
     )
 
 
 class SmallModel:
-    """The small model, trained by all processes of the running process group together."""
+    """Builds and trains a small language model on all processes of the process group."""
 
     def __init__(self, processes: int) -> None:
-        self.processes, self.divisions = processes, divisions(processes)
-        most = max(each.tensor for each in self.divisions)
-        heads = most * ceil(FEWEST_HEADS / most)
+        self.processes, self.shardings = processes, shardings(processes)
+        max_tensor_parallel = max(each.tensor for each in self.shardings)
+        heads = max_tensor_parallel * ceil(MIN_HEADS / max_tensor_parallel)
         self.sizes = Dimensions(
             family="baichuan1",
             hidden_size=8 * heads,
@@ -89,38 +92,38 @@ class SmallModel:
             norm_eps=1e-5,
         )
 
-    def pinned(self, division: Division) -> nn.Module:
-        """Builds the model with pins and recomputation for a division."""
+    def build_pinned(self, sharding: SmallSharding) -> nn.Module:
+        """Build the model with the pins and the recomputation of a sharding."""
         net = build(self.sizes)
         pin_expert(
             net,
-            data_parallel=division.data,
-            model_parallel=division.tensor,
-            seq_parallel=division.tensor > 1,
+            data_parallel=sharding.data,
+            model_parallel=sharding.tensor,
+            seq_parallel=sharding.tensor > 1,
         )
-        for path in paths_of_blocks(net) if division.recomputed else ():
+        for path in paths_of_blocks(net) if sharding.recomputed else ():
             recompute(net.get_submodule(path))
         return net
 
-    def divided(self, division: Division, cluster: Cluster) -> SmallTraining:
-        """Plans and parallelizes the model."""
+    def prepare_training(self, sharding: SmallSharding, cluster: Cluster) -> SmallTraining:
+        """Plan and parallelize the model."""
         torch.manual_seed(0)  # All processes need the same batch.
-        net = self.pinned(division)
-        batch = example_batch(self.sizes, division.samples)
-        stages = expert_stages(net, division.stages) if division.stages > 1 else None
-        decided = plan(
+        net = self.build_pinned(sharding)
+        batch = example_batch(self.sizes, sharding.samples)
+        stages = expert_stages(net, sharding.stages) if sharding.stages > 1 else None
+        parallel_plan = plan(
             net,
             batch,
-            devices=division.devices,
+            devices=sharding.devices,
             mode="sharding_propagation",
             cluster=cluster,
-            micro_batches=division.micro_batches,
+            micro_batches=sharding.micro_batches,
             stage_config=stages,
-            hsdp={"level": "level3", "threshold": 0} if division.sharded else None,
+            hsdp={"level": "level3", "threshold": 0} if sharding.sharded else None,
         )
-        module = parallelize(net, decided)
+        module = parallelize(net, parallel_plan)
         assert isinstance(module, ParallelModule)
-        return SmallTraining(decided, module, batch)
+        return SmallTraining(parallel_plan, module, batch)
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class SmallTraining:
         return torch.optim.AdamW(self.module.parameters())
 
     def step(self) -> None:
-        """Runs forward, backward and the optimizer's update."""
+        """Run forward, backward and optimizer step."""
         self.module.train_step(*self.batch)
         self.optimizer.step()
         self.optimizer.zero_grad()

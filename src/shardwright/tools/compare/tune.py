@@ -16,10 +16,10 @@ from shardwright.errors import ConfigError
 from shardwright.progress import nested_progress
 from shardwright.run.config import Run
 
-MODE = "recursive_programming"
+TUNED_MODE = "recursive_programming"
 
 UNLIMITED = {"memory_limit": NO_LIMIT, "recompute": None, "suggest_stages": False}
-"""Options that prevent plan changes other than those caused by `mem_coeff`."""
+"""Options that turn off decisions other than those that depend on `mem_coeff`."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Trial:
 
     Args:
         plan: number of the plan, from 1; equal plans have equal numbers.
-        stages: pipeline stages.
-        cuts: for each main operator, the number of shards of each factor; empty if replicated.
-        bytes: bytes that a device sends in a step.
+        stages: number of pipeline stages.
+        cuts: numbers of shards by factor, by main operator; empty for a replicated operator.
+        bytes: bytes sent per device and step.
         memory: predicted peak bytes per device.
         seconds: predicted step time; None without a cluster.
         fits: whether `memory` is within the limit.
@@ -46,8 +46,8 @@ class Trial:
     fits: bool
 
     @property
-    def operators_cut(self) -> int:
-        """The number of main operators that are sharded."""
+    def num_sharded_ops(self) -> int:
+        """Number of main operators that are sharded."""
         return sum(bool(cut) for cut in self.cuts.values())
 
 
@@ -57,8 +57,8 @@ class Tuning:
 
     Args:
         limit: memory limit in bytes per device; None without a limit.
-        break_evens: for each main operator with a weight, the value above which the symbolic search
-            shards its batch instead of replicating it.
+        break_evens: for each main operator with a weight, the value of `mem_coeff` above which the
+            symbolic search shards its batch dimension instead of replicating it.
     """
 
     devices: int
@@ -75,65 +75,70 @@ class Tuning:
         go to the smallest value.
         """
 
-        def order(trial: Trial) -> tuple[float, float]:
-            first = -trial.operators_cut if trial.seconds is None else trial.seconds
-            return first, trial.mem_coeff
+        def sort_key(trial: Trial) -> tuple[float, float]:
+            cost = -trial.num_sharded_ops if trial.seconds is None else trial.seconds
+            return cost, trial.mem_coeff
 
-        return min((trial for trial in self.trials if trial.fits), key=order, default=None)
+        return min((trial for trial in self.trials if trial.fits), key=sort_key, default=None)
 
 
 def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COEFFS) -> Tuning:
-    """Plans the model of a configuration with each of `mem_coeffs`.
+    """Plan the model of a configuration with each of `mem_coeffs`.
 
     The memory limit, from the configuration or the cluster's devices, only decides which plans fit:
     plans are not changed to fit it.
 
     Raises:
-        ConfigError: the configuration's mode has no `mem_coeff`.
+        ConfigError: the configuration's mode does not use `mem_coeff`.
         ShardwrightError: the model cannot be planned.
     """
     run = run.for_devices(devices).with_micro_batches(devices)
     parallel = run.config.parallel
-    if parallel.mode != MODE:
-        raise ConfigError(f"parallel.mode: {parallel.mode} has no mem_coeff\nvalid is {MODE}")
+    if parallel.mode != TUNED_MODE:
+        raise ConfigError(
+            f"parallel.mode: {parallel.mode} does not use `mem_coeff`\n"
+            f"set `parallel.mode: {TUNED_MODE}`"
+        )
     model, graph = run.capture()
-    main = main_operators(graph)
-    limit = _limit(run)
-    plans, needs = [], []
-    for done, each in enumerate(mem_coeffs):
-        report = nested_progress(run.on_progress, f"mem_coeff {each:g}", done, len(mem_coeffs))
+    main_ops = main_operators(graph)
+    limit = _memory_limit(run)
+    plans, peaks = [], []
+    for index, each in enumerate(mem_coeffs):
+        report = nested_progress(run.on_progress, f"mem_coeff {each:g}", index, len(mem_coeffs))
         changes = {"mem_coeff": each, **UNLIMITED, "on_progress": report}
         plans.append(run.plan_graph(model, graph, devices, **changes))
         report("memory")
-        needs.append(plans[-1].memory.peak)
-    cuts = [_cuts(plan, main) for plan in plans]
-    kinds = [(plan.pipeline.stages, cut) for plan, cut in zip(plans, cuts, strict=True)]
-    distinct = [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
+        peaks.append(plans[-1].memory.peak)
+    cuts = [_shard_counts(plan, main_ops) for plan in plans]
+    decisions = [(plan.pipeline.stages, cut) for plan, cut in zip(plans, cuts, strict=True)]
+    distinct_decisions = [
+        decision for index, decision in enumerate(decisions) if decision not in decisions[:index]
+    ]
     trials = [
         Trial(
             each,
-            distinct.index(kind) + 1,
+            distinct_decisions.index(decision) + 1,
             plan.pipeline.stages,
-            kind[1],
+            decision[1],
             plan.bytes,
             peak,
             plan.step_time,
             limit is None or peak <= limit,
         )
-        for each, plan, peak, kind in zip(mem_coeffs, plans, needs, kinds, strict=True)
+        for each, plan, peak, decision in zip(mem_coeffs, plans, peaks, decisions, strict=True)
     ]
-    evens = break_evens(graph, prime_mesh(plans[0].mesh.num_devices))
-    return Tuning(devices, parallel.cluster, limit, tuple(trials), evens)
+    values = break_evens(graph, prime_mesh(plans[0].mesh.num_devices))
+    return Tuning(devices, parallel.cluster, limit, tuple(trials), values)
 
 
-def _limit(run: Run) -> int | None:
+def _memory_limit(run: Run) -> int | None:
     parallel = run.config.parallel
     if parallel.memory_limit is not None:
         return parse_bytes(parallel.memory_limit)
     return None if run.cluster is None else int(load_cluster(run.cluster).device.memory)
 
 
-def _cuts(plan: Plan, main: Sequence[str]) -> dict[str, dict[str, int]]:
+def _shard_counts(plan: Plan, main_ops: Sequence[str]) -> dict[str, dict[str, int]]:
     sizes = plan.mesh.device_matrix
     return {
         name: {
@@ -141,5 +146,5 @@ def _cuts(plan: Plan, main: Sequence[str]) -> dict[str, dict[str, int]]:
             for factor, axes in plan.cuts.get(name, {}).items()
             if axes
         }
-        for name in main
+        for name in main_ops
     }

@@ -1,4 +1,4 @@
-"""The process that measures training steps of plans, which take turns."""
+"""The process that measures training steps of plans in turn."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from shardwright.run.config.run import Run
 from shardwright.run.config.schema import RecomputeSection
 from shardwright.run.launch.process_group import World, process_group
 
-WARM_UP = 2
-"""Steps of each plan before the timed ones, which allocate buffers and open connections."""
+WARM_UP_STEPS = 2
+"""Untimed steps of each plan, which allocate buffers and open connections."""
 
-BATCH, MICRO_BATCHES = 16, 2
-"""Samples per step, and micro-batches: two, so that two stages overlap."""
+BATCH_SIZE, MICRO_BATCHES = 16, 2
+"""Samples per step; micro-batches per step, two, so that two stages overlap."""
 
 
 @dataclass(frozen=True)
 class MeasureOrder:
-    """The plans of one model to be measured.
+    """The plans of one model to measure.
 
     Args:
-        config: the expert configuration, whose tiny variant is trained.
-        graph: file of the captured graph.
-        plans: file of the plan of each alternative.
+        config: path of the expert configuration, whose tiny variant is trained.
+        graph: path of the captured graph.
+        plans: path of the plan, by name of the alternatives.
         rounds: timed steps of each plan.
     """
 
@@ -50,10 +50,13 @@ class MeasureOrder:
 
 
 def measure(order: MeasureOrder, world: World, device: torch.device) -> list[list[float]]:
-    """Measures for each plan the seconds of its steps on the slowest process.
+    """Return the seconds of each plan's steps on the slowest process.
 
     The plans take turns, each round in another order, so that other load on the machine affects all
     of them equally.
+
+    Raises:
+        PlanError: a plan cannot run.
     """
     run = tiny_run(Run.from_file(order.config), world.size)
     graph = loads(Path(order.graph).read_bytes())
@@ -62,59 +65,59 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
     for name, file in order.plans.items():
         plan = replace(Plan.load(file), graph=graph)
         try:
-            step = _step(run, plan, next(batches), device)
-            for _ in range(WARM_UP):
+            step = _training_step(run, plan, next(batches), device)
+            for _ in range(WARM_UP_STEPS):
                 step()
         except ShardwrightError as error:
             raise PlanError(f"{order.config}: {name} cannot run: {error}") from error
         steps.append(step)
     seconds: list[list[float]] = [[] for _ in steps]
-    for number in range(order.rounds):
-        for plan_index in in_turn(len(steps), number):
-            seconds[plan_index].append(_seconds(steps[plan_index]))
+    for round_index in range(order.rounds):
+        for plan_index in plan_order(len(steps), round_index):
+            seconds[plan_index].append(_slowest_seconds(steps[plan_index]))
     return seconds
 
 
-def _step(
+def _training_step(
     run: Run, plan: Plan, batch: Sequence[Tensor], device: torch.device
 ) -> Callable[[], object]:
-    """Returns the training step of a plan, as the command `train` runs it."""
+    """Return a function that runs a training step of a plan, as the command `train` does."""
     net = parallelize(run.model(), plan, device)
     assert isinstance(net, ParallelModule)
     optimizer = run.optimizer(net.parameters())
-    here = [tensor.to(device) for tensor in batch]
+    local_batch = [tensor.to(device) for tensor in batch]
 
     def step() -> None:
-        net.train_step(*here)
+        net.train_step(*local_batch)
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def in_turn(count: int, number: int) -> list[int]:
-    """Returns the order of `count` plans in a round.
+def plan_order(num_plans: int, round_index: int) -> list[int]:
+    """Return the order of the plans in a round, as indices.
 
     Each round begins with the next plan; odd rounds go backwards.
     """
-    step = -1 if number % 2 else 1
-    return [(number + step * plan_index) % count for plan_index in range(count)]
+    step = -1 if round_index % 2 else 1
+    return [(round_index + step * index) % num_plans for index in range(num_plans)]
 
 
-def _seconds(step: Callable[[], object]) -> float:
-    """Seconds of a step on the slowest process."""
-    step()  # As in training, the timed step follows a step of the same plan.
+def _slowest_seconds(step: Callable[[], object]) -> float:
+    """Return the seconds of a step on the slowest process."""
+    step()  # Untimed: as in training, the timed step follows a step of the same plan.
     dist.barrier()
     started = time.perf_counter()
     step()
-    taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 @record
 def run_worker(request: str, result: str) -> None:
-    """Measures the `MeasureOrder` in the file `request`; rank 0 writes the seconds to `result`."""
+    """Run the `MeasureOrder` in the file `request`; rank 0 writes the seconds to `result`."""
     order = MeasureOrder(**json.loads(Path(request).read_text(encoding="utf-8")))
     world = World.from_environment()
     with process_group(world) as device:
@@ -124,15 +127,15 @@ def run_worker(request: str, result: str) -> None:
 
 
 def tiny_run(run: Run, devices: int) -> Run:
-    """Scales an expert configuration down to its tiny variant, in float32 on the built-in text.
+    """Scale an expert configuration down to its tiny variant, in float32 on the built-in text.
 
-    It has at most as many stages as blocks, the model parallelism of the configuration if it
-    divides the devices of a stage, and data parallelism over the rest. If the configuration shards
-    optimizer state, all parameters are sharded.
+    The numbers of stages and of tensor-parallel devices are those of the configuration, reduced to
+    divisors of `devices` that the tiny model allows; the rest is data parallelism. If the
+    configuration shards optimizer state, parameters of every size are sharded.
 
     Args:
         run: the run of an expert configuration.
-        devices: the number of devices.
+        devices: number of devices.
 
     Raises:
         ConfigError: the micro-batch is not divisible by the data parallelism.
@@ -143,20 +146,20 @@ def tiny_run(run: Run, devices: int) -> Run:
     tiny = large.tiny()
     stages = _largest_divisor(int(parallel.stages), tiny.num_layers, devices)
     model = _largest_divisor(parallel.expert.model_parallel, tiny.num_kv_heads, devices // stages)
-    data, rows = devices // stages // model, BATCH // MICRO_BATCHES
+    data, rows = devices // stages // model, BATCH_SIZE // MICRO_BATCHES
     if rows % data:
         raise ConfigError(
             f"devices={devices}: the micro-batch of the tiny variant has {rows} samples, which"
-            f" are not divisible by {data} (data parallelism)\nvalid numbers of devices are 2, 4, 8"
+            f" are not divisible by {data} (data parallelism)\nuse 2, 4 or 8 devices"
         )
     expert = parallel.expert.model_copy(update={"data_parallel": data, "model_parallel": model})
-    # Parameters of the tiny variant are below the default threshold.
+    # All parameters of the tiny variant are smaller than the default threshold.
     every_size = {"threshold": 0}
     config = run.config.model_copy(
         update={
             "model": run.config.model.model_copy(update={"sizes": vars(tiny)}),
             "data": run.config.data.model_copy(
-                update={"seq_length": tiny.seq_length, "batch_size": BATCH, "path": None}
+                update={"seq_length": tiny.seq_length, "batch_size": BATCH_SIZE, "path": None}
             ),
             "parallel": parallel.model_copy(
                 update={
@@ -164,7 +167,9 @@ def tiny_run(run: Run, devices: int) -> Run:
                     "stages": stages,
                     "micro_batches": MICRO_BATCHES,
                     "hsdp": parallel.hsdp and parallel.hsdp.model_copy(update=every_size),
-                    "recompute": _for_fewer(parallel.recompute, large.num_layers, tiny.num_layers),
+                    "recompute": _scale_recomputed_blocks(
+                        parallel.recompute, large.num_layers, tiny.num_layers
+                    ),
                     "compute_dtype": None,
                     "memory_limit": None,
                 }
@@ -175,25 +180,24 @@ def tiny_run(run: Run, devices: int) -> Run:
     return replace(run, config=config)
 
 
-def _for_fewer(
-    recompute: RecomputeSection | None, layers: int, fewer: int
+def _scale_recomputed_blocks(
+    recompute: RecomputeSection | None, layers: int, tiny_layers: int
 ) -> RecomputeSection | None:
-    """Scales recomputed blocks down to a model of fewer layers, where layer i is like layer
-    i · layers / fewer of the full model."""
+    """Map recomputed blocks to a tiny model, whose layer i is layer i · layers / tiny_layers."""
     if recompute is None:
         return None
 
-    def of_fewer(blocks: Collection[int] | None) -> list[int] | None:
+    def scale(blocks: Collection[int] | None) -> list[int] | None:
         if blocks is None:
             return None
-        return [number for number in range(fewer) if number * layers // fewer in blocks]
+        return [block for block in range(tiny_layers) if block * layers // tiny_layers in blocks]
 
-    chosen = {key: of_fewer(getattr(recompute, key)) for key in ("blocks", "whole_blocks")}
-    return recompute.model_copy(update=chosen)
+    changes = {key: scale(getattr(recompute, key)) for key in ("blocks", "whole_blocks")}
+    return recompute.model_copy(update=changes)
 
 
 def _largest_divisor(preferred: int, limit: int, devices: int) -> int:
-    """Returns the largest divisor of `devices` up to `preferred` and `limit`."""
+    """Return the largest divisor of `devices` that is at most `preferred` and `limit`."""
     return max(n for n in range(1, min(preferred, limit, devices) + 1) if devices % n == 0)
 
 

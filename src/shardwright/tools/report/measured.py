@@ -11,53 +11,62 @@ from shardwright.core.cost.time_parts import COMMUNICATION, COMPUTATION, WAITING
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.measured import EXPOSED, Measured, MeasuredRank
 from shardwright.core.plan.rows import seconds_text
-from shardwright.tools.report.page import Chart, Stack, stacked
+from shardwright.tools.report.page import Chart, Stack, stack_bars
 
-BETWEEN = "between operators"
-KINDS = (*COMPUTATION, EXPOSED, WAITING, BETWEEN)
+BETWEEN_OPERATORS = "between operators"
+KINDS = (*COMPUTATION, EXPOSED, WAITING, BETWEEN_OPERATORS)
 
 MAX_RANKS = 16
+"""Number of ranks in the table of memory and step times."""
 
 
 def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
-    """The time of a step by kind of work, predicted and measured."""
-    stage, ranks = _busiest(measured)
+    """Return the chart of a step's time by kind of work, predicted and measured."""
+    stage, ranks = _busiest_stage(measured)
     seconds = fmean(rank.seconds for rank in ranks)
     kinds = {kind: fmean(rank.kinds.get(kind, 0.0) for rank in ranks) for kind in KINDS}
-    kinds[BETWEEN] = max(0.0, seconds - sum(kinds.values()))
-    planned = _predicted_seconds(plan)
-    whole = max(seconds, sum(planned.values())) or 1.0
-    sides = [("predicted", planned)] if planned else []
-    rows = tuple(_stack(name, side, whole) for name, side in (*sides, ("measured", kinds)))
+    kinds[BETWEEN_OPERATORS] = max(0.0, seconds - sum(kinds.values()))
+    predicted_kinds = _predicted_seconds(plan)
+    longest = max(seconds, sum(predicted_kinds.values())) or 1.0
+    predicted_rows = [("predicted", predicted_kinds)] if predicted_kinds else []
+    rows = tuple(
+        _kinds_stack(name, row_kinds, longest)
+        for name, row_kinds in (*predicted_rows, ("measured", kinds))
+    )
     step = None if plan.step is None else plan.step.seconds
     table = [_comparison_cells("step", step, seconds)]
     for kind in KINDS:
-        if kinds[kind] or planned.get(kind):
-            predicted = None if not planned or kind == BETWEEN else planned.get(kind, 0.0)
+        if kinds[kind] or predicted_kinds.get(kind):
+            predicted = (
+                None
+                if not predicted_kinds or kind == BETWEEN_OPERATORS
+                else predicted_kinds.get(kind, 0.0)
+            )
+            # Waiting is not measured on an accelerator.
             unknown = kind == WAITING and not kinds[kind]
             table.append(_comparison_cells(kind, predicted, None if unknown else kinds[kind]))
-    shown = tuple(kind for kind in KINDS if kinds[kind] or planned.get(kind))
-    return Chart(rows, shown, _note(plan, measured, stage), ("", *HEADER), tuple(table))
+    shown = tuple(kind for kind in KINDS if kinds[kind] or predicted_kinds.get(kind))
+    return Chart(rows, shown, _kinds_note(plan, measured, stage), ("", *HEADER), tuple(table))
 
 
 HEADER = ("predicted", "measured", "of predicted")
 
 
-def _busiest(measured: Measured) -> tuple[int, list[MeasuredRank]]:
-    """Returns the stage that computes longest, which predictions are of, and its ranks."""
+def _busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
+    """Return the stage that computes longest, to which predictions refer, and its ranks."""
     stages: dict[int, list[MeasuredRank]] = {}
     for rank in measured.ranks:
         stages.setdefault(rank.stage, []).append(rank)
 
-    def computed(stage: int) -> float:
+    def computation_seconds(stage: int) -> float:
         return fmean(sum(map(rank.kinds.get, COMPUTATION, [0.0] * 5)) for rank in stages[stage])
 
-    stage = max(stages, key=computed)
+    stage = max(stages, key=computation_seconds)
     return stage, stages[stage]
 
 
 def _predicted_seconds(plan: PlanData) -> dict[str, float]:
-    """Predicted seconds by measured kind; empty without a prediction."""
+    """Return predicted seconds by measured kind of work; empty without a prediction."""
     result: dict[str, float] = {}
     for part in () if plan.step is None else plan.step.parts:
         kind = EXPOSED if part.kind in COMMUNICATION else part.kind
@@ -65,22 +74,22 @@ def _predicted_seconds(plan: PlanData) -> dict[str, float]:
     return result
 
 
-def _stack(label: str, kinds: Mapping[str, float], whole: float) -> Stack:
+def _kinds_stack(label: str, kinds: Mapping[str, float], longest: float) -> Stack:
     shown = {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
-    return Stack(label, seconds_text(sum(kinds.values())), stacked(shown, whole, seconds_text))
+    return Stack(label, seconds_text(sum(kinds.values())), stack_bars(shown, longest, seconds_text))
 
 
 def _comparison_cells(
     name: str, predicted: float | None, measured: float | None
 ) -> tuple[str, ...]:
-    times = f"{measured / predicted:.2f}" if predicted and measured is not None else ""
-    sides = ("" if side is None else seconds_text(side) for side in (predicted, measured))
-    return (name, *sides, times)
+    ratio = f"{measured / predicted:.2f}" if predicted and measured is not None else ""
+    texts = ("" if value is None else seconds_text(value) for value in (predicted, measured))
+    return (name, *texts, ratio)
 
 
-def _note(plan: PlanData, measured: Measured, stage: int) -> str:
-    whose = f"the ranks of stage {stage}" if plan.pipeline.stages > 1 else "all ranks"
-    note = f"Mean of {whose} over {measured.steps} steps, which the profiler slows down. "
+def _kinds_note(plan: PlanData, measured: Measured, stage: int) -> str:
+    ranks = f"the ranks of stage {stage}" if plan.pipeline.stages > 1 else "all ranks"
+    note = f"Mean of {ranks} over {measured.steps} steps, which the profiler slows down. "
     if measured.device == "cpu":
         note += (
             "Communication is the time in which a rank sends or waits; between operators is Python."
@@ -96,14 +105,14 @@ def _note(plan: PlanData, measured: Measured, stage: int) -> str:
 
 
 def collectives_chart(plan: PlanData, measured: Measured) -> Chart:
-    """The collectives of one rank in a step, by stage, kind and axes."""
-    several = plan.pipeline.stages > 1
+    """Return the table of one rank's collectives in a step, by stage, kind and mesh axes."""
+    has_stages = plan.pipeline.stages > 1
     table = []
-    for stage, planned in enumerate(measured.predicted):
+    for stage, predicted in enumerate(measured.predicted):
         ranks = [rank for rank in measured.ranks if rank.stage == stage]
-        for key, (first, second) in _paired_totals(planned, ranks).items():
-            name = f"{key[0]} over {key[1]}" + (f", stage {stage}" if several else "")
-            table.append((name, *_total_cells(first, second)))
+        for key, (predicted_total, mean_total) in _paired_totals(predicted, ranks).items():
+            name = f"{key[0]} over {key[1]}" + (f", stage {stage}" if has_stages else "")
+            table.append((name, *_total_cells(predicted_total, mean_total)))
     header = ("collective", "count", "measured", "bytes", "measured", "seconds", "measured")
     note = (
         "One rank in a step, predicted and measured. Predicted seconds include communication that"
@@ -115,55 +124,58 @@ def collectives_chart(plan: PlanData, measured: Measured) -> Chart:
 
 
 _Totals = tuple[CollectiveTotal | None, CollectiveTotal | None]
+"""Predicted and measured totals of one collective."""
 
 
 def _paired_totals(
-    planned: tuple[CollectiveTotal, ...], ranks: list[MeasuredRank]
+    predicted: tuple[CollectiveTotal, ...], ranks: list[MeasuredRank]
 ) -> dict[tuple[str, str], _Totals]:
-    """Pairs predictions with the mean of the ranks' measurements, by kind and axes."""
+    """Pair predicted totals with the mean over the ranks, by kind and mesh axes."""
     totals: dict[tuple[str, str], list[CollectiveTotal]] = {}
     for rank in ranks:
         for total in rank.collectives:
             totals.setdefault((total.kind, total.over), []).append(total)
-    first = {(total.kind, total.over): total for total in planned}
+    by_key = {(total.kind, total.over): total for total in predicted}
     return {
-        key: (first.get(key), _mean(totals[key], len(ranks)) if key in totals else None)
-        for key in dict.fromkeys((*first, *totals))
+        key: (by_key.get(key), _mean_total(totals[key], len(ranks)) if key in totals else None)
+        for key in dict.fromkeys((*by_key, *totals))
     }
 
 
-def _mean(totals: list[CollectiveTotal], ranks: int) -> CollectiveTotal:
+def _mean_total(totals: list[CollectiveTotal], num_ranks: int) -> CollectiveTotal:
     def mean(name: str) -> float:
-        return sum(getattr(total, name) or 0.0 for total in totals) / ranks
+        return sum(getattr(total, name) or 0.0 for total in totals) / num_ranks
 
-    one = totals[0]
-    return CollectiveTotal(one.kind, one.over, mean("count"), mean("bytes"), mean("seconds"))
+    kind, over = totals[0].kind, totals[0].over
+    return CollectiveTotal(kind, over, mean("count"), mean("bytes"), mean("seconds"))
 
 
-def _total_cells(first: CollectiveTotal | None, second: CollectiveTotal | None) -> Iterator[str]:
-    for each in ("count", "bytes", "seconds"):
-        for side in (first, second):
-            value = None if side is None else getattr(side, each)
+def _total_cells(
+    predicted: CollectiveTotal | None, measured: CollectiveTotal | None
+) -> Iterator[str]:
+    for quantity in ("count", "bytes", "seconds"):
+        for total in (predicted, measured):
+            value = None if total is None else getattr(total, quantity)
             if value is None:
                 yield ""
-            elif each == "count":
+            elif quantity == "count":
                 yield f"{value:,.4g}"
             else:
-                yield binary(round(value)) if each == "bytes" else seconds_text(value)
+                yield binary(round(value)) if quantity == "bytes" else seconds_text(value)
 
 
 def ranks_chart(plan: PlanData, measured: Measured) -> Chart:
-    """Memory and step time of each rank; if there are many, of those that need most memory."""
+    """Return the table of memory and step time of the `MAX_RANKS` ranks with the highest peaks."""
     stages = {} if plan.known_memory is None else {s.stage: s for s in plan.known_memory.stages}
     ranks = sorted(measured.ranks, key=lambda rank: -rank.peak)[:MAX_RANKS]
     table = []
     for rank in sorted(ranks, key=lambda rank: rank.rank):
-        planned = stages[rank.stage].peak if rank.stage in stages else None
-        ratio = f"{rank.peak / planned:.2f}" if planned else ""
-        size = "" if planned is None else binary(planned)
-        sizes = (size, binary(rank.peak), ratio)
-        sent = seconds_text(rank.kinds.get(EXPOSED, 0.0))
-        table.append((f"rank {rank.rank}", *sizes, seconds_text(rank.seconds), sent))
+        predicted = stages[rank.stage].peak if rank.stage in stages else None
+        ratio = f"{rank.peak / predicted:.2f}" if predicted else ""
+        predicted_text = "" if predicted is None else binary(predicted)
+        peaks = (predicted_text, binary(rank.peak), ratio)
+        exposed = seconds_text(rank.kinds.get(EXPOSED, 0.0))
+        table.append((f"rank {rank.rank}", *peaks, seconds_text(rank.seconds), exposed))
     header = ("memory peak", *HEADER, "step", EXPOSED)
     omitted = len(measured.ranks) - len(ranks)
     note = f"{omitted} ranks that need less memory are not shown. " if omitted else ""

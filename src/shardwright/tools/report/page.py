@@ -1,4 +1,4 @@
-"""The content of a page, as texts and fractions of lengths. The template only lays it out."""
+"""Content of a report page as texts and relative lengths, and its rendering with a template."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Size = TypeVar("Size", int, float)
 
 @dataclass(frozen=True)
 class Headline:
-    """A figure at the top of the page.
+    """A key figure at the top of the page.
 
     Args:
-        state: `good`, `bad` or empty.
+        state: `good`, `bad` or empty; decides the color.
     """
 
     label: str
@@ -36,9 +36,9 @@ class Bar:
     """A bar of a waterfall; lengths are fractions of the total.
 
     Args:
-        kind: what the bar measures; decides its color.
-        start, length: position of its left end, and its length.
-        hidden: length of the part that overlaps the bars before it, drawn left of `start`.
+        kind: kind of work or memory, which decides the color.
+        start, length: position of the left end, and length.
+        hidden: length of the part that overlaps earlier bars, drawn left of `start`.
     """
 
     label: str
@@ -50,23 +50,30 @@ class Bar:
     note: str = ""
 
 
-def stacked(
-    sizes: Mapping[str, Size], whole: float, text: Callable[[Size], str]
+def stack_bars(
+    sizes: Mapping[str, Size], full_width: float, text: Callable[[Size], str]
 ) -> tuple[Bar, ...]:
-    """Returns one bar for each kind, end to end, labeled with its size."""
+    """Return one bar for each kind, end to end.
+
+    Args:
+        sizes: bytes or seconds by kind.
+        full_width: size of a bar of length 1.
+        text: formats a size as the label of its bar.
+    """
     starts = accumulate(sizes.values(), initial=0)
     return tuple(
-        Bar(kind, kind, text(size), start / whole, size / whole)
+        Bar(kind, kind, text(size), start / full_width, size / full_width)
         for (kind, size), start in zip(sizes.items(), starts, strict=False)
     )
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A row of bars, end to end; lengths are fractions of the page's width.
+    """A row of bars, end to end; lengths are fractions of the row's width.
 
     Args:
-        limit: position of the limit; None without a limit.
+        limit: position of the limit line; None without a limit.
+        state: `bad` for a size over the limit, otherwise empty.
     """
 
     label: str
@@ -78,7 +85,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of the device matrix with its purpose, such as data parallel."""
+    """An axis of the device matrix; `meaning` is its purpose, such as data parallel."""
 
     name: str
     size: int
@@ -90,8 +97,8 @@ class OperatorTensor:
     """An input or output of an operator.
 
     Args:
-        picture: index of the picture of its layout.
-        stored: placement of its storage, if that is another layout.
+        picture: index of the layout's picture in `Page.pictures`.
+        stored: placement in which a parameter is stored; empty if it is `placement`.
     """
 
     name: str
@@ -108,12 +115,13 @@ class Operator:
     """An operator, or equal operators of repeated blocks.
 
     Args:
-        path: module path, with the numbers of all blocks.
-        count: the number of operators.
-        cuts: each sharded factor with the indices of its axes.
-        bytes, seconds: totals over the operators.
-        redistributions: value, steps and bytes of each, as text.
-        why: `pinned`, `decided`, `follows` or `no rule`; `reason` is the sentence.
+        path: module path, with the indices of all blocks.
+        count: number of equal operators.
+        cuts: sharded factors, with the indices of their mesh axes.
+        bytes, seconds: totals over the equal operators.
+        why: origin of the sharding: `pinned`, `decided`, `follows` or `no rule`.
+        reason: the origin as a sentence.
+        redistributions: value, steps and bytes of each redistribution, as text.
     """
 
     name: str
@@ -142,7 +150,7 @@ class Branch:
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
-        """Indices of the axes that shard an operator in the module."""
+        """Sorted indices of the mesh axes that shard any operator in the module."""
         inside = (
             each.axes if isinstance(each, Branch) else (a for _, axes in each.cuts for a in axes)
             for each in self.children
@@ -151,7 +159,7 @@ class Branch:
 
     @cached_property
     def count(self) -> int:
-        """The number of operators in the module."""
+        """Number of operators in the module."""
         return sum(child.count for child in self.children)
 
     @cached_property
@@ -165,11 +173,12 @@ class Branch:
 
 @dataclass(frozen=True)
 class Lane:
-    """The timeline of one stage.
+    """The timeline of one pipeline stage.
 
     Args:
-        spans: kind (`F`, `B`, `I`, `W`), micro-batch, text, start and length of each action; start
-            and length are fractions of the step.
+        spans: kind (`F` forward, `B` backward, `I` input gradient, `W` weight gradient),
+            micro-batch, text, start and length of each action; start and length are fractions of
+            the step.
     """
 
     label: str
@@ -182,9 +191,8 @@ class Curve:
     """A bar chart over time.
 
     Args:
-        columns: kind, text and height of the bar of each moment; heights are fractions of the
-            chart's.
-        limit: height of the limit; None without a limit.
+        columns: kind, text and height of each bar; heights are fractions of the chart's height.
+        limit: height of the limit line; None without a limit.
     """
 
     label: str
@@ -200,8 +208,8 @@ class Chart:
     Args:
         rows: bars of a waterfall, or stacks.
         kinds: entries of the legend.
-        note: a sentence below; the only content if there is nothing to draw.
-        header, table: the numbers of the chart.
+        note: text below the chart; the only content if there is nothing to draw.
+        header, table: column titles and rows of the table below.
     """
 
     rows: tuple[Bar | Stack, ...] = ()
@@ -216,9 +224,9 @@ class OtherPlan:
     """A plan in the comparison, which may be the plan of the page.
 
     Args:
-        sentence: its parallelism, or why the plan does not exist.
+        sentence: summary of the parallelism, or the reason why the plan does not exist.
         rows: step time, memory and communication volume, on scales that all plans share.
-        changes: its differences from the plan of the page.
+        changes: differences from the plan of the page.
     """
 
     name: str
@@ -257,16 +265,16 @@ class Page:
 
 
 def page_html(page: Page) -> str:
-    """Renders a page as HTML.
+    """Render a page as HTML.
 
     Raises:
-        PlanError: if jinja2 is not installed.
+        PlanError: `jinja2` is not installed.
     """
-    with needs_extra("tools", "a report needs jinja2", PlanError):
+    with needs_extra("tools", "a report needs `jinja2`", PlanError):
         from jinja2 import Environment, PackageLoader, StrictUndefined
     environment = Environment(
         loader=PackageLoader("shardwright.tools.report", "."),
-        autoescape=True,  # names of a model may contain any characters
+        autoescape=True,  # Names of modules may contain any characters.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

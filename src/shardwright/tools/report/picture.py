@@ -13,12 +13,13 @@ from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 
 MAX_BLOCKS = 16
-"""Blocks along one side of the grid; more could not be distinguished."""
+"""Largest number of blocks along one side of the grid; more could not be distinguished."""
 
 MAX_SHEETS = 4
+"""Largest number of sheets behind the first one."""
 
 Border = tuple[float, int]
-"""Position of a border between two blocks, and the index of its axis."""
+"""Position of a border between two blocks, 0 to 1, and the index of the mesh axis."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,11 @@ class Picture:
 
     Args:
         columns, rows: borders along the last and the second to last dimension.
-        block: width and height of the shard of one device.
-        sheets: for each sheet behind the first, the index of the axis that shards its dimension.
-        summed: whether each device holds a partial sum.
-        lines: a line of text for each dimension.
+        block: width and height of one device's shard.
+        sheets: index of the mesh axis that shards the sheet's dimension, for each sheet behind the
+            first one.
+        summed: whether the shards are partial sums.
+        lines: description of each dimension, and of partial sums.
     """
 
     columns: tuple[Border, ...]
@@ -42,12 +44,16 @@ class Picture:
 
 
 def picture(layout: TensorLayout) -> Picture:
-    """Returns the picture of a layout."""
+    """Draw a layout."""
     mesh = layout.layout
     padded: tuple[Axes, ...] = ((), (), *layout.axes)
-    behind = [axis for axes in padded[:-2] for axis in axes]
-    most = MAX_SHEETS + 1
-    sheets = [axis for axis in behind for _ in range(min(mesh.device_matrix[axis], most) - 1)]
+    sheet_axes = [axis for axes in padded[:-2] for axis in axes]
+    max_sheet_count = MAX_SHEETS + 1
+    sheets = [
+        axis
+        for axis in sheet_axes
+        for _ in range(min(mesh.device_matrix[axis], max_sheet_count) - 1)
+    ]
     rows, columns = padded[-2:]
     return Picture(
         columns=tuple(_borders(mesh, columns)),
@@ -55,22 +61,22 @@ def picture(layout: TensorLayout) -> Picture:
         block=(1 / min(mesh.size(columns), 64), 1 / min(mesh.size(rows), 64)),
         sheets=tuple(sheets[:MAX_SHEETS]),
         summed=bool(layout.partial),
-        lines=tuple(_lines(layout)),
+        lines=tuple(_dimension_lines(layout)),
     )
 
 
 def _borders(mesh: DeviceMatrix, axes: Axes) -> Iterator[Border]:
-    """Borders of the outer axes, up to `MAX_BLOCKS` blocks."""
+    """Yield the borders of the outermost axes that give at most `MAX_BLOCKS` blocks."""
     blocks = 1
     for axis in axes:
         outer, blocks = blocks, blocks * mesh.device_matrix[axis]
         if blocks > MAX_BLOCKS:
             return
         step = blocks // outer
-        yield from ((place / blocks, axis) for place in range(1, blocks) if place % step)
+        yield from ((index / blocks, axis) for index in range(1, blocks) if index % step)
 
 
-def _lines(layout: TensorLayout) -> Iterator[str]:
+def _dimension_lines(layout: TensorLayout) -> Iterator[str]:
     mesh = layout.layout
     for dim, axes in enumerate(layout.axes):
         shards = prod(mesh.device_matrix[axis] for axis in axes)

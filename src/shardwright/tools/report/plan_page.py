@@ -30,7 +30,7 @@ from shardwright.tools.report.page import (
     Page,
     Stack,
     page_html,
-    stacked,
+    stack_bars,
 )
 from shardwright.tools.report.tree import page_tree
 
@@ -38,10 +38,10 @@ MAX_TIMELINE_PASSES = 6_000
 """Forward and backward passes of chunks in a timeline. Each is an element of the page, and browsers
 slow down beyond some ten thousand."""
 
-MAX_ROWS = 12
-"""Kinds of redistributions in the table."""
+MAX_REDISTRIBUTION_KINDS = 12
+"""Number of kinds of redistributions in the table."""
 
-PLAN_AGAIN = "This plan file lacks it: plan again with this version, and save the plan."
+OLD_FILE_NOTE = "This plan file lacks it: plan again with this version, and save the plan."
 
 
 def write_page(
@@ -50,10 +50,10 @@ def write_page(
     others: Mapping[str, PlanData | str] | None = None,
     measured: Measured | None = None,
 ) -> None:
-    """Writes the page of a plan; see `plan_page`.
+    """Write the page of a plan; see `plan_page`.
 
     Raises:
-        PlanError: as `plan_page`, or jinja2 is not installed.
+        PlanError: see `plan_page`; or `jinja2` is not installed.
     """
     Path(path).write_text(page_html(plan_page(plan, others, measured)), encoding="utf-8")
 
@@ -63,52 +63,51 @@ def plan_page(
     others: Mapping[str, PlanData | str] | None = None,
     measured: Measured | None = None,
 ) -> Page:
-    """Returns the content of the page of a plan; a note replaces anything its file lacks.
+    """Return the content of a plan's page; a note replaces anything that an old plan file lacks.
 
     Args:
-        others: plans to compare it with, by name; instead of a plan, why it does not exist.
-        measured: profiled steps of the plan.
+        others: other plans by name, or the reason why a plan does not exist.
+        measured: measurements of a run with this plan.
 
     Raises:
-        PlanError: the plan has stages that its schedule cannot run, or `measured` is of another
+        PlanError: the schedule cannot run the stages of the plan, or `measured` belongs to another
             plan.
     """
     tree, pictures = page_tree(plan)
-    lanes, note = _lanes(plan)
+    lanes, note = _stage_lanes(plan)
     return Page(
         title=f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}",
         sentence=sentence(plan),
         headlines=tuple(_headlines(plan)),
         notes=tuple(notes(plan)),
-        time=_time(plan),
-        measured=() if measured is None else tuple(_measured(plan, measured)),
-        memory=_memory(plan),
-        curves=tuple(_curves(plan)),
-        largest=_largest(plan),
+        time=_time_chart(plan),
+        measured=() if measured is None else tuple(_measured_charts(plan, measured)),
+        memory=_memory_chart(plan),
+        curves=tuple(_memory_curves(plan)),
+        largest=_largest_tensors_chart(plan),
         lanes=lanes,
         pipeline_note=note,
-        stages=_stages(plan),
-        traffic=_traffic(plan),
-        others=_others(plan, others or {}),
+        stages=_stages_chart(plan),
+        traffic=_traffic_chart(plan),
+        others=_other_plans_chart(plan, others or {}),
         other_plans=tuple(other_plans(plan, others or {})),
-        axes=tuple(_axes(plan)),
+        axes=tuple(_mesh_axes(plan)),
         tree=tree,
         pictures=pictures,
-        origin=_origin(plan),
+        origin=_origin_text(plan),
     )
 
 
-def _axes(plan: PlanData) -> Iterator[Axis]:
-    for number, (name, size) in enumerate(
+def _mesh_axes(plan: PlanData) -> Iterator[Axis]:
+    for index, (name, size) in enumerate(
         zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True)
     ):
-        yield Axis(name, size, axis_purpose(plan, number))
+        yield Axis(name, size, axis_purpose(plan, index))
 
 
 def _headlines(plan: PlanData) -> Iterator[Headline]:
-    """Yields the key figures."""
     stages = [f"pp {plan.pipeline.stages}"] if plan.pipeline.stages > 1 else []
-    mesh = [f"{axis.name} {axis.size}" for axis in _axes(plan)]
+    mesh = [f"{axis.name} {axis.size}" for axis in _mesh_axes(plan)]
     yield Headline("Devices", f"{plan.devices:,}", " × ".join(stages + mesh) or "one device")
     step = plan.step
     if step is None:
@@ -116,8 +115,8 @@ def _headlines(plan: PlanData) -> Iterator[Headline]:
     else:
         yield Headline("Step", seconds_text(step.seconds), f"predicted on {step.cluster}")
         if plan.global_batch is not None and step.seconds:
-            one = f"{speed(plan, step.seconds * plan.devices)} of one device"
-            yield Headline("Speed", speed(plan, step.seconds), one)
+            note = f"{speed(plan, step.seconds * plan.devices)} of one device"
+            yield Headline("Speed", speed(plan, step.seconds), note)
         if step.utilization is not None:
             note = "of the peak, without recomputation"
             yield Headline("Utilization", f"{step.utilization:.1%}", note)
@@ -128,15 +127,16 @@ def _headlines(plan: PlanData) -> Iterator[Headline]:
     sent = f"{binary(plan.forward_bytes)} forward, {binary(plan.backward_bytes)} backward"
     yield Headline("Sent per device", binary(plan.bytes), f"a step: {sent}")
     if plan.global_batch is not None:
-        number, sequence = plan.pipeline.micro_batches, plan.sequence
-        words = [] if sequence is None else [f"of {sequence:,} tokens"]
-        words += [f"{number:,} micro-batches of {plan.global_batch // number:,}"] * (number > 1)
-        kind = "samples" if sequence is None else "sequences"
-        yield Headline("Global batch", f"{plan.global_batch:,} {kind}", ", ".join(words))
+        count, sequence = plan.pipeline.micro_batches, plan.sequence
+        parts = [] if sequence is None else [f"of {sequence:,} tokens"]
+        parts += [f"{count:,} micro-batches of {plan.global_batch // count:,}"] * (count > 1)
+        unit = "samples" if sequence is None else "sequences"
+        yield Headline("Global batch", f"{plan.global_batch:,} {unit}", ", ".join(parts))
 
 
 def _count_text(count: int) -> str:
-    """
+    """Format a number of parameters.
+
     >>> _count_text(68_976_648_192), _count_text(1_250_000), _count_text(9_000)
     ('69.0 billion', '1.2 million', '9,000')
     """
@@ -151,17 +151,17 @@ def _memory_headline(plan: PlanData) -> Headline:
     if memory is None:
         note = "" if limit is None else f"the limit is {binary(limit)}"
         return Headline("Memory per device", "not predicted", note)
-    place = f"peak, stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else "peak"
+    peak = f"peak, stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else "peak"
     if limit is None:
-        return Headline("Memory per device", binary(memory.peak), f"{place}; no limit is known")
+        return Headline("Memory per device", binary(memory.peak), f"{peak}; no limit is known")
     verdict = "does not fit" if plan.over_limit else "fits"
-    note = f"of {binary(limit)} ({memory.peak / limit:.0%}), {place}: {verdict}"
+    note = f"of {binary(limit)} ({memory.peak / limit:.0%}), {peak}: {verdict}"
     state = "bad" if plan.over_limit else "good"
     return Headline("Memory per device", binary(memory.peak), note, state)
 
 
-def _time(plan: PlanData) -> Chart:
-    """The waterfall of a step's time."""
+def _time_chart(plan: PlanData) -> Chart:
+    """Return the waterfall chart of a step's time."""
     step = plan.step
     if step is None:
         return Chart(note="No time is predicted: plan for a cluster.")
@@ -173,7 +173,7 @@ def _time(plan: PlanData) -> Chart:
         Bar(
             label=_part_label(part),
             kind=part.kind,
-            text=_share(part.seconds, whole),
+            text=_share_text(part.seconds, whole),
             start=start / whole,
             length=part.seconds / whole,
             hidden=min(part.hidden, start) / whole,
@@ -186,27 +186,27 @@ def _time(plan: PlanData) -> Chart:
     if any(part.hidden for part in parts):
         note += " Hatched: communication that overlaps computation and does not lengthen the step."
     if coarse:
-        note = f"Computation by kind and communication by axis: {PLAN_AGAIN}"
+        note = f"Computation by kind and communication by axis: {OLD_FILE_NOTE}"
     return Chart(bars, note=note)
 
 
-def _measured(plan: PlanData, measured: Measured) -> Iterator[Chart]:
+def _measured_charts(plan: PlanData, measured: Measured) -> Iterator[Chart]:
     if measured.fingerprint != plan.fingerprint or len(measured.ranks) != plan.devices:
         raise PlanError(
-            "the profile is of another model or another number of ranks than the plan\n"
-            "pass the log folder of a run that trained with this plan"
+            "the profile and the plan have different models or numbers of ranks\n"
+            "use the log folder of a run that trained with this plan"
         )
     yield kinds_chart(plan, measured)
     yield collectives_chart(plan, measured)
     yield ranks_chart(plan, measured)
 
 
-def _share(seconds: float, whole: float) -> str:
+def _share_text(seconds: float, whole: float) -> str:
     return f"{seconds_text(seconds)}, {seconds / whole:.1%}" if seconds else ""
 
 
 def _coarse_parts(step: StepRow) -> Iterator[TimePart]:
-    """The parts of a step from an older plan file, which has no finer ones."""
+    """Yield the parts of a step from an old plan file, which lacks the finer ones."""
     yield TimePart("computation", (), step.computation)
     yield TimePart("communication", (), step.communication)
     rest = step.seconds - step.computation - step.communication
@@ -219,26 +219,26 @@ def _part_label(part: TimePart) -> str:
     return part.kind if part.kind in COMPUTATION else f"{part.kind}{over}"
 
 
-def _memory(plan: PlanData) -> Chart:
-    """Peak memory of each stage by kind, with the limit."""
+def _memory_chart(plan: PlanData) -> Chart:
+    """Return the chart of each stage's peak memory by kind, with the limit."""
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
         return Chart(
-            note=PLAN_AGAIN if plan.training else "Only plans for training predict memory."
+            note=OLD_FILE_NOTE if plan.training else "Only plans for training predict memory."
         )
     width = max(memory.peak, limit or 0) or 1
     used = [name for name in StageMemory.NAMES if any(getattr(s, name) for s in memory.stages)]
     rows, table = [], []
     for stage in memory.stages:
         sizes = {name: getattr(stage, name) for name in used}
-        over = limit is not None and stage.peak > limit
+        over_limit = limit is not None and stage.peak > limit
         rows.append(
             Stack(
                 label=f"stage {stage.stage}" if len(memory.stages) > 1 else "each device",
                 text=binary(stage.peak),
-                bars=stacked(sizes, width, binary),
+                bars=stack_bars(sizes, width, binary),
                 limit=None if limit is None else limit / width,
-                state="bad" if over else "",
+                state="bad" if over_limit else "",
             )
         )
         table.append((rows[-1].label, *map(binary, (*sizes.values(), stage.peak)), stage.moment))
@@ -247,8 +247,8 @@ def _memory(plan: PlanData) -> Chart:
     return Chart(tuple(rows), tuple(used), note, ("", *used, "peak", "when"), tuple(table))
 
 
-def _curves(plan: PlanData) -> Iterator[Curve]:
-    """Memory of a device of each stage after each action, with the limit if it is near."""
+def _memory_curves(plan: PlanData) -> Iterator[Curve]:
+    """Yield the memory of each stage's devices over time, with the limit if it is near the peak."""
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
         return
@@ -257,7 +257,7 @@ def _curves(plan: PlanData) -> Iterator[Curve]:
     top = max(memory.peak, limit if limit is not None and near else 0) or 1
     for stage in memory.stages:
         columns = tuple(
-            (_MOMENTS.get(name.partition(" ")[0], ""), f"{name}: {binary(size)}", size / top)
+            (_COLUMN_KINDS.get(name.partition(" ")[0], ""), f"{name}: {binary(size)}", size / top)
             for name, size in stage.curve
         )
         if columns:
@@ -266,11 +266,12 @@ def _curves(plan: PlanData) -> Iterator[Curve]:
             yield Curve(label, text, columns, limit / top if limit is not None and near else None)
 
 
-_MOMENTS = {"forward": "F0", "backward": "B0"}
+_COLUMN_KINDS = {"forward": "F0", "backward": "B0"}
+"""Kind of a column, which decides its color, by the first word of its moment."""
 
 
-def _largest(plan: PlanData) -> Chart:
-    """The largest tensors at the peak of the stage that needs most memory, by repeated block."""
+def _largest_tensors_chart(plan: PlanData) -> Chart:
+    """Return the table of the largest tensors at the peak of the stage with the highest peak."""
     if plan.known_memory is None:
         return Chart()
     stage = plan.known_memory.largest_stage
@@ -280,31 +281,31 @@ def _largest(plan: PlanData) -> Chart:
     return Chart(note=note, header=header, table=rows)
 
 
-def _lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
-    """The timeline of each stage, and a note on it."""
+def _stage_lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
+    """Return the timeline of each stage, and a note; no timeline without stages or if too large."""
     pipeline, chunks = plan.pipeline, plan.chunk_seconds
     if pipeline.stages == 1:
         return (), ""
     if not chunks:
-        return (), PLAN_AGAIN
+        return (), OLD_FILE_NOTE
     if pipeline.num_chunks * pipeline.micro_batches > MAX_TIMELINE_PASSES:
         return (), f"{pipeline.micro_batches:,} micro-batches are too many to draw."
     line = timeline(pipeline, chunks)
     whole = line.seconds or 1.0
-    several = pipeline.chunks > 1
+    has_chunks = pipeline.chunks > 1
 
     def text(seconds: float) -> str:
         return "" if plan.step is None else f", {seconds_text(seconds)}"
 
     lanes = tuple(
         Lane(
-            f"stage {number}",
-            f"idle {line.bubbles[number]:.1%}" if line.seconds else "",
+            f"stage {stage}",
+            f"idle {line.bubbles[stage]:.1%}" if line.seconds else "",
             tuple(
                 (
                     span.action.kind,
                     span.action.micro_batch,
-                    f"{span.action}{f' of chunk {span.action.chunk}' if several else ''}"
+                    f"{span.action}{f' of chunk {span.action.chunk}' if has_chunks else ''}"
                     f"{text(span.end - span.start)}",
                     span.start / whole,
                     (span.end - span.start) / whole,
@@ -312,49 +313,49 @@ def _lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
                 for span in spans
             ),
         )
-        for number, spans in enumerate(line.stages)
+        for stage, spans in enumerate(line.stages)
     )
-    by = "floating-point operations" if plan.step is None else "predicted seconds"
+    unit = "floating-point operations" if plan.step is None else "predicted seconds"
     idle = f"{line.bubble:.1%} of the stages' time is bubbles" if line.seconds else "no time"
-    return lanes, f"Schedule {pipeline.schedule}, by {by}: {idle}. The optimizer's step follows."
+    return lanes, f"Schedule {pipeline.schedule}, by {unit}: {idle}. The optimizer's step follows."
 
 
-def _stages(plan: PlanData) -> Chart:
-    """The blocks of each stage, by the first number of their module paths."""
+def _stages_chart(plan: PlanData) -> Chart:
+    """Return the table of each stage's blocks, named by module path up to the first index."""
     if plan.pipeline.stages == 1:
         return Chart()
     blocks: dict[int, dict[str, None]] = {}
     for row in filter(is_notable, plan.operators):
         block = re.match(r"(.*?\.\d+)(?:\.|$)", row.name)
         blocks.setdefault(row.stage, {})[block[1] if block else row.name] = None
-    table = [(f"stage {n}", ", ".join(fold_names(blocks[n]))) for n in sorted(blocks)]
+    table = [(f"stage {stage}", ", ".join(fold_names(blocks[stage]))) for stage in sorted(blocks)]
     return Chart(header=("", "computes"), table=tuple(table))
 
 
-def _traffic(plan: PlanData) -> Chart:
-    """Communication volume of one micro-batch by kind and axes, and from stage to stage."""
+def _traffic_chart(plan: PlanData) -> Chart:
+    """Return the table of communication volume by kind and axes, and between stages."""
     sent: dict[str, list[int]] = {}
     rows = [(fold.count, fold.row.redistributions) for fold in fold_rows(plan.operators)]
-    for number, redistributions in (*rows, (1, plan.returned)):
+    for fold_count, redistributions in (*rows, (1, plan.returned)):
         for each in redistributions:
             steps = (re.sub(r" (dim \d+|sum|mean|max)( to dim \d+)?", "", s) for s in each.steps)
             entry = sent.setdefault(", then ".join(steps), [0, 0, 0])
             sizes = (1, each.forward_bytes, each.backward_bytes)
-            entry[:] = [total + number * size for total, size in zip(entry, sizes, strict=True)]
+            entry[:] = [total + fold_count * size for total, size in zip(entry, sizes, strict=True)]
     ranked = sorted(sent.items(), key=lambda entry: -sum(entry[1][1:]))
     ranked = [entry for entry in ranked if sum(entry[1][1:])]
     table = [
-        (steps, f"{count:,}", binary(there), binary(back))
-        for steps, (count, there, back) in ranked[:MAX_ROWS]
+        (steps, f"{count:,}", binary(forward), binary(backward))
+        for steps, (count, forward, backward) in ranked[:MAX_REDISTRIBUTION_KINDS]
     ]
     for stages, crossing in fold_crossings(plan.crossings):
-        there, back = crossing.forward_bytes, crossing.backward_bytes
-        table.append((f"send: {stages}", "each", binary(there), binary(back)))
-    omitted = len(ranked) - MAX_ROWS
+        forward, backward = crossing.forward_bytes, crossing.backward_bytes
+        table.append((f"send: {stages}", "each", binary(forward), binary(backward)))
+    omitted = len(ranked) - MAX_REDISTRIBUTION_KINDS
     devices = "one device sends" if plan.pipeline.stages == 1 else "one device of each stage sends"
     note = (
         f"Bytes that {devices} when each redistribution runs once. Activations are redistributed in"
-        " every micro-batch, parameters and gradients as their sharding level requires."
+        " every micro-batch, parameters and gradients as their ZeRO level requires."
     )
     if omitted > 0:
         note += f" {omitted} smaller kinds are not shown."
@@ -362,8 +363,8 @@ def _traffic(plan: PlanData) -> Chart:
     return Chart(note=note, header=header, table=tuple(table))
 
 
-def _others(plan: PlanData, others: Mapping[str, PlanData | str]) -> Chart:
-    """A row for this plan and each other."""
+def _other_plans_chart(plan: PlanData, others: Mapping[str, PlanData | str]) -> Chart:
+    """Return the table that compares this plan with each other plan."""
     if not others:
         return Chart()
     header = ("", "devices", "step", "of this", "speed", "memory", "sent", "parallelism")
@@ -373,17 +374,17 @@ def _others(plan: PlanData, others: Mapping[str, PlanData | str]) -> Chart:
     return Chart(note=note, header=header, table=table)
 
 
-def _plan_cells(plan: PlanData | str, to: PlanData) -> tuple[str, ...]:
-    """The cells of a plan, or the reason why it does not exist."""
+def _plan_cells(plan: PlanData | str, page_plan: PlanData) -> tuple[str, ...]:
+    """Return the row of a plan; for a plan that does not exist, empty cells and the reason."""
     if isinstance(plan, str):
         return ("", "", "", "", "", "", plan)
-    step, memory, own = plan.step_time, plan.known_memory, to.step_time
+    step, memory, page_step = plan.step_time, plan.known_memory, page_plan.step_time
     size = "" if memory is None else binary(memory.peak)
     size += ", does not fit" * plan.over_limit
     return (
         f"{plan.devices:,}",
         "" if step is None else seconds_text(step),
-        f"{step / own:.2f}" if step and own else "",
+        f"{step / page_step:.2f}" if step and page_step else "",
         "" if step is None else speed(plan, step),
         size,
         binary(plan.bytes),
@@ -391,7 +392,7 @@ def _plan_cells(plan: PlanData | str, to: PlanData) -> tuple[str, ...]:
     )
 
 
-def _origin(plan: PlanData) -> str:
+def _origin_text(plan: PlanData) -> str:
     return (
         f"{plan.mode}({plan.options_text}); captured in {plan.capture_seconds:.2f} s, searched in"
         f" {plan.search_seconds:.2f} s; fingerprint of the model {plan.fingerprint}"

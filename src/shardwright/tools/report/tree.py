@@ -15,26 +15,26 @@ from shardwright.tools.report.page import Branch, Operator, OperatorTensor
 from shardwright.tools.report.picture import Picture, picture
 
 MAX_DEPTH = 24
-"""Nesting depth of modules; deeper modules are shown at this depth."""
+"""Maximum nesting depth of modules; deeper modules are shown at this depth."""
 
 _OperatorInModules = tuple[list[str], Operator]
-"""An operator with the names of its enclosing modules, outermost first."""
+"""An operator, with the names of its enclosing modules from the outermost to the innermost."""
 
 
 def page_tree(plan: PlanData) -> tuple[tuple[Branch | Operator, ...], tuple[Picture, ...]]:
-    """Returns the modules of a plan, and the pictures of the layouts in it."""
+    """Return the top modules and operators of a plan, and the pictures of all its layouts."""
     pictures: dict[TensorLayout, int] = {}
     operators_in_modules: list[_OperatorInModules] = []
     for fold in fold_rows(plan.operators):
         *modules, name = module_words(fold.row.name, MAX_DEPTH)
-        operators_in_modules.append((modules, _operator(plan, fold, name, pictures)))
-    return tuple(_nodes(operators_in_modules)), tuple(map(picture, pictures))
+        operators_in_modules.append((modules, _operator_of_fold(plan, fold, name, pictures)))
+    return tuple(_children_of(operators_in_modules)), tuple(map(picture, pictures))
 
 
-def _nodes(
+def _children_of(
     operators_in_modules: list[_OperatorInModules], path: str = ""
 ) -> Iterator[Branch | Operator]:
-    """Yields the children of the module at `path`, in the order of the model.
+    """Yield the children of the module at `path`, in the order of the model.
 
     A module whose only child is a module is merged with it.
     """
@@ -42,45 +42,47 @@ def _nodes(
     for modules, operator in operators_in_modules:
         group = groups.setdefault(modules[0] if modules else id(operator), [])
         group.append((modules[1:], operator))
-    for name, inside in groups.items():
+    for name, members in groups.items():
         if isinstance(name, int):
-            yield inside[0][1]
+            yield members[0][1]
             continue
-        own = f"{path}.{name}".lstrip(".")
-        first, *others = _nodes(inside, own)
+        child_path = f"{path}.{name}".lstrip(".")
+        first, *others = _children_of(members, child_path)
         if isinstance(first, Branch) and not others:
             yield replace(first, name=f"{name}.{first.name}")
         else:
-            yield Branch(name, own, (first, *others))
+            yield Branch(name, child_path, (first, *others))
 
 
-def _operator(plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout, int]) -> Operator:
-    row, number = fold.row, fold.count
+def _operator_of_fold(
+    plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout, int]
+) -> Operator:
+    row, count = fold.row, fold.count
     why, reason = origin(plan, fold.members[0])
     return Operator(
         name=name,
         path=row.name,
         operator=row.operator,
-        count=number,
+        count=count,
         shapes=shapes_text(row),
-        cuts=tuple((f, tuple(map(plan.mesh.axis, axes))) for f, axes in row.cuts.items()),
-        bytes=number * row.bytes,
-        seconds=number * row.seconds,
+        cuts=tuple((factor, tuple(map(plan.mesh.axis, axes))) for factor, axes in row.cuts.items()),
+        bytes=count * row.bytes,
+        seconds=count * row.seconds,
         why=why,
         reason=reason,
-        facts=tuple(_facts(plan, fold, reason)),
-        inputs=tuple(_inputs(plan, row, pictures)),
+        facts=tuple(_fact_rows(plan, fold, reason)),
+        inputs=tuple(_input_tensors(plan, row, pictures)),
         outputs=tuple(
-            _tensor(f"output {index}" if index else "output", "", shape, layout, pictures)
+            _operator_tensor(f"output {index}" if index else "output", "", shape, layout, pictures)
             for index, (shape, layout) in enumerate(
                 zip(row.outputs, row.output_layouts, strict=True)
             )
         ),
-        redistributions=tuple(_redistributions(row)),
+        redistributions=tuple(_redistribution_rows(row)),
     )
 
 
-def _facts(plan: PlanData, fold: Fold, reason: str) -> Iterable[tuple[str, str]]:
+def _fact_rows(plan: PlanData, fold: Fold, reason: str) -> Iterable[tuple[str, str]]:
     row = fold.row
     yield "why", reason
     yield from choice_lines(plan, fold.members[0])
@@ -96,17 +98,17 @@ def _facts(plan: PlanData, fold: Fold, reason: str) -> Iterable[tuple[str, str]]
         yield "source", row.source
 
 
-def _inputs(
+def _input_tensors(
     plan: PlanData, row: OperatorRow, pictures: dict[TensorLayout, int]
 ) -> Iterable[OperatorTensor]:
     for (name, shape, kind), layout in zip(row.inputs, row.input_layouts, strict=True):
         stored = ""
         if kind == "parameter" and plan.storage.get(name, layout.axes) != layout.axes:
             stored = TensorLayout(plan.mesh, plan.storage[name]).placement
-        yield _tensor(name, kind, shape, layout, pictures, stored)
+        yield _operator_tensor(name, kind, shape, layout, pictures, stored)
 
 
-def _tensor(
+def _operator_tensor(
     name: str,
     kind: str,
     shape: tuple[int, ...],
@@ -125,7 +127,7 @@ def _tensor(
     )
 
 
-def _redistributions(row: OperatorRow) -> Iterable[tuple[str, str, str]]:
+def _redistribution_rows(row: OperatorRow) -> Iterable[tuple[str, str, str]]:
     for each in row.redistributions:
         shared = "; the rest is shared with an earlier operator" if each.shared else ""
         sizes = f"{binary(each.forward_bytes)} forward, {binary(each.backward_bytes)} backward"
