@@ -14,28 +14,28 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# The names and their modules are in the stub, which type checkers read. A name is imported at its
-# first use: `import shardwright` must not import torch, which takes seconds.
-_SOURCES = {
+# Public names and their modules are read from the stub, as by type checkers. A name is imported on
+# first use, because `import shardwright` must not import torch, which takes seconds.
+_PUBLIC_NAMES = {
     alias.asname or alias.name: (node.module or "", alias.name)
     for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
-"""For each public name, its module and its name there."""
+"""Module and name there, by public name."""
 
-__all__ = sorted(_SOURCES)
+__all__ = sorted(_PUBLIC_NAMES)
 
 
 def __getattr__(name: str) -> Any:
     if name == "materialise":
         warnings.warn("sw.materialise is now sw.materialize", DeprecationWarning, stacklevel=2)
         name = "materialize"
-    if name in _SOURCES:
-        module, source = _SOURCES[name]
-        value = getattr(import_module(module), source, None)
+    if name in _PUBLIC_NAMES:
+        module, source_name = _PUBLIC_NAMES[name]
+        value = getattr(import_module(module), source_name, None)
         if value is None:  # The name is a module, such as `rules`.
-            value = import_module(f"{module}.{source}")
+            value = import_module(f"{module}.{source_name}")
         globals()[name] = value
         return value
     if not name.startswith("_") and find_spec(f"{__name__}.{name}"):

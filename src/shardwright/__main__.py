@@ -1,4 +1,4 @@
-"""`python -m shardwright` is the command `shardwright`."""
+"""Runs `python -m shardwright` as the command `shardwright`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 HELP_ROOMS = ("cli", "errors", "text_files", "progress")
-"""Rooms that define the help of the commands. Commands call the others only when they run."""
+"""Subpackages that the help of the commands needs; the others are used only when commands run."""
 
-LOADING = "loading torch"
+LOADING_NOTE = "loading torch"
 
 
 def run_command() -> None:
-    """The entry point of the command line.
+    """Run the command line.
 
-    Help is printed without importing torch, which takes seconds. Before any other command a note
-    about the import is printed on a terminal, and with --progress.
+    Prints help without importing torch, which takes seconds. Before any other command, prints a
+    note about the import on a terminal or with --progress.
     """
     arguments = sys.argv[1:]
     note = ""
@@ -28,16 +28,16 @@ def run_command() -> None:
     elif "--no-progress" in arguments:
         pass
     elif sys.stderr.isatty():
-        note = f"{LOADING}\r"
+        note = f"{LOADING_NOTE}\r"
     elif "--progress" in arguments:
-        # The format of the progress lines that follow, which are counted from here.
-        note = f"{0:6.1f} s  {LOADING}\n"
+        # In the format of the progress lines that follow, whose time counts from here.
+        note = f"{0:6.1f} s  {LOADING_NOTE}\n"
     sys.stderr.write(note)
     sys.stderr.flush()
     main = import_module("shardwright.cli").main
     if note.endswith("\r"):
         # Overwrites the note.
-        sys.stderr.write(f"{' ' * len(LOADING)}\r")
+        sys.stderr.write(f"{' ' * len(LOADING_NOTE)}\r")
     main()
 
 
@@ -46,7 +46,7 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 class EmptyModules(MetaPathFinder, Loader):
-    """Imports torch, and the rooms that help does not need, as empty modules."""
+    """Imports torch, and subpackages that help does not need, as empty modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -58,15 +58,14 @@ class EmptyModules(MetaPathFinder, Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Empty(spec.name)
+        return _EmptyModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leaves the module empty."""
+        """Do nothing: the module stays empty."""
 
 
-class _Empty(ModuleType):
-    """A module in which every name is an unused exception class, which can also stand in `except`
-    clauses and annotations."""
+class _EmptyModule(ModuleType):
+    """A module in which every name is an exception class, valid in `except` and annotations."""
 
     __path__: MutableSequence[str] = []  # noqa: RUF012
 

@@ -1,7 +1,6 @@
 """The exceptions of Shardwright; all but `CommunicationError` are raised before any communication.
 
-The first line of a message says what is wrong and where, the second, if there is a remedy, what to
-do.
+The first line of a message says what is wrong and where; the second line, if any, what to do.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 MAX_MESSAGE = 2_000
-"""Characters of a message: about one screen of a terminal."""
+"""Maximum number of characters of a message: about one screen of a terminal."""
 
 _OMISSION = "… and more"
 
@@ -21,13 +20,13 @@ class ShardwrightError(Exception):
     """
 
     def __str__(self) -> str:
-        return _shortened(super().__str__())
+        return _shorten(super().__str__())
 
 
-def _shortened(message: str, limit: int = MAX_MESSAGE) -> str:
-    """Shortens a message that is too long, so that the problem and the remedy can still be read.
+def _shorten(message: str, limit: int = MAX_MESSAGE) -> str:
+    """Shorten a message to `limit` characters, such that both problem and remedy remain readable.
 
-    >>> print(_shortened("no such keys: a1, a2, a3, a4, a5, a6, a7, a8, a9\\nremove them", 56))
+    >>> print(_shorten("no such keys: a1, a2, a3, a4, a5, a6, a7, a8, a9\\nremove them", 56))
     no such keys: a1, … and more, a7, a8, a9
     remove them
     """
@@ -35,18 +34,21 @@ def _shortened(message: str, limit: int = MAX_MESSAGE) -> str:
         return message
     problem, newline, remedy = message.partition("\n")
     if not newline or "\n" in remedy:
-        return _without_middle(message, limit)
-    remedy = _without_middle(remedy, limit // 2)
-    return f"{_without_middle(problem, limit - 1 - len(remedy))}\n{remedy}"
+        return _omit_middle(message, limit)
+    remedy = _omit_middle(remedy, limit // 2)
+    return f"{_omit_middle(problem, limit - 1 - len(remedy))}\n{remedy}"
 
 
-def _without_middle(text: str, limit: int) -> str:
-    """Omits the middle of a text that is too long, between list items or lines where possible."""
+def _omit_middle(text: str, limit: int) -> str:
+    """Shorten a text to `limit` characters by omitting its middle.
+
+    Cuts between list items or lines where possible.
+    """
     if len(text) <= limit:
         return text
     end = limit // 3
     head, tail = text[: limit - end - len(_OMISSION) - 1], text[-end:]
-    # A word that is longer than half of what remains is cut: a separator is too far away.
+    # Cuts inside a word if the nearest separator is too far away.
     first, last = len(head) // 2, len(tail) // 2
     start = max(head.rfind("\n", first) + 1, head.rfind(", ", first) + 2)
     start = start if start > 1 else head.rfind(" ", first) + 1
@@ -68,8 +70,8 @@ class CaptureError(ShardwrightError):
 
 
 class PlanError(ShardwrightError):
-    """A plan that cannot be used: it is of another model, another number of devices, or an unknown
-    version."""
+    """A plan that cannot be used: it belongs to another model, another number of devices, or an
+    unknown version."""
 
 
 class MixedTensorsError(PlanError, RuntimeError):
@@ -86,7 +88,7 @@ class DataError(ShardwrightError):
 
 
 class NonFiniteError(ShardwrightError):
-    """A loss, a gradient or a parameter that is not finite; the message names where it appeared."""
+    """A non-finite loss, gradient or parameter; the message names the step and the operator."""
 
 
 class CheckpointError(ShardwrightError):
@@ -98,30 +100,30 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class LockError(ShardwrightError):
-    """A folder that another run is writing; the message names the process that has locked it."""
+    """A folder to which another run writes; the message names the process that has locked it."""
 
 
 class DeferredError(ShardwrightError):
-    """A parameter made inside `no_init_parameters` that has no values yet or cannot get any."""
+    """A parameter created inside `no_init_parameters` that has no values, or cannot get any."""
 
 
 class CommunicationError(RuntimeError):
-    """A collective that failed because another rank is gone or did not join it in time."""
+    """A collective that failed because another rank has ended or did not join in time."""
 
 
 class IndivisibleError(StrategyError):
-    """A model that has no dimension divisible by the number of devices."""
+    """A model without a dimension that is divisible by the number of devices."""
 
 
 class MixedSamplesError(StrategyError):
-    """Several micro-batches for a loss that is no weighted sum of the losses of micro-batches."""
+    """Several micro-batches for a loss that is not a weighted sum of their losses."""
 
 
 class MemoryLimitError(ShardwrightError):
     """A model that does not fit into the memory of its devices under any plan.
 
     Args:
-        needed: the smallest sufficient memory limit, in bytes per device.
+        needed: smallest sufficient memory limit in bytes per device.
     """
 
     def __init__(self, message: str, needed: int) -> None:
@@ -130,10 +132,10 @@ class MemoryLimitError(ShardwrightError):
 
 
 class PlanInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a search under a memory limit, after it found a plan that fits.
+    """Ctrl-C during a search with a memory limit, after the search found a plan that fits.
 
     Args:
-        plan: returns the fastest plan found so far that fits.
+        plan: returns the fastest plan so far that fits.
     """
 
     def __init__(self, plan: Callable[[], Any]) -> None:
@@ -142,23 +144,23 @@ class PlanInterrupted(KeyboardInterrupt):
 
 
 def one_line(error: BaseException) -> str:
-    """Return the problem and the remedy of an error on one line, for the cell of a table."""
+    """Join problem and remedy of an error in one line, for a table."""
     return "; ".join(str(error).splitlines())
 
 
 def with_note(error: BaseException, note: str) -> str:
-    """Return the message of an error with a note at the end of its first line."""
+    """Return the message of an error, with `note` appended to its first line."""
     problem, newline, remedy = str(error).partition("\n")
     return f"{problem}{note}{newline}{remedy}"
 
 
 @contextmanager
 def needs_extra(name: str, purpose: str, error_type: type[ShardwrightError]) -> Iterator[None]:
-    """Turn a failed import into an error that names the extra to install.
+    """Context that re-raises a failed import as an error that names the extra to install.
 
     Args:
-        name: the extra of the package that installs what the block imports.
-        purpose: the beginning of the message, such as "a report needs jinja2".
+        name: extra of this package that installs the imported library.
+        purpose: the start of the message, such as "a report needs `jinja2`".
 
     Raises:
         error_type: an import in the block failed.

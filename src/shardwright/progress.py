@@ -1,4 +1,4 @@
-"""The callback by which long calls report their progress."""
+"""Callbacks with which long calls report their progress."""
 
 from __future__ import annotations
 
@@ -6,78 +6,86 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 
 OnShare = Callable[[float], None]
-"""Called with the completed share of a phase, from 0 to 1."""
+"""Callback for the completed share of a phase, from 0 to 1."""
 
-_PARTS = 100
+_REPORTS_PER_PHASE = 100
+"""Number of steps in which the share of a phase is reported."""
+
 # A callback may print a line for each report: a phase of an hour must not print thousands.
 _SECONDS_BETWEEN_REPORTS = 1.0
 
 
 class OnProgress(Protocol):
-    """Called before each phase of a long call."""
+    """Callback of a long call, called before each of its phases."""
 
-    def __call__(self, doing: str, done: int = 0, of: int = 0) -> None:
-        """
+    def __call__(self, phase: str, done: int = 0, total: int = 0, /) -> None:
+        """Report the phase that begins.
+
         Args:
-            doing: a short description of the phase that begins.
-            done: phases completed so far.
-            of: phases in total; 0 if unknown.
+            phase: a short description of the phase.
+            done: number of phases completed so far.
+            total: number of phases in total; 0 if unknown.
         """
 
 
-def ignore_progress(doing: str, done: int = 0, of: int = 0) -> None:
-    """The `OnProgress` that does nothing."""
+def ignore_progress(phase: str, done: int = 0, total: int = 0) -> None:
+    """Do nothing; an `OnProgress`."""
 
 
 def ignore_share(share: float) -> None:
-    """The `OnShare` that does nothing."""
+    """Do nothing; an `OnShare`."""
 
 
 def share_reporter(
-    on_progress: OnProgress, doing: str, clock: Callable[[], float] = time.monotonic
+    on_progress: OnProgress, phase: str, clock: Callable[[], float] = time.monotonic
 ) -> OnShare:
-    """Report that a phase begins, and returns the callback for its completed share.
+    """Report that a phase begins, and return the callback for its completed share.
 
     The callback reports hundredths of the phase to `on_progress`, at most once a second.
+
+    Args:
+        phase: a short description of the phase.
+        clock: returns the time in seconds.
     """
-    on_progress(doing, 0, _PARTS)
+    on_progress(phase, 0, _REPORTS_PER_PHASE)
     if on_progress is ignore_progress:
         return ignore_share
-    reported, last = 0, clock()
+    last_reported, last_time = 0, clock()
 
     def report(share: float) -> None:
-        nonlocal reported, last
-        done = int(_PARTS * share)
-        if reported < done < _PARTS and clock() - last >= _SECONDS_BETWEEN_REPORTS:
-            reported, last = done, clock()
-            on_progress(doing, done, _PARTS)
+        nonlocal last_reported, last_time
+        done = int(_REPORTS_PER_PHASE * share)
+        is_due = clock() - last_time >= _SECONDS_BETWEEN_REPORTS
+        if last_reported < done < _REPORTS_PER_PHASE and is_due:
+            last_reported, last_time = done, clock()
+            on_progress(phase, done, _REPORTS_PER_PHASE)
 
     return report
 
 
-def subrange(on_share: OnShare, number: int, of: int, size: int = 1) -> OnShare:
+def subrange(on_share: OnShare, index: int, num_parts: int, size: int = 1) -> OnShare:
     """Return the callback for the completed share of one part of a phase.
 
     Args:
-        on_share: the callback of the phase.
-        number: index of the part.
-        of: the number of parts; each takes about as long as another.
-        size: parts that the callback covers, from `number` on.
+        on_share: callback of the phase.
+        index: index of the part, or of the first of `size` parts.
+        num_parts: number of parts of the phase, which take about the same time.
+        size: number of parts that the returned callback covers.
     """
 
     def report(share: float) -> None:
-        on_share((number + size * share) / of)
+        on_share((index + size * share) / num_parts)
 
     return report
 
 
-def track(items: Sequence[T], on_share: OnShare) -> Iterator[T]:
-    """Yield `items`, and reports the share of them that has been processed."""
-    for number, item in enumerate(items):
-        on_share(number / len(items))
+def track(items: Sequence[Item], on_share: OnShare) -> Iterator[Item]:
+    """Yield `items`, and report the share of them that has been processed."""
+    for index, item in enumerate(items):
+        on_share(index / len(items))
         yield item
     on_share(1.0)
 
@@ -85,8 +93,11 @@ def track(items: Sequence[T], on_share: OnShare) -> Iterator[T]:
 class RemainingTime:
     """Estimates the remaining time of a call from the phases completed so far.
 
-    A best-first search counts the candidates in its queue, and may add more or end early, so the
-    estimate of its time is rough.
+    The estimate is rough for a best-first search: it counts the candidates in its queue, and may
+    add more or end early.
+
+    Args:
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -94,43 +105,44 @@ class RemainingTime:
         self._first: tuple[int, float] | None = None
         self._last = 0
 
-    def seconds(self, done: int, of: int) -> float | None:
-        """Return the estimated seconds, or None before a phase is completed and where phases are
-        not counted.
+    def seconds(self, done: int, total: int) -> float | None:
+        """Return the estimated remaining seconds; None before the first phase is completed.
 
         Args:
-            done: phases completed so far.
-            of: phases in total; 0 if unknown.
+            done: number of phases completed so far.
+            total: number of phases in total; 0 if unknown, for which None is returned.
         """
         now = self._clock()
-        if of == 0:
+        if total == 0:
             self._first = None
             return None
-        # A smaller count is that of another call, such as the next part of a nested one.
+        # A smaller count belongs to another call, such as the next part of a nested one.
         if self._first is None or done < self._last:
             self._first = done, now
         self._last = done
-        first, since = self._first
-        return None if done == first else (now - since) / (done - first) * (of - done)
+        first_done, start = self._first
+        if done == first_done:
+            return None
+        return (now - start) / (done - first_done) * (total - done)
 
 
 def nested_progress(
-    on_progress: OnProgress, part: str = "", done: int = 0, of: int = 0
+    on_progress: OnProgress, outer_phase: str = "", done: int = 0, total: int = 0
 ) -> OnProgress:
-    """Return a callback for a call that is one phase of another.
+    """Return a callback for an inner call that is one phase of an outer call.
 
-    It reports each phase as `part: doing` with the outer count; with its own count if the outer
-    call has one phase or an unknown number.
+    The callback reports each phase as `outer_phase: phase`, with the count of the outer call; with
+    the count of the inner call if the outer one has a single phase or an unknown number.
 
     Args:
-        on_progress: the callback of the outer call.
-        part: the name of the phase of the outer call.
-        done: completed phases of the outer call.
-        of: phases of the outer call; 0 if unknown.
+        on_progress: callback of the outer call.
+        outer_phase: description of the phase of the outer call; empty for no prefix.
+        done: number of completed phases of the outer call.
+        total: number of phases of the outer call; 0 if unknown.
     """
-    count, prefix = (done, of), f"{part}: " if part else ""
+    outer_count, prefix = (done, total), f"{outer_phase}: " if outer_phase else ""
 
-    def report(doing: str, done: int = 0, of: int = 0) -> None:
-        on_progress(prefix + doing, *(count if count[1] > 1 else (done, of)))
+    def report(phase: str, done: int = 0, total: int = 0) -> None:
+        on_progress(prefix + phase, *(outer_count if outer_count[1] > 1 else (done, total)))
 
     return report

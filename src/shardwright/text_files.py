@@ -22,16 +22,19 @@ from shardwright.errors import ShardwrightError
 ErrorType = type[ShardwrightError]
 
 MAX_DEPTH = 100
-"""Nesting depth of mappings and lists. Recursive readers stay far from Python's recursion limit."""
+"""Maximum nesting depth of mappings and lists, far below Python's recursion limit."""
 
 MAX_VALUES = 100_000
-"""Values of a YAML file with aliases expanded: a few lines of aliases can expand to billions."""
+"""Maximum number of values of a YAML file with aliases expanded: a few lines of aliases can expand
+to billions."""
 
 INTEGERS = range(-(2**63), 2**64)
-"""Integers of 64 bits, signed or unsigned."""
+"""Supported integers: 64 bits, signed or unsigned."""
 
 
-class _Shortened(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
+    """A `repr` with bounded depth, lengths of containers and lengths of strings."""
+
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 3, 6, 8, 8
@@ -40,7 +43,7 @@ class _Shortened(reprlib.Repr):
 
 def short_repr(value: object) -> str:
     """Return the `repr` of a value, shortened for a message."""
-    return _Shortened().repr(value)
+    return _ShortRepr().repr(value)
 
 
 def read_text(path: str | Path, error_type: ErrorType) -> str:
@@ -49,22 +52,22 @@ def read_text(path: str | Path, error_type: ErrorType) -> str:
     Raises:
         error_type: the file is missing, cannot be read, or is not UTF-8 text.
     """
-    with _file_errors(path, error_type):
+    with _convert_file_errors(path, error_type):
         return Path(path).read_text(encoding="utf-8-sig")
 
 
 def check_exists(path: str | Path, error_type: ErrorType) -> None:
     """Raise `error_type` if a file does not exist.
 
-    Reads nothing: the content of a pipe can be read only once.
+    Does not open the file, because the content of a pipe can be read only once.
     """
-    with _file_errors(path, error_type):
+    with _convert_file_errors(path, error_type):
         Path(path).stat()
 
 
 @contextmanager
-def _file_errors(path: str | Path, error_type: ErrorType) -> Iterator[None]:
-    """Turn errors of reading and decoding into `error_type`, with the name of the file."""
+def _convert_file_errors(path: str | Path, error_type: ErrorType) -> Iterator[None]:
+    """Context that re-raises errors of reading and decoding as `error_type`, with the file name."""
     try:
         yield
     except FileNotFoundError:
@@ -76,32 +79,32 @@ def _file_errors(path: str | Path, error_type: ErrorType) -> Iterator[None]:
         raise error_type(f"{path}: {reason}") from None
 
 
-def parse_json(text: str, where: str, error_type: ErrorType) -> Any:
+def parse_json(text: str, location: str, error_type: ErrorType) -> Any:
     """Parse a JSON text into plain data.
 
     Args:
-        where: the beginning of error messages, such as the name of the file.
+        location: prefix of error messages, such as the name of the file.
 
     Raises:
         error_type: the text is invalid, has a duplicate key, or has a value that is not plain data.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_without_duplicates)
+        data = json.loads(text, object_pairs_hook=_dict_with_unique_keys)
         _check_plain(data, math.inf)
     except json.JSONDecodeError as error:
-        raise error_type(f"{where}: invalid JSON: {error}") from None
+        raise error_type(f"{location}: invalid JSON: {error}") from None
     except RecursionError:
-        raise error_type(f"{where}: {_TOO_DEEP}") from None
+        raise error_type(f"{location}: {_TOO_DEEP}") from None
     except ValueError as error:
-        raise error_type(f"{where}: {error}") from None
+        raise error_type(f"{location}: {error}") from None
     return data
 
 
-def parse_yaml(text: str, where: str, error_type: ErrorType) -> Any:
+def parse_yaml(text: str, location: str, error_type: ErrorType) -> Any:
     """Parse a YAML text into plain data; dates are strings, and `1e-3` is a number.
 
     Args:
-        where: the beginning of error messages, such as the name of the file.
+        location: prefix of error messages, such as the name of the file.
 
     Raises:
         error_type: the text is invalid, has a duplicate key, an undefined alias or an unknown tag,
@@ -109,18 +112,18 @@ def parse_yaml(text: str, where: str, error_type: ErrorType) -> Any:
     """
     try:
         # The loader is a SafeLoader: it makes plain data only.
-        data = yaml.load(text, Loader=_Loader)
+        data = yaml.load(text, Loader=_PlainDataLoader)
         _check_plain(data, MAX_VALUES)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise error_type(f"{where}: {position}{_yaml_problem(error)}") from None
+        raise error_type(f"{location}: {position}{_yaml_problem(error)}") from None
     except yaml.YAMLError as error:
-        raise error_type(f"{where}: invalid YAML: {' '.join(str(error).split())}") from None
+        raise error_type(f"{location}: invalid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise error_type(f"{where}: {_TOO_DEEP}") from None
+        raise error_type(f"{location}: {_TOO_DEEP}") from None
     except ValueError as error:
-        raise error_type(f"{where}: {error}") from None
+        raise error_type(f"{location}: {error}") from None
     return data
 
 
@@ -128,33 +131,37 @@ _TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
 
 
 def _check_plain(data: Any, max_values: float) -> None:
-    """Raise `ValueError` if a value is not plain, is nested too deeply, or is one of too many."""
-    # A loop, not recursion: the data may be nested deeper than Python's recursion limit.
-    pending: list[tuple[_ValuePath, int, Any]] = [(None, 0, data)]
+    """Raise ValueError if a value is not plain or nested too deeply, or if there are too many.
+
+    Args:
+        max_values: maximum number of values, including keys and containers.
+    """
+    # Not recursive, because the data may be nested deeper than Python's recursion limit.
+    pending_values: list[tuple[_ValuePath, int, Any]] = [(None, 0, data)]
     count = 0
-    while pending:
-        path, depth, value = pending.pop()
+    while pending_values:
+        path, depth, value = pending_values.pop()
         count += 1
         if count > max_values:
-            raise ValueError(f"more than {max_values} values, with aliases expanded")
+            raise ValueError(f"the file has more than {max_values} values, with aliases expanded")
         if depth > MAX_DEPTH:
             raise ValueError(_TOO_DEEP)
         if isinstance(value, dict):
             for key, item in value.items():
-                pending.append(((None, short_repr, key), depth + 1, key))
-                pending.append(((path, _format_key, key), depth + 1, item))
+                pending_values.append(((None, short_repr, key), depth + 1, key))
+                pending_values.append(((path, _format_key, key), depth + 1, item))
         elif isinstance(value, list):
-            pending += (
-                ((path, _format_index, at), depth + 1, item) for at, item in enumerate(value)
+            pending_values += (
+                ((path, _format_index, index), depth + 1, item) for index, item in enumerate(value)
             )
-        elif problem := _problem(value):
-            where = _path_text(path)
-            raise ValueError(f"{where}: {problem}" if where else problem)
+        elif problem := _describe_problem(value):
+            location = _format_path(path)
+            raise ValueError(f"{location}: {problem}" if location else problem)
 
 
 _ValuePath = tuple[Any, Callable[[Any], str], Any] | None
-"""Path of a value: that of its container, a function that formats its key, and the key. Formatted
-only for an error: a plan can have millions of values."""
+"""Path of a value: the path of its container, a function that formats its key, and the key. It is
+formatted only for an error, because a plan can have millions of values."""
 
 _format_index = "[{}]".format
 
@@ -163,22 +170,22 @@ def _format_key(key: Any) -> str:
     return f".{key if isinstance(key, str) else short_repr(key)}"
 
 
-def _path_text(path: _ValuePath) -> str:
+def _format_path(path: _ValuePath) -> str:
     if path is None:
         return ""
-    outer, format_key, key = path
-    return (_path_text(outer) + format_key(key)).lstrip(".")
+    container_path, format_key, key = path
+    return (_format_path(container_path) + format_key(key)).lstrip(".")
 
 
-def _problem(value: Any) -> str:
+def _describe_problem(value: Any) -> str:
     if isinstance(value, int) and value not in INTEGERS:
-        return f"an integer of {value.bit_length()} bits; at most 64 bits are supported"
+        return f"integers may have at most 64 bits, not {value.bit_length()}"
     if isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
-        return "an unpaired surrogate in a string"
+        return "the string has an unpaired surrogate"
     return ""
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique: dict[str, Any] = {}
     for key, value in pairs:
         if key in unique:
@@ -197,8 +204,8 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
 _TAG = "tag:yaml.org,2002:"
 
 
-class _Loader(yaml.SafeLoader):
-    """A safe loader for which 1e-3 is a number and a duplicate key is an error."""
+class _PlainDataLoader(yaml.SafeLoader):
+    """A SafeLoader that reads 1e-3 as a number and rejects duplicate keys."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -217,10 +224,10 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"a {key_node.id} as a key", key_node.start_mark
+                    None, None, f"a {key_node.id} cannot be a key", key_node.start_mark
                 )
             if key_node.tag == f"{_TAG}merge":
-                # Not supported: a few lines of nested merges can produce billions of keys.
+                # A few lines of nested merges can produce billions of keys.
                 raise yaml.constructor.ConstructorError(
                     None,
                     None,
@@ -236,13 +243,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# PyYAML implements YAML 1.1, where 1e-3 is a string because it has no decimal point.
-_Loader.add_implicit_resolver(
+# PyYAML implements YAML 1.1, location 1e-3 is a string because it has no decimal point.
+_PlainDataLoader.add_implicit_resolver(
     f"{_TAG}float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
-# Timestamps stay strings: a date is not plain data. "value" is the YAML 1.1 tag of a lone "=".
+# Timestamps are read as strings, because dates are not plain data. "value" is the YAML 1.1 tag of a
+# lone "=".
 _READ_AS = {tag: tag for tag in ("null", "bool", "int", "float", "str", "seq", "map")}
-_Loader.yaml_constructors = {None: yaml.SafeLoader.yaml_constructors[None]} | {
+_PlainDataLoader.yaml_constructors = {None: yaml.SafeLoader.yaml_constructors[None]} | {
     _TAG + tag: yaml.SafeLoader.yaml_constructors[_TAG + read_as]
     for tag, read_as in (_READ_AS | {"timestamp": "str", "value": "str"}).items()
 }

@@ -268,7 +268,7 @@ def edit(folder: Path, old: str, new: str) -> None:
         ("epochs", "epoch", r"config\.yaml: train\.epoch: unknown key; did you mean epochs\?"),
         (":Perceptron", ":Perceptrn", r"model\.target: .*did you mean Perceptron\?"),
         (":Perceptron", ":data", r"model\.target: .* not an nn\.Module"),
-        (":data", ":Perceptron", r"data\.target: .* must return a tuple of tensors"),
+        (":data", ":Perceptron", r"data\.target: .* not a tuple of tensors"),
         ("batch_size: 8", "batch_size: 65", "the dataset has only 64 samples, less than"),
         ('{target: "small_models_of_the_cli:data"', "{name: mnist, path: absent", "no such folder"),
         (":Perceptron", ":Branching", r"small_models_of_the_cli\.py"),

@@ -123,7 +123,7 @@ def test_calibrate_fits_a_cluster_to_published_runs(tmp_path: Path) -> None:
             ["--from", "rows.json", "--out", "x.yaml", "--devices", "2"],
             "cannot be combined with --devices",
         ),
-        (["--from", "rows.json", "--out", "x.yaml"], "runs on a100, h100: choose one"),
+        (["--from", "rows.json", "--out", "x.yaml"], "use --cluster with one of a100, h100"),
         (["--from", "none.json", "--out", "x.yaml"], "no such file"),
     ],
 )

@@ -129,7 +129,7 @@ def test_telechat_is_llama_with_biases_of_what_is_added_to_the_residual_stream()
 
 
 def test_an_argument_that_the_configuration_does_not_have_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="the configuration of llama has no attention_bais"):
+    with pytest.raises(ConfigError, match="llama has no argument attention_bais"):
         build(sizes_of("llama", hf={"attention_bais": True}))
 
 

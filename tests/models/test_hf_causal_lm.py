@@ -61,7 +61,7 @@ def test_a_config_file_or_its_folder_is_read(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ("no/such/folder", "no such file or folder: no/such/folder"),
-        ({"n_layer": 2}, "missing model_type"),
+        ({"n_layer": 2}, "`model_type` is missing"),
         ({"model_type": "gpt99"}, "gpt99"),
         ({"model_type": "vit"}, "no causal language model 'vit'"),
     ],

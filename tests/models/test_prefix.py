@@ -105,7 +105,7 @@ WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "ma
 @pytest.mark.parametrize(
     ("sizes", "lora", "message"),
     [
-        (LLAMA, LoRA(), "prefix and lora exclude each other"),
+        (LLAMA, LoRA(), "`prefix` and `lora` cannot be combined"),
         (
             MODELS["baichuan2_7b_tiny"],
             None,
@@ -114,7 +114,7 @@ WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "ma
         (
             replace(LLAMA, family="deepseek_v2", num_experts=4),
             None,
-            "prefix: models with latent attention do not support",
+            "prefix tuning does not support multi-head latent",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_models_that_take_no_prefixes_are_errors(
 
 def test_prefixes_beside_a_mask_are_an_error() -> None:
     net = build(replace(LLAMA, family="qwen", hf=WINDOWED), prefix=PLAIN)
-    with pytest.raises(ConfigError, match="prefixes need causal attention without a mask"):
+    with pytest.raises(ConfigError, match="prefix tuning needs causal attention without a mask"):
         net(*example_batch(LLAMA, 2, 16))
 
 

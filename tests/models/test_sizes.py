@@ -42,7 +42,7 @@ def test_a_tiny_model_divides_by_eight_and_keeps_the_architecture(name: str) -> 
 
 
 def test_an_unknown_model_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown model 'llama3_8b'; valid are llama2_7b, "):
+    with pytest.raises(ConfigError, match="unknown model 'llama3_8b'\nuse one of llama2_7b, "):
         dimensions("llama3_8b")
 
 
@@ -56,7 +56,7 @@ def test_an_unknown_model_is_an_error_that_names_the_known_ones() -> None:
         ({"norm_eps": 0.0}, "norm_eps=0.0: must be a positive number"),
         ({"dropout": 1.0}, r"dropout=1.0: must be in \[0, 1\)"),
         ({"num_heads": 4096, "num_kv_heads": 1}, "an even head size, not 1 = hidden_size 4096"),
-        ({"family": "pangualpha", "num_layers": 1}, "at least 2 layers"),
+        ({"family": "pangualpha", "num_layers": 1}, "PanguAlpha needs at least 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_errors(changes: dict[str, object], message: str) -> None:

@@ -111,7 +111,7 @@ def train_command(
         _train_node(node, options)
         return
     # `record` writes the error of a rank to the file where its launcher looks for it.
-    body = record(_train) if is_launched() else _train
+    body = record(_train_or_launch) if is_launched() else _train_or_launch
     body(options)
 
 
@@ -182,7 +182,7 @@ def _train_node(node: Node, options: _Options) -> None:
     launch_node(command, node, logs, max_restarts=options.max_restarts, timeout=timeout)
 
 
-def _train(options: _Options) -> None:
+def _train_or_launch(options: _Options) -> None:
     world, logs = World.from_environment(), LogFolder(options.log_dir)
     device_range = DeviceRange.parse(options.elastic) if options.elastic else None
     resume = options.resume or world.restarts > 0
@@ -217,7 +217,7 @@ def _train(options: _Options) -> None:
 
 
 def _facts_to_compare(run: Run) -> dict[str, object]:
-    """Return JSON values that must be equal on all nodes of a run, by name."""
+    """Return the values that must be equal on all nodes of a run, by configuration key."""
     # `resume` may differ, because a node that rejoins resumes.
     sections = run.config.model_dump(mode="json", exclude={"train": {"resume"}})
     keys = {
@@ -434,14 +434,14 @@ def _write_profile(plan: Plan, measured: Measured, logs: LogFolder) -> None:
 
 
 @contextmanager
-def _print_checkpoint_warnings(line: Callable[[str], None]) -> Iterator[None]:
-    """Context in which warnings about checkpoints are passed to `line`; others are unchanged."""
+def _print_checkpoint_warnings(print_line: Callable[[str], None]) -> Iterator[None]:
+    """Context in which warnings about checkpoints are passed to `print_line`, others not."""
     with warnings.catch_warnings():
         show_other = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
             if issubclass(category, CheckpointWarning):
-                line(f"warning: {message}")
+                print_line(f"warning: {message}")
             else:
                 show_other(message, category, *where, **how)
 

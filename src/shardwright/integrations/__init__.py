@@ -1,1 +1,1 @@
-"""Training loops of other libraries, on planned models."""
+"""Training loops of other libraries for planned models."""

@@ -1,4 +1,4 @@
-"""Replaces trl's fused language model head by operators that can be captured."""
+"""Replaces trl's fused language model head with operators that can be captured."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from shardwright.errors import PlanError
 
 SUPPORTED_OUTPUTS = {"log_probs", "entropy", "is_top1"}
-"""Outputs per token that the replacement computes."""
+"""Outputs per token that the replacement can compute."""
 
 
-def without_fused_lm_heads(model: nn.Module) -> None:
-    """Replace the `forward` that trl patches into models by one that computes full logits.
+def replace_fused_lm_heads(model: nn.Module) -> None:
+    """Replace the `forward` that trl patches into models with one that computes full logits.
 
     trl's fused head is an autograd function with its own backward pass, which cannot be captured.
 
     Raises:
-        PlanError: the head computes outputs that `SFTTrainer` does not use.
+        PlanError: the head computes outputs that the replacement does not support.
     """
     for module in model.modules():
         forward: Any = vars(module).get("forward")
@@ -32,9 +32,9 @@ def without_fused_lm_heads(model: nn.Module) -> None:
             unsupported = sorted(set(options["outputs"]) - SUPPORTED_OUTPUTS)
             if unsupported or options["cast_lm_head_to_fp32"]:
                 raise PlanError(
-                    f"trl's head of {type(module).__name__} computes "
-                    f"{', '.join(unsupported) or 'in float32'}, which is not supported\n"
-                    "use a trainer of trl that computes what SFTTrainer does"
+                    f"the fused language model head of `trl` in {type(module).__name__} computes"
+                    f" {', '.join(unsupported) or 'in float32'}, which is not supported\n"
+                    "use a trainer of `trl` whose loss needs only the outputs of `SFTTrainer`"
                 )
             module.forward = _forward_with_logits(module, options["temperature"])
 
@@ -56,18 +56,18 @@ def _forward_with_logits(model: nn.Module, temperature: float) -> MethodType:
             logits, shift_labels = logits[:, :-1], labels[:, 1:]
         mask = shift_labels != -100
 
-        def masked(values: Tensor) -> Tensor:
+        def mask_out(values: Tensor) -> Tensor:
             return values.masked_fill(~mask, 0)
 
         all_log_probs = logits.log_softmax(-1)
-        # The label -100 is not a valid index; its log probability is masked.
+        # The label -100 is not a valid index; its log probability is mask_out.
         label_index = shift_labels.clamp(min=0).unsqueeze(-1)
-        log_probs = masked(all_log_probs.gather(-1, label_index).squeeze(-1))
+        log_probs = mask_out(all_log_probs.gather(-1, label_index).squeeze(-1))
         return FusedCausalLMOutput(
             loss=-log_probs.sum() / mask.sum().clamp(min=1),
             log_probs=log_probs,
-            entropy=masked(-(all_log_probs.exp() * all_log_probs).sum(-1)),
-            is_top1=masked(logits.argmax(-1) == shift_labels),
+            entropy=mask_out(-(all_log_probs.exp() * all_log_probs).sum(-1)),
+            is_top1=mask_out(logits.argmax(-1) == shift_labels),
             label_mask=mask,
             aux_loss=getattr(outputs, "aux_loss", None),
         )

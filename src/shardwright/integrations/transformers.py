@@ -33,7 +33,7 @@ from shardwright.core.parallel.whole import whole
 from shardwright.core.plan import Plan
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import ConfigError, PlanError
-from shardwright.integrations.fused_lm_head import without_fused_lm_heads
+from shardwright.integrations.fused_lm_head import replace_fused_lm_heads
 
 try:
     from accelerate.data_loader import prepare_data_loader
@@ -41,38 +41,39 @@ try:
     from transformers import trainer, trainer_pt_utils
 except ImportError as error:
     raise ConfigError(
-        f"ShardwrightTrainer needs transformers and accelerate ({error})\npip install "
+        f"ShardwrightTrainer needs `transformers` and `accelerate` ({error})\npip install "
         "'shardwright[transformers]'"
     ) from None
 
 log = logging.getLogger("shardwright")
 
 Trainer: Any = trainer.Trainer
-"""Untyped, because the types of `Trainer` differ between versions of transformers."""
+"""`transformers.Trainer`, untyped because its types differ between versions."""
 
 batch_size_of: Any = trainer_pt_utils.find_batch_size
 
 if not hasattr(Trainer, "_prepare_for_training"):
     raise ConfigError(
-        "ShardwrightTrainer needs transformers 5 or newer\npip install -U transformers"
+        "ShardwrightTrainer needs `transformers` 5 or newer\npip install -U transformers"
     )
 
-STATE = "shardwright"
-"""Subfolder of a `Trainer` checkpoint with the sharded optimizer state, and with trained parameters
-that the model files of `Trainer` lack."""
+STATE_FOLDER = "shardwright"
+"""Subfolder of a `Trainer` checkpoint for the sharded optimizer state, and for trained parameters
+that are not in `Trainer`'s model files."""
 
-SCHEDULER = "scheduler.pt"
-"""`Trainer`'s file name of the learning rate scheduler."""
+SCHEDULER_FILE = "scheduler.pt"
+"""File in which `Trainer` saves the learning rate scheduler."""
 
 
 class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     """A `Trainer` that plans and shards its model over all processes of the run.
 
     The global batch has `per_device_train_batch_size` samples per process, and every process loads
-    all of it. The model is planned with the first batch, before training or evaluation. Checkpoints
-    have the format of `Trainer`, with the optimizer state in a subfolder, and resume on any plan.
+    the whole global batch. The model is planned with the first batch, before training or
+    evaluation. Checkpoints have the format of `Trainer`, with the optimizer state in a subfolder,
+    and can be resumed with any plan.
 
-    To plan the model of another trainer, derive from both:
+    To plan the model of another trainer, derive a class from both:
     `class Planned(ShardwrightTrainer, SFTTrainer): ...`.
 
     Args:
@@ -80,7 +81,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             `mem_coeff`.
 
     Raises:
-        ConfigError: training arguments request another kind of distribution, such as FSDP.
+        ConfigError: the training arguments request another kind of parallelism, such as FSDP.
     """
 
     model: Any
@@ -100,9 +101,9 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         """Plan and shard the model with the dataloader's first batch, unless already sharded."""
         if isinstance(self.model, ParallelModule):
             return
-        without_fused_lm_heads(self.model)
+        replace_fused_lm_heads(self.model)
         if self.args.bf16:
-            self.model.forward = _in_bfloat16(self.model, self.args.device.type)
+            self.model.forward = _forward_in_bfloat16(self.model, self.args.device.type)
         plan = self._plan
         if not isinstance(plan, Plan):
             args, kwargs = self._example_call(dataloader)
@@ -111,8 +112,8 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             log.info("planned %s:\n%s", type(self.model).__name__, plan)
         if plan.pipeline.stages > 1:
             raise PlanError(
-                "Trainer runs forward and backward separately, which is not possible with pipeline"
-                " stages\nplan without stages, or train with `train_step` in a loop of your own"
+                "`Trainer` runs forward and backward separately, which is not possible with"
+                " pipeline stages\nplan without stages, or write a training loop with `train_step`"
             )
         if plan.arrivals:
             raise PlanError(
@@ -125,14 +126,14 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         self.callback_handler.model = self.model
 
     def _example_call(self, dataloader: DataLoader[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with which `compute_loss` calls the model for a first batch."""
+        """Return the arguments with which `compute_loss` calls the model for the first batch."""
         batch_size = self._global_batch_size(self.args.per_device_train_batch_size)
         dataset = dataloader.dataset
-        # Datasets and collators may draw random numbers: training must draw the same ones again.
+        # Restored below, so that the draws of datasets and collators are repeated in training.
         random_states = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices=[]):
             if isinstance(dataset, IterableDataset):
-                samples = _first_samples(dataset, batch_size)
+                samples = _peek_samples(dataset, batch_size)
             else:
                 length = len(dataset)  # type: ignore[arg-type]
                 samples = [dataset[index % length] for index in range(batch_size)]
@@ -141,18 +142,23 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         np.random.set_state(random_states[1])
         num_items = self._get_num_items_in_batch([batch], self.args.device)
         self.model.train()
-        # Trainers prepare the arguments of their models in different ways: only `compute_loss`
-        # knows them.
+        # Trainers prepare the arguments of their models in different ways, so they are taken from
+        # the call in `compute_loss`.
         try:
             self.compute_loss(
-                _Recorder(self.model), self._prepare_inputs(batch), num_items_in_batch=num_items
+                _FirstCallRecorder(self.model),
+                self._prepare_inputs(batch),
+                num_items_in_batch=num_items,
             )
         except _FirstCallError as call:
             return call.call
-        raise PlanError(f"{type(self).__name__}.compute_loss does not call the model it is given")
+        raise PlanError(
+            f"{type(self).__name__}.compute_loss does not call its argument `model`\n"
+            "pass a plan to the trainer (`plan=sw.plan(...)`)"
+        )
 
     def _global_batch_size(self, batch_size: int) -> int:
-        """The global batch size; with `split_batches`, `batch_size` is already global."""
+        """Return the global batch size; with `split_batches`, `batch_size` is already global."""
         if self.args.accelerator_config.split_batches:
             return batch_size
         return batch_size * int(self.args.world_size)
@@ -164,17 +170,17 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             if getattr(self.args, name, None):
                 raise ConfigError(
                     f"TrainingArguments({name}=...) is not supported: {type(self).__name__} shards"
-                    " the model itself\nremove it; use bf16=True for mixed precision, and "
+                    " the model itself\nremove it; use `bf16=True` for mixed precision, and "
                     "`trainer.model.compile()` to compile the planned model"
                 )
         # Every rank has all tokens of the global batch.
         self.args.average_tokens_across_devices = False
         super().create_accelerator_and_postprocess()
-        # Accelerate would wrap the model in DDP, and gather what every rank already has.
+        # Accelerate would wrap the model in DDP, and gather outputs that every rank already has.
         self.accelerator.prepare_model = lambda model, *_, **__: model
         self.accelerator.gather = lambda data, *_, **__: data
-        self.accelerator.gather_for_metrics = self._without_padding
-        self.gather_function = self._without_padding
+        self.accelerator.gather_for_metrics = self._cut_padding
+        self.gather_function = self._cut_padding
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: `parallelize` moves only this rank's shards to the device."""
@@ -182,13 +188,16 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """A dataloader that gives every process the global batch; the last may be incomplete."""
+        """Create a dataloader that gives every process the global batch.
+
+        The last batch may be incomplete.
+        """
         batch_size = self._global_batch_size(batch_size)
-        with self._as_single_process():
+        with self._pretend_single_process():
             return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
     @contextmanager
-    def _as_single_process(self) -> Iterator[None]:
+    def _pretend_single_process(self) -> Iterator[None]:
         """Context in which samplers and dataloaders are created as for a single process.
 
         For several processes, accelerate would shard each batch, and repeat samples to fill the
@@ -206,7 +215,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             yield
         finally:
             self.args = original_args
-            # Uncovers the method of the class.
+            # The method of the class applies again.
             del self.accelerator.prepare_data_loader
 
     def _prepare_for_single_process(self, loader: DataLoader[Any], **_: Any) -> Any:
@@ -240,7 +249,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         """Compute the loss, with full tensors as outputs of the model if a subclass uses them."""
         compute_loss = super().compute_loss
         if compute_loss.__func__ is not Trainer.compute_loss and isinstance(model, ParallelModule):
-            model = _WithFullOutputs(model)
+            model = _FullOutputModel(model)
         return compute_loss(model, inputs, *args, **kwargs)
 
     def _clip_grad_norm(self, model: ParallelModule) -> Tensor:
@@ -253,7 +262,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         self._parallelize_model(dataloader)
-        # `Seq2SeqTrainer` generates, which calls submodules and needs full parameters.
+        # `Seq2SeqTrainer` may generate, which calls submodules and needs full parameters.
         generates = getattr(self.args, "predict_with_generate", False)
         per_device = self.args.per_device_eval_batch_size
         # `Trainer` weights the loss of a batch by this number of samples.
@@ -266,12 +275,12 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self._batch_rows = batch_size_of(inputs)
-        return _full_tensors(super().prediction_step(model, inputs, *args, **kwargs))
+        return _gather_full_tensors(super().prediction_step(model, inputs, *args, **kwargs))
 
-    def _without_padding(self, data: Any, *_: Any, **__: Any) -> Any:
-        """Replacement of accelerate's `gather_for_metrics`: cut the last batch to its real size.
+    def _cut_padding(self, data: Any, *_: Any, **__: Any) -> Any:
+        """Cut the last batch to its real size; replaces accelerate's `gather_for_metrics`.
 
-        Nothing is gathered, because every process has the global batch.
+        Gathers nothing, because every process has the global batch.
         """
         rows = self._batch_rows
         if rows is None or not self.accelerator.gradient_state.end_of_dataloader:
@@ -287,29 +296,31 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         position = Position(step=self.state.global_step)
-        names = trained_but_not_in(self.model, _names_in_files(Path(output_dir)))
-        state = Path(output_dir, STATE)
-        save_checkpoint(state, self.model, self._optimizer, position=position, only=names)
+        names = trained_but_not_in(self.model, _tensor_names_in(Path(output_dir)))
+        state = Path(output_dir, STATE_FOLDER)
+        save_checkpoint(state, self.model, self._unwrapped_optimizer, position=position, only=names)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         # Not strict: `Trainer` has already loaded most parameters from its own files.
-        load_checkpoint(Path(checkpoint, STATE), self.model, self._optimizer, strict=False)
-        scheduler = torch.load(Path(checkpoint, SCHEDULER), weights_only=True)
+        load_checkpoint(
+            Path(checkpoint, STATE_FOLDER), self.model, self._unwrapped_optimizer, strict=False
+        )
+        scheduler = torch.load(Path(checkpoint, SCHEDULER_FILE), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 
     @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer without the wrapper of accelerate."""
+    def _unwrapped_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without accelerate's wrapper."""
         unwrapped: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return unwrapped
 
 
-def _first_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
-    """The first samples of an iterable dataset, which training will read again.
+def _peek_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
+    """Read the first samples of an iterable dataset, without consuming them for training.
 
     Raises:
         ConfigError: the dataset can be iterated only once.
@@ -329,8 +340,8 @@ def _first_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
     return samples
 
 
-def _names_in_files(folder: Path) -> set[str]:
-    """Tensor names in the safetensors files of `folder` on rank 0, returned on all ranks."""
+def _tensor_names_in(folder: Path) -> set[str]:
+    """Return on all ranks the tensor names in the safetensors files that rank 0 has in `folder`."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors") if is_rank_0() else ():
         with safe_open(file, "pt") as content:
@@ -338,9 +349,9 @@ def _names_in_files(folder: Path) -> set[str]:
     return value_of_rank(names)
 
 
-def _in_bfloat16(model: nn.Module, device_type: str) -> MethodType:
-    """The model's `forward` under autocast, with float32 outputs, as accelerate wraps it."""
-    # An instance may have its own `forward`, such as the one of `without_fused_lm_heads`.
+def _forward_in_bfloat16(model: nn.Module, device_type: str) -> MethodType:
+    """Wrap the model's `forward` as accelerate does: under autocast, with float32 outputs."""
+    # An instance may have its own `forward`, for example from `replace_fused_lm_heads`.
     instance_forward = vars(model).get("forward")
     original = type(model).forward if instance_forward is None else instance_forward.__func__
 
@@ -363,8 +374,8 @@ class _FirstCallError(Exception):
         self.call = call
 
 
-class _Recorder:
-    """A stand-in for a model, with its attributes, that raises its first call."""
+class _FirstCallRecorder:
+    """A stand-in for a model, with its attributes, that raises the arguments of its first call."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -376,12 +387,12 @@ class _Recorder:
         raise _FirstCallError((args, kwargs))
 
 
-class _WithFullOutputs(_Recorder):
+class _FullOutputModel(_FirstCallRecorder):
     """A stand-in for a model, with its attributes, that returns full tensors, not DTensors."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _full_tensors(self._model(*args, **kwargs))
+        return _gather_full_tensors(self._model(*args, **kwargs))
 
 
-def _full_tensors(outputs: Any) -> Any:
+def _gather_full_tensors(outputs: Any) -> Any:
     return pytree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, outputs)

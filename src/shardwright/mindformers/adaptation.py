@@ -10,9 +10,9 @@ from shardwright.mindformers.keys import Keys
 from shardwright.models.lora import LoRA
 from shardwright.models.prefix import PrefixTuning
 
-# MindFormers may merge these into one linear layer.
+# MindFormers may merge these layers into one.
 _MERGED_QKV = "(?:q_proj|k_proj|v_proj)"
-_LAYERS = {
+_LAYER_NAMES = {
     "wq": "q_proj",
     "wk": "k_proj",
     "wv": "v_proj",
@@ -28,17 +28,17 @@ _LAYERS = {
     "dense_h_to_4h": "gate_up_proj",
     "dense_4h_to_h": "down_proj",
 }
-"""Names of linear layers here, by their names in MindFormers."""
+"""Shardwright's names of linear layers, by MindFormers' names."""
 
-_EMBEDDINGS = ("wte", "tok_embeddings", "word_embeddings")
-"""Names of the token embedding in MindFormers."""
+_EMBEDDING_NAMES = ("wte", "tok_embeddings", "word_embeddings")
+"""MindFormers' names of the token embedding."""
 
 PTUNING_ARCHITECTURE = "ChatGLM2WithPtuning2"
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """Trained additions to a frozen model; at most one is set."""
+    """Parameter-efficient fine-tuning of a frozen model; at most one method is set."""
 
     lora: LoRA | None = None
     prefix: PrefixTuning | None = None
@@ -50,16 +50,16 @@ def read_adaptation(config: Keys, architecture: str, notes: list[str]) -> Adapta
     Args:
         config: the section `model.model_config`.
         architecture: the value of `model.arch.type`.
-        notes: receives a note where a layer of MindFormers is several layers here.
+        notes: receives a note if a layer of MindFormers is several layers here.
 
     Raises:
-        ConfigError: the type of adaptation is unknown, or a number is missing or invalid.
+        ConfigError: `pet_type` is not supported, or a number is missing or invalid.
     """
     section, ptuning = config.section("pet_config"), architecture == PTUNING_ARCHITECTURE
     if ptuning and section.text("pet_type", "ptuning2") != "ptuning2":
         raise section.error("pet_type", f"{architecture} needs ptuning2")
-    # In models with prefixes MindFormers overwrites both with pet_config; elsewhere they would be
-    # ignored in silence.
+    # MindFormers overwrites both keys with pet_config in models with prefixes. In other models they
+    # would have no effect.
     has_prefix, projected = config.has("pre_seq_len"), config.flag("prefix_projection", False)
     if not ptuning and (has_prefix or projected):
         name = "pre_seq_len" if has_prefix else "prefix_projection"
@@ -68,35 +68,37 @@ def read_adaptation(config: Keys, architecture: str, notes: list[str]) -> Adapta
         return Adaptation()
     pet_type = section.text("pet_type", "lora", valid=("lora", "prefixtuning", "ptuning2"))
     if ptuning or pet_type == "ptuning2":
-        return Adaptation(prefix=_ptuning(section))
+        return Adaptation(prefix=_read_ptuning(section))
     if pet_type == "prefixtuning":
-        return Adaptation(prefix=_prefix_tuning(section))
-    return Adaptation(lora=_lora(section, notes))
+        return Adaptation(prefix=_read_prefix_tuning(section))
+    return Adaptation(lora=_read_lora(section, notes))
 
 
-def _prefix_tuning(section: Keys) -> PrefixTuning:
+def _read_prefix_tuning(section: Keys) -> PrefixTuning:
     return PrefixTuning(
         tokens=section.integer("prefix_token_num"),
         projection=section.integer("mid_dim"),
-        dropout=section.number("dropout_rate", least=0, below=1),
+        dropout=section.number("dropout_rate", minimum=0, below=1),
     )
 
 
-def _ptuning(section: Keys) -> PrefixTuning:
-    # The defaults are MindFormers'.
+def _read_ptuning(section: Keys) -> PrefixTuning:
+    # MindFormers' defaults.
     width = section.integer("projection_dim", 128)
     return PrefixTuning(
         tokens=section.integer("pre_seq_len", 128),
         projection=width if section.flag("prefix_projection", False) else None,
-        dropout=section.number("dropout_prob", 0.01, least=0, below=1),
+        dropout=section.number("dropout_prob", 0.01, minimum=0, below=1),
     )
 
 
-def _lora(section: Keys, notes: list[str]) -> LoRA:
+def _read_lora(section: Keys, notes: list[str]) -> LoRA:
     targets = section.any("target_modules") or ".*wq|.*wk|.*wv|.*wo"
     if not isinstance(targets, str):
         raise section.error("target_modules", f"expected a regular expression, got {targets!r}")
-    renamed = re.sub(r"\b(\w+)\b(\*?)", lambda m: _LAYERS.get(m.group(1)) or m.group(0), targets)
+    renamed = re.sub(
+        r"\b(\w+)\b(\*?)", lambda m: _LAYER_NAMES.get(m.group(1)) or m.group(0), targets
+    )
     if _MERGED_QKV in renamed:
         # MindFormers has one adapter for the merged layer, with one low-rank input projection.
         notes.append(
@@ -104,24 +106,24 @@ def _lora(section: Keys, notes: list[str]) -> LoRA:
         )
     for name in ("freeze_include", "exclude_layers"):
         if section.any(name):
-            raise section.error(name, "is not supported: must be None")
+            raise section.error(name, "not supported\nremove the key, or set it to None")
     return LoRA(
         target_modules=renamed,
         rank=section.integer("lora_rank", 16),
         alpha=section.number("lora_alpha", 16, above=0),
-        dropout=section.number("lora_dropout", 0.0, least=0, below=1),
-        trained=_trained(section),
+        dropout=section.number("lora_dropout", 0.0, minimum=0, below=1),
+        trained=_read_unfrozen_patterns(section),
     )
 
 
-def _trained(section: Keys) -> list[str]:
-    """Patterns of the names of unfrozen parameters: `freeze_exclude`, with names translated."""
+def _read_unfrozen_patterns(section: Keys) -> list[str]:
+    """Read `freeze_exclude`: patterns of the names of unfrozen parameters, with layers renamed."""
     patterns: Any = section.any("freeze_exclude") or []
     if not isinstance(patterns, list) or not all(isinstance(each, str) for each in patterns):
         raise section.error("freeze_exclude", f"expected a list of patterns, got {patterns!r}")
-    names = {**dict.fromkeys(_EMBEDDINGS, "embed_tokens"), **_LAYERS}
+    names = {**dict.fromkeys(_EMBEDDING_NAMES, "embed_tokens"), **_LAYER_NAMES}
     merged = [each for each in patterns if any(n in each for n in names if names[n] == _MERGED_QKV)]
     if merged:
-        problem = f"{merged[0]!r} is three layers here: use patterns for wq, wk and wv instead"
+        problem = f"{merged[0]!r} is three layers here\nuse patterns for wq, wk and wv instead"
         raise section.error("freeze_exclude", problem)
     return [re.sub(r"\w+", lambda m: names.get(m.group(), m.group()), each) for each in patterns]

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from shardwright.mindformers.keys import Keys
 from shardwright.models.sizes import Positions
 
-# By `model.arch.type`: model family, position encoding, and `model.model_config.type`.
 _ARCHITECTURES: Mapping[str, tuple[str, Positions, str]] = {
     "LlamaForCausalLM": ("llama", "rotary", "LlamaConfig"),
     "InternLMForCausalLM": ("llama", "rotary", "InternLMConfig"),
@@ -24,15 +23,16 @@ _ARCHITECTURES: Mapping[str, tuple[str, Positions, str]] = {
     "GPT2LMHeadModel": ("gpt", "learned", "GPT2Config"),
     "PanguAlphaHeadModel": ("pangualpha", "learned", "PanguAlphaConfig"),
 }
+"""Model family, position encoding and `model.model_config.type`, by `model.arch.type`."""
 
-_REASONS: Mapping[str, str] = {
+_UNSUPPORTED_TASKS: Mapping[str, str] = {
     "CogVLM2ForCausalLM": "reads images and videos",
     "CogVLM2ForCausalLMVideo": "reads images and videos",
     "QwenVL": "reads images",
     "WhisperForConditionalGeneration": "reads sound",
     "GPT2ForSequenceClassification": "is trained on a label of each text",
 }
-"""Tasks of architectures that are not causal language models on text."""
+"""Task of each architecture that is not a causal language model on text."""
 
 
 def read_architecture(arch: Keys) -> tuple[str, Positions, str]:
@@ -42,16 +42,18 @@ def read_architecture(arch: Keys) -> tuple[str, Positions, str]:
         The model family, its position encoding, and the required `model.model_config.type`.
 
     Raises:
-        ConfigError: the architecture is missing or not supported; the message names alternatives.
+        ConfigError: the architecture is missing or not supported.
     """
     valid = ", ".join(_ARCHITECTURES)
     if not arch.has("type"):
-        raise arch.error("type", f"missing; valid are {valid}")
+        raise arch.error("type", f"the key is missing\nuse one of {valid}")
     name = arch.text("type")
     if name in _ARCHITECTURES:
         return _ARCHITECTURES[name]
-    remedy = "build the model yourself, or with transformers, and call shardwright.parallelize"
-    if name in _REASONS:
-        problem = f"{_REASONS[name]}, but only causal language models on text are supported"
+    remedy = "build the model yourself, or with `transformers`, and call `shardwright.parallelize`"
+    if name in _UNSUPPORTED_TASKS:
+        problem = (
+            f"{_UNSUPPORTED_TASKS[name]}, but only causal language models on text are supported"
+        )
         raise arch.error("type", f"{name} {problem}\n{remedy}")
-    raise arch.error("type", f"{name!r} is not known; valid are {valid}\nfor others, {remedy}")
+    raise arch.error("type", f"{name!r} is not supported\nuse one of {valid}; for others, {remedy}")

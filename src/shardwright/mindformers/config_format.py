@@ -11,7 +11,8 @@ from shardwright.mindformers.translate import translate_run
 from shardwright.run.config.checkpointing import CheckpointPolicy
 from shardwright.run.config.schema import Config
 
-_SECTIONS = ("runner_config", "parallel_config", "trainer", "use_parallel", "run_mode")
+_MINDFORMERS_KEYS = ("runner_config", "parallel_config", "trainer", "use_parallel", "run_mode")
+"""Top-level keys by which a MindFormers file is recognized."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class MindFormersRun(LanguageRun):
         return self.parallelism.devices
 
     def config(self) -> Config:
-        """The run as a Shardwright configuration, for `devices` devices."""
+        """Translate the file into a Shardwright configuration for `devices` devices."""
         return translate_run(self, self.devices)
 
     def fitted(self, config: Config, devices: int, servers: int) -> Config:
-        """`config` with batch size and `max_stages` for `devices` devices on `servers` servers.
+        """Return `config` with batch size and `max_stages` for these devices and servers.
 
         Raises:
             ConfigError: the parallel degrees of the file do not multiply to `devices`.
@@ -44,11 +45,11 @@ class MindFormersRun(LanguageRun):
         )
 
     def batch_formula(self, devices: int) -> str:
-        """The formula of the global batch size, with the numbers of the file inserted."""
+        """Return the formula of the global batch size as text, with the values of the file."""
         return self.batch.formula(devices)
 
     def checkpoint_policy(self, policy: CheckpointPolicy) -> CheckpointPolicy:
-        """`policy` with MindFormers' key names, for error messages."""
+        """Return `policy` with MindFormers' key names, for error messages."""
         return replace(
             policy,
             load_key="load_checkpoint",
@@ -59,13 +60,14 @@ class MindFormersRun(LanguageRun):
 
 def recognizes(content: Any) -> bool:
     """Whether `content`, a parsed YAML file, is a MindFormers configuration."""
-    return isinstance(content, Mapping) and any(key in content for key in _SECTIONS)
+    return isinstance(content, Mapping) and any(key in content for key in _MINDFORMERS_KEYS)
 
 
 def read_run(content: Mapping[str, Any], file: str) -> MindFormersRun:
-    """Parse `content`.
+    """Parse a MindFormers file.
 
     Args:
+        content: the parsed YAML.
         file: name of the file, for error messages.
 
     Raises:

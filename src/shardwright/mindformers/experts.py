@@ -7,64 +7,66 @@ from typing import Any
 
 from shardwright.mindformers.keys import Keys
 
-_NO_EFFECT: Mapping[str, str] = {
+_KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
     "capacity_factor": "no token is dropped",
     "aux_loss_factor": "the loss has no load-balancing term",
     "z_loss_factor": "the loss has no router z-loss term",
 }
-"""Keys without effect, and why."""
+"""Reasons why keys of `moe_config` have no effect."""
 
 
 def read_experts(
     section: Keys, config: Keys, family: str, notes: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    """Read the experts, which decide the model family together with the QKV biases.
+    """Read the experts, and determine the model family from the experts and the QKV biases.
 
     MindFormers has one LLaMA architecture with options; here Qwen (biases), Mixtral (experts) and
-    Qwen-MoE (both) are families of their own.
+    Qwen-MoE (both) are separate families.
 
     Args:
         section: the section `moe_config`.
         config: the section `model.model_config`.
-        family: the family of the architecture.
-        notes: receives keys without effect.
+        family: model family of the architecture.
+        notes: receives a note for each key without effect.
 
     Returns:
-        The family, and its fields of `Dimensions` for the experts.
+        The model family, and the fields of `Dimensions` for its experts.
 
     Raises:
-        ConfigError: no supported model has experts with these options.
+        ConfigError: no supported model has these options.
     """
-    number, biased = section.integer("expert_num", 1), config.flag("qkv_has_bias", False)
-    if biased and family not in ("llama", "qwen"):
-        raise config.error("qkv_has_bias", f"True is not supported: {family} has no such biases")
-    if number == 1 and family != "deepseek_v2":
-        return ("qwen" if family == "llama" and biased else family), {}
-    if family not in _MIXTURES:
-        raise section.error("expert_num", f"{number} are not supported for {family}; valid is 1")
-    family, sizes = _MIXTURES[family](section, config)
-    for name, reason in _NO_EFFECT.items():
+    num_experts, has_qkv_bias = section.integer("expert_num", 1), config.flag("qkv_has_bias", False)
+    if has_qkv_bias and family not in ("llama", "qwen"):
+        raise config.error("qkv_has_bias", f"True is not supported: {family} has no QKV biases")
+    if num_experts == 1 and family != "deepseek_v2":
+        return ("qwen" if family == "llama" and has_qkv_bias else family), {}
+    if family not in _EXPERT_READERS:
+        raise section.error(
+            "expert_num", f"{num_experts} experts are not supported for {family}\nset it to 1"
+        )
+    family, sizes = _EXPERT_READERS[family](section, config)
+    for name, reason in _KEYS_WITHOUT_EFFECT.items():
         if section.number(name, 0.0):
             notes.append(f"moe_config.{name} has no effect: {reason}")
     return family, {
-        "num_experts": number,
+        "num_experts": num_experts,
         "experts_per_token": section.integer("num_experts_chosen", 1),
         **sizes,
     }
 
 
-def _mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
-    biased = config.flag("qkv_has_bias", False)
-    shared = section.integer("shared_expert_num", 0, least=0)
+def _read_mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
+    has_qkv_bias = config.flag("qkv_has_bias", False)
+    shared = section.integer("shared_expert_num", 0, minimum=0)
     normalized = section.flag("norm_topk_prob", True)
-    if section.integer("first_k_dense_replace", 0, least=0):
+    if section.integer("first_k_dense_replace", 0, minimum=0):
         raise section.error("first_k_dense_replace", "must be 0: all layers have experts")
     if section.text("topk_method", "greedy") != "greedy":
         raise section.error("topk_method", "must be greedy: the router has no expert groups")
-    if shared and not (biased and section.flag("use_shared_expert_gating", False)):
+    if shared and not (has_qkv_bias and section.flag("use_shared_expert_gating", False)):
         problem = "must be 0 without qkv_has_bias and use_shared_expert_gating, as in Qwen's models"
         raise section.error("shared_expert_num", problem)
-    if not shared and (biased or not normalized):
+    if not shared and (has_qkv_bias or not normalized):
         name = "norm_topk_prob" if not normalized else "shared_expert_num"
         raise section.error(name, "differs from Mixtral's, and Qwen's models have a shared expert")
     if not shared:
@@ -74,8 +76,8 @@ def _mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
     return "qwen_moe", {"hf": hf}
 
 
-def _deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
-    """Fields of DeepSeek-V2: latent attention, shared experts and leading dense layers."""
+def _read_deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
+    """Read DeepSeek-V2's latent attention, shared experts and leading dense layers."""
     if section.flag("norm_topk_prob", True):
         raise section.error(
             "norm_topk_prob", "must be False: DeepSeek-V2 does not normalize expert weights"
@@ -87,9 +89,9 @@ def _deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
         "topk_method": method,
         "n_shared_experts": section.integer("shared_expert_num"),
         "moe_intermediate_size": section.integer("moe_intermediate_size"),
-        "first_k_dense_replace": section.integer("first_k_dense_replace", 0, least=0),
+        "first_k_dense_replace": section.integer("first_k_dense_replace", 0, minimum=0),
         "routed_scaling_factor": section.number("routed_scaling_factor", 1.0, above=0),
-        **{name: config.integer(name) for name in _LATENT},
+        **{name: config.integer(name) for name in _MLA_SIZES},
     }
     hf["q_lora_rank"] = config.integer("q_lora_rank") if config.has("q_lora_rank") else None
     if method == "group_limited_greedy":
@@ -97,10 +99,12 @@ def _deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
     return "deepseek_v2", {"hf": hf}
 
 
-_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-"""Sizes of multi-head latent attention (MLA)."""
+_MLA_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""Keys of the sizes of multi-head latent attention (MLA)."""
 
-_MIXTURES: Mapping[str, Callable[[Keys, Keys], tuple[str, dict[str, Any]]]] = {
-    "llama": _mixtral_or_qwen,
-    "deepseek_v2": _deepseek_v2,
+_EXPERT_READERS: Mapping[str, Callable[[Keys, Keys], tuple[str, dict[str, Any]]]] = {
+    "llama": _read_mixtral_or_qwen,
+    "deepseek_v2": _read_deepseek_v2,
 }
+"""Function that reads the experts, by the architecture's family; returns the family with experts,
+and its fields of `Dimensions`."""

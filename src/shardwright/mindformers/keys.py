@@ -1,4 +1,4 @@
-"""Typed access to the nested keys of a file, with a record of unread keys."""
+"""Typed access to the nested keys of a file, which records the keys that are never read."""
 
 from __future__ import annotations
 
@@ -11,171 +11,177 @@ from typing import Any
 
 from shardwright.errors import ConfigError
 
-_SIZES = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
-_SIZE = re.compile(r"\s*([0-9.]+)\s*([KMGT]B)\s*", re.IGNORECASE)
+_BYTES_PER_UNIT = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+_SIZE_PATTERN = re.compile(r"\s*([0-9.]+)\s*([KMGT]B)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one section.
+    """Reads the keys of one section.
 
     Values are parsed leniently: `1e-8` is a string in YAML 1.1 but a number here; `None`, `"None"`
     and an empty value count as a missing key.
 
     Args:
-        content: the mapping of the section.
-        path: its path in the file, for example `parallel.parallel_optimizer_config`.
-        file: name of the file, the start of each error message.
+        content: the parsed section.
+        path: path of the section in the file, for example `parallel.parallel_optimizer_config`.
+        file: name of the file, the prefix of each error message.
     """
 
     content: Mapping[str, Any]
     path: str
     file: str
-    _read: set[str] = field(default_factory=set)
-    _sections: dict[str, Keys] = field(default_factory=dict)
+    _read_names: set[str] = field(default_factory=set)
+    _opened_sections: dict[str, Keys] = field(default_factory=dict)
 
     def section(self, name: str) -> Keys:
-        """The subsection `name`; empty if missing.
+        """Return the subsection `name`; an empty one if it is missing.
 
         Raises:
             ConfigError: the value is not a mapping.
         """
-        if name not in self._sections:
-            content = self._value(name) or {}
+        if name not in self._opened_sections:
+            content = self._lookup(name) or {}
             if not isinstance(content, Mapping):
                 raise self.error(name, f"expected a mapping, got {content!r}")
-            self._sections[name] = Keys(content, self._full_name(name), self.file)
-        return self._sections[name]
+            self._opened_sections[name] = Keys(content, self._full_key(name), self.file)
+        return self._opened_sections[name]
 
     def has(self, name: str) -> bool:
         """Whether the key is present and not null."""
-        return self._value(name) is not None
+        return self._lookup(name) is not None
 
     def number(
         self,
         name: str,
         default: float | None = None,
-        least: float = -math.inf,
+        minimum: float = -math.inf,
         above: float = -math.inf,
         below: float = math.inf,
     ) -> float:
-        """The number at `name`, which may be written as a string.
+        """Return the number at `name`, which may be written as a string.
 
         Args:
-            default: the value of a missing key; None if it is required.
-            least: inclusive lower bound.
+            default: value of a missing key; None if the key is required.
+            minimum: inclusive lower bound.
             above, below: exclusive bounds.
 
         Raises:
             ConfigError: the key is missing, not a number, or out of bounds.
         """
-        value = self._value(name)
-        number = default if value is None else _number(value)
+        value = self._lookup(name)
+        number = default if value is None else _parse_number(value)
         if number is None:
-            raise self._missing(name) if value is None else self._invalid(name, "a number", value)
-        if not (least <= number and above < number < below):
-            bounds = ((least, "at least"), (above, "above"), (below, "below"))
+            raise (
+                self._missing_error(name)
+                if value is None
+                else self._invalid_error(name, "a number", value)
+            )
+        if not (minimum <= number and above < number < below):
+            bounds = ((minimum, "at least"), (above, "above"), (below, "below"))
             limits = [f"{word} {bound:g}" for bound, word in bounds if math.isfinite(bound)]
             raise self.error(name, f"{number:g} must be {' and '.join(limits)}")
         return number
 
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """The integer at `name`, at least `least`.
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+        """Return the integer at `name`, which must be at least `minimum`.
 
         Raises:
-            ConfigError: the key is missing, not an integer, or less than `least`.
+            ConfigError: the key is missing, not an integer, or less than `minimum`.
         """
         number = float(self.number(name, default))
         if not number.is_integer():
-            raise self._invalid(name, "a whole number", self._value(name))
-        return int(self.number(name, default, least=least))
+            raise self._invalid_error(name, "a whole number", self._lookup(name))
+        return int(self.number(name, default, minimum=minimum))
 
     def flag(self, name: str, default: bool) -> bool:
-        """The boolean at `name`, which may be written as a string.
+        """Return the boolean at `name`, which may be written as a string.
 
         Raises:
             ConfigError: the value is not a boolean.
         """
-        value = self._value(name)
+        value = self._lookup(name)
         if value is None:
             return default
         if isinstance(value, bool):
             return value
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
-        raise self._invalid(name, "True or False", value)
+        raise self._invalid_error(name, "True or False", value)
 
     def text(self, name: str, default: str = "", valid: Sequence[str] = ()) -> str:
-        """The string at `name`.
+        """Return the string at `name`.
 
         Args:
-            valid: the valid values; any string if empty.
+            valid: valid values; if empty, every string is valid.
 
         Raises:
             ConfigError: the value is not a string, or not one of `valid`.
         """
-        value = self._value(name)
+        value = self._lookup(name)
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self._invalid(name, "a string", value)
+            raise self._invalid_error(name, "a string", value)
         if valid and value not in valid:
-            raise self.error(name, f"{value!r} is not known; valid are {', '.join(valid)}")
+            raise self.error(name, f"{value!r} is not supported\nuse one of {', '.join(valid)}")
         return value
 
     def size(self, name: str) -> int | None:
-        """The size at `name` in bytes; `58GB` is 58 · 2^30. None if missing.
+        """Return the size at `name` in bytes; `58GB` is 58 · 2^30. None if missing.
 
         Raises:
             ConfigError: the value is not a size.
         """
-        value = self._value(name)
+        value = self._lookup(name)
         if value is None:
             return None
-        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-        number = _number(match.group(1)) if match else None
+        match = _SIZE_PATTERN.fullmatch(value) if isinstance(value, str) else None
+        number = _parse_number(match.group(1)) if match else None
         if match is None or number is None or number <= 0:
-            raise self._invalid(name, "a size such as 58GB", value)
-        return int(number * _SIZES[match.group(2).upper()])
+            raise self._invalid_error(name, "a size such as 58GB", value)
+        return int(number * _BYTES_PER_UNIT[match.group(2).upper()])
 
     def any(self, name: str) -> Any:
-        """The value at `name` as parsed by YAML; None if missing."""
-        return self._value(name)
+        """Return the value at `name` as parsed from YAML; None if missing."""
+        return self._lookup(name)
 
     def error(self, name: str, problem: str) -> ConfigError:
-        """An error that starts with the file and the full key."""
-        return ConfigError(f"{self.file}: {self._full_name(name)}: {problem}")
+        """Return an error whose message starts with the file and the full key."""
+        return ConfigError(f"{self.file}: {self._full_key(name)}: {problem}")
 
     def unread(self) -> Iterator[str]:
-        """Keys that were never read, and sections that were never opened, with their full path.
+        """Yield the full paths of keys that were never read and of sections never opened.
 
         A key that resembles a missing one is probably misspelled, and gets a suggestion.
         """
         for name in self.content:
-            if name in self._sections:
-                yield from self._sections[name].unread()
-            elif name not in self._read:
-                missing = [key for key in self._read if key not in self.content]
-                near = get_close_matches(str(name), missing, n=1, cutoff=0.85)
-                yield self._full_name(name) + (f" (did you mean {near[0]}?)" if near else "")
+            if name in self._opened_sections:
+                yield from self._opened_sections[name].unread()
+            elif name not in self._read_names:
+                missing = [key for key in self._read_names if key not in self.content]
+                close_matches = get_close_matches(str(name), missing, n=1, cutoff=0.85)
+                yield self._full_key(name) + (
+                    f" (did you mean {close_matches[0]}?)" if close_matches else ""
+                )
 
-    def _value(self, name: str) -> Any:
-        self._read.add(name)
+    def _lookup(self, name: str) -> Any:
+        self._read_names.add(name)
         value = self.content.get(name)
         return None if value in ("None", "") else value
 
-    def _full_name(self, name: str) -> str:
+    def _full_key(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else str(name)
 
-    def _missing(self, name: str) -> ConfigError:
-        return self.error(name, "missing")
+    def _missing_error(self, name: str) -> ConfigError:
+        return self.error(name, "the key is missing")
 
-    def _invalid(self, name: str, expected: str, value: Any) -> ConfigError:
+    def _invalid_error(self, name: str, expected: str, value: Any) -> ConfigError:
         return self.error(name, f"expected {expected}, got {value!r}")
 
 
-def _number(value: Any) -> float | None:
-    """`value` as a finite number; None if it is neither a number nor the text of one."""
+def _parse_number(value: Any) -> float | None:
+    """Return `value` as a finite number; None if it is neither a number nor the text of one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -20,7 +20,7 @@ from shardwright.models.sizes import (
     feed_forward_size,
 )
 
-_NAMES: Mapping[str, Mapping[str, str]] = {
+_FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
     "pangualpha": {"intermediate_size": "ffn_hidden_size", "rms_norm_eps": "layernorm_epsilon"},
     "gpt": {"rms_norm_eps": "layernorm_epsilon"},
     "glm": {
@@ -31,9 +31,9 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "rms_norm_eps": "layernorm_epsilon",
     },
 }
-"""Keys of sizes that differ from LLaMA's, by family."""
+"""Keys of sizes that differ from LLaMA's, by family and LLaMA's key."""
 
-_REQUIRED: Mapping[str, bool | float] = {
+_ONLY_VALUES: Mapping[str, bool | float] = {
     "rotary_pct": 1.0,
     "emb_dropout_prob": 0.0,
     "hidden_dropout": 0.0,
@@ -49,19 +49,20 @@ _REQUIRED: Mapping[str, bool | float] = {
     "out_proj_has_bias": True,
     "wo_has_bias": True,
 }
-"""Keys of which only one value is supported, because models here compute nothing else."""
+"""Keys with a single supported value, because models here compute nothing else."""
 
+# MindSpore's "gelu" is the tanh approximation.
 _GELU: Mapping[str, Gelu] = {"gelu": "gelu_tanh", "fast_gelu": "fast_gelu"}
 _DTYPES = {"float32": "float32", "float16": "bfloat16", "bfloat16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class MindFormersModel:
-    """The model of a file.
+    """The model of a MindFormers file.
 
     Args:
-        sizes: its family and sizes.
-        attention: the attention kernel.
+        sizes: model family and dimensions.
+        attention: attention kernel.
         param_dtype: dtype of stored parameters.
         compute_dtype: dtype of matrix products.
         adaptation: LoRA or prefix tuning.
@@ -75,14 +76,14 @@ class MindFormersModel:
 
 
 def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
-    """Read the model.
+    """Read the sections `model` and `moe_config`.
 
     Args:
         keys: the whole file.
-        notes: receives differences from the file.
+        notes: receives a note for each setting that differs from the file.
 
     Raises:
-        ConfigError: the architecture is unknown, or a size is missing or invalid.
+        ConfigError: the architecture is not supported, or a size is missing or invalid.
     """
     section = keys.section("model")
     arch, config = section.section("arch"), section.section("model_config")
@@ -91,27 +92,27 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
         raise config.error(
             "type", f"{arch.text('type')} needs {config_type}, not {config.text('type')}"
         )
-    if config.integer("ignore_token_id", IGNORED, least=-(2**31)) != IGNORED:
+    if config.integer("ignore_token_id", IGNORED, minimum=-(2**31)) != IGNORED:
         raise config.error("ignore_token_id", f"must be {IGNORED}: no other label is ignored")
-    for name, value in _REQUIRED.items():
+    for name, value in _ONLY_VALUES.items():
         read = config.flag if isinstance(value, bool) else config.number
         if read(name, value) != value:  # type: ignore[arg-type]
-            raise config.error(name, f"{config.any(name)} is not supported: must be {value}")
+            raise config.error(name, f"{config.any(name)} is not supported\nset it to {value}")
     adaptation = read_adaptation(config, arch.text("type"), notes)
     family, experts = read_experts(keys.section("moe_config"), config, family, notes)
-    sizes = _sizes(config, family, positions, experts, config_type, notes)
+    sizes = _read_sizes(config, family, positions, experts, config_type, notes)
     # Of MindFormers' models, only PanguAlpha has flash attention by default.
-    explicit = not config.flag("use_flash_attention", family == "pangualpha")
+    is_explicit = not config.flag("use_flash_attention", family == "pangualpha")
     return MindFormersModel(
         sizes=sizes,
-        attention="explicit" if explicit else "fused",
-        param_dtype=_dtype(config, "param_init_type", "float32", notes),
-        compute_dtype=_dtype(config, "compute_dtype", "float16", notes),
+        attention="explicit" if is_explicit else "fused",
+        param_dtype=_read_dtype(config, "param_init_type", "float32", notes),
+        compute_dtype=_read_dtype(config, "compute_dtype", "float16", notes),
         adaptation=adaptation,
     )
 
 
-def _sizes(
+def _read_sizes(
     config: Keys,
     family: str,
     positions: Positions,
@@ -121,7 +122,7 @@ def _sizes(
 ) -> Dimensions:
     def name(llama_key: str) -> str:
         # Published files also use LLaMA's keys in other families.
-        family_key = _NAMES.get(family, {}).get(llama_key, llama_key)
+        family_key = _FAMILY_KEYS.get(family, {}).get(llama_key, llama_key)
         use_family_key = config.has(family_key) or not config.has(llama_key)
         return family_key if use_family_key else llama_key
 
@@ -131,7 +132,7 @@ def _sizes(
     elif positions == "learned":
         feed_forward = config.integer("expand_ratio", 4) * hidden
     else:
-        multiplier = config.number("ffn_dim_multiplier", 0.0, least=0)
+        multiplier = config.number("ffn_dim_multiplier", 0.0, minimum=0)
         feed_forward = feed_forward_size(
             hidden, config.integer("multiple_of", 256), multiplier or None
         )
@@ -148,10 +149,10 @@ def _sizes(
         "vocab_size": config.integer(name("vocab_size")),
         "seq_length": config.integer("seq_length"),
         "norm_eps": config.number(name("rms_norm_eps"), 1e-5, above=0),
-        "rope_base": _rope_base(config, config_type, notes),
-        "dropout": _dropout(config) if positions == "learned" else 0.0,
+        "rope_base": _read_rope_base(config, config_type, notes),
+        "dropout": _read_dropout(config) if positions == "learned" else 0.0,
         **experts,
-        "hf": {**experts.get("hf", {}), **_hf_arguments(config, family, positions)},
+        "hf": {**experts.get("hf", {}), **_read_hf_arguments(config, family, positions)},
     }
     if family == "gpt":
         sizes["activation"] = _GELU[config.text("hidden_act", "gelu", valid=list(_GELU))]
@@ -168,8 +169,8 @@ def _sizes(
         raise ConfigError(f"{config.file}: {config.path}: {error}") from None
 
 
-def _hf_arguments(config: Keys, family: str, positions: Positions) -> dict[str, Any]:
-    """Further arguments of `transformers` configurations: biases, tied weights, RoPE scaling."""
+def _read_hf_arguments(config: Keys, family: str, positions: Positions) -> dict[str, Any]:
+    """Read arguments of `transformers` configurations: biases, tied weights, RoPE scaling."""
     config_type = config.text("type")
     biases = {"InternLMConfig": ("has_bias", True), "InternLM2Config": ("has_bias", False)}
     name, default = (
@@ -180,22 +181,22 @@ def _hf_arguments(config: Keys, family: str, positions: Positions) -> dict[str, 
         arguments["attention_bias"] = True
     if config.flag("tie_word_embeddings", False):
         arguments["tie_word_embeddings"] = True
-    if rope_scaling := _rope_scaling(config):
+    if rope_scaling := _read_rope_scaling(config):
         arguments["rope_parameters"] = rope_scaling
     if arguments and family in ("baichuan1", "baichuan", "pangualpha"):
         raise config.error("type", f"{family} has no {', '.join(arguments)}")
     return {} if family == "gpt" else arguments
 
 
-def _rope_scaling(config: Keys) -> dict[str, Any]:
-    """`rope_parameters` of transformers, for contexts beyond the pretraining length."""
+def _read_rope_scaling(config: Keys) -> dict[str, Any]:
+    """Read `rope_parameters` of `transformers`, for contexts beyond the pretraining length."""
     method = config.text("extend_method", "None", valid=("None", "NTK", *_ROPE_SCALING))
-    # NTK changes only the base; see `_rope_base`.
+    # NTK changes only the base; see `_read_rope_base`.
     if method in ("None", "NTK"):
         return {}
     rope_type, names = _ROPE_SCALING[method]
     if not names:
-        return {"rope_type": rope_type, "factor": config.number("scaling_factor", 1.0, least=1)}
+        return {"rope_type": rope_type, "factor": config.number("scaling_factor", 1.0, minimum=1)}
     factors = config.section("scaling_factor")
     return {"rope_type": rope_type, **{name: factors.number(name, above=0) for name in names}}
 
@@ -214,12 +215,12 @@ _ROPE_SCALING: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""By `extend_method`: `rope_type` of transformers, and the keys of the section `scaling_factor`;
-without keys it is a number."""
+"""By `extend_method`: `rope_type` of `transformers`, and the keys of the section `scaling_factor`;
+if there are none, `scaling_factor` is a number."""
 
 
-def _rope_base(config: Keys, config_type: str, notes: list[str]) -> float:
-    """The RoPE base: Qwen's `rotary_emb_base` or LLaMA's `theta`, with NTK scaling."""
+def _read_rope_base(config: Keys, config_type: str, notes: list[str]) -> float:
+    """Read the RoPE base: Qwen's `rotary_emb_base` or LLaMA's `theta`, with NTK scaling."""
     names = ("theta", "rotary_emb_base")
     used, unused = reversed(names) if config_type == "QwenConfig" else names
     base = config.number(used, 10000.0, above=0)
@@ -228,22 +229,22 @@ def _rope_base(config: Keys, config_type: str, notes: list[str]) -> float:
             f"model.model_config.{unused} has no effect: {config_type} has {used} {base:g}"
         )
     if config.text("extend_method") == "NTK":
-        base *= config.number("scaling_factor", 1.0, least=1)
+        base *= config.number("scaling_factor", 1.0, minimum=1)
     return base * config.number("rope_ratio", 1.0, above=0)
 
 
-def _dropout(config: Keys) -> float:
-    """The dropout probability of PanguAlpha and GPT, one for all places."""
+def _read_dropout(config: Keys) -> float:
+    """Read the dropout probability of PanguAlpha and GPT, which must be equal everywhere."""
     names = ("hidden_dropout_rate", "attention_dropout_rate", "embedding_dropout_prob")
-    rates = {name: config.number(name, least=0, below=1) for name in names if config.has(name)}
+    rates = {name: config.number(name, minimum=0, below=1) for name in names if config.has(name)}
     if len(set(rates.values())) > 1:
         listed = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
         raise config.error(next(iter(rates)), f"all dropout rates must be equal, not {listed}")
     return next(iter(rates.values()), 0.1)
 
 
-def _dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:
-    """The dtype, with bfloat16 for float16, whose range would need loss scaling."""
+def _read_dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:
+    """Read a dtype; float16 is replaced with bfloat16, whose range needs no loss scaling."""
     requested = config.text(name, default, valid=list(_DTYPES))
     dtype = _DTYPES[requested]
     if dtype != requested and config.has(name):

@@ -19,11 +19,11 @@ _MODES: Mapping[str, str] = {
 }
 _SEARCHES = ("recursive_programming", "dynamic_programming", "sharding_propagation")
 _SCHEDULES = ("1f1b", "gpipe", "zero_bubble_v")
-AUTO = ("recursive_programming", "sharding_propagation")
-"""Modes in which a search shards operators."""
+SEARCH_MODES = ("recursive_programming", "sharding_propagation")
+"""Modes in which a search decides how operators are sharded."""
 
 WITHOUT_OPERATOR_PARALLEL = ("stand_alone", "data_parallel")
-"""Modes in which no operator is sharded except along the batch."""
+"""Modes in which operators are sharded along the batch dimension only."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,24 @@ class Parallelism:
 
     Args:
         mode: `stand_alone`, `data_parallel`, `semi_auto` (Megatron-style degrees, or a strategy
-            file), or one of `AUTO`.
-        mem_coeff: the memory coefficient of the search; `auto` for the smallest with which the
-            plan fits into memory.
+            file), or one of `SEARCH_MODES`.
+        mem_coeff: weight of memory relative to communication in the search; `auto` for the smallest
+            with which the plan fits into memory.
         data_parallel, model_parallel, context_parallel: degrees of data, tensor and context
-            parallelism. Where a search decides, only `data_parallel` has an effect, on the batch
-            size.
+            parallelism. In a search, only `data_parallel` has an effect, on the batch size.
         expert_parallel: degree of expert parallelism, a divisor of `data_parallel`.
         stages: number of pipeline stages; with `auto_pipeline`, the requested number.
         micro_batch_num: number of micro-batches.
-        schedule: the pipeline schedule.
-        auto_pipeline: True to choose the number of stages, False to only suggest one, None (key
-            missing) for neither.
-        full_batch: whether every device gets the global batch.
+        schedule: pipeline schedule.
+        auto_pipeline: True to choose the number of stages, False to only suggest it, None (key
+            missing) to do neither.
+        full_batch: whether every device gets the global batch, not its own shard.
         seq_parallel: Megatron's sequence parallelism: norms and residuals sharded along the
             sequence.
         vocab_emb_dp: whether the token embedding is replicated instead of sharded.
         sharding: ZeRO / FSDP sharding of parameters and optimizer state.
-        strategies: path of a strategy file; empty for none.
-        cluster: the cluster to plan for, a key that MindFormers does not have; empty for none.
+        strategies: path of a strategy file to load; empty without one.
+        cluster: the cluster to plan for, a key that MindFormers does not have; empty without one.
     """
 
     mode: str
@@ -72,146 +71,154 @@ class Parallelism:
 
     @property
     def shards_by_degrees(self) -> bool:
-        """Whether the degrees shard operators, all of them or as a start for propagation."""
+        """Whether the degrees shard operators, either all or those from which others propagate."""
         return self.mode in ("semi_auto", "sharding_propagation") and not self.strategies
 
     @property
     def devices(self) -> int:
-        """Product of the degrees of a `semi_auto` configuration."""
+        """Number of devices of a `semi_auto` configuration: the product of its degrees."""
         devices_per_stage = self.data_parallel * self.model_parallel * self.context_parallel
         return devices_per_stage * self.stages
 
     @property
     def pipelined(self) -> bool:
-        """Whether there are several stages, or may be after the planner has chosen."""
+        """Whether there are several stages, or the planner may choose several."""
         return self.stages > 1 or (bool(self.auto_pipeline) and self.micro_batch_num > 1)
 
     def max_stages(self, servers: int) -> int:
-        """Largest number of stages that `auto_pipeline` may choose or suggest on `servers`."""
-        # At most one stage per server unless the file requests more, and at least one micro-batch
-        # per stage.
+        """Return the largest number of stages for `auto_pipeline` on `servers` servers."""
+        # MindFormers allows one stage per server unless the file requests more, and needs at least
+        # one micro-batch per stage.
         return min(max(self.stages, servers), self.micro_batch_num)
 
 
 def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
-    """Read the parallelism.
+    """Read the sections `parallel` and `parallel_config`.
 
     Args:
         keys: the whole file.
-        notes: receives keys that the mode overrides.
+        notes: receives a note for each key that the mode overrides.
 
     Raises:
-        ConfigError: the mode or search is unknown, or a degree is not positive.
+        ConfigError: the mode or search is not supported, or a degree is not positive.
     """
     parallel, config = keys.section("parallel"), keys.section("parallel_config")
     parallelism = Parallelism(
-        mode=_mode(keys, parallel),
-        mem_coeff=_mem_coeff(config),
+        mode=_read_mode(keys, parallel),
+        mem_coeff=_read_mem_coeff(config),
         data_parallel=config.integer("data_parallel", 1),
         model_parallel=config.integer("model_parallel", 1),
         context_parallel=config.integer("context_parallel", 1),
         expert_parallel=config.integer("expert_parallel", 1),
         stages=config.integer("pipeline_stage", 1),
         micro_batch_num=config.integer("micro_batch_num", 1),
-        schedule=_schedule(parallel.section("pipeline_config")),
-        auto_pipeline=_auto_pipeline(parallel),
+        schedule=_read_schedule(parallel.section("pipeline_config")),
+        auto_pipeline=_read_auto_pipeline(parallel),
         full_batch=parallel.flag("full_batch", False),
         seq_parallel=config.flag("use_seq_parallel", False),
         vocab_emb_dp=config.flag("vocab_emb_dp", True),
-        sharding=_sharding(parallel),
-        strategies=_strategies(keys, parallel),
+        sharding=_read_zero_options(parallel),
+        strategies=_read_strategy_file(keys, parallel),
         cluster=parallel.text("cluster"),
     )
     return _apply_mode(parallelism, config.has("vocab_emb_dp"), notes)
 
 
-def _auto_pipeline(parallel: Keys) -> bool | None:
+def _read_auto_pipeline(parallel: Keys) -> bool | None:
     return parallel.flag("auto_pipeline", False) if parallel.has("auto_pipeline") else None
 
 
-def _mode(keys: Keys, parallel: Keys) -> str:
+def _read_mode(keys: Keys, parallel: Keys) -> str:
     parallel_mode = parallel.any("parallel_mode")
     parallel_mode = 0 if parallel_mode is None else parallel_mode
     # A bool is an int in Python: `parallel_mode: True` must not mean 1.
     if isinstance(parallel_mode, bool) or str(parallel_mode) not in _MODES:
-        is_hybrid = str(parallel_mode) == "3"
-        problem = "is hybrid parallel, which is not supported" if is_hybrid else "is not known"
+        hybrid = " (hybrid parallel)" if str(parallel_mode) == "3" else ""
         raise parallel.error(
             "parallel_mode",
-            f"{parallel_mode!r} {problem}; valid are 0 (data parallel), 1 (semi-auto), 2 (auto)",
+            f"{parallel_mode!r}{hybrid} is not supported\n"
+            "use 0 (data parallel), 1 (semi-auto) or 2 (auto)",
         )
-    search = _search(parallel)
+    search = _read_search(parallel)
     if not keys.flag("use_parallel", False):
         return "stand_alone"
     mode = _MODES[str(parallel_mode)]
     return search if mode == "auto" else mode
 
 
-def _search(parallel: Keys) -> str:
-    """The search of `search_mode`, or of its deprecated name.
+def _read_search(parallel: Keys) -> str:
+    """Read `search_mode`, or its deprecated name `auto_parallel_search_mode`.
 
-    The recursive search replaces dynamic programming, which is not implemented here.
+    Returns the recursive search for dynamic programming, which is not implemented here.
     """
     names = ("search_mode", "auto_parallel_search_mode")
     searches = [parallel.text(name, valid=_SEARCHES) for name in names]
     if all(searches) and searches[0] != searches[1]:
         raise parallel.error(
-            names[0], f"{searches[0]}, but its old name {names[1]} says {searches[1]}"
+            names[0], f"{searches[0]}, but its old name {names[1]} is {searches[1]}\nremove one"
         )
     search = searches[0] or searches[1] or "recursive_programming"
     return "recursive_programming" if search == "dynamic_programming" else search
 
 
-def _mem_coeff(config: Keys) -> float | str:
+def _read_mem_coeff(config: Keys) -> float | str:
     value = config.any("mem_coeff")
     if value == "auto":
         return "auto"
     try:
         return config.number("mem_coeff", 0.1, above=0)
     except ConfigError:
-        problem = f"expected a positive number, or 'auto', got {value!r}"
+        problem = f"expected a positive number or 'auto', got {value!r}"
         raise config.error("mem_coeff", problem) from None
 
 
-def _schedule(config: Keys) -> str:
+def _read_schedule(config: Keys) -> str:
     schedule = config.text("pipeline_scheduler", "1f1b", valid=_SCHEDULES)
     if not config.flag("pipeline_interleave", False):
         return schedule
     if schedule == "gpipe":
-        raise config.error("pipeline_interleave", "True needs pipeline_scheduler 1f1b, not gpipe")
+        raise config.error(
+            "pipeline_interleave",
+            "True is not supported with gpipe\nset `pipeline_scheduler: 1f1b`",
+        )
     return "interleaved_1f1b" if schedule == "1f1b" else schedule
 
 
-def _strategies(keys: Keys, parallel: Keys) -> str:
-    """Path of the strategy file to load; empty for none."""
-    file, mode = parallel.text("strategy_ckpt_load_file"), _mode(keys, parallel)
+def _read_strategy_file(keys: Keys, parallel: Keys) -> str:
+    """Read the path of the strategy file to load; empty without one."""
+    file, mode = parallel.text("strategy_ckpt_load_file"), _read_mode(keys, parallel)
     if file and mode in WITHOUT_OPERATOR_PARALLEL:
         raise parallel.error(
             "strategy_ckpt_load_file",
-            f"the mode is {mode}, which takes no strategies\nset use_parallel: True and"
-            " parallel_mode: 1 or 2",
+            f"the mode is {mode}, which does not use strategies\nset `use_parallel: True` and"
+            " `parallel_mode: 1` or `2`",
         )
     return file
 
 
-def _sharding(parallel: Keys) -> OptimizerParallel | None:
-    """ZeRO options: `parallel_optimizer_config`."""
+def _read_zero_options(parallel: Keys) -> OptimizerParallel | None:
+    """Read the ZeRO options `parallel_optimizer_config`; None if ZeRO is not enabled."""
     config = parallel.section("parallel_optimizer_config")
-    size = config.integer("optimizer_weight_shard_size", -1, least=-1)
+    size = config.integer("optimizer_weight_shard_size", -1, minimum=-1)
     if size == 0:
         raise config.error(
-            "optimizer_weight_shard_size", "0 must be at least 1, or -1 for all devices"
+            "optimizer_weight_shard_size", "0 is not valid\nuse at least 1, or -1 for all devices"
         )
     # Sharded gradient accumulation is ZeRO stage 2.
     level = "level2" if config.flag("gradient_accumulation_shard", False) else "level1"
-    threshold = config.integer("parallel_optimizer_threshold", 64, least=0)
+    threshold = config.integer("parallel_optimizer_threshold", 64, minimum=0)
     if not parallel.flag("enable_parallel_optimizer", False):
         return None
     return OptimizerParallel(level, size, threshold)
 
 
 def _apply_mode(parallelism: Parallelism, sets_vocab_emb_dp: bool, notes: list[str]) -> Parallelism:
-    """Override options that the mode excludes, as MindFormers does, with a note for each change."""
+    """Override options that the mode excludes, as MindFormers does.
+
+    Args:
+        sets_vocab_emb_dp: whether the file has the key `vocab_emb_dp`.
+        notes: receives a note for each overridden option.
+    """
     mode = parallelism.mode
     if mode in WITHOUT_OPERATOR_PARALLEL:
         excluded = {
@@ -229,14 +236,14 @@ def _apply_mode(parallelism: Parallelism, sets_vocab_emb_dp: bool, notes: list[s
         changes = {name: effective for name, (_, effective) in excluded.items()}
         parallelism = replace(parallelism, data_parallel=1, **changes)  # type: ignore[arg-type]
     if parallelism.auto_pipeline is not None and (
-        mode not in AUTO or parallelism.shards_by_degrees
+        mode not in SEARCH_MODES or parallelism.shards_by_degrees
     ):
         if parallelism.auto_pipeline:
             notes.append(f"auto_pipeline is False: the mode is {mode}")
         parallelism = replace(parallelism, auto_pipeline=None)
     stages = parallelism.stages
-    if parallelism.vocab_emb_dp and (stages > 1 or mode in AUTO):
-        # The default is True: only a value in the file deserves a note.
+    if parallelism.vocab_emb_dp and (stages > 1 or mode in SEARCH_MODES):
+        # The default is True, so only a value in the file is worth a note.
         if sets_vocab_emb_dp:
             reason = f"pipeline_stage is {stages}" if stages > 1 else f"the mode is {mode}"
             notes.append(f"vocab_emb_dp is False: {reason}")

@@ -19,15 +19,15 @@ from shardwright.models.sizes import Dimensions
 
 @dataclass(frozen=True)
 class LanguageRun:
-    """A MindFormers file: language model, training and parallelism.
+    """The content of a MindFormers file: language model, training and parallelism.
 
     Args:
-        file: name of the file, the start of each error message.
+        file: name of the file, the prefix of each error message.
         name: name of the model, for messages and tables.
-        layers: number of blocks of each pipeline stage.
+        layers: number of blocks in each pipeline stage.
         memory_limit: memory limit in bytes per device; None for all of its memory.
-        dataset: folder or file of the training data; empty for none.
-        strategy_file: where to save the strategies of the plan; empty for nowhere.
+        dataset: folder or file of the training data; empty if not set.
+        strategy_file: where to save the strategies of the plan; empty to save none.
         only_strategies: whether the run only saves its strategies, without training.
         notes: settings that differ from the file, with reasons.
         unused: keys of the file that have no effect.
@@ -53,7 +53,7 @@ class LanguageRun:
 
 
 def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRun:
-    """Read the content of a file.
+    """Parse a MindFormers file.
 
     Args:
         content: the parsed YAML.
@@ -65,7 +65,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
     keys, notes = Keys(content, "", file), list[str]()
     model, parallelism = read_model(keys, notes), read_parallelism(keys, notes)
     layers = check_parallelism(keys, parallelism, model.sizes)
-    strategy_file = _strategy_file(keys)
+    strategy_file = _read_strategy_file(keys)
     if strategy_file:
         notes.append(f"{strategy_file}: strategies of the plan are written as JSON")
     run = LanguageRun(
@@ -79,27 +79,30 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         memory_limit=keys.section("context").size("max_device_memory"),
         dataset=keys.section("train_dataset").section("data_loader").text("dataset_dir"),
         strategy_file=strategy_file,
-        only_strategies=_only_strategies(keys, strategy_file),
+        only_strategies=_read_only_strategies(keys, strategy_file),
         notes=tuple(notes),
         unused=(),
     )
     return replace(run, unused=tuple(keys.unread()))
 
 
-def _strategy_file(keys: Keys) -> str:
+def _read_strategy_file(keys: Keys) -> str:
     parallel = keys.section("parallel")
     config = parallel.section("strategy_ckpt_config")
     files = [parallel.text("strategy_ckpt_save_file"), config.text("save_file")]
     if all(files) and files[0] != files[1]:
-        raise config.error("save_file", f"{files[1]}, but strategy_ckpt_save_file says {files[0]}")
+        raise config.error(
+            "save_file", f"{files[1]}, but strategy_ckpt_save_file is {files[0]}\nremove one"
+        )
     return files[0] or files[1]
 
 
-def _only_strategies(keys: Keys, strategy_file: str) -> bool:
+def _read_only_strategies(keys: Keys, strategy_file: str) -> bool:
     only = keys.flag("only_save_strategy", False)
     if only and not strategy_file:
         raise keys.error(
-            "only_save_strategy", "True needs parallel.strategy_ckpt_save_file: the file to write"
+            "only_save_strategy",
+            "True needs the file to write\nset `parallel.strategy_ckpt_save_file`",
         )
     return only
 
@@ -108,7 +111,7 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
     """Check the parallel degrees against each other and the model.
 
     Returns:
-        The number of blocks of each stage.
+        The number of blocks in each stage.
 
     Raises:
         ConfigError: a degree does not divide the dimension that it shards.
@@ -119,15 +122,15 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
         _check_optimizer_shards(keys, parallelism)
         _check_tensor_parallel(config, parallelism, sizes)
         _check_sequence(config, parallelism, sizes)
-    return _layers_of_stages(keys, parallelism, sizes.num_layers)
+    return _read_layers_per_stage(keys, parallelism, sizes.num_layers)
 
 
 def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, file: str) -> None:
     """Raise ConfigError if the degrees do not multiply to `devices`, or stages do not divide it."""
-    where = f"{file}: parallel_config"
+    section_path = f"{file}: parallel_config"
     if parallelism.shards_by_degrees and parallelism.devices != devices:
         raise ConfigError(
-            f"{where}: data_parallel {parallelism.data_parallel} · model_parallel"
+            f"{section_path}: data_parallel {parallelism.data_parallel} · model_parallel"
             f" {parallelism.model_parallel} · context_parallel {parallelism.context_parallel} ·"
             f" pipeline_stage {parallelism.stages} = {parallelism.devices}, but there are {devices}"
             f" devices\nuse {parallelism.devices} devices, or degrees whose product is {devices}"
@@ -135,8 +138,9 @@ def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, fil
     if devices % parallelism.stages and not parallelism.auto_pipeline:
         max_stages = min(parallelism.micro_batch_num, sizes.num_layers)
         raise ConfigError(
-            f"{where}.pipeline_stage: {parallelism.stages} stages cannot share {devices} devices"
-            f" equally; valid are {divisors(devices, max_stages)}, or auto_pipeline: True"
+            f"{section_path}.pipeline_stage: {parallelism.stages} stages cannot share"
+            f" {devices} devices equally\n"
+            f"use one of {divisors(devices, max_stages)}, or set `auto_pipeline: True`"
         )
 
 
@@ -145,7 +149,7 @@ def _check_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> 
         layers = sizes.num_layers
         raise config.error(
             "pipeline_stage",
-            f"{parallelism.stages} is more than the {layers} layers; valid is {layers} at most",
+            f"{parallelism.stages} stages are more than the {layers} layers\nuse at most {layers}",
         )
     if parallelism.stages > parallelism.micro_batch_num:
         raise config.error(
@@ -154,12 +158,16 @@ def _check_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> 
         )
 
 
-def _layers_of_stages(keys: Keys, parallelism: Parallelism, layers: int) -> tuple[int, ...]:
-    """Number of blocks of each stage: equal, plus `offset`; without it, any remainder is spread."""
+def _read_layers_per_stage(keys: Keys, parallelism: Parallelism, layers: int) -> tuple[int, ...]:
+    """Return the number of blocks in each stage.
+
+    With `offset`, stages get equal numbers plus their offsets; without it, the remainder of an
+    unequal division is spread over the stages.
+    """
     config, stages = keys.section("model").section("model_config"), parallelism.stages
     offset = config.any("offset") if parallelism.shards_by_degrees else None
     if offset in (None, 0):
-        stage_of_layer = [number * stages // layers for number in range(layers)]
+        stage_of_layer = [layer * stages // layers for layer in range(layers)]
         return tuple(stage_of_layer.count(stage) for stage in range(stages))
     offsets = offset if isinstance(offset, list) else [offset] * stages
     layers_per_stage, remainder = divmod(layers, stages)
@@ -167,12 +175,12 @@ def _layers_of_stages(keys: Keys, parallelism: Parallelism, layers: int) -> tupl
     has_integers = len(offsets) == stages and all(type(each) is int for each in offsets)
     if SCHEDULES[parallelism.schedule].chunked:
         reason = "chunks of interleaved schedules have equal numbers of layers"
-        raise config.error("offset", f"{offset} must be 0: {reason}")
+        raise config.error("offset", f"{offset} is not supported: {reason}\nset it to 0")
     # Every stage must keep at least one layer.
     if not has_integers or sum(offsets) != remainder or min(offsets) <= -layers_per_stage:
-        valid = f"valid are {stages} numbers that add up to {remainder}"
+        remedy = f"use {stages} numbers that add up to {remainder}"
         raise config.error(
-            "offset", f"{offset} does not divide {layers} layers over {stages} stages; {valid}"
+            "offset", f"{offset} does not divide {layers} layers over {stages} stages\n{remedy}"
         )
     return tuple(layers_per_stage + each for each in offsets)
 
@@ -188,7 +196,7 @@ def _check_optimizer_shards(keys: Keys, parallelism: Parallelism) -> None:
             .section("parallel_optimizer_config")
             .error(
                 "optimizer_weight_shard_size",
-                f"{size} does not divide data_parallel {replicas}; valid are -1,"
+                f"{size} does not divide data_parallel {replicas}\nuse one of -1,"
                 f" {divisors(replicas, replicas)}",
             )
         )
@@ -218,7 +226,7 @@ def _check_tensor_parallel(config: Keys, parallelism: Parallelism, sizes: Dimens
             common = gcd(*sharded_sizes.values())
             raise config.error(
                 "model_parallel",
-                f"{name} {size} cannot be divided by {degree}; valid are"
+                f"{name} {size} is not divisible by {degree}\nuse one of"
                 f" {divisors(common, common)}",
             )
 
@@ -228,12 +236,13 @@ def _check_sequence(config: Keys, parallelism: Parallelism, sizes: Dimensions) -
     if seq_length % degree:
         raise config.error(
             "context_parallel",
-            f"seq_length {seq_length} cannot be divided by {degree}; valid are"
+            f"seq_length {seq_length} is not divisible by {degree}\nuse one of"
             f" {divisors(seq_length, 64)}",
         )
     if parallelism.seq_parallel and seq_length % (degree * parallelism.model_parallel):
         raise config.error(
             "use_seq_parallel",
-            f"seq_length {seq_length} cannot be divided by context_parallel {degree} ·"
-            f" model_parallel {parallelism.model_parallel}; valid is False, or another seq_length",
+            f"seq_length {seq_length} is not divisible by context_parallel {degree} ·"
+            f" model_parallel {parallelism.model_parallel}\nset it to False, or change"
+            " `seq_length`",
         )

@@ -25,16 +25,16 @@ _SCHEDULES = {
     "constant_with_warmup": "constant",
 }
 _CHECKPOINT_CALLBACKS = ("CheckpointMonitor", "CheckpointMointor")
-"""The callback that saves checkpoints, also with the typo of older MindFormers versions."""
-_REQUIRED_IN_SCHEDULE = {"warmup_lr_init": 0.0, "warmup_epochs": 0.0, "num_cycles": 0.5}
-"""Keys of schedules of which only one value is supported."""
+"""Names of the callback that saves checkpoints; older MindFormers versions have the typo."""
+_ONLY_SCHEDULE_VALUES = {"warmup_lr_init": 0.0, "warmup_epochs": 0.0, "num_cycles": 0.5}
+"""Keys of `lr_schedule` with a single supported value."""
 
-_CLIP_NORM = 1.0
-"""Default of `max_grad_norm`."""
+_DEFAULT_CLIP_NORM = 1.0
+"""MindFormers' default of `max_grad_norm`."""
 
 
 StageBlocks = bool | tuple[int, ...]
-"""All blocks, none, or the number of leading blocks of each stage."""
+"""True for all blocks, False for none, or the number of leading blocks of each stage."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Recomputation:
 
     Args:
         blocks: blocks that are recomputed fully.
-        selective: other blocks, of which only cheap operators are recomputed: activation functions
-            and the softmax of attention.
-        communication: recompute communication inside blocks, too.
-        gathers: gather sharded parameters again in the backward pass (ZeRO stage 3).
+        selective: blocks in which only activation functions and the softmax of attention are
+            recomputed.
+        communication: whether communication inside blocks is recomputed too.
+        gathers: whether sharded parameters are gathered again in the backward pass (ZeRO stage 3).
     """
 
     blocks: StageBlocks = False
@@ -62,7 +62,6 @@ class Training:
     Args:
         seed: seed of initial weights and sample order.
         resume: whether to resume from a checkpoint.
-        recompute: activation checkpointing.
         optimizer, train: the sections `optimizer` and `train` of a Shardwright configuration.
     """
 
@@ -79,23 +78,25 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
     Args:
         keys: the whole file.
         stages: number of pipeline stages.
-        notes: receives keys without effect.
+        notes: receives a note for each key without effect.
 
     Raises:
-        ConfigError: an optimizer or schedule is unknown, or a number is invalid or contradicts
-            another.
+        ConfigError: an optimizer or schedule is not supported, or a number is invalid or
+            contradicts another.
     """
     keys.text("run_mode", "train", valid=("train", "finetune"))
     seed, epochs = (
-        keys.integer("seed", 0, least=0),
+        keys.integer("seed", 0, minimum=0),
         keys.section("runner_config").integer("epochs", 1),
     )
-    optimizer = _optimizer(keys, notes)
-    recompute = _recompute(keys.section("recompute_config"), stages, notes)
+    optimizer = _read_optimizer(keys, notes)
+    recompute = _read_recomputation(keys.section("recompute_config"), stages, notes)
     load, resume = keys.text("load_checkpoint"), keys.flag("resume_training", False)
     if resume and not load:
-        raise keys.error("resume_training", "True needs load_checkpoint: the folder to resume from")
-    checkpoint = _checkpoint(keys)
+        raise keys.error(
+            "resume_training", "True needs the folder to resume from\nset `load_checkpoint`"
+        )
+    checkpoint = _read_checkpoint(keys)
     if resume:
         checkpoint["folder"] = load
     train: dict[str, Any] = {"epochs": epochs, "seed": seed, "resume": resume}
@@ -106,8 +107,8 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
     return Training(seed, resume, recompute, optimizer, train)
 
 
-def _checkpoint(keys: Keys) -> dict[str, Any]:
-    """The section `train.checkpoint`, from the callback `CheckpointMonitor`; empty without it."""
+def _read_checkpoint(keys: Keys) -> dict[str, Any]:
+    """Read the callback `CheckpointMonitor` as a section `train.checkpoint`; {} without it."""
     callbacks, folder = keys.any("callbacks") or [], keys.text("output_dir", "output")
     if not isinstance(callbacks, list):
         raise keys.error("callbacks", f"expected a list, got {callbacks!r}")
@@ -123,44 +124,44 @@ def _checkpoint(keys: Keys) -> dict[str, Any]:
     return {}
 
 
-def _optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
-    """The section `optimizer`: all of MindFormers' optimizer types are variants of AdamW."""
+def _read_optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
+    """Translate the optimizer into a section; all of MindFormers' types are variants of AdamW."""
     section, wrapper = keys.section("optimizer"), keys.section("runner_wrapper")
     section.text("type", "AdamW", valid=_OPTIMIZERS)
     clips = wrapper.flag("use_clip_grad", False)
-    norm = wrapper.number("max_grad_norm", _CLIP_NORM, above=0)
+    norm = wrapper.number("max_grad_norm", _DEFAULT_CLIP_NORM, above=0)
     return {
         "name": "adamw",
-        "learning_rate": _rate(section, keys.section("lr_schedule"), notes),
-        "schedule": _schedule(keys),
-        "betas": _betas(section),
+        "learning_rate": _read_learning_rate(section, keys.section("lr_schedule"), notes),
+        "schedule": _read_schedule(keys),
+        "betas": _read_betas(section),
         "eps": section.number("eps", 1e-8, above=0),
-        "weight_decay": section.number("weight_decay", 0.0, least=0),
+        "weight_decay": section.number("weight_decay", 0.0, minimum=0),
         "decay_vectors": False,
         "clip_norm": norm if clips else None,
     }
 
 
-def _betas(section: Keys) -> list[float]:
-    """`beta1` and `beta2`, or `betas`."""
+def _read_betas(section: Keys) -> list[float]:
+    """Read `beta1` and `beta2`, or `betas`."""
     betas = section.any("betas")
     if betas is None:
         names = ("beta1", "beta2")
     elif not isinstance(betas, list | tuple) or len(betas) != 2:
         raise section.error("betas", f"expected two numbers, got {betas!r}")
     elif section.has("beta1") or section.has("beta2"):
-        raise section.error("betas", "give either betas, or beta1 and beta2")
+        raise section.error("betas", "set either `betas`, or `beta1` and `beta2`")
     else:
         names = ("betas[0]", "betas[1]")
         section = Keys(dict(zip(names, betas, strict=True)), section.path, section.file)
     return [
-        section.number(name, default, least=0, below=1)
+        section.number(name, default, minimum=0, below=1)
         for name, default in zip(names, (0.9, 0.999), strict=True)
     ]
 
 
-def _rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> float:
-    """The peak learning rate; the schedule's wins over the optimizer's, as in MindFormers."""
+def _read_learning_rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> float:
+    """Read the peak learning rate; the schedule's overrides the optimizer's, as in MindFormers."""
     section = schedule if schedule.has("learning_rate") else optimizer
     rate = section.number("learning_rate", above=0)
     if optimizer.has("learning_rate") and optimizer.number("learning_rate") != rate:
@@ -171,26 +172,28 @@ def _rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> float:
     return rate
 
 
-def _schedule(keys: Keys) -> dict[str, Any]:
+def _read_schedule(keys: Keys) -> dict[str, Any]:
     section = keys.section("lr_schedule")
     for name in ("lr_scale", "layer_scale"):
         if keys.flag(name, False):
             raise keys.error(name, "True is not supported: all layers have the same learning rate")
     if not section.content:
         return {"kind": "constant"}
-    for name, value in _REQUIRED_IN_SCHEDULE.items():
+    for name, value in _ONLY_SCHEDULE_VALUES.items():
         if section.number(name, value) != value:
-            raise section.error(name, f"{section.any(name)} is not supported: must be {value:g}")
+            raise section.error(name, f"{section.any(name)} is not supported\nset it to {value:g}")
     kind = _SCHEDULES[section.text("type", "ConstantWarmUpLR", valid=list(_SCHEDULES))]
-    steps, ratio = section.integer("warmup_steps", 0, least=0), None
+    steps, ratio = section.integer("warmup_steps", 0, minimum=0), None
     if section.has("warmup_ratio"):
-        ratio = section.number("warmup_ratio", least=0, below=1)
+        ratio = section.number("warmup_ratio", minimum=0, below=1)
         if steps:
-            raise section.error("warmup_ratio", f"{ratio:g}, but warmup_steps says {steps} steps")
-    total = section.integer("total_steps", -1, least=-1)
+            raise section.error(
+                "warmup_ratio", f"{ratio:g}, but warmup_steps is {steps}\nremove one"
+            )
+    total = section.integer("total_steps", -1, minimum=-1)
     return {
         "kind": kind,
-        "end": section.number("lr_end", 0.0, least=0),
+        "end": section.number("lr_end", 0.0, minimum=0),
         "warmup_steps": steps,
         "warmup_ratio": ratio,
         "total_steps": None if total < 1 else total,
@@ -198,22 +201,22 @@ def _schedule(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _recompute(section: Keys, stages: int, notes: list[str]) -> Recomputation:
-    communication = _blocks(section, "select_comm_recompute", stages)
+def _read_recomputation(section: Keys, stages: int, notes: list[str]) -> Recomputation:
+    communication = _read_stage_blocks(section, "select_comm_recompute", stages)
     if communication is True or (communication and any(communication)):
         notes.append(
-            "recompute_config.select_comm_recompute has no effect: communication is recomputed"
-            " where all operators of a block are"
+            "recompute_config.select_comm_recompute has no effect: communication is recomputed in"
+            " fully recomputed blocks"
         )
     return Recomputation(
-        blocks=_blocks(section, "recompute", stages),
-        selective=_blocks(section, "select_recompute", stages),
+        blocks=_read_stage_blocks(section, "recompute", stages),
+        selective=_read_stage_blocks(section, "select_recompute", stages),
         communication=section.flag("mp_comm_recompute", True),
         gathers=section.flag("parallel_optimizer_comm_recompute", False),
     )
 
 
-def _blocks(section: Keys, name: str, stages: int) -> StageBlocks:
+def _read_stage_blocks(section: Keys, name: str, stages: int) -> StageBlocks:
     value = section.any(name)
     if not isinstance(value, list):
         return section.flag(name, False)
@@ -243,9 +246,8 @@ class Batch:
 
     Args:
         size: `runner_config.batch_size`.
-        gradient_accumulation_steps: no effect with pipeline stages.
+        gradient_accumulation_steps: has no effect with pipeline stages.
         interleave: `micro_batch_interleave_num`.
-        parallelism: the parallel degrees.
     """
 
     size: int
@@ -254,19 +256,19 @@ class Batch:
     parallelism: Parallelism
 
     def micro_batches(self) -> int:
-        """Number of micro-batches of a step."""
-        return self.interleave * self._steps()[1]
+        """Return the number of micro-batches of a step."""
+        return self.interleave * self._accumulation_steps()[1]
 
     def global_batch(self, devices: int) -> int:
-        """Global batch size in samples."""
+        """Return the global batch size in samples."""
         parallelism = self.parallelism
         replicas = parallelism.data_parallel if parallelism.full_batch else devices
         return self.size * replicas * self.micro_batches()
 
     def formula(self, devices: int) -> str:
-        """The row of the table that applies, with numbers, as text."""
+        """Format the row of the table that applies, with its values."""
         full_batch = self.parallelism.full_batch
-        steps_name, steps = self._steps()
+        steps_name, steps = self._accumulation_steps()
         replicas_name = "data_parallel" if full_batch else "devices"
         replicas = self.parallelism.data_parallel if full_batch else devices
         return (
@@ -274,7 +276,7 @@ class Batch:
             f" {replicas} · micro_batch_interleave_num {self.interleave} · {steps_name} {steps}"
         )
 
-    def _steps(self) -> tuple[str, int]:
+    def _accumulation_steps(self) -> tuple[str, int]:
         if self.parallelism.pipelined:
             return "micro_batch_num", self.parallelism.micro_batch_num
         return "gradient_accumulation_steps", self.gradient_accumulation_steps
@@ -285,8 +287,8 @@ def read_batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
 
     Args:
         keys: the whole file.
-        parallelism: the parallel degrees.
-        notes: receives keys without effect.
+        parallelism: parallel degrees, which are factors of the batch size.
+        notes: receives a note for each key without effect.
 
     Raises:
         ConfigError: a number is missing or not positive.

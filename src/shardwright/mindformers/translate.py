@@ -14,14 +14,14 @@ from shardwright.run.config.schema import Config
 
 
 def translate_run(run: LanguageRun, devices: int) -> Config:
-    """Translate `run` for `devices` devices.
+    """Translate a run into a Shardwright configuration for `devices` devices.
 
     Raises:
         ConfigError: the parallel degrees of the file do not multiply to `devices`.
     """
     run.check_devices(devices)
     content: dict[str, Any] = {
-        "model": _model(run),
+        "model": _model_section(run),
         "data": {
             "name": "text",
             "seq_length": run.model.sizes.seq_length,
@@ -30,9 +30,9 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
         },
         "optimizer": run.training.optimizer,
         "parallel": {
-            **_parallel(run),
-            **_hsdp_and_recompute(run),
-            **_compute_dtype(run.model),
+            **_parallel_section(run),
+            **_hsdp_and_recompute_sections(run),
+            **_compute_dtype_key(run.model),
             "memory_limit": run.memory_limit,
             "save_strategies": run.strategy_file or None,
         },
@@ -43,7 +43,7 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
     return validate_config(content, run.file)
 
 
-def _model(run: LanguageRun) -> dict[str, Any]:
+def _model_section(run: LanguageRun) -> dict[str, Any]:
     section: dict[str, Any] = {
         "sizes": vars(run.model.sizes),
         "arguments": {"attention": run.model.attention},
@@ -54,7 +54,7 @@ def _model(run: LanguageRun) -> dict[str, Any]:
     return section
 
 
-def _parallel(run: LanguageRun) -> dict[str, Any]:
+def _parallel_section(run: LanguageRun) -> dict[str, Any]:
     parallelism = run.parallelism
     section: dict[str, Any] = {
         "mode": "semi_auto" if parallelism.shards_by_degrees else parallelism.mode,
@@ -80,7 +80,7 @@ def _parallel(run: LanguageRun) -> dict[str, Any]:
     return section
 
 
-def _hsdp_and_recompute(run: LanguageRun) -> dict[str, Any]:
+def _hsdp_and_recompute_sections(run: LanguageRun) -> dict[str, Any]:
     sharding, recompute = run.parallelism.sharding, run.training.recompute
     section: dict[str, Any] = {}
     if sharding is not None:
@@ -102,10 +102,10 @@ def _hsdp_and_recompute(run: LanguageRun) -> dict[str, Any]:
 
 
 def _block_indices(run: LanguageRun, leading_blocks: StageBlocks) -> list[int]:
-    """Indices of the leading blocks of each stage, counted through all stages."""
-    ends = list(accumulate(run.layers))
-    counts = run.layers if leading_blocks is True else leading_blocks or (0,) * len(ends)
-    stages = zip(ends, run.layers, counts, strict=True)
+    """Return the indices of the leading blocks of each stage, counted over all stages."""
+    stage_ends = list(accumulate(run.layers))
+    counts = run.layers if leading_blocks is True else leading_blocks or (0,) * len(stage_ends)
+    stages = zip(stage_ends, run.layers, counts, strict=True)
     return [
         block
         for end, layers, count in stages
@@ -113,15 +113,15 @@ def _block_indices(run: LanguageRun, leading_blocks: StageBlocks) -> list[int]:
     ]
 
 
-def _compute_dtype(model: MindFormersModel) -> dict[str, str]:
-    """The key `compute_dtype` for mixed precision: float32 parameters, 16-bit matrix products."""
+def _compute_dtype_key(model: MindFormersModel) -> dict[str, str]:
+    """Return the key `compute_dtype` for float32 parameters and 16-bit matrix products, else {}."""
     if model.param_dtype == "float32" and model.compute_dtype != "float32":
         return {"compute_dtype": model.compute_dtype}
     return {}
 
 
 def _cheap_op_types(model: MindFormersModel) -> list[str]:
-    """Operator types in a block that are cheap to recompute and have large outputs."""
+    """Return the operator types in a block that are cheap to recompute and have large outputs."""
     # Fused attention saves no softmax output.
     sizes, softmax = model.sizes, ["softmax"] if model.attention == "explicit" else []
     if sizes.family == "gpt" and sizes.activation != "fast_gelu":

@@ -1,5 +1,5 @@
-"""Language models with their loss: LLaMA 2, Qwen, Baichuan 2, PanguAlpha, and any causal language
-model of `transformers`.
+"""Language models that return their loss: LLaMA 2, Qwen, Baichuan 2, PanguAlpha, and every causal
+language model of `transformers`.
 
 >>> from shardwright.models import MODELS
 >>> MODELS["llama2_7b"].hidden_size

@@ -1,7 +1,7 @@
 """Causal attention for our own models and those of `transformers`; rotary and ALiBi positions.
 
-Masks have no batch and head dimensions: a mask with heads would have to be created in full on every
-device, and would prevent sharding the heads.
+Masks have no batch and head dimensions: every device would have to create a mask with heads in
+full, and the mask would prevent sharding the heads.
 """
 
 from __future__ import annotations
@@ -30,51 +30,51 @@ def causal_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention, with an optional prefix to which all positions attend.
+    """Compute causal attention, with an optional prefix to which all positions attend.
 
     Args:
-        attention: the implementation.
+        attention: fused kernel or separate operators.
         query: `[batch, heads, positions, size]`.
         key, value: `[batch, kv_heads, prefix + positions, size]`; with fewer heads than `query`
-            (grouped-query attention), each is shared by a group of adjacent query heads.
-        scale: factor of the scores.
+            (has_groups-query attention), each is shared by a group of adjacent query heads.
+        scale: factor of the scores, usually size^-0.5.
         dropout: dropout probability of the attention weights.
 
     Returns:
         `[batch, heads, positions, size of value]`.
     """
-    grouped, prefix = query.shape[1] != key.shape[1], key.shape[2] - query.shape[2]
+    has_groups, prefix = query.shape[1] != key.shape[1], key.shape[2] - query.shape[2]
     if attention == "fused" and not prefix:
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=has_groups
         )
     batch, heads, positions, size = query.shape
-    # `is_causal` aligns the mask to the first key, not to the last: a prefix needs its own mask.
+    # A prefix needs an explicit mask, because `is_causal` aligns queries with the first keys.
     position = torch.arange(key.shape[2], device=query.device) - prefix
-    later = position > position[prefix:].unsqueeze(-1)
+    is_future = position > position[prefix:].unsqueeze(-1)
     if attention == "fused":
         return F.scaled_dot_product_attention(
-            query, key, value, ~later, dropout_p=dropout, scale=scale, enable_gqa=grouped
+            query, key, value, ~is_future, dropout_p=dropout, scale=scale, enable_gqa=has_groups
         )
     # Query heads are split into (kv head, head of its group), so that keys are not repeated.
     queries = query.reshape(batch, key.shape[1], -1, positions, size)
     scores = torch.matmul(queries, key.unsqueeze(2).transpose(-1, -2)) * scale
-    scores = scores.masked_fill(later, float("-inf"))
+    scores = scores.masked_fill(is_future, float("-inf"))
     weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout)
     return torch.matmul(weights, value.unsqueeze(2)).reshape(batch, heads, positions, -1)
 
 
 def register_with_transformers(attention: Attention) -> str:
-    """Register this attention with `transformers`; return the `attn_implementation` to use."""
+    """Register `causal_attention` with `transformers`; return its `attn_implementation`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = f"shardwright_{attention}"
-    AttentionInterface.register(name, partial(_forward, attention))
-    AttentionMaskInterface.register(name, _mask)
+    AttentionInterface.register(name, partial(_transformers_attention, attention))
+    AttentionMaskInterface.register(name, _transformers_mask)
     return name
 
 
-def _forward(
+def _transformers_attention(
     attention: Attention,
     module: nn.Module,
     query: Tensor,
@@ -85,12 +85,12 @@ def _forward(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the signature of `transformers`.
+    """Compute attention with the signature of `transformers`.
 
-    Falls back to the SDPA attention of `transformers` unless it is causal without mask and bias.
+    Falls back to the SDPA attention of `transformers` for a mask, a bias, or non-causal attention.
 
     Args:
-        options: may contain `prefixes`, the keys and values of `Prefixes` for all layers.
+        options: may contain `prefixes`, the result of `Prefixes`.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -99,7 +99,7 @@ def _forward(
     has_bias, prefixes = options.get("position_bias") is not None, options.get("prefixes")
     if attention_mask is not None or has_bias or not is_causal:
         if prefixes is not None:
-            raise ConfigError("prefixes need causal attention without a mask")
+            raise ConfigError("prefix tuning needs causal attention without a mask")
         attended, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **options
         )
@@ -111,30 +111,35 @@ def _forward(
     return attended.transpose(1, 2), None
 
 
-def _mask(**options: Any) -> Tensor | None:
-    """The attention mask; None if causal masking suffices.
+def _transformers_mask(**options: Any) -> Tensor | None:
+    """Return the mask of `transformers`; None if causal masking suffices.
 
-    Sliding windows, padding and special cases of models need the mask of `transformers`.
+    Sliding windows, padding and special cases of models need the mask.
     """
     from transformers.masking_utils import sdpa_mask
 
     window = options.get("local_size")
     # A window longer than the sequence masks nothing.
     has_window = window is not None and window < options["kv_length"]
-    special = has_window or options.get("use_vmap") or "allow_is_bidirectional_skip" in options
-    if options.get("attention_mask") is None and not special:
+    needs_mask = has_window or options.get("use_vmap") or "allow_is_bidirectional_skip" in options
+    if options.get("attention_mask") is None and not needs_mask:
         return None
     mask: Tensor | None = sdpa_mask(**options)
     return mask
 
 
 def rotary(positions: int, size: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles of each position, both `[positions, size]` (RoPE, Su et al.).
+    """Compute cosine and sine of the angles of each position (RoPE, Su et al., 2021).
 
     Args:
+        size: head size.
+        base: base of the rotary frequencies.
         like: a tensor with the dtype and device of the results.
+
+    Returns:
+        Cosine and sine, both `[positions, size]`.
     """
-    # In float32 also for bfloat16 models, which cannot represent positions above 256 exactly.
+    # In float32, because bfloat16 cannot represent positions above 256 exactly.
     position = torch.arange(positions, device=like.device, dtype=torch.float32)
     pairs = torch.arange(0, size, 2, device=like.device, dtype=torch.float32)
     angles = position.unsqueeze(-1) * base ** (-pairs / size)
@@ -147,31 +152,31 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: `[batch, heads, positions, size]`.
-        cos, sin: `[positions, size]`, see `rotary`.
+        cos, sin: `[positions, size]`, the results of `rotary`.
     """
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The ALiBi slope of each head (Press et al., 2022).
+    """Return the ALiBi slope of each head (Press et al., 2022).
 
-    For a power of two a geometric sequence; other numbers of heads add every other slope of the
-    next power of two.
+    The slopes of 2^n heads are a geometric sequence. Other numbers of heads add every other slope
+    of the next power of two.
     """
     power = 2 ** floor(log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)]
 
 
-_BLOCK = 64
-"""Positions are split into block and offset, both of which bfloat16 represents exactly."""
+_ALIBI_BLOCK = 64
+"""Block size by which positions are split into block and offset, both exact in bfloat16."""
 
 
 def alibi_features(
     query: Tensor, key: Tensor, slopes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Append features to queries and keys whose product is the ALiBi bias.
+    """Append features to queries and keys, such that their product is the ALiBi bias.
 
     Softmax is invariant to adding a constant to a row, so the bias `slope * (j - i)` is equivalent
     to `slope * j`, which is the product of `(64 * slope, slope)` and `(j // 64, j % 64)`. This
@@ -182,13 +187,16 @@ def alibi_features(
         query, key: `[batch, heads, positions, size]`.
         slopes: `[heads]`.
         scale: factor of the scores in attention.
+
+    Returns:
+        Queries and keys, `[batch, heads, positions, padded size]`.
     """
     batch, heads, positions, size = query.shape
     num_features = -(-(size + 2) // 8) * 8 - size
-    # Attention multiplies all products by `scale`, which the bias must not have.
-    query_features = torch.stack((slopes * _BLOCK, slopes), -1) / scale
+    # Divided by `scale`, because attention multiplies the bias with it too.
+    query_features = torch.stack((slopes * _ALIBI_BLOCK, slopes), -1) / scale
     position = torch.arange(positions, device=query.device)
-    key_features = torch.stack((position // _BLOCK, position % _BLOCK), -1)
+    key_features = torch.stack((position // _ALIBI_BLOCK, position % _ALIBI_BLOCK), -1)
 
     def concatenate(x: Tensor, features: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(features.to(x.dtype), (0, num_features - 2))

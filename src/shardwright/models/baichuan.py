@@ -1,5 +1,7 @@
-"""Baichuan: LLaMA blocks with rotary (7B) or ALiBi (13B) positions; Baichuan 2 normalizes the rows
-of the language model head."""
+"""Baichuan: LLaMA blocks with rotary (7B) or ALiBi (13B) positions.
+
+Baichuan 2 also normalizes the rows of the language model head.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from shardwright.models.loss import draw_weights, next_token_loss
 from shardwright.models.sizes import Dimensions
 
 Angles = tuple[Tensor, Tensor]
+"""Cosine and sine of the rotary angles, both `[positions, head size]`."""
 
 
 class BaichuanAttention(nn.Module):
@@ -49,7 +52,7 @@ class BaichuanAttention(nn.Module):
 
 
 class BaichuanFeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward layer (Shazeer, 2020)."""
 
     def __init__(self, sizes: Dimensions) -> None:
         super().__init__()
@@ -77,7 +80,7 @@ class BaichuanBlock(nn.Module):
 
 
 class BaichuanBackbone(nn.Module):
-    """Token ids `[batch, positions]` to hidden states `[batch, positions, width]`."""
+    """Maps token ids `[batch, positions]` to hidden states `[batch, positions, width]`."""
 
     def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()
@@ -100,7 +103,7 @@ class BaichuanBackbone(nn.Module):
 
 
 class NormHead(nn.Linear):
-    """A language model head with L2-normalized rows."""
+    """Language model head whose weight rows are L2-normalized."""
 
     def __init__(self, sizes: Dimensions) -> None:
         super().__init__(sizes.hidden_size, sizes.vocab_size, bias=False)
@@ -110,7 +113,7 @@ class NormHead(nn.Linear):
 
 
 class Baichuan(nn.Module):
-    """Baichuan with its loss."""
+    """Baichuan 1 or 2, which returns its loss."""
 
     def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()
@@ -122,5 +125,5 @@ class Baichuan(nn.Module):
         draw_weights(self)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """The mean next-token loss; both arguments are `[batch, positions]`."""
+        """Compute the mean next-token loss; both arguments are `[batch, positions]`."""
         return next_token_loss(self.lm_head(self.model(input_ids)), labels)

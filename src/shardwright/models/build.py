@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, Callable[[Dimensions, Attention], nn.Module]] = {
     "pangualpha": PanguAlpha,
     "gpt": GPT,
 }
+"""Constructor of each model family."""
 
 
 def build(
@@ -46,16 +47,16 @@ def build(
 
     Args:
         model: a name in `shardwright.models.MODELS`, or dimensions.
-        seq_length: maximum sequence length; by default the published one.
-        num_layers: number of blocks; by default the published one.
+        seq_length: maximum sequence length; by default that of `model`.
+        num_layers: number of blocks; by default that of `model`.
         lora: LoRA adapters to add; all other weights are frozen.
         prefix: prefix tuning instead of LoRA; all weights of the model are frozen.
         attention: `fused` (one operator), or `explicit` (separate operators, which save all
-            scores).
+            attention scores for the backward pass).
         dtype: dtype of the parameters.
 
     Raises:
-        ConfigError: the name or family is unknown, the dimensions are inconsistent, no module
+        ConfigError: the name or family is unknown, the dimensions contradict each other, no module
             matches `lora`, or the family does not support `prefix`.
     """
     sizes = dimensions(model) if isinstance(model, str) else model
@@ -65,11 +66,11 @@ def build(
         num_layers=sizes.num_layers if num_layers is None else num_layers,
     )
     if sizes.family not in FAMILIES:
-        raise ConfigError(f"family={sizes.family!r}: must be one of {', '.join(FAMILIES)}")
+        raise ConfigError(f"unknown family={sizes.family!r}\nuse one of {', '.join(FAMILIES)}")
     net = FAMILIES[sizes.family](sizes, _check_attention(attention))
     if prefix is not None:
-        _tune_prefixes(net, prefix, lora)
-    return _finish(net, lora, dtype)
+        _add_prefixes(net, prefix, lora)
+    return _add_lora_and_cast(net, lora, dtype)
 
 
 def build_hf(
@@ -81,7 +82,7 @@ def build_hf(
 ) -> nn.Module:
     """Build a randomly initialized causal language model of `transformers`.
 
-    `net(input_ids, labels)` returns the loss, as for `build`.
+    `net(input_ids, labels)` returns the mean next-token loss; see `build`.
 
     Args:
         source: path of a `config.json` or of its folder, or the arguments of
@@ -91,7 +92,7 @@ def build_hf(
     Raises:
         ConfigError: the file or model does not exist, or no module matches `lora`.
     """
-    return _finish(causal_lm(source, _check_attention(attention)), lora, dtype)
+    return _add_lora_and_cast(causal_lm(source, _check_attention(attention)), lora, dtype)
 
 
 def example_batch(
@@ -100,7 +101,7 @@ def example_batch(
     seq_length: int | None = None,
     device: str | torch.device = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """Random `input_ids` and labels (the same tensor), both `[batch, positions]`."""
+    """Draw random token ids `[batch, positions]`; return them as `input_ids` and as labels."""
     shape = (batch_size, sizes.seq_length if seq_length is None else seq_length)
     ids = torch.randint(0, sizes.vocab_size, shape, device=device)
     return ids, ids
@@ -109,13 +110,13 @@ def example_batch(
 def _check_attention(attention: Attention) -> Attention:
     if attention not in get_args(Attention):
         valid = ", ".join(get_args(Attention))
-        raise ConfigError(f"attention={attention!r}: valid are {valid}")
+        raise ConfigError(f"unknown attention={attention!r}\nuse one of {valid}")
     return attention
 
 
-def _tune_prefixes(net: nn.Module, prefix: PrefixTuning, lora: LoRA | None) -> None:
+def _add_prefixes(net: nn.Module, prefix: PrefixTuning, lora: LoRA | None) -> None:
     if lora is not None:
-        raise ConfigError("prefix and lora exclude each other: set only one of them")
+        raise ConfigError("`prefix` and `lora` cannot be combined\nset only one of them")
     if not isinstance(net, Decoder):
         raise ConfigError(
             f"prefix: {type(net).__name__} does not support prefix tuning\nuse one of the families"
@@ -124,9 +125,9 @@ def _tune_prefixes(net: nn.Module, prefix: PrefixTuning, lora: LoRA | None) -> N
     net.tune_prefixes(prefix)
 
 
-def _finish(net: nn.Module, lora: LoRA | None, dtype: torch.dtype) -> nn.Module:
-    """Add adapters, and cast all parameters to `dtype`."""
-    # Not `net.to(dtype)`, which casts buffers too: rotary frequencies need float32.
+def _add_lora_and_cast(net: nn.Module, lora: LoRA | None, dtype: torch.dtype) -> nn.Module:
+    """Add LoRA adapters, and cast all parameters to `dtype`."""
+    # Not with `net.to(dtype)`, which also casts buffers: rotary frequencies need float32.
     if lora is not None:
         net = adapt(net, lora)
     for parameter in net.parameters():

@@ -18,7 +18,7 @@ from shardwright.models.sizes import Dimensions
 class Decoder(nn.Module):
     """A decoder of `transformers` with its language model head and loss.
 
-    Parameters have the same names as in `transformers`, so its checkpoints can be loaded.
+    Parameter names are those of `transformers`, so its checkpoints can be loaded.
 
     Args:
         model: maps `input_ids` to hidden states.
@@ -32,21 +32,24 @@ class Decoder(nn.Module):
         self.prefix_tuning: Prefixes | None = None
 
     def tune_prefixes(self, prefix: PrefixTuning) -> None:
-        """Add a trained prefix, and freeze all other weights.
+        """Add a trained prefix to each layer, and freeze all other weights.
 
         Raises:
-            ConfigError: the model has multi-head latent attention, whose keys and values differ in
-                size.
+            ConfigError: the model has multi-head latent attention, whose keys and values have
+                different sizes.
         """
         config: Any = self.model.config
         if hasattr(config, "kv_lora_rank"):
-            raise ConfigError("prefix: models with latent attention do not support prefix tuning")
+            raise ConfigError(
+                "prefix: prefix tuning does not support multi-head latent attention"
+                " (DeepSeek-V2)\nuse LoRA instead"
+            )
         self.requires_grad_(False)
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         self.prefix_tuning = Prefixes(prefix, layers, heads, config.head_dim)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """The mean next-token loss; both arguments are `[batch, positions]`."""
+        """Compute the mean next-token loss; both arguments are `[batch, positions]`."""
         options: dict[str, Any] = {"use_cache": False}
         if self.prefix_tuning is not None:
             options["prefixes"] = self.prefix_tuning(input_ids.shape[0])
@@ -55,33 +58,38 @@ class Decoder(nn.Module):
 
 
 def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
-    """Build a decoder with the configuration and code that `transformers` has for its family.
+    """Build a decoder from the code of `transformers` for its family.
 
     Qwen 1 is built as Qwen 2 without grouped-query attention; published Qwen 1 checkpoints store
     query, key and value projections as one tensor.
 
     Raises:
-        ConfigError: `sizes.hf` has an argument that the configuration of the family does not have.
+        ConfigError: `sizes.hf` has an argument that the configuration class does not have.
     """
     with needs_extra(
-        "transformers", f"the model family {sizes.family} needs transformers", ConfigError
+        "transformers", f"the model family {sizes.family} needs `transformers`", ConfigError
     ):
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model_type, experts = MODEL_TYPES[sizes.family]
-    # `transformers` accepts unknown arguments without an error.
+    model_type, expert_arguments = MODEL_TYPES[sizes.family]
+    # Checked here, because `transformers` ignores unknown arguments.
     valid_arguments = AutoConfig.for_model(model_type).to_dict()
     if unknown := sorted(set(sizes.hf) - set(valid_arguments)):
-        raise ConfigError(f"hf: the configuration of {model_type} has no {', '.join(unknown)}")
-    numbers = (sizes.num_experts, sizes.experts_per_token, sizes.intermediate_size)
-    arguments = {**_arguments(sizes, attention), **dict(zip(experts, numbers, strict=False))}
+        raise ConfigError(
+            f"hf: the configuration of {model_type} has no argument {', '.join(unknown)}"
+        )
+    expert_sizes = (sizes.num_experts, sizes.experts_per_token, sizes.intermediate_size)
+    arguments = {
+        **_config_arguments(sizes, attention),
+        **dict(zip(expert_arguments, expert_sizes, strict=False)),
+    }
     config = AutoConfig.for_model(model_type, **arguments)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     net = model_class(config)
     _fuse_norms(net)
     if sizes.family == "telechat":
-        _add_biases(net)
+        _add_telechat_biases(net)
     return Decoder(net.model, net.lm_head)
 
 
@@ -94,11 +102,11 @@ MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "qwen_moe": ("qwen2_moe", ("num_experts", "num_experts_per_tok", "moe_intermediate_size")),
     "deepseek_v2": ("deepseek_v2", ("n_routed_experts", "num_experts_per_tok")),
 }
-"""By family, the `model_type` of `transformers`, and its arguments for the number of experts,
-experts per token and width of an expert."""
+"""`model_type` of `transformers`, by family, and its arguments for the number of experts, the
+experts per token, and the width of an expert."""
 
 
-def _arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
+def _config_arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
     rotary = {"rope_type": "default", "rope_theta": sizes.rope_base}
     return {
         "hidden_size": sizes.hidden_size,
@@ -118,20 +126,22 @@ def _arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
     }
 
 
-def _add_biases(net: nn.Module) -> None:
-    """Add the biases of TeleChat, which is LLaMA with biases in the output projections."""
+def _add_telechat_biases(net: nn.Module) -> None:
+    """Add TeleChat's biases: it is LLaMA with biases in the output projections."""
     for name, module in net.named_modules():
         if isinstance(module, nn.Linear) and name.endswith(("o_proj", "down_proj")):
             module.bias = nn.Parameter(torch.zeros(module.out_features))
 
 
 def _fuse_norms(net: nn.Module) -> None:
-    """Replace the RMSNorm modules of `transformers` by fused ones.
+    """Replace the RMSNorm modules of `transformers` with fused ones.
 
-    `transformers` composes RMSNorm of eight operators, for which autograd saves five tensors; the
-    fused one saves one.
+    RMSNorm of `transformers` consists of eight operators, which save five tensors for the backward
+    pass; the fused operator saves one.
     """
-    norms: list[tuple[str, Any]] = [(n, m) for n, m in net.named_modules() if _is_rms_norm(m)]
+    norms: list[tuple[str, Any]] = [
+        (name, module) for name, module in net.named_modules() if _is_rms_norm(module)
+    ]
     for name, composed_norm in norms:
         parent, _, attribute = name.rpartition(".")
         weight: torch.Tensor = composed_norm.weight

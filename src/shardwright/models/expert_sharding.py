@@ -1,4 +1,4 @@
-"""The Megatron-LM strategy, written by hand: data × tensor × pipeline parallelism.
+"""Megatron-LM's data, tensor and pipeline parallelism as pinned strategies.
 
 Tensor parallelism shards the first linear layers of attention and MLP by columns (outputs) and the
 last ones by rows (inputs), so that attention and MLP have one all-reduce each in forward and in
@@ -26,6 +26,7 @@ ROW = ("o_proj", "down_proj")
 """Names of row-parallel linear layers, sharded along their inputs."""
 
 NORM = ("input_layernorm", "post_attention_layernorm", "norm")
+"""Names of norms, which sequence parallelism shards along the sequence."""
 
 
 def pin_expert(
@@ -40,7 +41,7 @@ def pin_expert(
 ) -> None:
     """Pin the Megatron-LM strategies of a language model of `shardwright.models`.
 
-    Plan it with `sharding_propagation`, which derives the strategies of all other operators.
+    The mode `sharding_propagation` then derives the strategies of all other operators.
 
     Args:
         data_parallel: number of shards of the batch.
@@ -53,91 +54,97 @@ def pin_expert(
         vocab_emb_dp: replicate the embedding table instead of sharding it along the vocabulary.
 
     Raises:
-        ConfigError: the model has no layers with these names, or their sizes are not divisible.
+        ConfigError: the model has no row-parallel layers, or a sharded size is not divisible.
     """
     mp = model_parallel
     for path, dimension, size in tensor_parallel_dimensions(net, vocab_emb_dp):
         _check_divisible(path, dimension, size, mp)
     if data_parallel % expert_parallel:
         raise ConfigError(
-            f"expert_parallel {expert_parallel} must divide data_parallel {data_parallel}"
+            f"expert_parallel {expert_parallel} does not divide data_parallel {data_parallel}\n"
+            "use a divisor of data_parallel"
         )
-    lay = Layout((data_parallel, context_parallel, mp), ("dp", "cp", "mp"))
-    # Experts have a device matrix of their own, in which expert parallelism takes part of `dp`.
+    layout = Layout((data_parallel, context_parallel, mp), ("dp", "cp", "mp"))
+    # The experts' own device matrix, in which expert parallelism takes a part of `dp`.
     expert_matrix = (data_parallel // expert_parallel, expert_parallel, context_parallel, mp)
-    experts = Layout(expert_matrix, ("dp", "ep", "cp", "mp"))
+    expert_layout = Layout(expert_matrix, ("dp", "ep", "cp", "mp"))
     sequence = ("cp", "mp") if seq_parallel else "cp"
-    output = lay("dp", sequence, "None")
+    output = layout("dp", sequence, "None")
     has_row_layers = False
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
         if name in COLUMN:
-            shard(_linear(module), (_column_input(net, path, lay), lay("mp", "None")))
+            shard(
+                _base_linear(module),
+                (_column_input_layout(net, path, layout), layout("mp", "None")),
+            )
         elif name in ROW:
-            shard(_linear(module), (lay("dp", "cp", "mp"), lay("None", "mp")), (output,))
+            shard(_base_linear(module), (layout("dp", "cp", "mp"), layout("None", "mp")), (output,))
             has_row_layers = True
-        elif _is_experts(module):
-            shard(module, _expert_layouts(module, experts))
+        elif _has_expert_weights(module):
+            shard(module, _expert_layouts(module, expert_layout))
         elif name in NORM and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             # Norms of other classes are composed of several operators, whose strategies propagate.
             shard(module, (output, *(None for _ in module.parameters())))
         elif isinstance(module, nn.Embedding) and name == "embed_tokens":
             if vocab_emb_dp:
-                shard(module, (lay("None", "None"), lay("dp", sequence)))
+                shard(module, (layout("None", "None"), layout("dp", sequence)))
                 continue
-            shard(module, (lay("mp", "None"), lay("dp", "cp")), (output,))
+            shard(module, (layout("mp", "None"), layout("dp", "cp")), (output,))
         elif isinstance(module, nn.Linear) and name == "lm_head":
-            shard(module, (lay("dp", "cp", "None"), lay("mp", "None")))
+            shard(module, (layout("dp", "cp", "None"), layout("mp", "None")))
     if not has_row_layers:
         raise ConfigError(
             f"{type(net).__name__} has no layers named {' or '.join(ROW)}, so its Megatron strategy"
-            " is not known\nname its layers as in shardwright.models, or let a search plan it"
+            " is not known\nname its layers as in `shardwright.models`, or let a search plan it"
         )
 
 
-def _is_experts(module: nn.Module) -> bool:
-    """Whether the module has the weights of all experts as parameters, with gates or without."""
+def _has_expert_weights(module: nn.Module) -> bool:
+    """Whether the weights of all experts are parameters of `module`, with or without gates."""
     up = getattr(module, "gate_up_proj", getattr(module, "up_proj", None))
     return isinstance(up, nn.Parameter)
 
 
-def _expert_layouts(module: nn.Module, lay: Layout) -> tuple[TensorLayout | None, ...]:
-    """Layouts of tokens, router indices, router weights, both projections, and their biases."""
+def _expert_layouts(module: nn.Module, layout: Layout) -> tuple[TensorLayout | None, ...]:
+    """Return layouts of tokens, router indices and weights, both projections, and their biases."""
     # Gate and up projections share a dimension: (2, width) if concatenated, (width, 2) if
     # interleaved. Only the width is sharded.
-    inner = ("None", "mp") if getattr(module, "is_concatenated", True) else ("mp", "None")
-    projections = lay("ep", *inner, "None"), lay("ep", "None", "mp")
-    biases = lay("ep", *inner), lay("ep", "None")
+    width_dimensions = (
+        ("None", "mp") if getattr(module, "is_concatenated", True) else ("mp", "None")
+    )
+    projections = layout("ep", *width_dimensions, "None"), layout("ep", "None", "mp")
+    biases = layout("ep", *width_dimensions), layout("ep", "None")
     has_biases = getattr(module, "has_bias", False)
-    return lay("dp", "cp", "None"), None, None, *projections, *(biases if has_biases else ())
+    return layout("dp", "cp", "None"), None, None, *projections, *(biases if has_biases else ())
 
 
-def _column_input(net: nn.Module, path: str, lay: Layout) -> TensorLayout:
-    """Layout of the input of a column-parallel layer."""
+def _column_input_layout(net: nn.Module, path: str, layout: Layout) -> TensorLayout:
+    """Return the layout of the input of a column-parallel layer."""
     if path.endswith("query_layer.self_attn.q_proj"):
         # The queries of PanguAlpha's query layer are shared by all samples: no batch dimension.
-        return lay("cp", "None")
+        return layout("cp", "None")
     parent, _, name = path.rpartition(".")
     if name == "kv_b_proj" and hasattr(net.get_submodule(parent), "expand_kv"):
         # The latent is stored with a head dimension of size 1, as in the KV cache.
-        return lay("dp", "None", "cp", "None")
-    return lay("dp", "cp", "None")
+        return layout("dp", "None", "cp", "None")
+    return layout("dp", "cp", "None")
 
 
 def tensor_parallel_dimensions(
     net: nn.Module, vocab_emb_dp: bool = False
 ) -> Iterator[tuple[str, str, int]]:
-    """The dimensions that `pin_expert` shards by `model_parallel`, which must divide their sizes.
+    """Find the dimensions that `pin_expert` shards over `model_parallel` devices.
 
     Yields:
-        Path of the layer, name of the sharded dimension, and its size.
+        Path of the layer, name of the sharded dimension, and its size, which must be divisible.
     """
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
         if name in COLUMN:
-            yield path, "outputs", _linear(module).weight.shape[0]
+            yield path, "outputs", _base_linear(module).weight.shape[0]
         elif name in ROW:
-            yield path, "inputs", _linear(module).weight.shape[1]
+            yield path, "inputs", _base_linear(module).weight.shape[1]
         elif isinstance(module, nn.Embedding) and name == "embed_tokens" and not vocab_emb_dp:
             yield path, "entries", module.num_embeddings
         elif isinstance(module, nn.Linear) and name == "lm_head":
@@ -147,12 +154,13 @@ def tensor_parallel_dimensions(
 def expert_stages(
     net: nn.Module, stages: int, layers: Sequence[int] | None = None
 ) -> dict[str, int]:
-    """The pipeline stage of each block, embedding and final layer, by module path.
+    """Return the pipeline stage of each block, embedding and final layer, by module path.
 
     Embeddings belong to the first stage, the final norm and the head to the last.
 
     Args:
-        layers: number of blocks of each stage; by default equal.
+        stages: number of pipeline stages.
+        layers: number of blocks in each stage; by default the same number in all.
 
     Raises:
         ConfigError: there are fewer blocks than stages, or `layers` does not add up to the number
@@ -161,17 +169,17 @@ def expert_stages(
     blocks = list(paths_of_blocks(net))
     if layers is not None and (len(layers) != stages or sum(layers) != len(blocks)):
         raise ConfigError(
-            f"layers {list(layers)} must be {stages} numbers, one for each stage, that add up to"
-            f" {len(blocks)}, the number of layers"
+            f"layers {list(layers)} do not divide {len(blocks)} blocks over {stages} stages\n"
+            f"use {stages} numbers that add up to {len(blocks)}"
         )
     if len(blocks) < stages:
         raise ConfigError(
             f"pipeline_stage: {len(blocks)} layers cannot fill {stages} stages\nuse at most"
             f" {len(blocks)}"
         )
-    block_stages = [number * stages // len(blocks) for number in range(len(blocks))]
+    block_stages = [index * stages // len(blocks) for index in range(len(blocks))]
     if layers is not None:
-        block_stages = [stage for stage, number in enumerate(layers) for _ in range(number)]
+        block_stages = [stage for stage, count in enumerate(layers) for _ in range(count)]
     stage_of = dict(zip(blocks, block_stages, strict=True))
     # PanguAlpha's query layer, the last block, reads `embed_queries`.
     last_stage = {"norm": stages - 1, "lm_head": stages - 1, "embed_queries": stages - 1}
@@ -186,14 +194,14 @@ def expert_stages(
 
 
 def paths_of_blocks(net: nn.Module) -> Iterator[str]:
-    """The paths of the transformer blocks, in order."""
+    """Yield the paths of the transformer blocks, in order."""
     for path, module in net.named_modules():
         if hasattr(module, "self_attn") and hasattr(module, "mlp"):
             yield path
 
 
-def _linear(module: nn.Module) -> nn.Linear:
-    """The linear layer itself, without a LoRA wrapper of `peft`."""
+def _base_linear(module: nn.Module) -> nn.Linear:
+    """Return the linear layer itself, without a LoRA wrapper of `peft`."""
     base = getattr(module, "base_layer", module)
     assert isinstance(base, nn.Linear)
     return base
@@ -203,6 +211,6 @@ def _check_divisible(path: str, dimension: str, size: int, model_parallel: int) 
     if size % model_parallel:
         raise ConfigError(
             f"{path}: its {size} {dimension} are not divisible by model_parallel {model_parallel}\n"
-            "valid are"
+            "use one of"
             f" {', '.join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 64)}"
         )

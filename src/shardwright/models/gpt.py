@@ -1,5 +1,7 @@
-"""GPT-2 (Radford et al., 2019) and PanguAlpha (Zeng et al., 2021): learned positions, LayerNorm and
-tied embeddings. PanguAlpha ends with a query layer."""
+"""GPT-2 (Radford et al., 2019) and PanguAlpha (Zeng et al., 2021).
+
+Both have learned positions, LayerNorm and tied embeddings. PanguAlpha ends with a query layer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def fast_gelu(x: Tensor) -> Tensor:
-    """The sigmoid approximation of GELU (Hendrycks and Gimpel, 2016)."""
+    """Apply the sigmoid approximation of GELU (Hendrycks and Gimpel, 2016)."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -47,9 +49,12 @@ class GPTAttention(nn.Module):
         """Attend to `x`.
 
         Args:
-            x: `[batch, positions, width]`.
-            queries: inputs of the query projection, by default `x`; `[positions, width]` if shared
-                by all samples.
+            x: `[batch, positions, width]`, input of the key and value projections.
+            queries: input of the query projection, by default `x`; `[positions, width]` if all
+                samples share it.
+
+        Returns:
+            `[batch, positions, width]`.
         """
         query = self.q_proj(x if queries is None else queries)
         query, key, value = (
@@ -76,7 +81,7 @@ class GPTFeedForward(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """A pre-norm transformer block; called with `queries`, the query layer of PanguAlpha."""
+    """A pre-norm transformer block; with `queries`, the query layer of PanguAlpha."""
 
     def __init__(self, sizes: Dimensions, attention: Attention, activation: Activation) -> None:
         super().__init__()
@@ -92,7 +97,7 @@ class GPTBlock(nn.Module):
 
 
 class GPTBackbone(nn.Module):
-    """Token ids `[batch, positions]` to hidden states `[batch, positions, width]`."""
+    """Maps token ids `[batch, positions]` to hidden states `[batch, positions, width]`."""
 
     def __init__(
         self, sizes: Dimensions, attention: Attention, num_blocks: int, activation: Activation
@@ -111,13 +116,13 @@ class GPTBackbone(nn.Module):
         """Compute hidden states.
 
         Raises:
-            ConfigError: the sequence is longer than `seq_length` of the model.
+            ConfigError: the sequence is longer than the model's `seq_length`.
         """
         positions, limit = input_ids.shape[1], self.embed_positions.num_embeddings
         if positions > limit:
             raise ConfigError(
                 f"the sequence has {positions} positions, but the model only has {limit}\nshorten"
-                " the sequence, or build the model with a larger seq_length"
+                " the sequence, or build the model with a larger `seq_length`"
             )
         x = self.embed_tokens(input_ids) + self.embed_positions.weight[:positions]
         x = self.dropout(x)
@@ -127,7 +132,7 @@ class GPTBackbone(nn.Module):
 
 
 class PanguBackbone(GPTBackbone):
-    """Token ids to hidden states; the last of the model's blocks is the query layer."""
+    """Backbone of PanguAlpha, whose last block is the query layer."""
 
     def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__(sizes, attention, sizes.num_layers - 1, fast_gelu)
@@ -140,7 +145,7 @@ class PanguBackbone(GPTBackbone):
 
 
 class GPT(nn.Module):
-    """GPT with its loss."""
+    """GPT-2, which returns its loss."""
 
     def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()
@@ -152,12 +157,12 @@ class GPT(nn.Module):
         return GPTBackbone(sizes, attention, sizes.num_layers, ACTIVATIONS[sizes.activation])
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """The mean next-token loss; both arguments are `[batch, positions]`."""
+        """Compute the mean next-token loss; both arguments are `[batch, positions]`."""
         hidden = self.model(input_ids)
         return next_token_loss(F.linear(hidden, self.model.embed_tokens.weight), labels)
 
 
 class PanguAlpha(GPT):
-    """PanguAlpha with its loss."""
+    """PanguAlpha, which returns its loss."""
 
     backbone = staticmethod(PanguBackbone)

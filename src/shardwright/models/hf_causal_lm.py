@@ -14,40 +14,39 @@ from shardwright.models.sizes import MAX_LAYERS
 
 
 class CausalLM(nn.Module):
-    """A causal language model of `transformers` whose call returns the loss."""
+    """Wrapper of a causal language model of `transformers` that returns its loss."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """The mean next-token loss; both arguments are `[batch, positions]`."""
+        """Compute the mean next-token loss; both arguments are `[batch, positions]`."""
         loss: Tensor = self.net(input_ids=input_ids, labels=labels, use_cache=False).loss
         return loss
 
 
 def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> nn.Module:
-    """Build a randomly initialized model.
+    """Build a randomly initialized causal language model.
 
     Args:
         source: path of a `config.json` (or of its folder), or the arguments of
             `AutoConfig.for_model`, for example `{"model_type": "gpt2", "n_layer": 2}`.
-        attention: the attention implementation, if the model supports it.
+        attention: attention implementation, used if the model supports it.
 
     Raises:
-        ConfigError: the file does not exist, or `transformers` does not have the model, or cannot
+        ConfigError: the file does not exist, or `transformers` does not have the model or cannot
             build it with these arguments.
     """
-    with needs_extra("transformers", "hf: a model of transformers needs transformers", ConfigError):
+    with needs_extra("transformers", "hf: the model needs `transformers`", ConfigError):
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = hf_config(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"hf: transformers has no causal language model {config.model_type!r}")
+        raise ConfigError(f"hf: `transformers` has no causal language model {config.model_type!r}")
     if getattr(config, "num_hidden_layers", 0) > MAX_LAYERS:
         raise ConfigError(
-            f"hf: the model has {config.num_hidden_layers} layers; supported are at most"
-            f" {MAX_LAYERS}"
+            f"hf: the model has {config.num_hidden_layers} layers\nuse at most {MAX_LAYERS}"
         )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config._attn_implementation = _attention_implementation(model_class, config, attention)
@@ -58,9 +57,9 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
 
 
 def _attention_implementation(model_class: Any, config: Any, attention: Attention) -> str | None:
-    """Our attention if the model supports it, else the model's own."""
-    # Soft-capping (Gemma 2) changes scores before the softmax; models with attention sinks are not
-    # compatible with attention backends.
+    """Return the name of our attention if the model supports it; None for the model's default."""
+    # Soft-capping (Gemma 2) changes scores before the softmax, and models with attention sinks are
+    # not compatible with attention backends.
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "eager"
     if not model_class._supports_sdpa or not model_class.is_backend_compatible():
@@ -71,15 +70,20 @@ def _attention_implementation(model_class: Any, config: Any, attention: Attentio
 def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
     """Load a configuration of `transformers`, without network access and without running its code.
 
+    Args:
+        source: see `causal_lm`.
+
     Raises:
         ConfigError: see `causal_lm`.
     """
-    with needs_extra("transformers", "hf: a model of transformers needs transformers", ConfigError):
+    with needs_extra("transformers", "hf: the model needs `transformers`", ConfigError):
         from transformers import AutoConfig
 
     if isinstance(source, Mapping):
         if "model_type" not in source:
-            raise ConfigError("hf: missing model_type, for example gpt2")
+            raise ConfigError(
+                'hf: the argument `model_type` is missing\nset it, for example "model_type": "gpt2"'
+            )
         try:
             return AutoConfig.for_model(**source)
         except (ValueError, TypeError) as error:
@@ -93,16 +97,19 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
 
 
 def hf_compute_dtype(source: str | Path | Mapping[str, Any]) -> str | None:
-    """The 16-bit compute dtype of a configuration; None if it names none or float32.
+    """Return the compute dtype of a configuration; None for float32, or if it has none.
 
-    Reads `dtype` (`torch_dtype` in older files). bfloat16 replaces float16, which would need loss
-    scaling.
+    Reads `dtype` (`torch_dtype` in older files). Returns bfloat16 also for float16, which would
+    need loss scaling.
+
+    Args:
+        source: see `causal_lm`.
 
     Raises:
         ConfigError: see `causal_lm`.
     """
     config = hf_config(source)
-    # Multimodal configurations have the dtype in the one of their text model.
+    # Multimodal configurations have the dtype in the configuration of their text model.
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     name = str(dtype).removeprefix("torch.")
     return "bfloat16" if name in ("bfloat16", "float16") else None

@@ -17,12 +17,12 @@ class LoRA:
     """A LoRA configuration.
 
     Args:
-        target_modules: a regular expression for full module paths, or module names (the last
-            component of their paths).
-        rank: rank of the adapters.
+        target_modules: linear layers that get adapters: a regular expression for full module paths,
+            or module names (the last component of their paths).
+        rank: rank of the adapters' two matrices.
         alpha: outputs of adapters are scaled by `alpha / rank`.
         dropout: dropout probability of the adapters' inputs.
-        trained: patterns of names of other parameters that are trained, for example `*lm_head*`.
+        trained: name patterns of further parameters to train, for example `*lm_head*`.
 
     Raises:
         ConfigError: rank or alpha is not positive, dropout is not in [0, 1), or `target_modules` is
@@ -37,7 +37,9 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.alpha > 0:
-            raise ConfigError(f"LoRA: rank={self.rank} and alpha={self.alpha} must be positive")
+            raise ConfigError(
+                f"LoRA: rank={self.rank} and alpha={self.alpha} must both be positive"
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"LoRA: dropout={self.dropout} must be at least 0 and below 1")
         try:
@@ -53,9 +55,9 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
     """Add adapters to the matching linear layers of `net`, in place, and freeze other parameters.
 
     Raises:
-        ConfigError: `target_modules` matches no module, or a pattern of `trained` no parameter.
+        ConfigError: `target_modules` matches no module, or a pattern in `trained` no parameter.
     """
-    with needs_extra("transformers", "LoRA needs peft", ConfigError):
+    with needs_extra("transformers", "LoRA needs `peft`", ConfigError):
         from peft import LoraConfig, inject_adapter_in_model
 
     targets = lora.target_modules
@@ -70,7 +72,7 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
     except ValueError as error:
         linear = sorted({n.split(".")[-1] for n, m in net.named_modules() if type(m) is nn.Linear})
         raise ConfigError(
-            f"LoRA: {error}; the linear layers of this model are named {', '.join(linear)}"
+            f"LoRA: {error}\nthe linear layers of this model are named {', '.join(linear)}"
         ) from None
     parameters = dict(adapted.named_parameters())
     for pattern in lora.trained:

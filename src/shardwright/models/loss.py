@@ -1,4 +1,4 @@
-"""The loss and the weight initialization of a causal language model."""
+"""Loss and weight initialization of causal language models."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 IGNORED = -100
-"""The label of positions that do not contribute to the loss."""
+"""Label of positions that do not contribute to the loss."""
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of each position's logits and the next position's label.
+    """Compute the mean cross entropy of each position's logits and the next position's label.
 
     Args:
         logits: `[batch, positions, vocabulary]`; the loss is computed in at least float32.
@@ -18,12 +18,12 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """
     # Padding the labels, instead of dropping the logits of the last position, keeps the sequence
     # length divisible by the number of shards.
-    following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    scores = logits.float() if logits.dtype.itemsize < 4 else logits
-    return F.cross_entropy(scores.flatten(0, 1), following.flatten(), ignore_index=IGNORED)
+    next_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    return F.cross_entropy(logits.flatten(0, 1), next_labels.flatten(), ignore_index=IGNORED)
 
 
-_DEVIATION = 0.02
+_INIT_STD = 0.02
 """Standard deviation of initial weights, as in the published models."""
 
 
@@ -31,6 +31,6 @@ def draw_weights(net: nn.Module) -> None:
     """Initialize linear layers and embeddings: weights from a normal distribution, zero biases."""
     for module in net.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=_DEVIATION)
+            nn.init.normal_(module.weight, std=_INIT_STD)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)

@@ -1,5 +1,7 @@
-"""Prefix tuning (Li and Liang, 2021) and P-tuning v2 (Liu et al., 2022): trained keys and values,
-prepended in every layer of a frozen model."""
+"""Prefix tuning (Li and Liang, 2021) and P-tuning v2 (Liu et al., 2022).
+
+Both prepend trained keys and values in every layer of a frozen model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ class PrefixTuning:
     """A prefix tuning configuration.
 
     Args:
-        tokens: length of the prefix.
+        tokens: length of the prefix in tokens.
         projection: hidden width of the MLP that computes keys and values from an embedding, as in
             prefix tuning; None to train keys and values directly, as in P-tuning v2.
         dropout: dropout probability of keys and values.
@@ -31,9 +33,9 @@ class PrefixTuning:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "projection"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ConfigError(f"prefix tuning: {name}={number} must be positive")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"prefix tuning: {name}={value} must be positive")
         if not 0 <= self.dropout < 1:
             raise ConfigError(
                 f"prefix tuning: dropout={self.dropout} must be at least 0 and below 1"
@@ -41,10 +43,9 @@ class PrefixTuning:
 
 
 class Prefixes(nn.Module):
-    """The prefix keys and values of all layers. They have no positions: RoPE does not rotate them.
+    """Trained prefix keys and values of all layers; RoPE does not rotate them.
 
     Args:
-        prefix: the configuration.
         layers: number of layers.
         heads: number of key-value heads.
         head_size: size of a head.
@@ -63,7 +64,10 @@ class Prefixes(nn.Module):
         self.dropout = nn.Dropout(prefix.dropout)
 
     def forward(self, batch: int) -> tuple[Tensor, ...]:
-        """Compute keys and values.
+        """Compute the keys and values of all layers.
+
+        Args:
+            batch: number of samples.
 
         Returns:
             Key and value of the first layer, then of the next, each `[batch, heads, tokens, size]`.
@@ -77,7 +81,13 @@ class Prefixes(nn.Module):
 def add_prefix(
     layer: int | None, prefixes: tuple[Tensor, ...] | None, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Prepend the prefix of `layer` to its keys and values, if there are prefixes."""
+    """Prepend the prefix of a layer to its keys and values; no change without prefixes.
+
+    Args:
+        layer: index of the layer.
+        prefixes: the result of `Prefixes`.
+        key, value: `[batch, heads, positions, size]`.
+    """
     if prefixes is None or layer is None:
         return key, value
     prefix = prefixes[2 * layer : 2 * layer + 2]

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from shardwright.errors import ConfigError
 
 MAX_LAYERS = 512
-"""Maximum number of blocks, which take minutes to capture. Published models have up to 126."""
+"""Maximum number of blocks: more would take minutes to capture. Published models have up to 126."""
 
 Gelu = Literal["gelu", "gelu_tanh", "fast_gelu"]
 Positions = Literal["rotary", "alibi", "learned"]
@@ -29,19 +29,21 @@ class Dimensions:
         num_heads: number of query heads.
         num_kv_heads: key-value heads, each shared by `num_heads / num_kv_heads` query heads.
         intermediate_size: width of the feed-forward layers, or of each expert.
-        vocab_size: number of tokens of the vocabulary.
+        vocab_size: number of tokens in the vocabulary.
         seq_length: maximum sequence length; only learned positions depend on it.
         norm_eps: epsilon of RMSNorm and LayerNorm.
         positions: the position encoding.
         rope_base: base of the rotary frequencies.
         dropout: dropout probability of PanguAlpha and GPT.
         activation: GELU of GPT: exact, tanh approximation, or sigmoid approximation.
-        num_experts, experts_per_token: experts of MoE models, and how many a token is routed to.
+        num_experts, experts_per_token: number of experts of MoE models, and to which number of them
+            each token is routed.
         hf: further arguments of the `transformers` configuration, for families built on it, for
             example `{"tie_word_embeddings": True}`.
 
     Raises:
-        ConfigError: a size is not a positive integer, or sizes and heads are not divisible.
+        ConfigError: a size is not a positive integer, or `hidden_size` or the numbers of heads are
+            not divisible.
     """
 
     family: str
@@ -78,18 +80,21 @@ class Dimensions:
             )
         if self.experts_per_token > self.num_experts:
             raise ConfigError(
-                f"experts_per_token={self.experts_per_token} is more than the"
+                f"experts_per_token={self.experts_per_token} is more than"
                 f" num_experts={self.num_experts}"
             )
         if self.family == "pangualpha" and self.num_layers < 2:
-            raise ConfigError("PanguAlpha needs at least 2 layers: the last is its query layer")
+            raise ConfigError(
+                f"num_layers={self.num_layers}: PanguAlpha needs at least 2, because the last is"
+                " its query layer"
+            )
 
     def _check_values(self) -> None:
         literals = (("positions", Positions), ("activation", Gelu))
         for name, valid in ((name, get_args(literal)) for name, literal in literals):
             if getattr(self, name) not in valid:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r}: must be one of {', '.join(valid)}"
+                    f"unknown {name}={getattr(self, name)!r}\nuse one of {', '.join(valid)}"
                 )
         for name in (each.name for each in fields(self) if each.type == "int"):
             value = getattr(self, name)
@@ -110,17 +115,16 @@ class Dimensions:
         return self.hidden_size // self.num_heads
 
     def tiny(self) -> Dimensions:
-        """This architecture with sizes small enough for tests, all divisible by 8.
+        """Return the same architecture with sizes small enough for tests, all divisible by 8.
 
-        Grouped-query attention is kept. The vocabulary has room for all bytes and some special
-        tokens.
+        Grouped-query attention is kept. The vocabulary is large enough for a byte-level tokenizer.
         """
-        grouped = self.num_kv_heads < self.num_heads
+        has_groups = self.num_kv_heads < self.num_heads
         return replace(
             self,
             hidden_size=64,
             num_layers=2,
-            num_heads=16 if grouped else 8,
+            num_heads=16 if has_groups else 8,
             num_kv_heads=8,
             intermediate_size=128,
             vocab_size=320,
@@ -132,7 +136,7 @@ class Dimensions:
 def feed_forward_size(
     hidden_size: int, multiple_of: int, ffn_dim_multiplier: float | None = None
 ) -> int:
-    """The default width of LLaMA's feed-forward layers.
+    """Compute the default width of LLaMA's feed-forward layers.
 
     Args:
         multiple_of: the width is rounded up to a multiple of this number.
@@ -140,13 +144,13 @@ def feed_forward_size(
     """
     size = 4 * hidden_size
     if ffn_dim_multiplier is not None:
-        # The 0.01 gives the published width of LLaMA 2 70B, 28672; without it, it would be 28416.
+        # The published width of LLaMA 2 70B is 28672; without the 0.01 it would be 28416.
         size = int((ffn_dim_multiplier + 0.01) * size)
     size = int(2 * size / 3)
     return -(-size // multiple_of) * multiple_of
 
 
-def _published(
+def _published_sizes(
     family: str, width: int, layers: int, heads: int, ffn: int, vocabulary: int, **changes: Any
 ) -> Dimensions:
     return Dimensions(
@@ -170,15 +174,15 @@ _PANGU: Mapping[str, Any] = {
 }
 
 _PUBLISHED = {
-    "llama2_7b": _published("llama", 4096, 32, 32, 11008, 32000, **_LLAMA),
-    "llama2_13b": _published("llama", 5120, 40, 40, 13824, 32000, **_LLAMA),
-    "llama2_70b": _published("llama", 8192, 80, 64, 28672, 32000, num_kv_heads=8, **_LLAMA),
-    "qwen_7b": _published("qwen", 4096, 32, 32, 11008, 151936, **_QWEN),
-    "qwen_14b": _published("qwen", 5120, 40, 40, 13696, 152064, **_QWEN),
-    "baichuan2_7b": _published("baichuan", 4096, 32, 32, 11008, 125696),
-    "baichuan2_13b": _published("baichuan", 5120, 40, 40, 13696, 125696, positions="alibi"),
-    "pangualpha_2_6b": _published("pangualpha", 2560, 32, 32, 4 * 2560, 40000, **_PANGU),
-    "pangualpha_13b": _published("pangualpha", 5120, 40, 40, 4 * 5120, 40000, **_PANGU),
+    "llama2_7b": _published_sizes("llama", 4096, 32, 32, 11008, 32000, **_LLAMA),
+    "llama2_13b": _published_sizes("llama", 5120, 40, 40, 13824, 32000, **_LLAMA),
+    "llama2_70b": _published_sizes("llama", 8192, 80, 64, 28672, 32000, num_kv_heads=8, **_LLAMA),
+    "qwen_7b": _published_sizes("qwen", 4096, 32, 32, 11008, 151936, **_QWEN),
+    "qwen_14b": _published_sizes("qwen", 5120, 40, 40, 13696, 152064, **_QWEN),
+    "baichuan2_7b": _published_sizes("baichuan", 4096, 32, 32, 11008, 125696),
+    "baichuan2_13b": _published_sizes("baichuan", 5120, 40, 40, 13696, 125696, positions="alibi"),
+    "pangualpha_2_6b": _published_sizes("pangualpha", 2560, 32, 32, 4 * 2560, 40000, **_PANGU),
+    "pangualpha_13b": _published_sizes("pangualpha", 5120, 40, 40, 4 * 5120, 40000, **_PANGU),
 }
 
 MODELS: Mapping[str, Dimensions] = {
@@ -188,21 +192,22 @@ MODELS: Mapping[str, Dimensions] = {
 """Models by name; `llama2_7b_tiny` is a small `llama2_7b` for tests."""
 
 COMPUTE_DTYPES: Mapping[str, str] = dict.fromkeys(_PUBLISHED, "bfloat16")
-"""Compute dtypes of the published trainings, with float32 parameters in the optimizer; tiny models
-have none. LLaMA 2: its page in the documentation of `transformers` ("trained using bfloat16"). Qwen
-(Bai et al., 2023, section 2.4) and Baichuan 2 (Yang et al., 2023): bfloat16 mixed precision.
-PanguAlpha (Zeng et al., 2021): float16, for which bfloat16 needs no loss scaling."""
+"""Compute dtype of the published training, with float32 parameters in the optimizer, by model. Tiny
+models have none. Sources: LLaMA 2: its page in the documentation of `transformers` ("trained using
+bfloat16"). Qwen (Bai et al., 2023, section 2.4) and Baichuan 2 (Yang et al., 2023): bfloat16 mixed
+precision. PanguAlpha (Zeng et al., 2021): float16, replaced with bfloat16, which needs no loss
+scaling."""
 
 
 def dimensions(name: str) -> Dimensions:
-    """The dimensions of the model called `name`.
+    """Return the dimensions of a built-in model.
 
     Raises:
-        ConfigError: the name is unknown; the message lists all models.
+        ConfigError: no model has this name.
     """
     if name not in MODELS:
         raise ConfigError(
-            f"unknown model {name!r}; valid are {', '.join(_PUBLISHED)}, each also with the "
-            "suffix _tiny"
+            f"unknown model {name!r}\nuse one of {', '.join(_PUBLISHED)}, each also with the"
+            " suffix _tiny"
         )
     return MODELS[name]

@@ -21,7 +21,7 @@ def test_only_the_model_has_no_default() -> None:
     assert config.model.target == "digits:Classifier"
     assert config.data.batch_size == 32
     assert config == Config.model_validate({"model": {"target": "digits:Classifier"}})
-    assert problems("loss: mae") == ["c.yaml: model: missing"]
+    assert problems("loss: mae") == ["c.yaml: model: the key is missing"]
 
 
 @pytest.mark.parametrize("number", ["1e-3", "0.001", "1.0e-3", "1E-3"])

@@ -62,7 +62,7 @@ def test_adapters_are_added_as_described() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"name": "llama9"}, "unknown model 'llama9'; valid are llama2_7b"),
+        ({"name": "llama9"}, "unknown model 'llama9'\nuse one of llama2_7b"),
         ({"name": "llama2_7b_tiny", "arguments": {"layers": 3}}, "model.arguments: .*'layers'"),
         ({"sizes": {"family": "llama"}}, "model.sizes: .*missing"),
         ({"hf": "nowhere"}, "no such file or folder: .*nowhere"),

@@ -44,5 +44,5 @@ def test_lists_of_tokens_are_read_one_after_another(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has several splits: train\nuse .*splits/train"):
         token_sequences(tmp_path / "splits", 16)
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "text")
-    with pytest.raises(DataError, match="has no column input_ids, only text"):
+    with pytest.raises(DataError, match="has no column `input_ids`, only text"):
         token_sequences(tmp_path / "text", 16)

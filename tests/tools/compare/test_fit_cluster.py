@@ -77,7 +77,7 @@ def test_what_a_cluster_reaches_is_found_from_its_runs(planned: list[PlannedRun]
     assert fit.cluster.device.rates == BASE.device.rates
     assert [level.bandwidth for level in fit.cluster.levels] == [450e9, 50e9]
     for figure in figures_of(fit.cluster):
-        assert figure.least <= figure.of(fit.cluster) <= figure.most
+        assert figure.minimum <= figure.value_in(fit.cluster) <= figure.maximum
     # No run uses the links between nodes: what is known of them stays.
     assert fit.cluster.levels[1].latency == pytest.approx(BASE.levels[1].latency)
     assert fit.cluster.levels[1].efficiency == BASE.levels[1].efficiency
@@ -95,7 +95,7 @@ def test_a_run_that_contradicts_the_others_is_named_and_changes_them_little(
 
 def test_runs_that_no_figures_explain_are_one_error(planned: list[PlannedRun]) -> None:
     impossible = [slower(each, TRUTH, 1000.0) for each in planned]
-    with pytest.raises(ConfigError, match=r"does not converge: .* for h100 .* 99%"):
+    with pytest.raises(ConfigError, match=r"the fit to h100 failed: .* 99%"):
         fit_cluster(impossible, BASE)
 
 
@@ -103,5 +103,5 @@ def test_without_scipy_there_is_one_error(
     planned: list[PlannedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ConfigError, match=r"needs scipy .*\n.*'shardwright\[tools\]'"):
+    with pytest.raises(ConfigError, match=r"needs `scipy` .*\n.*'shardwright\[tools\]'"):
         fit_cluster(planned[:1], BASE)

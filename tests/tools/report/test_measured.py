@@ -72,7 +72,7 @@ def test_a_file_that_is_no_profile_is_one_error(text: str, tmp_path: Path) -> No
 
 
 def test_a_profile_of_another_plan_or_none_is_refused(plan: sw.Plan, measured: Measured) -> None:
-    with pytest.raises(PlanError, match="of another model or another number of ranks"):
+    with pytest.raises(PlanError, match="have different models or numbers of ranks"):
         plan_page(plan, measured=replace(measured, fingerprint="other"))
     with pytest.raises(PlanError, match=r"has no profile\.json\n`shardwright train"):
         Measured.load(Path(__file__).parent)

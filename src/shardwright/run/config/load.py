@@ -79,7 +79,7 @@ def _error_message(details: ErrorDetails) -> str:
     if error_type == "extra_forbidden":
         return f"{key}: unknown key; {_key_hint(path)}"
     if error_type == "missing":
-        return f"{key}: missing"
+        return f"{key}: the key is missing"
     if error_type in EXPECTED_TYPES:
         return f"{key}: expected {EXPECTED_TYPES[error_type]}, got {_format_value(value)}"
     if error_type in ("literal_error", "option_error"):

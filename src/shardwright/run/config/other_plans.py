@@ -72,10 +72,10 @@ class AlternativePlanner:
             limit = self.plan.known_memory.peak
         if limit is not None:
             name = f"half the memory, {binary(limit // 2)}"
-            yield self._with_options(name, devices, memory_limit=limit // 2)
-        yield self._with_options("twice the devices", 2 * devices)
-        yield self._with_batch("half the batch", batch_size // 2)
-        yield self._with_batch("twice the batch", 2 * batch_size)
+            yield self._plan_with_options(name, devices, memory_limit=limit // 2)
+        yield self._plan_with_options("twice the devices", 2 * devices)
+        yield self._plan_with_batch_size("half the batch", batch_size // 2)
+        yield self._plan_with_batch_size("twice the batch", 2 * batch_size)
 
     def preset_plans(self) -> Iterator[tuple[str, Plan | str]]:
         """Plan each of `PRESETS`, without a search and without a memory limit.
@@ -84,7 +84,7 @@ class AlternativePlanner:
             The name of the preset, and its plan, or the error message without one.
         """
         for name, hsdp in PRESETS.items():
-            yield self._with_options(name, self.plan.devices, hsdp=hsdp, **NO_SEARCH)
+            yield self._plan_with_options(name, self.plan.devices, hsdp=hsdp, **NO_SEARCH)
 
     def best_plans(self, top: int) -> Iterator[tuple[str, Plan | str]]:
         """Plan the fastest strategy of each of the `top` best kinds, except `plan` itself.
@@ -102,12 +102,12 @@ class AlternativePlanner:
         for strategy_kind, reason in ranked.left_out.items():
             yield str(strategy_kind), reason.text
 
-    def _with_options(self, name: str, devices: int, **changes: Any) -> tuple[str, Plan | str]:
+    def _plan_with_options(self, name: str, devices: int, **changes: Any) -> tuple[str, Plan | str]:
         return _plan_or_error(
             self.run, name, partial(self.run.plan_graph, self.model, self.graph, devices, **changes)
         )
 
-    def _with_batch(self, name: str, batch_size: int) -> tuple[str, Plan | str]:
+    def _plan_with_batch_size(self, name: str, batch_size: int) -> tuple[str, Plan | str]:
         data = self.run.config.data.model_copy(update={"batch_size": batch_size})
         config = self.run.config.model_copy(update={"data": data})
         # `foreign` would recompute the batch size from the number of devices.

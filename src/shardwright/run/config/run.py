@@ -155,7 +155,7 @@ class Run:
         _ = self.batches, self.evaluation
 
     def _load_batches(self, data: DataSection) -> Batches:
-        return load_batches(data, self.config.model, self.folder, self._dtype)
+        return load_batches(data, self.config.model, self.folder, self._param_dtype)
 
     @property
     def num_steps(self) -> int:
@@ -179,7 +179,7 @@ class Run:
         """
         torch.manual_seed(self.config.train.seed)
         with naming_file(self.file):
-            net = build_model(self.config.model, self.folder, self._dtype)
+            net = build_model(self.config.model, self.folder, self._param_dtype)
         loss = self.config.loss_name
         return net if loss == "none" else WithLoss(net, LOSSES[loss]())
 
@@ -314,7 +314,7 @@ class Run:
             config.model.model_dump(),
             shapes,
             autocast_dtype,
-            self._dtype,
+            self._param_dtype,
             config.loss_name,
         )
         # Tags (strategies, recomputation) are not part of the cache key, so a cached graph may have
@@ -466,5 +466,5 @@ class Run:
         return RunNumbers(self.batches.samples, config.data.seed, config.train.seed)
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def _param_dtype(self) -> torch.dtype:
         return DTYPES[self.config.train.dtype]

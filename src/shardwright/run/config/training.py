@@ -150,7 +150,7 @@ class RankTraining:
         def step_done(record: StepRecord) -> None:
             if step_profile is not None and step_profile.step_done():
                 self._report_measured(step_profile)
-            on_step(self._with_throughput(record))
+            on_step(self._add_throughput(record))
 
         def after_step(position: Position) -> None:
             saves = policy.saves_at(position.step, last_step) and checkpoints is not None
@@ -180,7 +180,7 @@ class RankTraining:
                 evaluation=run.evaluation,
             )
 
-    def _with_throughput(self, record: StepRecord) -> StepRecord:
+    def _add_throughput(self, record: StepRecord) -> StepRecord:
         """Return the record with tokens per second, MFU and the accelerator's peak memory."""
         plan, speed, device = (
             self.plan,
@@ -203,14 +203,14 @@ class RankTraining:
         if self.profile is None:
             return nullcontext()
         devices = self.net.execution.devices
-        folder = self.profile.folder(_rank())
+        folder = self.profile.folder(_current_rank())
         return StepProfile(self.profile.steps, folder, devices.device)
 
     def _report_measured(self, step_profile: StepProfile) -> None:
         """Gather the measurements of all ranks, and pass them to `on_measured` on rank 0."""
         assert self.profile is not None
         partitioned, devices = self.net.execution.partitioned, self.net.execution.devices
-        own_rank = step_profile.summarize(_rank(), devices.stage, self.net, self.optimizer)
+        own_rank = step_profile.summarize(_current_rank(), devices.stage, self.net, self.optimizer)
         ranks = gather_measured(own_rank)
         # Empty on all ranks but 0.
         if ranks:
@@ -230,5 +230,5 @@ class RankTraining:
             )
 
 
-def _rank() -> int:
+def _current_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0

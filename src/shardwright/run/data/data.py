@@ -174,7 +174,8 @@ def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
     pixels, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
     if len(pixels) != len(labels):
         raise DataError(
-            f"{images_path} has {len(pixels)} images, but {labels_path} has {len(labels)} labels"
+            f"{images_path} has {len(pixels)} images, but {labels_path} has {len(labels)} labels\n"
+            "use the images and labels of the same dataset"
         )
     images = torch.from_numpy(pixels).unsqueeze(1).to(torch.float32) / 255.0
     return (images - MNIST_MEAN) / MNIST_STD, torch.from_numpy(labels).to(torch.int64)
@@ -217,14 +218,15 @@ def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
         )
     if len(content) < header:
         raise DataError(
-            f"{path}: truncated, {len(content)} bytes are less than the header of {header} bytes"
+            f"{path}: truncated, {len(content)} bytes are less than the header of {header} bytes\n"
+            "the file may be incomplete: download it again"
         )
     shape = struct.unpack(f">{ndim}I", content[4:header])
     expected = header + math.prod(shape)
     if len(content) != expected:
         raise DataError(
             f"{path}: the file has {len(content)} bytes, but the shape {list(shape)} in its header "
-            f"needs {expected}"
+            f"needs {expected}\nthe file may be incomplete: download it again"
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
 

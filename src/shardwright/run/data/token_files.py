@@ -165,7 +165,7 @@ def _map_tokens(file: Path, dtype: str | None) -> NDArray[Any]:
                     " np.save(file, np.ascontiguousarray(tokens, np.uint32))"
                 )
             return array.reshape(-1)
-        token_dtype, offset = _dtype_and_offset(file, dtype)
+        token_dtype, offset = _read_dtype_and_offset(file, dtype)
         size = file.stat().st_size - offset
         if size % np.dtype(token_dtype).itemsize:
             raise DataError(f"{file}: {size} bytes are not a whole number of {token_dtype} tokens")
@@ -184,7 +184,7 @@ def _map_tokens(file: Path, dtype: str | None) -> NDArray[Any]:
     return array
 
 
-def _dtype_and_offset(file: Path, dtype: str | None) -> tuple[str, int]:
+def _read_dtype_and_offset(file: Path, dtype: str | None) -> tuple[str, int]:
     """Return the token dtype of a `.bin` file, and the length of its header in bytes."""
     index = file.with_suffix(".idx")
     if dtype is None and index.is_file():

@@ -161,7 +161,7 @@ def launch_node(
             },
             max_restarts=max_restarts,
             local_addr=local_address,
-            logs_specs=_RankLogs(logs),
+            logs_specs=_RankLogsSpecs(logs),
             log_line_prefix_template="rank ${rank}: ",
         )
         try:
@@ -219,7 +219,7 @@ def _agent_environment(node: Node) -> dict[str, str]:
     }
 
 
-class _RankLogs(LogsSpecs):
+class _RankLogsSpecs(LogsSpecs):
     """Gives ranks the log paths of a local run; the output of rank 0 is also printed."""
 
     def __init__(self, logs: LogFolder) -> None:
@@ -273,7 +273,9 @@ def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
             " that the port is open"
         ) from None
     ended = threading.Event()
-    heartbeat = threading.Thread(target=_heartbeat, args=(store, node, timeout, ended), daemon=True)
+    heartbeat = threading.Thread(
+        target=_send_heartbeats, args=(store, node, timeout, ended), daemon=True
+    )
     heartbeat.start()
     try:
         store.add(NUM_NODES_KEY, 1)
@@ -285,7 +287,7 @@ def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
         ended.set()
 
 
-def _heartbeat(store: Store, node: Node, timeout: timedelta, ended: threading.Event) -> None:
+def _send_heartbeats(store: Store, node: Node, timeout: timedelta, ended: threading.Event) -> None:
     """Send heartbeats until `ended` is set, and exit the process if the store stops answering.
 
     Needed because the agent does not detect a cut link, and would wait for the store forever.
@@ -293,7 +295,7 @@ def _heartbeat(store: Store, node: Node, timeout: timedelta, ended: threading.Ev
     with suppress(RuntimeError):
         while not ended.wait(HEARTBEAT_SECONDS):
             # `store.add` itself blocks without a limit when the link is cut.
-            watchdog = threading.Timer(timeout.total_seconds(), _exit_process, (node,))
+            watchdog = threading.Timer(timeout.total_seconds(), _exit_without_cleanup, (node,))
             watchdog.daemon = True
             watchdog.start()
             try:
@@ -302,7 +304,7 @@ def _heartbeat(store: Store, node: Node, timeout: timedelta, ended: threading.Ev
                 watchdog.cancel()
 
 
-def _exit_process(node: Node) -> None:
+def _exit_without_cleanup(node: Node) -> None:
     # Exits without cleanup, which would wait for the store. The kernel kills the ranks when this
     # process ends.
     print(f"error: {_no_answer_message(node)}", file=sys.stderr, flush=True)

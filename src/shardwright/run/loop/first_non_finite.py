@@ -121,7 +121,7 @@ class _ResultChecker(TorchFunctionMode):
         addresses = {_storage_address(t) for t in arguments if isinstance(t, Tensor)}
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor) and _storage_address(tensor) not in addresses:
-                self._check(self.forward, tensor, line, "the output of")
+                self._check_tensor(self.forward, tensor, line, "the output of")
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_hook(self._backward_hook(line))
         return result
@@ -130,11 +130,11 @@ class _ResultChecker(TorchFunctionMode):
         def hook(gradients: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
             for gradient in gradients:
                 if gradient is not None:
-                    self._check(self.backward, gradient, line, "the gradient of")
+                    self._check_tensor(self.backward, gradient, line, "the gradient of")
 
         return hook
 
-    def _check(
+    def _check_tensor(
         self, findings: dict[str, tuple[int, str]], tensor: Tensor, line: ProgramLine, role: str
     ) -> None:
         self.num_checked += 1

@@ -77,13 +77,15 @@ class StepSummary:
                 if is_accelerated
                 else _self_microseconds(event)
             )
-            summary._add(event, context, microseconds / 1e6 / steps, 1 / steps, is_accelerated)
+            summary._add_event(
+                event, context, microseconds / 1e6 / steps, 1 / steps, is_accelerated
+            )
         if is_accelerated:
             kernels = [e for e in events if not (_is_on_host(e) or e.is_user_annotation)]
             summary.kinds[EXPOSED] = _exposed_microseconds(kernels) / 1e6 / steps
         return summary
 
-    def _add(
+    def _add_event(
         self,
         event: Any,
         context: _EventContext,

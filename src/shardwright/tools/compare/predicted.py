@@ -123,9 +123,9 @@ class GridComparison:
     def alternatives(self) -> Iterator[Alternative]:
         """Yield all alternatives with their predicted costs."""
         parts, plan = self.expert()
-        expert = self._alternative(EXPERT, parts, plan)
+        expert = self._predict_alternative(EXPERT, parts, plan)
         yield expert
-        yield self._alternative(AUTO, None, self.automatic())
+        yield self._predict_alternative(AUTO, None, self.automatic())
         planned_points: dict[GridPoint, Plan] = {}
         for kind, parts in (
             (DATA_PARALLEL, (self.devices, 1, 1)),
@@ -133,7 +133,7 @@ class GridComparison:
         ):
             if self.is_divisible_by(parts):
                 planned_points[parts] = self.megatron_plan(parts)
-                yield self._alternative(kind, parts, planned_points[parts])
+                yield self._predict_alternative(kind, parts, planned_points[parts])
         yield from self._best_of_grid(expert, planned_points)
 
     def expert(self) -> tuple[GridPoint, Plan]:
@@ -171,7 +171,7 @@ class GridComparison:
             plan = planned_points.get(parts) or self.megatron_plan(parts)
             assert plan.step_time is not None
             if not best.fits or plan.step_time < best.seconds:
-                alternative = self._alternative(GRID, parts, plan)
+                alternative = self._predict_alternative(GRID, parts, plan)
                 if not alternative.fits:
                     too_large.append(replace(alternative, kind=OF_GRID))
                 if alternative.fits or alternative.memory < best.memory:
@@ -191,7 +191,7 @@ class GridComparison:
         """Whether micro-batch, sequence, layers and blocks are divisible by the degrees `parts`."""
         data, model, stages = parts
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
-        pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._schedule)
+        pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._manual_schedule)
         can_pipeline = stages == 1 or (
             stages <= min(parallel.num_micro_batches, len(list(paths_of_blocks(self.net))))
             and pipeline.can_run(parallel.num_micro_batches)
@@ -205,11 +205,11 @@ class GridComparison:
     def automatic(self) -> Plan:
         """Return the automatic plan; ignores the memory limit if no plan fits."""
         try:
-            return self._plan(self.graph, memory_limit=self.limit)
+            return self._plan_automatically(self.graph, memory_limit=self.limit)
         except MemoryLimitError:
-            return self._plan(self.graph, memory_limit=None)
+            return self._plan_automatically(self.graph, memory_limit=None)
 
-    def _plan(self, graph: Graph, memory_limit: int | None) -> Plan:
+    def _plan_automatically(self, graph: Graph, memory_limit: int | None) -> Plan:
         return plan(
             graph,
             devices=self.devices,
@@ -260,17 +260,17 @@ class GridComparison:
         parallel = self.run.config.parallel
         return {
             "micro_batches": parallel.num_micro_batches,
-            "schedule": self._schedule,
+            "schedule": self._manual_schedule,
             "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
         }
 
     @property
-    def _schedule(self) -> str:
+    def _manual_schedule(self) -> str:
         """Schedule of Megatron-style plans; the default one if the configuration has `auto`."""
         schedule = self.run.config.parallel.schedule
         return schedule if schedule in SCHEDULES else next(iter(SCHEDULES))
 
-    def _alternative(self, kind: str, parts: GridPoint | None, plan: Plan) -> Alternative:
+    def _predict_alternative(self, kind: str, parts: GridPoint | None, plan: Plan) -> Alternative:
         assert plan.step is not None
         phase = kind if parts is None else "·".join(map(str, parts))
         self.run.on_progress(f"{phase}: memory")

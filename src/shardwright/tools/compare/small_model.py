@@ -45,7 +45,7 @@ class SmallSharding:
 
     @property
     def samples(self) -> int:
-        """Samples per step."""
+        """Number of samples per step."""
         return self.micro_batches * self.devices
 
 

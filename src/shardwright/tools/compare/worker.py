@@ -1,4 +1,4 @@
-"""The process that measures training steps of plans in turn."""
+"""Worker process that measures training steps of several plans in turn."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterato
     plans = [each for each in plans_by_name.values() if isinstance(each, PlanData)]
     maxima = (
         max((each.step_time or 0.0 for each in plans), default=0.0),
-        max(max(_peak(each), each.memory_limit or 0) for each in plans),
+        max(max(_peak_bytes(each), each.memory_limit or 0) for each in plans),
         max(each.bytes for each in plans),
     )
     for name, each in plans_by_name.items():
@@ -41,7 +41,7 @@ def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterato
             yield OtherPlan(name, sentence(each), tuple(_plan_stacks(each, *maxima)), changes)
 
 
-def _peak(plan: PlanData) -> int:
+def _peak_bytes(plan: PlanData) -> int:
     return 0 if plan.known_memory is None else plan.known_memory.peak
 
 
@@ -50,7 +50,7 @@ def _plan_stacks(
 ) -> Iterator[Stack]:
     if plan.step_time is not None and max_seconds:
         yield _single_bar("step", seconds_text(plan.step_time), plan.step_time / max_seconds)
-    peak, limit = _peak(plan), plan.memory_limit
+    peak, limit = _peak_bytes(plan), plan.memory_limit
     if peak:
         text = binary(peak) + ", does not fit" * plan.over_limit
         limit_position = None if limit is None else limit / max_memory

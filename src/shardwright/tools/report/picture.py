@@ -56,8 +56,8 @@ def picture(layout: TensorLayout) -> Picture:
     ]
     rows, columns = padded[-2:]
     return Picture(
-        columns=tuple(_borders(mesh, columns)),
-        rows=tuple(_borders(mesh, rows)),
+        columns=tuple(_axis_borders(mesh, columns)),
+        rows=tuple(_axis_borders(mesh, rows)),
         block=(1 / min(mesh.size(columns), 64), 1 / min(mesh.size(rows), 64)),
         sheets=tuple(sheets[:MAX_SHEETS]),
         summed=bool(layout.partial),
@@ -65,7 +65,7 @@ def picture(layout: TensorLayout) -> Picture:
     )
 
 
-def _borders(mesh: DeviceMatrix, axes: Axes) -> Iterator[Border]:
+def _axis_borders(mesh: DeviceMatrix, axes: Axes) -> Iterator[Border]:
     """Yield the borders of the outermost axes that give at most `MAX_BLOCKS` blocks."""
     blocks = 1
     for axis in axes:
