@@ -133,7 +133,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before(
     assert train(monkeypatch, configure("b", 20, 7), *on, "--log-dir", "two", "--resume") == 0
     first, second, *_ = capfd.readouterr().out.splitlines()
     assert first.startswith(f"warning: {damaged} is damaged: its checksum does not match")
-    assert first.endswith("step-7 is taken instead")
+    assert first.endswith("step-7 is used instead")
     assert second == "resuming after step 7"
     assert_same_steps("two", "one", tolerance=0)
     torch.testing.assert_close(final("b.yaml"), final("a.yaml"), rtol=0, atol=0)
@@ -175,7 +175,7 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_second_run_into_the_same_folders_is_refused_and_says_who_holds_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(folder_lock, "PATIENCE", 0.1)
+    monkeypatch.setattr(folder_lock, "MAX_WAIT_SECONDS", 0.1)
     config = configure("a", 10**6, 10)
     with running(config, "--log-dir", "logs") as process:
         wait_for_steps(process, "logs", 30)

@@ -106,7 +106,7 @@ def test_the_newest_intact_checkpoint_is_loaded_with_a_warning_that_names_both(
     net = save(tmp_path, 1, 2, 3)
     flip(tmp_path / "step-3" / file)
     (tmp_path / "step-2" / file).unlink()
-    named = rf"step-3/{file} is damaged.*step-2/{file} is missing: .*step-1 is taken instead"
+    named = rf"step-3/{file} is damaged.*step-2/{file} is missing: .*step-1 is used instead"
     with pytest.warns(CheckpointWarning, match=named):
         assert sw.load_checkpoint(tmp_path, net).step == 1
     assert net[0].bias.tolist() == [1.0] * 4

@@ -21,7 +21,7 @@ HERE = sw.Position(step=3, epoch=1, batch=1)
 def test_a_checkpoint_that_another_process_writes_is_not_taken_for_a_leftover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_lock, "PATIENCE", 0.1)
+    monkeypatch.setattr(folder_lock, "MAX_WAIT_SECONDS", 0.1)
     partial = tmp_path / "step-2.partial"
     partial.mkdir()
     with holder(tmp_path) as other:
@@ -35,7 +35,7 @@ def test_a_checkpoint_that_another_process_writes_is_not_taken_for_a_leftover(
 
 
 def save(folder: Path, net: nn.Module) -> None:
-    folder_lock.PATIENCE = 0.1
+    folder_lock.MAX_WAIT_SECONDS = 0.1
     with pytest.raises(sw.CheckpointError, match="is in use by process "):
         sw.save_checkpoint(folder, net, position=HERE)
 

@@ -90,7 +90,7 @@ def test_a_position_after_the_last_batch_is_the_beginning_of_the_next_epoch() ->
 
 def test_a_position_in_another_order_is_refused() -> None:
     state = sw.dataloader(SAMPLES, 4, plan(), seed=1).state_dict()
-    with pytest.raises(DataError, match="its seed is 1, this loader's is 2"):
+    with pytest.raises(DataError, match="its 'seed' is 1, but the loader's is 2"):
         sw.dataloader(SAMPLES, 4, plan(), seed=2).load_state_dict(state)
 
 
@@ -108,7 +108,7 @@ def test_ragged_batches_datasets_without_a_length_and_other_samplers_are_refused
         sw.dataloader(Endless(), 4, plan())
     for wrong, words in (
         (SIZED, "no numbered samples"),
-        (DataLoader(SAMPLES), "a DataLoader has no"),
+        (DataLoader(SAMPLES), "`DataLoader` has no"),
     ):
         with pytest.raises(DataError, match=words):
             sw.dataloader(wrong, 4, plan())
@@ -118,7 +118,7 @@ def test_ragged_batches_datasets_without_a_length_and_other_samplers_are_refused
     for samples in (odd, [None] * 8):
         with pytest.raises(DataError, match="samples of a batch cannot be joined"):
             list(sw.dataloader(samples, 4, plan()))
-    with pytest.raises(DataError, match=r"sampler=\.\.\.: the loader draws"):
+    with pytest.raises(DataError, match="`sampler` is not supported: the loader draws"):
         sw.dataloader(SAMPLES, 4, plan(), sampler=range(20))
     with pytest.raises(DataError, match="less than one batch of 40"):
         sw.dataloader(SAMPLES, 40, plan())

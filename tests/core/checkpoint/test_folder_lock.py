@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 def test_a_folder_that_another_process_has_locked_is_refused_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_lock, "PATIENCE", 0.1)
+    monkeypatch.setattr(folder_lock, "MAX_WAIT_SECONDS", 0.1)
     with holder(tmp_path) as other:
         said = (
             rf"{re.escape(str(tmp_path))} is in use by process {other.pid} on {os.uname().nodename}"
@@ -44,7 +44,7 @@ def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
 def test_a_run_that_is_ending_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_lock, "PATIENCE", 500)
+    monkeypatch.setattr(folder_lock, "MAX_WAIT_SECONDS", 500)
     with holder(tmp_path, seconds=0.5), lock_folders(tmp_path) as locks:
         assert len(locks) == 1
 
@@ -52,7 +52,7 @@ def test_a_run_that_is_ending_is_waited_for(
 def test_processes_that_inherit_a_lock_keep_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_lock, "PATIENCE", 0.1)
+    monkeypatch.setattr(folder_lock, "MAX_WAIT_SECONDS", 0.1)
     with lock_folders(tmp_path) as locks:
         rank = subprocess.Popen(["sleep", "10000"], pass_fds=locks)
         # As if this process, which made the lock, were gone.
@@ -106,7 +106,7 @@ def test_a_file_system_without_locks_is_told(
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="has no locks"), lock_folders(tmp_path) as locks:
+    with pytest.warns(UserWarning, match="does not support locks"), lock_folders(tmp_path) as locks:
         assert locks == ()
 
 
@@ -122,7 +122,7 @@ def test_no_two_of_many_processes_hold_a_lock_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lock files are removed and made anew while others open them."""
-    monkeypatch.setattr(folder_lock, "PATIENCE", 500)
+    monkeypatch.setattr(folder_lock, "MAX_WAIT_SECONDS", 500)
     places = tmp_path / "locked", tmp_path / "alone"
     processes = [FORK.Process(target=take_turns, args=places) for _ in range(3)]
     for process in processes:

@@ -1,7 +1,8 @@
-"""Checkpoints in the format of torch.distributed.checkpoint, independent of plan and device count.
+"""Checkpoints in the format of torch.distributed.checkpoint (DCP), for any plan and device count.
 
 A checkpoint is a subfolder `step-N` of the run's folder. Its keys are the parameter names of the
-original model, and every rank reads the shards of its own plan, so any plan loads any checkpoint.
+original model, and every rank reads the shards of its own plan, so a model can be loaded under
+another plan than it was saved.
 """
 
 from __future__ import annotations
@@ -50,24 +51,25 @@ from shardwright.core.runtime.accelerator import HOST_BACKEND
 from shardwright.core.runtime.devices import world_timeout
 from shardwright.errors import CheckpointError, DamagedCheckpointError, LockError
 
-# DCP warns when it runs without a process group, which saving from one process does on purpose.
+# DCP warns if it runs without a process group, as a single process intentionally does.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 Settings = Literal["saved", "own"]
-"""Source of an optimizer's hyperparameters after loading: the checkpoint or its constructor."""
+"""Source of an optimizer's hyperparameters after loading: the checkpoint, or the optimizer itself
+before loading."""
 
 
 class Checkpoints:
     """The checkpoints of one run in a folder; every rank must make the same calls.
 
     As a context manager it waits on exit for a checkpoint that is still being written. From the
-    first `save` until then its folder is locked: other processes cannot save there.
+    first `save` until the exit the folder is locked: other processes cannot save there.
 
     Args:
-        folder: the folder of the checkpoints.
+        folder: the folder that contains the subfolders `step-N`.
         keep: number of newest checkpoints to keep; None for all.
-        asynchronous: return from `save` once the tensors are copied, and write files while training
-            continues, one checkpoint at a time.
+        asynchronous: whether `save` returns once the tensors are copied, and files are written
+            while training continues, one checkpoint at a time.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Checkpoints:
         newer checkpoints that are damaged.
 
         Args:
-            step: the step of the checkpoint; by default that of the newest intact one.
+            step: the step of the checkpoint; by default the step of the newest intact checkpoint.
 
         Returns:
             The step, and the contents of the checkpoint other than tensors.
@@ -126,7 +128,10 @@ class Checkpoints:
         """
         candidates = value_of_rank(self.steps())[::-1] if step is None else [step]
         if not candidates:
-            raise CheckpointError(f"{self.folder} contains no complete checkpoint")
+            raise CheckpointError(
+                f"{self.folder} contains no complete checkpoint\n"
+                "pass the folder in which the run saved its checkpoints"
+            )
         problems: list[str] = []
         for candidate in candidates:
             folder = self.path(candidate)
@@ -137,9 +142,9 @@ class Checkpoints:
         else:
             raise DamagedCheckpointError("; ".join(problems))
         if problems:
-            _warn(f"{'; '.join(problems)}: {folder} is taken instead")
+            _warn(f"{'; '.join(problems)}: {folder} is used instead")
         elif not info.files:
-            _warn(f"{folder} has no checksums (checkpoint version 1): damage may go unnoticed")
+            _warn(f"{folder} has no checksums (checkpoint version 1): damage is not detected")
         return candidate, info
 
     def save(
@@ -154,14 +159,14 @@ class Checkpoints:
     ) -> None:
         """Save model, optimizer, random states and position as the checkpoint of `position.step`.
 
-        Replaces an existing checkpoint of the same step. The oldest checkpoints in excess of `keep`
-        are removed once the new one is complete.
+        Replaces an existing checkpoint of the same step. Once the new checkpoint is complete, the
+        oldest are removed, except for the newest `keep`.
 
         Args:
             net: the model, parallelized or not.
-            optimizer: the optimizer; None to save the model alone.
+            optimizer: the optimizer whose state is saved; None to save the model alone.
             position: the position of the run in its data.
-            plan: the plan of `net`; its fingerprint and number of devices are recorded.
+            plan: the plan of `net`, whose fingerprint and number of devices are recorded.
             run: the run's seeds and number of samples, which are compared when it resumes.
             only: names of the parameters and buffers to save; None for all.
 
@@ -189,8 +194,9 @@ class Checkpoints:
         )
         self.wait()
         if has_other_ranks() and self._group is None:
-            # A group of its own, because saving may run in a thread beside the training step's
-            # collectives. Long timeout: ranks wait in it while others write their files.
+            # A separate group, since an asynchronous save runs collectives in a thread while the
+            # training step runs its own. Ranks wait in it while others write their files, so its
+            # timeout is long.
             self._group = dist.new_group(backend=HOST_BACKEND, timeout=world_timeout())
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
         problem = value_of_rank(self._lock_and_clear())
@@ -214,10 +220,10 @@ class Checkpoints:
     def _lock_and_clear(self) -> str | None:
         """On rank 0, lock the folder and remove the leftovers of crashed runs.
 
-        The lock comes first: without it, the files of a live run would look like leftovers.
+        The lock comes first: without it, the files of a running process would look like leftovers.
 
         Returns:
-            The reason if it failed, otherwise None.
+            The reason why it failed; None if it succeeded, and on other ranks.
         """
         if not is_rank_0():
             return None
@@ -251,7 +257,7 @@ class Checkpoints:
         *,
         strict: bool = True,
     ) -> Position:
-        """Load a checkpoint into `net` and `optimizer`, in place.
+        """Load a checkpoint into `net` and `optimizer`, in place; returns its position.
 
         The checkpoint may have been saved under another plan; each rank reads only its own shards.
 
@@ -259,9 +265,9 @@ class Checkpoints:
             net: the model, parallelized or not.
             optimizer: the optimizer; None to load the model alone. LoRA adapters that are not in
                 the checkpoint then keep their values.
-            step: the step of the checkpoint; by default that of the newest intact one.
-            strict: whether the checkpoint must have all parameters and buffers; otherwise missing
-                ones keep their values.
+            step: the step of the checkpoint; by default the step of the newest intact checkpoint.
+            strict: whether the checkpoint must have all parameters and buffers; otherwise those
+                that it does not have keep their values.
 
         Raises:
             CheckpointError: if there is no complete checkpoint, it belongs to another model (names
@@ -281,15 +287,15 @@ class Checkpoints:
         random: bool = True,
         strict: bool = True,
     ) -> Position:
-        """Load the checkpoint that `select` returned, without verifying it again.
+        """Load the checkpoint that `select` returned, without verifying it; returns its position.
 
         Args:
             step, info: the result of `select`.
             net: the model, parallelized or not.
             optimizer: the optimizer; None to load the model alone.
             settings: `saved` to give the parameter groups of `optimizer` the saved settings, like
-                `Optimizer.load_state_dict`; `own` to keep theirs.
-            random: whether to restore the random generators.
+                `Optimizer.load_state_dict`; `own` to keep the settings of `optimizer`.
+            random: whether to restore the states of the random generators.
             strict: whether the checkpoint must have all parameters and buffers.
 
         Raises:
@@ -301,7 +307,7 @@ class Checkpoints:
         prefix = f"{checkpoint_state.MODEL}."
         shapes = {k.removeprefix(prefix): e.size for k, e in saved.items() if k.startswith(prefix)}
         if strict and dist.is_initialized() and not has_other_ranks():
-            # With fake ranks (a rehearsal) only one stage was saved: others count as present.
+            # With fake ranks (a rehearsal) only one stage was saved: add the names of the others.
             full_state = checkpoint_state.original_module(net).state_dict()
             shapes = {name: each.shape for name, each in full_state.items()} | shapes
         names = match_saved_names(
@@ -321,7 +327,7 @@ class Checkpoints:
         generators = {key: state for key, state in generators.items() if key in saved}
         with convert_errors(folder):
             destinations = {**model_state, **optimizer_state, **generators}
-            # Every rank plans its own reads: loading needs no communication.
+            # `no_dist`: every rank plans its own reads, so loading needs no communication.
             state_dict_loader.load(destinations, storage_reader=reader, no_dist=True)
         if optimizer is not None:
             groups = info.groups if settings == "saved" else None
@@ -346,11 +352,11 @@ def save_checkpoint(
     """Save a checkpoint, which is complete on return. Every rank must call it.
 
     Args:
-        folder: the folder of the run's checkpoints; the new one is its subfolder `step-N`.
+        folder: the folder of the run's checkpoints; the new checkpoint is its subfolder `step-N`.
         net: the model, parallelized or not.
-        optimizer: the optimizer; None to save the model alone.
+        optimizer: the optimizer whose state is saved; None to save the model alone.
         position: the position of the run in its data, which `load_checkpoint` returns.
-        plan: the plan of `net`; its fingerprint is recorded.
+        plan: the plan of `net`, whose fingerprint is recorded.
         keep: number of newest checkpoints to keep in the folder; None for all.
         only: names of the parameters and buffers to save; None for all. Load a partial checkpoint
             with `load_checkpoint(..., strict=False)`.
@@ -379,9 +385,9 @@ def load_checkpoint(
         folder: the folder of the run's checkpoints.
         net: the model, parallelized or not.
         optimizer: the optimizer; None to load the model alone.
-        step: the step of the checkpoint; by default that of the newest intact one.
-        strict: whether the checkpoint must have all parameters and buffers; otherwise missing ones
-            keep their values.
+        step: the step of the checkpoint; by default the step of the newest intact checkpoint.
+        strict: whether the checkpoint must have all parameters and buffers; otherwise those that it
+            does not have keep their values.
 
     Returns:
         The position of the run when it was saved.
@@ -395,19 +401,22 @@ def load_checkpoint(
 
 
 def _read_and_verify(folder: Path) -> CheckpointInfo | str:
-    """The contents other than tensors, or a description of the damage; equal on every rank."""
+    """Read the contents of a checkpoint other than tensors, and verify its files. Collective.
+
+    Returns the contents, or a description of the damage; the same on every rank.
+    """
     rank, size = (dist.get_rank(), dist.get_world_size()) if has_other_ranks() else (0, 1)
     result: CheckpointInfo | Exception | str
     try:
         result = info = CheckpointInfo.read(folder)
-        # Each rank verifies every n-th file: reading is limited by the disk of each node.
+        # Each rank verifies every n-th file, since the time is that of reading from disk.
         result = find_damage(folder, sorted(info.files.items())[rank::size]) or info
     except DamagedCheckpointError as error:
         result = str(error)
     except CheckpointError as error:
         result = error
     results = values_of_ranks(result)
-    # One rank's failure is everybody's: all ranks must fall back to the same older checkpoint.
+    # A failure on one rank counts for all: they must fall back to the same older checkpoint.
     agreed = next((each for each in results if not isinstance(each, CheckpointInfo)), result)
     if isinstance(agreed, Exception):
         raise agreed
@@ -415,14 +424,15 @@ def _read_and_verify(folder: Path) -> CheckpointInfo | str:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, folder: Path) -> None:
+    """Raise CheckpointError if the checkpoint has no state for an optimizer of this class."""
     class_name = type(optimizer).__name__
     if info.groups is None:
         raise CheckpointError(
-            f"{folder} was saved without an optimizer\nload it without one: `optimizer=None`"
+            f"{folder} was saved without an optimizer\nload the model alone: `optimizer=None`"
         )
     saved_class = info.optimizer
-    # Checkpoints of version 1 lack the class: unknown settings show that it is another one.
-    # Schedulers add `initial_lr` to the settings of any optimizer.
+    # Checkpoints of version 1 do not have the class of the optimizer. Settings that this optimizer
+    # does not have show that it was another class, except for `initial_lr`, which schedulers add.
     if saved_class is None and set(info.groups[0]) - {"initial_lr"} - set(
         optimizer.param_groups[0]
     ):

@@ -17,8 +17,13 @@ from shardwright.errors import DataError
 class PlannedLoader:
     """Batches of a dataset for this rank; each iteration over the loader is one epoch.
 
-    `state_dict()` is the position in the data, from which `load_state_dict` continues on any number
-    of devices and with any batch size. The batch last yielded counts as done.
+    `state_dict()` is the position in the data behind the last yielded batch, from which
+    `load_state_dict` continues on any number of devices and with any batch size.
+
+    Args:
+        dataset: the map-style dataset.
+        sampler: the sample indices of each batch of this rank.
+        options: options of `torch.utils.data.DataLoader`.
     """
 
     def __init__(self, dataset: Any, sampler: BatchSampler, options: Mapping[str, Any]) -> None:
@@ -43,7 +48,7 @@ class PlannedLoader:
         self._epoch, self._sample = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, the number of its next sample, and the parameters of the sample order."""
+        """The epoch, the index of the next sample in its order, and the parameters of the order."""
         return {"epoch": self._epoch, "sample": self._sample, **self._order}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -55,14 +60,15 @@ class PlannedLoader:
         for name, value in self._order.items():
             if state.get(name) != value:
                 raise DataError(
-                    f"the position belongs to another order of samples: its {name} is "
-                    f"{state.get(name)}, this loader's is {value}\n"
+                    f"the position belongs to another order of samples: its {name!r} is "
+                    f"{state.get(name)}, but the loader's is {value}\n"
                     f"use a dataloader with {name} {state.get(name)}"
                 )
         self._epoch, self._sample = state["epoch"], state["sample"]
 
     @property
     def _order(self) -> dict[str, int]:
+        """The parameters of the sample order."""
         sampler = self.sampler
         return {"samples": sampler.samples, "seed": sampler.seed, "shuffle": int(sampler.shuffle)}
 
@@ -87,8 +93,8 @@ def dataloader(
         batch_size: samples per global batch, over all ranks.
         plan: the plan of the model.
         shuffle: whether to shuffle the samples in each epoch.
-        seed: seed of the order; with the number of the epoch it gives the same order on all ranks.
-        drop_last: whether to drop the samples that do not fill a last batch.
+        seed: seed of the order; with the index of the epoch it determines the order on all ranks.
+        drop_last: whether to drop the last samples of an epoch if they are less than a batch.
         options: options of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
 
     Raises:
@@ -101,8 +107,8 @@ def dataloader(
     for name in ("batch_sampler", "sampler"):
         if options.get(name) is not None:
             raise DataError(
-                f"{name}=...: the loader draws the order itself, the same on all ranks\n"
-                f"leave {name} out; choose the order with shuffle and seed"
+                f"`{name}` is not supported: the loader draws the order itself, the same on all"
+                f" ranks\nleave `{name}` out, and choose the order with `shuffle` and `seed`"
             )
     if not isinstance(seed, int):
         raise DataError(f"seed={seed!r}: use a whole number")
@@ -114,7 +120,7 @@ def dataloader(
 
 
 def _length(dataset: Any) -> int:
-    """The number of samples.
+    """The number of samples of a dataset.
 
     Raises:
         DataError: if the dataset is not map-style.
@@ -122,7 +128,7 @@ def _length(dataset: Any) -> int:
     dataset_type = type(dataset)
     if isinstance(dataset, DataLoader | Mapping):
         raise DataError(
-            f"a {dataset_type.__name__} has no numbered samples\npass the dataset itself"
+            f"`{dataset_type.__name__}` has no numbered samples\npass the dataset itself"
         )
     problem = "" if hasattr(dataset_type, "__getitem__") else "no numbered samples"
     try:
@@ -142,8 +148,12 @@ def _length(dataset: Any) -> int:
 def _collate(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
     """Collate the samples of a batch.
 
+    Args:
+        collate: the user's `collate_fn`, or PyTorch's default.
+        samples: the samples of one rank.
+
     Raises:
-        DataError: if they differ in shape or structure.
+        DataError: if the samples differ in shape or structure.
     """
     try:
         return collate(samples)

@@ -20,8 +20,8 @@ from shardwright.errors import LockError
 
 LOCK_FILE = ".lock"
 
-PATIENCE = 2.0
-"""Seconds to wait for a run that is just ending."""
+MAX_WAIT_SECONDS = 2.0
+"""Seconds to wait for a lock, in case the other run is just ending."""
 
 
 @contextmanager
@@ -40,13 +40,17 @@ def lock_folders(*folders: Path) -> Iterator[tuple[int, ...]]:
         yield tuple(
             lock
             for folder in dict.fromkeys(folder.absolute() for folder in folders)
-            for lock in stack.enter_context(_lock(folder))
+            for lock in stack.enter_context(_lock_folder(folder))
         )
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[list[int]]:
-    """Lock one folder; remove the lock file at the end, and the folder if it is new and empty."""
+def _lock_folder(folder: Path) -> Iterator[list[int]]:
+    """Lock one folder, and yield the descriptor of the lock, or an empty list if this run has
+    locked it already.
+
+    Removes the lock file at the end, and the folder if it was created here and is empty.
+    """
     path, is_new = folder / LOCK_FILE, not folder.exists()
     try:
         lock = _acquire(path)
@@ -58,7 +62,8 @@ def _lock(folder: Path) -> Iterator[list[int]]:
     try:
         yield [lock]
     finally:
-        # Removed before it is released: a process that locks it now notices, by `_is_at`.
+        # The file is removed before the lock is released: a process that then gets the lock detects
+        # by `_is_file_at` that its file is gone.
         path.unlink(missing_ok=True)
         if is_new:
             with suppress(OSError):
@@ -70,16 +75,17 @@ def _acquire(path: Path) -> int | None:
     """Open and lock a file.
 
     Returns:
-        Its descriptor, or None if this run has locked it already or the file system has no locks.
+        The descriptor of the file; None if this run has locked it already or the file system does
+        not support locks.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + MAX_WAIT_SECONDS
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except (FileExistsError, FileNotFoundError):
-            # The process that created the folder removed it between the two calls: try again.
-            # If the parent is a file, it stays one.
+            # Another process removed the folder between the two calls: try again, unless the parent
+            # is a file, for which trying again is useless.
             if path.parent.is_file() or time.monotonic() > deadline:
                 raise
             continue
@@ -88,7 +94,7 @@ def _acquire(path: Path) -> int | None:
         except BlockingIOError:
             holder = os.pread(file, 1000, 0).decode(errors="replace")
             os.close(file)
-            if holder.startswith((_process(os.getpid()), _process(os.getppid()))):
+            if holder.startswith((_process_text(os.getpid()), _process_text(os.getppid()))):
                 return None
             if time.monotonic() > deadline:
                 raise LockError(
@@ -100,27 +106,28 @@ def _acquire(path: Path) -> int | None:
         except OSError as error:
             os.close(file)
             warnings.warn(
-                f"{path.parent}: its file system has no locks ({error.strerror})\n"
+                f"{path.parent}: its file system does not support locks ({error.strerror})\n"
                 "make sure that no second run writes into this folder",
                 stacklevel=2,
             )
             return None
-        if _is_at(path, file):
+        if _is_file_at(path, file):
             os.truncate(file, 0)
             date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            os.write(file, f"{_process(os.getpid())}{date}".encode())
+            os.write(file, f"{_process_text(os.getpid())}{date}".encode())
             return file
         os.close(file)
 
 
-def _is_at(path: Path, file: int) -> bool:
-    """Whether `file` is still the file at `path`; the previous holder may have removed it."""
+def _is_file_at(path: Path, file: int) -> bool:
+    """Whether the descriptor `file` is the file at `path`; the last holder of the lock may have
+    removed that file."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
         return False
 
 
-def _process(pid: int) -> str:
-    """The text in a lock file, before the date; `_acquire` recognizes its own run by it."""
+def _process_text(pid: int) -> str:
+    """The text in a lock file before the date, by which `_acquire` recognizes its own run."""
     return f"process {pid} on {socket.gethostname()} since "

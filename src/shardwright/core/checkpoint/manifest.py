@@ -1,4 +1,4 @@
-"""`checkpoint.json`: the contents of a checkpoint other than tensors, and its files' checksums.
+"""Read and write `checkpoint.json`: a checkpoint's contents other than tensors, and checksums.
 
 The last entry is the checksum of all bytes before it, so any changed bit is detected. The checksums
 are CRC-32: they detect damage, not manipulation.
@@ -24,8 +24,10 @@ VERSION = 2
 INFO_FILE = "checkpoint.json"
 
 _LAST_ENTRY = ',\n "checksum": '
-_BLOCK = 1 << 22  # bytes read at once
-_THREADS = 4
+_BLOCK_BYTES = 1 << 22
+"""Bytes of a file that are read at once."""
+
+_VERIFYING_THREADS = 4
 
 
 class CheckpointWarning(UserWarning):
@@ -60,14 +62,16 @@ class CheckpointInfo:
     """The contents of a checkpoint other than tensors.
 
     Args:
-        position: the position of the run.
-        groups: the settings of the optimizer's parameter groups; None without an optimizer.
+        position: the position of the run in its data.
+        groups: the settings of each of the optimizer's parameter groups; None without an optimizer.
         random: seed and step of the program's random operators; None if the model was not
             parallelized.
-        fingerprint, devices: fingerprint and number of devices of the plan; None if unknown.
+        fingerprint: fingerprint of the plan's model; None if unknown.
+        devices: number of devices of the plan; None if unknown.
         optimizer: class name of the optimizer; None if unknown.
-        run: the numbers of the run that saved it; None if unknown.
-        files: the checksum of every other file, by name; empty in checkpoints of version 1.
+        run: seeds and number of samples of the run that saved it; None if unknown.
+        files: the checksum of every file but `checkpoint.json`, by name; empty in checkpoints of
+            version 1.
     """
 
     position: Position
@@ -95,37 +99,45 @@ class CheckpointInfo:
         """
         path = folder / INFO_FILE
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a checkpoint: there is no such folder")
+            raise CheckpointError(
+                f"{folder} is not a checkpoint: there is no such folder\n"
+                "pass the folder of the run, and a step that it has saved"
+            )
         try:
             content = _read_entries(path)
             version = content.pop("version")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise _damaged(path, error) from None
+            raise _damage_error(path, error) from None
         if version not in (1, VERSION):
             raise CheckpointError(
                 f"{folder}: unsupported checkpoint version {version}\n"
-                f"this release of Shardwright reads versions 1 and {VERSION}"
+                f"load it with the release that saved it; this release supports versions 1 and"
+                f" {VERSION}"
             )
         try:
             return TypeAdapter(CheckpointInfo).validate_python(content)
         except ValidationError as error:
-            raise _damaged(path, error) from None
+            raise _damage_error(path, error) from None
 
 
 def find_damage(folder: Path, files: Iterable[tuple[str, FileChecksum]]) -> str | None:
-    """Verify files, in parallel threads.
+    """Verify files in parallel threads.
+
+    Args:
+        folder: the folder of the checkpoint.
+        files: (name, expected checksum) of each file.
 
     Returns:
         A description of the first file that is missing, truncated or damaged; None if all are
         intact.
     """
-    with ThreadPoolExecutor(_THREADS) as pool:
-        problems = pool.map(lambda file: _damage_of(folder / file[0], file[1]), files)
+    with ThreadPoolExecutor(_VERIFYING_THREADS) as pool:
+        problems = pool.map(lambda file: _find_file_damage(folder / file[0], file[1]), files)
         return next((problem for problem in problems if problem is not None), None)
 
 
-def _damage_of(path: Path, checksum: FileChecksum) -> str | None:
-    crc32, block = 0, memoryview(bytearray(_BLOCK))
+def _find_file_damage(path: Path, checksum: FileChecksum) -> str | None:
+    crc32, block = 0, memoryview(bytearray(_BLOCK_BYTES))
     try:
         size = path.stat().st_size
         if size != checksum.size:
@@ -134,7 +146,7 @@ def _damage_of(path: Path, checksum: FileChecksum) -> str | None:
             while count := file.readinto(block):
                 crc32 = zlib.crc32(block[:count], crc32)
     except OSError as error:
-        return str(_damaged(path, error))
+        return str(_damage_error(path, error))
     return None if crc32 == checksum.crc32 else f"{path} is damaged: its checksum does not match"
 
 
@@ -143,7 +155,7 @@ def _with_checksum(body: str) -> str:
 
 
 def _read_entries(path: Path) -> dict[str, Any]:
-    """The entries of `checkpoint.json` other than its checksum.
+    """Read the entries of `checkpoint.json` without its checksum.
 
     Raises:
         ValueError: if the checksum does not match, or is missing in a file of the current version.
@@ -158,7 +170,7 @@ def _read_entries(path: Path) -> dict[str, Any]:
     return content
 
 
-def _damaged(path: Path, error: Exception) -> DamagedCheckpointError:
+def _damage_error(path: Path, error: Exception) -> DamagedCheckpointError:
     missing = isinstance(error, FileNotFoundError)
     reason = str(error).partition("\n")[0]
     if isinstance(error, OSError) and error.errno:

@@ -1,5 +1,5 @@
-"""Match the names of saved tensors to those of a model, with or without `peft` adapters (LoRA and
-prefix tuning)."""
+"""Match the names of saved tensors to the names in a model, with or without `peft` adapters (LoRA
+and prefix tuning)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _PEFT_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer."
 """Path of the original layer within the module that adds an adapter to it."""
 
-_ADAPTER = re.compile(r"\.(lora_\w+)(\.default\b)?")
-"""The matrices of an adapter; `peft` omits the adapter's name when it saves only adapters."""
+_ADAPTER_MATRIX = re.compile(r"\.(lora_\w+)(\.default\b)?")
+"""Names of the matrices of an adapter, with its name `default`, which `peft` omits if it saves only
+adapters."""
 
-_NEW_PARAMETER = re.compile(r"\.lora_\w+|^prefix_tuning\.")
-"""Parameters that adapters add to a model, which a checkpoint of the plain model lacks."""
+_ADAPTER_PARAMETER = re.compile(r"\.lora_\w+|^prefix_tuning\.")
+"""Names of the parameters that adapters add to a model."""
 
 
 def match_saved_names(
@@ -39,24 +40,25 @@ def match_saved_names(
 
     Args:
         net: the model, parallelized or not.
-        saved: the shape of each saved tensor.
-        where: the checkpoint, for error messages.
-        new_adapters: accept that `saved` has no adapters; they are then missing in the result.
-        strict: whether all tensors of the model must be in `saved`; otherwise tensors that are not
+        saved: the shape of each saved tensor, by name.
+        where: path of the checkpoint, for errors.
+        new_adapters: whether `saved` may have no adapters; they are then missing in the result.
+        strict: whether all tensors of the model must be in `saved`; otherwise those that are not
             are missing in the result.
 
     Raises:
-        CheckpointError: if a name or shape differs; names the first that does.
+        CheckpointError: if a name or shape differs; names the first difference.
     """
     first = first_names(net)
     saved_name_of = _saved_name_by_model_name(first, saved)
     state = original_module(net).state_dict()
     tensors = {first[name]: value for name, value in state.items() if isinstance(value, Tensor)}
-    skip_adapters = new_adapters and not any(_NEW_PARAMETER.search(name) for name in saved)
+    skip_adapters = new_adapters and not any(_ADAPTER_PARAMETER.search(name) for name in saved)
     required = {
         name: value
         for name, value in tensors.items()
-        if (strict or name in saved_name_of) and not (skip_adapters and _NEW_PARAMETER.search(name))
+        if (strict or name in saved_name_of)
+        and not (skip_adapters and _ADAPTER_PARAMETER.search(name))
     }
     for name, value in required.items():
         if name not in saved_name_of:
@@ -78,7 +80,7 @@ def match_saved_names(
 
 
 def trained_but_not_in(net: nn.Module, saved: Iterable[str]) -> set[str]:
-    """Names of the model's trained parameters and buffers that are not among the names `saved`."""
+    """Names of the model's trained parameters and buffers that have no match among saved names."""
     first = first_names(net)
     frozen = {first[name] for name, p in net.named_parameters() if not p.requires_grad}
     return set(first.values()) - frozen - _saved_name_by_model_name(first, saved).keys()
@@ -88,18 +90,19 @@ def _saved_name_by_model_name(first: dict[str, str], saved: Iterable[str]) -> di
     """Map names in the model to saved names; a saved name without a match maps to itself.
 
     Args:
-        first: for each name in the model, the first name of the same tensor.
+        first: the first name of each tensor of the model, by any of its names.
         saved: the saved names.
     """
-    by_plain_name = {_plain(name): name for name in reversed(first)}
+    by_plain_name = {_name_without_peft(name): name for name in reversed(first)}
     result: dict[str, str] = {}
     for name in saved:
-        model_name = name if name in first else by_plain_name.get(_plain(name))
+        model_name = name if name in first else by_plain_name.get(_name_without_peft(name))
         result.setdefault(name if model_name is None else first[model_name], name)
     return result
 
 
-def _plain(name: str) -> str:
-    """The name of a tensor without the parts that `peft` adds, including the adapter's name."""
-    plain = name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".")
-    return _ADAPTER.sub(r".\1", plain)
+def _name_without_peft(name: str) -> str:
+    """A tensor's name without the prefix, the `base_layer` and the adapter's name that `peft`
+    adds."""
+    layer_name = name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".")
+    return _ADAPTER_MATRIX.sub(r".\1", layer_name)

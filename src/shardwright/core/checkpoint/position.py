@@ -11,10 +11,10 @@ class Position:
 
     Args:
         step: number of completed steps, over all epochs.
-        epoch: the epoch of the next batch, from 0.
-        batch: the number of the next batch in the epoch, from 0.
-        sample: the number of the batch's first sample in the order of the epoch, from 0; None if
-            all batches of the epoch have the same size, so that it follows from `batch`.
+        epoch: index of the epoch of the next batch, from 0.
+        batch: index of the next batch in the epoch, from 0.
+        sample: index of the next sample in the order of the epoch, from 0; None if all batches of
+            the epoch have the same size, so that it follows from `batch`.
     """
 
     step: int = 0

@@ -14,7 +14,7 @@ from shardwright.errors import DataError
 
 
 def local_batch(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The shard of each tensor of a global batch that `rank` passes to the model.
+    """Return the shard of each tensor of a global batch that `rank` passes to the model.
 
     Args:
         plan: the plan of the model; without a `dataset_strategy`, the shards are the full tensors.
@@ -23,13 +23,13 @@ def local_batch(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor,
 
     Raises:
         DataError: if the number of tensors differs from the number of model inputs, or a tensor
-            cannot be sharded as the plan's `dataset_strategy` says.
+            cannot be sharded as required by the plan's `dataset_strategy`.
     """
     inputs = _input_layouts(plan)
     if len(batch) != len(inputs):
         raise DataError(
             f"the batch has {len(batch)} tensors, but the model has {len(inputs)} inputs:"
-            f" {', '.join(name for name, _ in inputs)}"
+            f" {', '.join(name for name, _ in inputs)}\npass one tensor per input"
         )
     shards = []
     for tensor, (name, layout) in zip(batch, inputs, strict=True):
@@ -38,7 +38,7 @@ def local_batch(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor,
                 raise DataError(
                     f"input {name} of shape {list(tensor.shape)}: dimension {dim} of size"
                     f" {tensor.shape[dim]} is not divisible into the {count} shards of"
-                    " dataset_strategy"
+                    f" dataset_strategy\nuse a multiple of {count}"
                 )
         rank_in_mesh = rank % plan.mesh.num_devices
         shards.append(tensor[layout.slices(rank_in_mesh, tuple(tensor.shape))])
@@ -50,8 +50,8 @@ class BatchSampler(Sampler[list[int]]):
 
     All ranks draw the same order, which depends only on `seed` and the epoch. If the plan's
     `dataset_strategy` replicates the inputs, every rank gets all samples of a batch. If it shards
-    them along the batch, each rank gets its shard, and ranks with the same shard (also those of
-    other pipeline stages) get the same samples.
+    them along the batch, each rank gets its shard, and ranks with the same shard, including those
+    of other pipeline stages, get the same samples.
 
     Args:
         samples: number of samples in the dataset.
@@ -60,7 +60,8 @@ class BatchSampler(Sampler[list[int]]):
         batch_size: samples per global batch, over all ranks.
         shuffle: whether to shuffle the samples in each epoch.
         seed: seed of the order of the samples.
-        drop_last: drop the samples that do not fill a last batch; otherwise that batch is smaller.
+        drop_last: whether to drop the last samples of an epoch if they are less than a batch;
+            otherwise the last batch is smaller.
 
     Raises:
         DataError: if `plan` is not a plan, there is less than one batch, the inputs are sharded
@@ -80,7 +81,7 @@ class BatchSampler(Sampler[list[int]]):
     ) -> None:
         if not isinstance(plan, Plan):
             raise DataError(
-                f"plan={plan!r} is not a plan\npass the result of sw.plan: it determines the "
+                f"plan={plan!r} is not a plan\npass the result of `sw.plan`, which determines the "
                 "samples of each rank"
             )
         if not isinstance(batch_size, int) or batch_size < 1:
@@ -95,18 +96,22 @@ class BatchSampler(Sampler[list[int]]):
                 f"{samples} samples are less than one batch of {batch_size}\n"
                 f"use a batch_size of at most {samples}"
             )
-        self._check_divides(batch_size, "a batch")
+        self._check_divisible(batch_size, "a batch")
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, sample: int = 0) -> None:
-        """Select the samples to iterate over: those of `epoch`, starting from number `sample`.
+        """Select the samples to iterate over: those of an epoch, from a sample on.
+
+        Args:
+            epoch: index of the epoch, from 0.
+            sample: index of the first sample in the order of the epoch, from 0.
 
         Raises:
             DataError: if the last batch cannot be sharded evenly.
         """
         self.epoch, self.sample = epoch, sample
         if not self.drop_last:
-            self._check_divides((self.samples - sample) % self.batch_size, "the last batch")
+            self._check_divisible((self.samples - sample) % self.batch_size, "the last batch")
 
     def __len__(self) -> int:
         """Number of remaining batches of the epoch."""
@@ -119,22 +124,23 @@ class BatchSampler(Sampler[list[int]]):
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.samples, generator=generator)
         order = order[self.sample :]
-        for number in range(len(self)):
-            rows = order[number * self.batch_size : (number + 1) * self.batch_size]
-            yield rows[self._layout.slices(self._rank_in_mesh, (len(rows),))].tolist()
+        for index in range(len(self)):
+            batch = order[index * self.batch_size : (index + 1) * self.batch_size]
+            yield batch[self._layout.slices(self._rank_in_mesh, (len(batch),))].tolist()
 
-    def _check_divides(self, rows: int, batch: str) -> None:
+    def _check_divisible(self, samples: int, batch: str) -> None:
+        """Raise DataError unless a batch of this size can be sharded evenly."""
         (num_shards,) = self._layout.shard_counts
-        if rows % num_shards:
+        if samples % num_shards:
             raise DataError(
-                f"{batch} has {rows} samples, but dataset_strategy divides a batch into"
+                f"{batch} has {samples} samples, but dataset_strategy divides a batch into"
                 f" {num_shards} shards\nuse a multiple of {num_shards}"
                 + ("" if batch == "a batch" else ", or drop_last=True")
             )
 
 
 def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
-    """Names of the tensor inputs, with the layout in which each device passes them."""
+    """The name of each tensor input, and the layout in which ranks pass it to the model."""
     tensors = [leaf for leaf in plan.inputs if isinstance(leaf, dict)]
     return [
         (
@@ -146,13 +152,18 @@ def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
 
 
 def _batch_layout(plan: Plan) -> TensorLayout:
-    """The layout of dimension 0 of all inputs that have a batch dimension."""
+    """The common layout of dimension 0 of all inputs that have a batch dimension.
+
+    Raises:
+        DataError: if these inputs are sharded differently along the batch.
+    """
     batched = [leaf for leaf in plan.inputs if isinstance(leaf, dict) and leaf["shape"]]
     names = [leaf["name"] for leaf in batched if leaf["shape"][0] == batched[0]["shape"][0]]
     axes = {layout.axes[0] for name, layout in _input_layouts(plan) if name in names}
     if len(axes) != 1:
         raise DataError(
             f"dataset_strategy shards the inputs {', '.join(names)} differently along the batch, so"
-            " no list of samples fits them all\nuse shardwright.run.local_batch on global batches"
+            " that a rank needs different samples of each\n"
+            "use `shardwright.run.local_batch` on global batches"
         )
     return TensorLayout(plan.mesh, (axes.pop(),))

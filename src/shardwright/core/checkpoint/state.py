@@ -1,4 +1,4 @@
-"""The state of a model, its optimizer and the random generators, as named tensors.
+"""Collect and restore the state of a model, its optimizer and the random generators, as tensors.
 
 The keys are `model.<name>`, `optimizer.<parameter name>.<key>` and `random.<device type>`. They do
 not depend on the plan, the number of devices or the pipeline stages: a stage has the keys of its
@@ -68,6 +68,10 @@ def drop_tied_duplicates(
 
     A parameter that is tied across stages is stored on the devices of each stage, possibly with
     different sharding. The stage with the lowest rank saves it.
+
+    Args:
+        tensors: the tensors of this rank, by key.
+        group: the process group of the ranks; None for all.
     """
 
     def lowest_rank(tensor: Tensor) -> int:
@@ -83,7 +87,7 @@ def drop_tied_duplicates(
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each parameter group, such as the learning rate, as plain data."""
+    """The settings of each parameter group, such as the learning rate, as JSON data."""
     return [
         {
             key: value.item() if isinstance(value, Tensor) else value
@@ -129,9 +133,9 @@ def restore_optimizer(
     """Load the saved state into the optimizer.
 
     Args:
-        net: the model.
-        optimizer: the optimizer.
-        tensors: its saved state, by key.
+        net: the model, parallelized or not.
+        optimizer: the optimizer, changed in place.
+        tensors: the saved state of its parameters, by key.
         groups: the saved settings of its parameter groups; None to keep the optimizer's own.
 
     Raises:
@@ -141,10 +145,10 @@ def restore_optimizer(
     for key, value in tensors.items():
         name, _, leaf = key.removeprefix(f"{OPTIMIZER}.").rpartition(".")
         state_of_parameter.setdefault(name, {})[leaf] = value
-    # `Optimizer.load_state_dict` identifies parameters by their number.
+    # `Optimizer.load_state_dict` identifies parameters by their index.
     state = {
-        number: state_of_parameter[name]
-        for number, (name, _) in enumerate(_optimizer_parameters(net, optimizer))
+        index: state_of_parameter[name]
+        for index, (name, _) in enumerate(_optimizer_parameters(net, optimizer))
         if name in state_of_parameter
     }
     current = optimizer.state_dict()["param_groups"]
@@ -155,6 +159,11 @@ def restore_optimizer(
 def _restored_groups(
     optimizer: torch.optim.Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
+    """Return the current parameter groups with the saved settings, and warn about replaced ones.
+
+    Raises:
+        CheckpointError: if the numbers of groups differ.
+    """
     if len(saved) != len(current):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(saved)} parameter groups, but this "
@@ -165,7 +174,7 @@ def _restored_groups(
         {**old, **{key: _restore_type(value, old.get(key)) for key, value in new.items()}}
         for old, new in zip(current, saved, strict=True)
     ]
-    # With a scheduler, which sets `initial_lr`, `lr` changes in every run: not worth a warning.
+    # No warning for `lr` with a scheduler (which sets `initial_lr`): it changes in every run.
     replaced = [
         f"{key}={new[key]} replaces {old[key]}"
         for old, new in zip(current, restored, strict=True)
@@ -177,7 +186,7 @@ def _restored_groups(
         more = f" and {len(replaced) - 10} more" if len(replaced) > 10 else ""
         warnings.warn(
             f"the checkpoint's settings of {type(optimizer).__name__} were restored: {shown}{more}"
-            "\nto change them, set them after loading",
+            "\nset them after loading to use other values",
             CheckpointWarning,
             stacklevel=5,
         )
@@ -207,7 +216,7 @@ def device_of(net: nn.Module) -> torch.device:
 def _optimizer_parameters(
     net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters of the optimizer, in its order.
+    """Yield the name in the model and the tensor of each parameter of the optimizer, in its order.
 
     Raises:
         CheckpointError: if the optimizer has a parameter that the model does not have.

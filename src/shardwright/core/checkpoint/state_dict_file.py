@@ -28,6 +28,7 @@ from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.errors import CheckpointError
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+"""Suffixes of files; all but the first are written by `torch.save`."""
 
 
 def save_state_dict(net: nn.Module, path: str | Path) -> None:
@@ -38,9 +39,9 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
 
     Args:
         net: the model, parallelized or not.
-        path: the file; its suffix selects the format: `.safetensors`, or `.pt`, `.pth` or `.bin`
-            for `torch.save`. A `.safetensors` file has each tied tensor once, under its first name,
-            because the format does not support shared memory.
+        path: the file to write; its suffix selects the format: `.safetensors`, or `.pt`, `.pth` or
+            `.bin` for `torch.save`. A `.safetensors` file has each tied tensor once, under its
+            first name, because the format does not support shared memory.
 
     Raises:
         CheckpointError: if `path` has another suffix, or the format does not support a tensor.
@@ -48,7 +49,7 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
     path = _check_suffix(Path(path))
     tensors = checkpoint_state.model_tensors(net)
     if not _is_distributed(net, tensors):
-        _write(net, path, lambda name: tensors[f"{checkpoint_state.MODEL}.{name}"])
+        _write_file(net, path, lambda name: tensors[f"{checkpoint_state.MODEL}.{name}"])
         return
     shards = path.with_name(f"{path.name}.shards")
     if dist.get_rank() == 0:
@@ -63,12 +64,12 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
         originals = checkpoint_state.original_module(net).state_dict()
 
         def read(name: str) -> Tensor:
-            tensor = _memory_mapped(shards / f"{name}.full", originals[name])
+            tensor = _allocate_memory_mapped(shards / f"{name}.full", originals[name])
             destination = {f"{checkpoint_state.MODEL}.{name}": tensor}
             state_dict_loader.load(destination, storage_reader=reader, no_dist=True)
             return tensor
 
-        _write(net, path, read)
+        _write_file(net, path, read)
         shutil.rmtree(shards)
     dist.barrier()
 
@@ -83,12 +84,12 @@ def _is_distributed(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
 def load_state_dict(net: nn.Module, path: str | Path) -> None:
     """Load a `state_dict` file, or all `.safetensors` files of a folder, into `net`.
 
-    Every rank must call it, and reads only its own shards. A model with LoRA adapters accepts a
-    file without adapters, and keeps its own.
+    Every rank must call it, and reads only its own shards. If a file has no LoRA adapters, those of
+    the model keep their values.
 
     Args:
         net: the model, parallelized or not.
-        path: a file, or a folder such as `save_pretrained` of transformers writes.
+        path: a file, or a folder as `save_pretrained` of transformers writes it.
 
     Raises:
         CheckpointError: if the file does not exist, is damaged, has an unknown suffix, or belongs
@@ -99,14 +100,17 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
     if not files and any(path.glob("*.bin")):
         raise CheckpointError(
             f"{path} has only .bin files, which every rank would have to read in full\n"
-            "convert it: `save_pretrained` of transformers writes .safetensors files"
+            "convert them with `save_pretrained` of transformers, which writes .safetensors files"
         )
     if not files or not all(file.is_file() for file in files):
         raise CheckpointError(f"{path}: no such file or folder with .safetensors files")
     for file in (*_files_of_index(path), *_files_of_series(files)):
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing, but other files of the folder refer to it")
-    saved = {name: value for file in files for name, value in _read(file).items()}
+            raise CheckpointError(
+                f"{file} is missing, but other files of the folder refer to it\n"
+                "copy or download the folder again"
+            )
+    saved = {name: value for file in files for name, value in _read_tensors(file).items()}
     shapes = {name: value.shape for name, value in saved.items()}
     names = match_saved_names(net, shapes, str(path), new_adapters=True)
     give_memory(net)
@@ -118,7 +122,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
 
 
 def _files_of_index(folder: Path) -> list[Path]:
-    """The files that a folder's `model.safetensors.index.json` lists; none without an index."""
+    """The files listed in the folder's `model.safetensors.index.json`; empty without an index."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return []
@@ -130,7 +134,7 @@ def _files_of_index(folder: Path) -> list[Path]:
 
 
 def _files_of_series(files: Sequence[Path]) -> Iterator[Path]:
-    """All files of each series of which one file is present: `-00001-of-00006` implies six."""
+    """Yield all files of the series to which `files` belong: `-00001-of-00006` is one of six."""
     for file in files:
         if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)", file.stem):
             name, digits, count = match.groups()
@@ -138,21 +142,22 @@ def _files_of_series(files: Sequence[Path]) -> Iterator[Path]:
                 yield file.with_stem(f"{name}{number:0{len(digits)}}-of-{count}")
 
 
-def _memory_mapped(path: Path, template: Tensor) -> Tensor:
-    """Allocate a CPU tensor like `template` in a new file, whose pages the kernel can evict."""
+def _allocate_memory_mapped(path: Path, template: Tensor) -> Tensor:
+    """Allocate a CPU tensor with the shape and dtype of `template` in a new file, whose pages the
+    kernel can evict from memory."""
     if template.numel() == 0:  # mmap cannot map an empty file
         return torch.empty_like(template, device="cpu")
     flat = torch.from_file(str(path), shared=True, size=template.numel(), dtype=template.dtype)
     return flat.view(template.shape)
 
 
-def _write(net: nn.Module, path: Path, read: Callable[[str], Tensor]) -> None:
-    """Write to a temporary file and rename it, so that `path` is always complete.
+def _write_file(net: nn.Module, path: Path, read: Callable[[str], Tensor]) -> None:
+    """Write the model to a temporary file and rename it, so that `path` is always complete.
 
     Args:
-        net: the model.
-        path: the file.
-        read: returns the full tensor of a name.
+        net: the model, parallelized or not.
+        path: the file to write.
+        read: returns the full tensor of a parameter or buffer, by name.
     """
     first = checkpoint_state.first_names(net)
     partial = path.with_name(f"{path.name}.partial")
@@ -166,7 +171,13 @@ def _write(net: nn.Module, path: Path, read: Callable[[str], Tensor]) -> None:
 
 
 def _save_safetensors(tensors: Mapping[str, Tensor], partial: Path, path: Path) -> None:
-    """Save tensors; those that share memory are copied, because the format has no views."""
+    """Save tensors to `partial`; copies tensors that share memory, since the format has no views.
+
+    Args:
+        tensors: the tensors by name.
+        partial: the file to write.
+        path: the name of the file in errors.
+    """
     try:
         contiguous = {
             name: tensor.contiguous()
@@ -178,18 +189,18 @@ def _save_safetensors(tensors: Mapping[str, Tensor], partial: Path, path: Path) 
         save_file(contiguous, partial, metadata={"format": "pt"})
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path}: not possible as safetensors: {error}\nuse the suffix .pt"
+            f"{path}: safetensors cannot store this model: {error}\nuse the suffix .pt"
         ) from None
 
 
-def _read(file: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of a file: a rank reads only the bytes that it copies."""
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    """Memory-map the tensors of a file, so that a rank reads only the bytes that it copies."""
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
         mapped = zipfile.is_zipfile(file)
         content = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
-    except Exception as error:  # Damaged files can raise anything.
+    except Exception as error:  # damaged files may cause any error
         reason = str(error).partition("\n")[0] or type(error).__name__
         file_format = file.suffix.removeprefix(".")
         raise CheckpointError(f"{file}: cannot be read as {file_format}: {reason}") from None
@@ -201,6 +212,6 @@ def _read(file: Path) -> dict[str, Tensor]:
 def _check_suffix(path: Path) -> Path:
     if path.suffix not in SUFFIXES:
         raise CheckpointError(
-            f"{path}: unknown suffix {path.suffix!r}\nvalid suffixes are {', '.join(SUFFIXES)}"
+            f"{path}: unknown suffix {path.suffix!r}\nuse one of {', '.join(SUFFIXES)}"
         )
     return path

@@ -35,17 +35,18 @@ from shardwright.core.checkpoint.manifest import INFO_FILE, CheckpointInfo, File
 from shardwright.core.torch_internals.checkpoint_metadata import METADATA_FILE, loads_metadata
 from shardwright.errors import DamagedCheckpointError
 
-NAME = re.compile(r"step-(\d+)")
+FOLDER_NAME = re.compile(r"step-(\d+)")
 
 
 def complete_steps(folder: Path) -> list[int]:
     """The steps of all complete checkpoints in `folder`, in ascending order."""
-    matches = (NAME.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
+    matches = (FOLDER_NAME.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
     return sorted(int(match[1]) for match in matches if match)
 
 
 class CheckpointReader(FileSystemReader):
-    """Read only the tensors of a checkpoint: DCP unpickles other entries, which can run code."""
+    """Reader of the tensors of a checkpoint only: DCP unpickles other entries, which can run
+    code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata of the tensors.
@@ -68,10 +69,10 @@ class CheckpointReader(FileSystemReader):
 
 
 class PublishingWriter(FileSystemWriter):
-    """Write under a temporary name, and rename the folder when all ranks have written.
+    """Writer that uses a temporary name, and renames the folder when all ranks have written.
 
     Args:
-        folder: the checkpoint `step-N`.
+        folder: the folder `step-N` of the checkpoint.
         info: the contents of `checkpoint.json`, to which the checksums are added.
         keep: number of newest checkpoints to keep; None for all.
     """
@@ -82,9 +83,9 @@ class PublishingWriter(FileSystemWriter):
         self._folder, self._info, self._keep = folder, info, keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the shards of this rank; its first result carries the checksums of its files.
+        """Write the shards of this rank, and add the checksums of its files to its first result.
 
-        DCP gathers the results on the coordinator, so the checksums need no communication.
+        DCP gathers the results on the coordinator, so the checksums need no further communication.
         """
         results = super().write_data(plan, planner).wait()
         if results:
@@ -95,7 +96,7 @@ class PublishingWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint, on the coordinator once all ranks have written."""
+        """Complete the checkpoint. DCP calls it on the coordinator once all ranks have written."""
         super().finish(metadata, results)
         files = dict(self._files.checksums)
         for result in (result for rank_results in results for result in rank_results):
@@ -111,9 +112,10 @@ class PublishingWriter(FileSystemWriter):
         self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Keep the newest checkpoints up to this one.
+        """Remove all but the newest `keep` checkpoints among this one and earlier steps.
 
-        Later checkpoints are not counted: they are damaged, or of a run before it was resumed here.
+        Checkpoints of later steps are ignored: they are damaged, or were saved before the run was
+        resumed from an earlier step.
         """
         if self._keep is None:
             return
@@ -124,8 +126,8 @@ class PublishingWriter(FileSystemWriter):
 
 
 class OneRankPlanner(DefaultSavePlanner):
-    """Save planner for one rank alone: does not require that the shards of each tensor are
-    complete, because the other ranks are fake."""
+    """Save planner for one real rank among fake ranks, which does not require that the shards of
+    each tensor are complete."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
@@ -158,6 +160,8 @@ class _ChecksumFileSystem(FileSystem):
 
 
 class _ChecksumStream(io.BufferedIOBase):
+    """A stream that counts the written bytes and computes their CRC-32."""
+
     def __init__(self, file: io.BufferedWriter) -> None:
         self._file, self.size, self.crc32 = file, 0, 0
 
@@ -179,14 +183,14 @@ class _ChecksumStream(io.BufferedIOBase):
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove the folders that crashed runs left incomplete."""
+    """Remove the incomplete folders of crashed runs."""
     for pattern in ("step-*.partial", "step-*.removed"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint; rename it first, so that a crash cannot leave it looking complete."""
+    """Remove a checkpoint; renames it first, so that it does not look complete after a crash."""
     if folder.exists():
         removed = folder.with_name(f"{folder.name}.removed")
         folder.rename(removed)

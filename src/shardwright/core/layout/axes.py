@@ -1,4 +1,4 @@
-"""The axes of device matrices: sizes, names, prime factors. No torch in here."""
+"""The axes of device matrices: sizes, names, prime factors. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from math import prod
 from shardwright.errors import LayoutError
 
 Axes = tuple[int, ...]
-"""Axes of a device matrix, counted from the left, the most significant first."""
+"""Indices of axes of a device matrix, from the left; the most significant axis first."""
 
 Shape = tuple[int, ...]
 """Sizes of a tensor's dimensions."""
 
 MAX_DEVICES = 2**20
-"""Maximum size of a device matrix: its ranks are listed in memory."""
+"""Maximum number of devices of a device matrix, since its ranks are listed in memory."""
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
-    """Returns the prime factors of `number`, ascending: 12 → (2, 2, 3), 1 → ()."""
+    """Return the prime factors of `number`, ascending: 12 → (2, 2, 3), 1 → ()."""
     factors, factor = [], 2
     while factor * factor <= number:
         while number % factor == 0:
@@ -36,7 +36,7 @@ def axis_names() -> Iterator[str]:
 
 
 def common_length(first: Axes, second: Axes) -> int:
-    """Returns the length of the longest common prefix."""
+    """Return the length of the longest common prefix of two lists of axes."""
     length = 0
     while length < len(first) and length < len(second) and first[length] == second[length]:
         length += 1
@@ -44,9 +44,10 @@ def common_length(first: Axes, second: Axes) -> int:
 
 
 def shard_index(axes: Axes, sizes: tuple[int, ...], coordinates: Mapping[int, int] | Axes) -> int:
-    """Returns the index of a device's shard of a dimension that `axes` shard.
+    """Return the index of a device's shard along a dimension.
 
     Args:
+        axes: the axes that shard the dimension.
         sizes: number of devices along each axis of the device matrix.
         coordinates: the device's coordinate on each axis.
 
@@ -60,21 +61,21 @@ def shard_index(axes: Axes, sizes: tuple[int, ...], coordinates: Mapping[int, in
 
 
 def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the sizes, prime numbers, of axes of which those of all device matrices are products.
+    """Return the prime sizes of axes whose products are the axes of all device matrices.
 
     >>> common_axes((8,), (2, 4))
     (2, 2, 2)
 
     Raises:
-        LayoutError: if their numbers of devices differ, or groups of devices do not nest.
+        LayoutError: if the numbers of devices differ, or groups of devices do not nest.
     """
     totals = sorted({prod(matrix) for matrix in device_matrices})
     if len(totals) > 1:
         raise LayoutError(
-            f"device matrices {', '.join(map(str, device_matrices))} are of different numbers of"
+            f"device matrices {', '.join(map(str, device_matrices))} have different numbers of"
             f" devices: {', '.join(map(str, totals))}"
         )
-    # The strides at which axes begin: between two consecutive ones there is a common axis.
+    # The strides at which axes begin: between two consecutive strides there is a common axis.
     strides = {prod(m[i:]) for m in device_matrices for i in range(len(m) + 1)}
     inner, *outer = sorted(strides | {1})
     sizes: tuple[int, ...] = ()
@@ -90,7 +91,7 @@ def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
 
 
 INTERLEAVED = "interleaved_parallel"
-"""The name of a virtual last axis, whose parts of a tensor all stay on one device."""
+"""Name of MindSpore's virtual last axis, which splits the shard of a device and has no devices."""
 
 
 def axes_with_devices(
@@ -99,15 +100,15 @@ def axes_with_devices(
     """Validate the axes of a device matrix and leave out a virtual `interleaved_parallel` axis.
 
     Raises:
-        LayoutError: if `sizes` is not a tuple of positive ints, or `names` no tuple of as many
-            distinct names.
+        LayoutError: if `sizes` is not a tuple of positive ints, `names` is not a tuple of distinct
+            names, or their lengths differ.
     """
     _check_sizes(sizes)
     _check_names(names)
     if len(sizes) != len(names):
         raise LayoutError(
-            f"device_matrix {sizes} has {len(sizes)} axes but alias_names {names} names"
-            f" {len(names)}\ngive one name for each axis"
+            f"device_matrix {sizes} has {len(sizes)} axes, but alias_names {names} has {len(names)}"
+            " names\ngive one name for each axis"
         )
     if INTERLEAVED in names[:-1]:
         raise LayoutError(f"alias_names {names}: {INTERLEAVED!r} must be the last axis")
@@ -137,13 +138,15 @@ def _check_names(names: object) -> None:
             )
         if name == "None":
             raise LayoutError(
-                "no axis may be called 'None', which stands for a dimension that is not sharded"
+                "an axis is called 'None', which stands for a dimension that is not sharded\n"
+                "use another name"
             )
         if names.count(name) > 1:
             raise LayoutError(f"alias_names {names} contains {name!r} twice\nnames must differ")
 
 
 def check_ranks(ranks: object, devices: int) -> None:
+    """Raise LayoutError unless `ranks` is a tuple of distinct ranks, one per device."""
     if not isinstance(ranks, tuple) or not all(isinstance(rank, int) for rank in ranks):
         raise LayoutError(f"rank_list must be a tuple of ints, not {ranks!r}")
     if len(ranks) != devices or len(set(ranks)) != devices or min(ranks) < 0:

@@ -7,7 +7,7 @@ The communication volume is the bytes that one device sends, by the ring algorit
 Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009: with p devices
 in the group an all-gather sends (p-1)/p of its output, a reduce-scatter (p-1)/p of its input, an
 all-reduce both, an all-to-all (p-1)/p of the local tensor, a permute or an all-to-all of unequal
-parts all of it.
+parts the full local tensor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from shardwright.core.layout.axes import Axes, common_length, shard_index
 from shardwright.core.layout.layout import TensorLayout
 
 Pattern = Literal["ring", "pairwise", "point_to_point"]
-"""Traffic pattern: round the group, level by level of the interconnect; from each device to each
-other one; from each device to those that need parts of its shard."""
+"""Traffic pattern of a collective: around a ring of the group; between all pairs of devices; from
+each device to the devices that need parts of its shard."""
 
 AxesBetween = Callable[[TensorLayout, TensorLayout], Axes | None]
+"""Function of a source and a target layout; see `CollectiveSpec.axes_between`."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,20 @@ class CollectiveSpec:
     """One kind of step between two layouts.
 
     Args:
-        kind: its name.
+        kind: name of the kind, such as `all_gather`.
         local: whether the forward pass communicates nothing.
-        backward: the collective of the backward pass; None if it communicates nothing.
-        backward_if_varying: the collective of the backward pass if the target is varying over the
-            axes of the step.
+        backward: kind of the collective of the backward pass; None if it communicates nothing.
+        backward_if_varying: kind of the collective of the backward pass if the target is varying
+            over the axes of the step.
         pattern: the traffic pattern.
-        passes: number of times that (p-1)/p of the larger of input and output is sent; with a
-            point-to-point pattern, that all of it is.
-        rounds: number of times that data travels round the group, for the latency.
-        gloo_rounds: number of rounds with gloo, if it differs.
-        joins: the kind of which this one replaces two consecutive steps, if not with more bytes.
-        axes_between: for a kind that joins: returns the axes over which one step leads from the
-            first layout to the second, or None if none does.
+        passes: number of times that each device sends (p-1)/p of the larger of input and output;
+            with a point-to-point pattern, the full local tensor.
+        rounds: number of times that data travels around the group, for the latency.
+        gloo_rounds: number of rounds with gloo; None for `rounds`.
+        joins: kind of two consecutive steps that one step of this kind can replace; None for no
+            kind.
+        axes_between: for a kind with `joins`: returns the axes over which one step leads from the
+            first layout to the second; None if no step of this kind does.
     """
 
     kind: str
@@ -62,14 +64,18 @@ class CollectiveSpec:
     axes_between: AxesBetween | None = None
 
     def backward_of(self, varying: bool) -> str | None:
-        """Returns the collective of the backward pass; None if it communicates nothing."""
+        """Return the kind of the collective of the backward pass; None if it communicates nothing.
+
+        Args:
+            varying: whether the target is varying over the axes of the step.
+        """
         return self.backward_if_varying if varying else self.backward
 
     def sent(self, size: int, group: int) -> int:
-        """Returns what one device sends, rounded up, in the unit of `size`.
+        """Return the data that one device sends, rounded up, in the unit of `size`.
 
         Args:
-            size: size of the larger of input and output.
+            size: local size of the larger of input and output.
             group: number of devices in the group.
         """
         if self.pattern == "point_to_point":
@@ -79,19 +85,20 @@ class CollectiveSpec:
 
 @dataclass(frozen=True)
 class CellExchange:
-    """The cells of its shard that each device of a group sends to each other, in an `all_to_all_v`.
+    """The cells of a shard that each device of a group sends to each device in an `all_to_all_v`.
 
     A *cell* is the largest block of which the shards of both layouts consist. A *position* is the
-    index of a device in the group, which counts the axes in mesh order. The cells of a shard are
-    numbered in row-major order.
+    index of a device in the group, with the axes in mesh order. The cells of a shard are counted in
+    row-major order.
 
     Args:
-        send_cuts, receive_cuts: number of cells of a shard along each dimension, before and after.
-        send_order: for each position, its cells in the order of sending, those for position 0
-            first.
-        send_counts: for each position, the number of cells that it sends to each other.
-        receive_order: for each position and cell of its new shard, the index in the received cells.
-        receive_counts: for each position, the number of cells that it receives from each other.
+        send_cuts, receive_cuts: number of cells of an old and of a new shard per dimension.
+        send_order: indices of the cells of the old shard in the order of sending, for position 0
+            first; one tuple per position.
+        send_counts: number of cells sent to each position; one tuple per position.
+        receive_order: index among the received cells of each cell of the new shard; one tuple per
+            position.
+        receive_counts: number of cells received from each position; one tuple per position.
     """
 
     send_cuts: tuple[int, ...]
@@ -107,16 +114,16 @@ class CellExchange:
         return CellExchange(
             self.receive_cuts,
             self.send_cuts,
-            tuple(map(_inverse, self.receive_order)),
+            tuple(map(_inverse_permutation, self.receive_order)),
             self.receive_counts,
-            tuple(map(_inverse, self.send_order)),
+            tuple(map(_inverse_permutation, self.send_order)),
             self.send_counts,
         )
 
 
 @lru_cache(maxsize=1 << 10)
 def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
-    """Returns the exchange over `exchanged_axes` that turns shards of `source` into `target`'s."""
+    """Return the exchange over `exchanged_axes` that redistributes from `source` to `target`."""
     before, after = _differing_axes(source, target)
     sizes = source.device_matrix
     axes = sorted(axis for dim in before for axis in dim)
@@ -129,24 +136,24 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
     new = [_cells(after, cuts, dict(zip(axes, coords, strict=True)), sizes) for coords in group]
     sender = {cell: position for position, cells in enumerate(old) for cell in cells}
     receiver = {cell: position for position, cells in enumerate(new) for cell in cells}
-    # Both sides order the cells between two positions by their index in the full tensor.
+    # Sender and receiver order the cells between them by their index in the full tensor.
     sent = [sorted(cells, key=lambda cell: (receiver[cell], cell)) for cells in old]
     received = [sorted(cells, key=lambda cell: (sender[cell], cell)) for cells in new]
     return CellExchange(
         tuple(n // source.layout.size(a) for n, a in zip(cuts, before, strict=True)),
         tuple(n // source.layout.size(a) for n, a in zip(cuts, after, strict=True)),
         tuple(tuple(map(cells.index, order)) for cells, order in zip(old, sent, strict=True)),
-        tuple(_counts([receiver[cell] for cell in cells], len(group)) for cells in old),
+        tuple(_count_positions([receiver[cell] for cell in cells], len(group)) for cells in old),
         tuple(tuple(map(order.index, cells)) for cells, order in zip(new, received, strict=True)),
-        tuple(_counts([sender[cell] for cell in cells], len(group)) for cells in new),
+        tuple(_count_positions([sender[cell] for cell in cells], len(group)) for cells in new),
     )
 
 
 def exchanged_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
-    """Returns the axes of the `all_to_all_v` between two layouts, in mesh order.
+    """Return the axes of the `all_to_all_v` between two layouts, in mesh order.
 
     None if the layouts use different axes, or if each shard has cells for every device of the
-    group: then an ordinary all-to-all is as good.
+    group, so that `all_to_all_v` sends no less than `all_to_all`.
     """
     before, after = _differing_axes(source, target)
     axes = sorted(axis for dim in before for axis in dim)
@@ -159,19 +166,26 @@ def exchanged_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
 
 
 def _differing_axes(source: TensorLayout, target: TensorLayout) -> tuple[list[Axes], list[Axes]]:
-    """The axes of each dimension in both layouts, without the common prefix."""
+    """The axes of each dimension in `source` and in `target`, without the common prefix."""
     before, after = [], []
     for source_axes, target_axes in zip(source.axes, target.axes, strict=True):
-        same = common_length(source_axes, target_axes)
-        before.append(source_axes[same:])
-        after.append(target_axes[same:])
+        prefix_length = common_length(source_axes, target_axes)
+        before.append(source_axes[prefix_length:])
+        after.append(target_axes[prefix_length:])
     return before, after
 
 
 def _cells(
     cuts: list[Axes], cells: list[int], coordinates: dict[int, int], sizes: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """The cells of the shard at `coordinates`, row by row, as indices in the full tensor."""
+    """The cells of a device's shard in row-major order, as indices in the full tensor.
+
+    Args:
+        cuts: the axes that shard each dimension.
+        cells: number of cells of the full tensor along each dimension.
+        coordinates: the device's coordinate on each axis.
+        sizes: number of devices along each axis.
+    """
     ranges = []
     for axes, count in zip(cuts, cells, strict=True):
         first, length = shard_index(axes, sizes, coordinates), count // prod(sizes[a] for a in axes)
@@ -179,17 +193,18 @@ def _cells(
     return list(product(*ranges))
 
 
-def _counts(positions: list[int], devices: int) -> tuple[int, ...]:
-    """The number of occurrences of each position."""
+def _count_positions(positions: list[int], devices: int) -> tuple[int, ...]:
+    """The number of occurrences of each position from 0 to `devices` - 1."""
     counts = Counter(positions)
     return tuple(counts[position] for position in range(devices))
 
 
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+def _inverse_permutation(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(order.index, range(len(order))))
 
 
-# The order breaks ties between steps of equal cost (`route_search.KINDS`).
+# Between steps of equal cost, the search prefers the kind that is listed first
+# (`route_search.KINDS`).
 COLLECTIVES = {
     spec.kind: spec
     for spec in (

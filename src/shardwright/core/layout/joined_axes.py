@@ -1,4 +1,4 @@
-"""Joining axes of a device matrix that are always used together."""
+"""Join axes of a device matrix that are always used together."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from shardwright.errors import LayoutError
 def join_axes(
     count: int, lists: Iterable[Axes], may_join: Callable[[int, int], bool] = lambda *_: True
 ) -> tuple[Axes, ...]:
-    """Group the axes of a device matrix: those that occur in `lists` only next to each other.
+    """Group the axes of a device matrix that shard dimensions only together, in the same order.
 
-    Two axes are joined if wherever the first occurs, the second follows, and vice versa.
+    Two axes are joined if the second follows the first wherever the first occurs, and vice versa.
 
     Args:
         count: number of axes of the matrix.
         lists: the axes that shard each dimension of each tensor.
-        may_join: further condition for joining two axes, of which the second is further right.
+        may_join: further condition for joining two axes, called with the left and the right axis.
 
     Returns:
         The groups, most significant axis first, in the order of their first axes.
     """
+    # (index of the list, index in the list) of each occurrence, by axis.
     occurrences: list[set[tuple[int, int]]] = [set() for _ in range(count)]
-    for number, axes in enumerate(dict.fromkeys(lists)):
+    for list_index, axes in enumerate(dict.fromkeys(lists)):
         for index, axis in enumerate(axes):
-            occurrences[axis].add((number, index))
+            occurrences[axis].add((list_index, index))
     joined: list[list[int]] = []
     for axis in range(count):
         for group in joined:
-            following = {(number, index + 1) for number, index in occurrences[group[-1]]}
+            following = {(list_index, index + 1) for list_index, index in occurrences[group[-1]]}
             if following == occurrences[axis] and may_join(group[-1], axis):
                 group.append(axis)
                 break
@@ -41,7 +42,12 @@ def join_axes(
 
 
 def joined_layout(layout: DeviceMatrix, joined: tuple[Axes, ...]) -> DeviceMatrix:
-    """Returns the device matrix whose axes are groups of axes of `layout`."""
+    """Return the device matrix whose axes are groups of axes of another.
+
+    Args:
+        layout: the device matrix with the axes to join.
+        joined: the groups, as `join_axes` returns them.
+    """
     sizes = tuple(map(layout.size, joined))
     names = tuple(layout.named(axes, "_") for axes in joined)
     ranks = sorted(layout.ranks, key=TensorLayout(layout, joined).block)
@@ -50,26 +56,32 @@ def joined_layout(layout: DeviceMatrix, joined: tuple[Axes, ...]) -> DeviceMatri
 
 
 def on_joined_axes(
-    where: TensorLayout, joined: tuple[Axes, ...], mesh: DeviceMatrix
+    layout: TensorLayout, joined: tuple[Axes, ...], mesh: DeviceMatrix
 ) -> TensorLayout:
-    """Express a layout on joined axes.
+    """Express a tensor's layout on joined axes.
 
     Args:
-        mesh: the result of `joined_layout`.
+        layout: a layout on the device matrix before joining.
+        joined: the groups of axes, as `join_axes` returns them.
+        mesh: the device matrix with joined axes, from `joined_layout`.
 
     Raises:
         LayoutError: if the layout uses only some of the axes of a group, or in another order.
     """
-    number = {axes[0]: new for new, axes in enumerate(joined)}
+    group_of_first_axis = {axes[0]: group_index for group_index, axes in enumerate(joined)}
 
-    def coarse(axes: Axes) -> Axes:
-        result = tuple(number[axis] for axis in axes if axis in number)
-        if tuple(axis for new in result for axis in joined[new]) != axes:
-            raise LayoutError(f"{where} parts axes of {mesh.device_matrix}, which are joined")
-        return result
+    def groups_of(axes: Axes) -> Axes:
+        groups = tuple(group_of_first_axis[axis] for axis in axes if axis in group_of_first_axis)
+        if tuple(axis for group in groups for axis in joined[group]) != axes:
+            raise LayoutError(
+                f"{layout} uses only some of the axes that are joined in {mesh.device_matrix}, or"
+                " in another order"
+            )
+        return groups
 
-    def coarse_set(axes: frozenset[int]) -> frozenset[int]:
-        return frozenset(coarse(tuple(axis for group in joined for axis in group if axis in axes)))
+    def groups_of_set(axes: frozenset[int]) -> frozenset[int]:
+        in_order = tuple(axis for group in joined for axis in group if axis in axes)
+        return frozenset(groups_of(in_order))
 
-    dims = tuple(map(coarse, where.axes))
-    return TensorLayout(mesh, dims, coarse_set(where.partial), coarse_set(where.varying))
+    dims = tuple(map(groups_of, layout.axes))
+    return TensorLayout(mesh, dims, groups_of_set(layout.partial), groups_of_set(layout.varying))

@@ -62,7 +62,10 @@ class Layout:
     ) -> None:
         given_names = [names for names in (alias_names, alias_name, name) if names is not None]
         if len(given_names) != 1:
-            raise LayoutError("give alias_names, a tuple with one name for each axis, once")
+            raise LayoutError(
+                "a Layout needs exactly one of `alias_names`, `alias_name` and `name`\n"
+                "pass one name for each axis: Layout((2, 4), ('dp', 'mp'))"
+            )
         sizes, names = axes_with_devices(device_matrix, given_names[0])
         if rank_list is not None:
             check_ranks(rank_list, prod(sizes))
@@ -74,15 +77,16 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        # Only ints: hashes of str differ between processes, and a pickled layout keeps its hash.
+        # Ints only: hashes of str differ between processes, and a pickled layout keeps its hash.
         return hash((self.device_matrix, self.rank_list or ()))
 
     def __call__(self, *entries: str | tuple[str, ...]) -> TensorLayout:
         """Make the layout of a tensor.
 
         Args:
-            entries: for each dimension the name of the axis that shards it, a tuple of names (the
-                most significant first) if several do, or `"None"` if it is not sharded.
+            entries: one entry per dimension: the name of the axis that shards it, a tuple of the
+                names of several axes (the most significant first), or `"None"` if it is not
+                sharded.
 
         Raises:
             LayoutError: if a name is unknown or used twice.
@@ -94,7 +98,7 @@ class Layout:
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
             raise LayoutError(
                 f"invalid entry of a dimension: {entry!r}\n"
-                "valid are the name of an axis, a tuple of names, or 'None'"
+                "use the name of an axis, a tuple of names, or 'None'"
             )
         virtual = ("None", INTERLEAVED) if self.interleaved else ("None",)
         return tuple(self.axis(name) for name in names if name not in virtual)
@@ -109,14 +113,14 @@ class Layout:
         return self.rank_list if self.rank_list is not None else tuple(range(self.num_devices))
 
     def axis(self, name: str) -> int:
-        """Returns the index, from the left, of the axis called `name`.
+        """Return the index, from the left, of the axis called `name`.
 
         Raises:
             LayoutError: if the layout has no such axis.
         """
         if name not in self.alias_names:
-            axes = ", ".join(map(repr, self.alias_names)) or "no axes"
-            raise LayoutError(f"unknown axis {name!r}\nthis layout has {axes}, and 'None'")
+            names = ", ".join(map(repr, (*self.alias_names, "None")))
+            raise LayoutError(f"unknown axis {name!r}\nuse one of {names}")
         return self.alias_names.index(name)
 
     def named(self, axes: Iterable[int], between: str = "·") -> str:
@@ -129,11 +133,11 @@ class Layout:
         return ", ".join(map("{} {}".format, self.alias_names, self.device_matrix))
 
     def size(self, axes: Iterable[int]) -> int:
-        """Returns the number of devices along `axes` together (indices from the left)."""
+        """Return the product of the numbers of devices along `axes` (indices from the left)."""
         return prod(self.device_matrix[a] for a in axes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Returns the coordinate of `rank` on each axis.
+        """Return the coordinate of `rank` on each axis.
 
         Raises:
             LayoutError: if the layout does not have this rank.
@@ -152,11 +156,11 @@ class Layout:
         return {rank: position for position, rank in enumerate(self.ranks)}
 
     def replicated(self, ndim: int) -> TensorLayout:
-        """Returns the layout of a replicated tensor with `ndim` dimensions."""
+        """Return the layout of a replicated tensor with `ndim` dimensions."""
         return TensorLayout(self, ((),) * ndim)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the layout as JSON data; `rank_list` only if one was given."""
+        """Return the layout as JSON data; with the key `rank_list` only if it is not None."""
         data: dict[str, Any] = {
             "device_matrix": list(self.device_matrix),
             "alias_names": list(self.alias_names),
@@ -174,10 +178,7 @@ class Layout:
 
 
 DeviceMatrix = Layout
-"""The device matrix of a plan: the same class, under its name in the core.
-
-Users know it as `sw.Layout`, the name in MindSpore, since it is what they call to lay out a tensor.
-"""
+"""The name of `Layout` in the core; users know it as `sw.Layout`, its name in MindSpore."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,8 +187,8 @@ class TensorLayout:
 
     Args:
         layout: the device matrix.
-        axes: for each tensor dimension the axes (indices into the device matrix, from the left)
-            that shard it, the most significant first; `()` if it is not sharded.
+        axes: the axes that shard each tensor dimension (indices into the device matrix, from the
+            left), the most significant first; `()` for a dimension that is not sharded.
         partial: axes over which the tensor is a partial sum: every device has one term.
         varying: axes over which the tensor is replicated, but its gradient is a partial sum.
 
@@ -212,7 +213,9 @@ class TensorLayout:
         if len(set(used)) != len(used):
             twice = sorted({axis for axis in used if used.count(axis) > 1})
             names = ", ".join(repr(self.layout.alias_names[axis]) for axis in twice)
-            raise LayoutError(f"axis {names} is used more than once; an axis may be used once")
+            raise LayoutError(
+                f"axis {names} is used more than once\neach axis can shard only one dimension"
+            )
 
     def __hash__(self) -> int:
         return self._hash
@@ -231,9 +234,9 @@ class TensorLayout:
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
-        """MindSpore's form: the axis that shards each dimension, counted from the right from 0.
+        """MindSpore's `tensor_map`: the axis that shards each dimension, from 0 for the last axis.
 
-        -1 if the dimension is not sharded, a tuple if several axes shard it.
+        -1 for a dimension that is not sharded, a tuple if several axes shard it.
         """
         last = len(self.device_matrix) - 1
         mapped = (tuple(last - axis for axis in dim) for dim in self.axes)
@@ -250,7 +253,7 @@ class TensorLayout:
         return tuple(self.layout.size(dim) for dim in self.axes)
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of one device's shard of a tensor of `shape`.
+        """Return the shape of one device's shard of a tensor of global shape `shape`.
 
         Raises:
             LayoutError: if the number of dimensions differs, or a size is not divisible by the
@@ -262,7 +265,7 @@ class TensorLayout:
 
     @cached_property
     def _shard_shapes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        # A cache: searches and predictions look up few shapes very often.
+        # A cache: searches and predictions look up the same few shapes very often.
         return {}
 
     def _compute_shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -280,7 +283,7 @@ class TensorLayout:
         return tuple(size // count for size, count in zip(shape, self.shard_counts, strict=True))
 
     def block(self, rank: int) -> tuple[int, ...]:
-        """Returns the index of the shard of `rank` in each dimension."""
+        """Return the index of the shard of `rank` along each dimension."""
         return self._block_at(self.layout.coordinates(rank))
 
     def _block_at(self, coordinates: tuple[int, ...]) -> tuple[int, ...]:
@@ -288,10 +291,10 @@ class TensorLayout:
         return tuple([shard_index(dim, sizes, coordinates) for dim in self.axes])
 
     def slices(self, rank: int, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Returns the slices of a tensor of `shape` that make up the shard of `rank`.
+        """Return the slices of a tensor of global shape `shape` that are the shard of `rank`.
 
         Raises:
-            LayoutError: if the shape cannot be sharded so, or the layout does not have the rank.
+            LayoutError: if the layout cannot shard the shape, or does not have the rank.
         """
         local = self.shard_shape(shape)
         return tuple(
@@ -300,15 +303,15 @@ class TensorLayout:
         )
 
     def ranks_of(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns all ranks that have the shard with this index, in the order of the device matrix.
+        """Return the ranks that have the shard with index `block`, in the order of the matrix.
 
         Raises:
-            LayoutError: if there is no such shard.
+            LayoutError: if no shard has this index.
         """
         if tuple(block) not in self._ranks_of_block:
             raise LayoutError(
                 f"no shard has the index {tuple(block)}\n"
-                f"the numbers of shards are {self.shard_counts}, and indices begin at 0"
+                f"use indices from 0 that are less than the numbers of shards {self.shard_counts}"
             )
         return self._ranks_of_block[tuple(block)]
 
@@ -324,24 +327,24 @@ class TensorLayout:
         """Express the layout on a finer device matrix, or one with another order of the ranks.
 
         Raises:
-            LayoutError: if `mesh` has other ranks, or an axis of this layout is no product of its
-                axes.
+            LayoutError: if `mesh` has other ranks, or an axis of this layout is not a product of
+                axes of `mesh`.
         """
-        pieces = _refinement(self.layout, mesh)
+        fine_axes = _fine_axes_of(self.layout, mesh)
 
-        def refined(axes: Iterable[int]) -> Axes:
-            return tuple(fine for axis in axes for fine in pieces[axis])
+        def refine(axes: Iterable[int]) -> Axes:
+            return tuple(fine for axis in axes for fine in fine_axes[axis])
 
         return TensorLayout(
             mesh,
-            tuple(refined(dim) for dim in self.axes),
-            frozenset(refined(self.partial)),
-            frozenset(refined(self.varying)),
+            tuple(refine(dim) for dim in self.axes),
+            frozenset(refine(self.partial)),
+            frozenset(refine(self.varying)),
         )
 
     @property
     def placement(self) -> str:
-        """The axes of each dimension by name: `(a, b·c; partial d)`."""
+        """The names of the axes of each dimension as text: `(a, b·c; partial d)`."""
         named = self.layout.named
         dims = ", ".join(named(dim) or "None" for dim in self.axes)
         suffix = f"; partial {named(sorted(self.partial), ' ')}" if self.partial else ""
@@ -355,23 +358,23 @@ class TensorLayout:
         return f"<code>{self!r}</code>{self.visualize()._repr_html_()}"
 
     def visualize(self, shape: tuple[int, ...] | None = None) -> Drawing:
-        """Draw a grid of the shards with the ranks that have each, in color in a notebook.
+        """Draw a grid of the shards with the ranks of each; notebooks show it in color.
 
-        Rows are the last dimension but one, columns the last; with more dimensions there is one
-        grid per index of the leading ones.
+        Rows are the last dimension but one, columns the last. With more dimensions there is one
+        grid per index of the leading dimensions.
 
         Args:
-            shape: shape of the tensor, to label the edges with element ranges; without it they are
-                labeled with shard indices.
+            shape: global shape of the tensor, to label the edges with element ranges; without it
+                they are labeled with shard indices.
 
         Raises:
-            LayoutError: if the shape cannot be sharded so.
+            LayoutError: if the layout cannot shard the shape.
         """
         sizes = self.shard_shape(shape) if shape is not None else None
         return draw_devices(self.shard_counts, sizes, self.ranks_of)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the layout as JSON data; `partial` and `varying` as names, if not empty."""
+        """Return the layout as JSON data; `partial` and `varying` as axis names, if not empty."""
         data = self.layout.to_dict() | {"tensor_map": list(self.tensor_map)}
         for key, axes in (("partial", self.partial), ("varying", self.varying)):
             if axes:
@@ -395,7 +398,7 @@ class TensorLayout:
         )
 
 
-def _refinement(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
+def _fine_axes_of(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     """The axes of `fine` whose product is each axis of `coarse`, most significant first."""
     if set(coarse.ranks) != set(fine.ranks):
         raise LayoutError(
@@ -405,8 +408,8 @@ def _refinement(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     strides: list[list[tuple[int, int]]] = [[] for _ in coarse.device_matrix]
     step = fine.num_devices
     start = coarse.coordinates(fine.ranks[0])
-    # Take one step along each axis of `fine`: the coarse coordinate that changes is the axis it is
-    # a piece of, and the larger the change, the more significant the piece.
+    # Take one step along each axis of `fine`: it is part of the coarse axis whose coordinate
+    # changes, and the larger the change, the more significant it is.
     for axis, size in enumerate(fine.device_matrix):
         step //= size
         if size == 1:
@@ -416,23 +419,24 @@ def _refinement(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
         for coarse_axis, delta in deltas:
             if delta:
                 strides[coarse_axis].append((-delta, axis))
-    pieces = tuple(tuple(axis for _, axis in sorted(axes)) for axes in strides)
-    if not _agrees(coarse, fine, pieces):
+    fine_axes = tuple(tuple(axis for _, axis in sorted(axes)) for axes in strides)
+    if not _is_refinement(coarse, fine, fine_axes):
         raise LayoutError(
             f"the device matrix {fine.device_matrix} does not refine {coarse.device_matrix}:"
-            " an axis of the latter is no product of axes of the former"
+            " an axis of the latter is not a product of axes of the former"
         )
-    return pieces
+    return fine_axes
 
 
-def _agrees(coarse: DeviceMatrix, fine: DeviceMatrix, pieces: tuple[Axes, ...]) -> bool:
-    if tuple(map(fine.size, pieces)) != coarse.device_matrix:
+def _is_refinement(coarse: DeviceMatrix, fine: DeviceMatrix, fine_axes: tuple[Axes, ...]) -> bool:
+    """Whether all ranks have the same coordinates on `coarse` and on products of `fine_axes`."""
+    if tuple(map(fine.size, fine_axes)) != coarse.device_matrix:
         return False
-    used = [axis for piece in pieces for axis in piece]
+    used = [axis for axes in fine_axes for axis in axes]
     if len(set(used)) != len(used):
         return False
-    joined = TensorLayout(fine, pieces)
-    return all(joined.block(rank) == coarse.coordinates(rank) for rank in fine.ranks)
+    products = TensorLayout(fine, fine_axes)
+    return all(products.block(rank) == coarse.coordinates(rank) for rank in fine.ranks)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -442,7 +446,7 @@ def interned_layout(
     partial: frozenset[int] = frozenset(),
     varying: frozenset[int] = frozenset(),
 ) -> TensorLayout:
-    """Make a `TensorLayout`, or return the same object again for equal arguments.
+    """Return a `TensorLayout`, the same object for equal arguments.
 
     Searches use layouts as cache keys very often, and lookups compare identical objects fastest.
     """

@@ -10,7 +10,7 @@ from shardwright.errors import LayoutError
 
 
 def prime_mesh(devices: int) -> DeviceMatrix:
-    """Make the device matrix with one axis per prime factor of `devices`: a, b, …, z, aa, ab, …
+    """Make the device matrix with one axis per prime factor of `devices`, named a, b, …, z, aa, …
 
     Raises:
         LayoutError: if `devices` is less than 1.

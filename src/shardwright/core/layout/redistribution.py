@@ -1,4 +1,4 @@
-"""Redistribution of a tensor from one layout to another: the collectives and their volume.
+"""Find the collectives that redistribute a tensor from one layout to another, and their volume.
 
 Does not import torch.
 
@@ -35,16 +35,17 @@ from shardwright.errors import LayoutError
 
 @dataclass(frozen=True)
 class RedistributionStep:
-    """One collective, or a local operation whose gradient is one.
+    """One collective, or a local operation whose gradient needs a collective.
 
     Args:
-        kind: one of `COLLECTIVES`.
-        axes: the axes of the group: in the order in which they shard the dimension, the most
-            significant first; in mesh order if they shard none. For a permute all axes whose use
-            changes, in mesh order.
+        kind: key of the step in `COLLECTIVES`.
+        axes: the mesh axes of the group: in the order in which they shard the dimension, the most
+            significant first; in mesh order if they shard no dimension. For a permute, all axes
+            whose use changes, in mesh order.
         dim: the dimension that is sharded (slice, reduce_scatter) or gathered (all_gather,
-            all_to_all).
-        to_dim: the dimension that an all_to_all shards.
+            all_to_all); None for other kinds.
+        to_dim: the dimension that an all_to_all shards; None for other kinds.
+        source, target: the layouts before and after the step.
     """
 
     kind: str
@@ -56,46 +57,47 @@ class RedistributionStep:
 
     @property
     def group_size(self) -> int:
-        """The number of devices in a group."""
+        """Number of devices in each group."""
         return self.source.layout.size(self.axes)
 
     @property
     def spec(self) -> CollectiveSpec:
-        """The entry of its kind in the table of collectives."""
+        """The entry of the step's kind in `COLLECTIVES`."""
         return COLLECTIVES[self.kind]
 
     @property
     def forward(self) -> str | None:
-        """The collective of the forward pass; None if it communicates nothing."""
+        """Kind of the collective of the forward pass; None if it communicates nothing."""
         return None if self.spec.local else self.kind
 
     @property
     def backward(self) -> str | None:
-        """The collective of the backward pass; None if it communicates nothing."""
+        """Kind of the collective of the backward pass; None if it communicates nothing."""
         return self.spec.backward_of(self.target.varying.issuperset(self.axes))
 
     def forward_bytes(self, shape: Shape, itemsize: int) -> int:
-        """Returns the bytes that one device sends forward; `shape` is that of the full tensor."""
+        """Return the bytes that one device sends in the forward pass; `shape` is global."""
         return self._bytes(self.forward, shape, itemsize)
 
     def backward_bytes(self, shape: Shape, itemsize: int) -> int:
-        """Returns the bytes that one device sends backward; `shape` is that of the full tensor."""
+        """Return the bytes that one device sends in the backward pass; `shape` is global."""
         return self._bytes(self.backward, shape, itemsize)
 
     def _bytes(self, collective: str | None, shape: Shape, itemsize: int) -> int:
         if collective is None:
             return 0
-        # The larger side: the output of an all-gather, the input of a reduce-scatter or a slice.
+        # The larger of input and output: the output of an all-gather, the input of a reduce-scatter
+        # or a slice.
         local = itemsize * max(
             prod(self.source.shard_shape(shape)), prod(self.target.shard_shape(shape))
         )
         return COLLECTIVES[collective].sent(local, self.group_size)
 
     def permutation(self) -> tuple[int, ...]:
-        """Returns, for a permute, the position to which each position in the group sends its shard.
+        """Return the position to which each position in the group sends its shard in a permute.
 
-        Positions count the `axes` in mesh order. Of the devices that have a shard, the i-th sends
-        to the i-th of those that need it.
+        A position is the index of a device in the group, with the `axes` in mesh order. The i-th
+        device that has a shard sends it to the i-th device that needs it.
 
         Raises:
             LayoutError: if the step is not a permute.
@@ -109,17 +111,17 @@ class RedistributionStep:
                 destinations[sender] = receiver
         return tuple(destinations)
 
-    def _positions_of_block(self, side: TensorLayout) -> dict[tuple[int, ...], list[int]]:
-        """The positions in the group that have each block, under `source` or `target`."""
+    def _positions_of_block(self, layout: TensorLayout) -> dict[tuple[int, ...], list[int]]:
+        """The positions in the group that have each shard of `self.source` or `self.target`."""
         sizes = self.source.device_matrix
         pairs = zip(self.source.axes, self.target.axes, strict=True)
         differing = [_without_common_ends(before, after) for before, after in pairs]
-        side_index = 0 if side is self.source else 1
+        layout_index = 0 if layout is self.source else 1
         positions: dict[tuple[int, ...], list[int]] = {}
         group = product(*(range(sizes[axis]) for axis in self.axes))
         for position, coordinates in enumerate(group):
             coordinate = dict(zip(self.axes, coordinates, strict=True))
-            block = tuple(shard_index(axes[side_index], sizes, coordinate) for axes in differing)
+            block = tuple(shard_index(axes[layout_index], sizes, coordinate) for axes in differing)
             positions.setdefault(block, []).append(position)
         return positions
 
@@ -132,7 +134,12 @@ class RedistributionStep:
 
 @dataclass(frozen=True)
 class Redistribution:
-    """The steps from one layout of a tensor to another, with their communication volume."""
+    """The steps from one layout of a tensor to another, with their communication volume.
+
+    Args:
+        shape: global shape of the tensor.
+        itemsize: bytes per element.
+    """
 
     source: TensorLayout
     target: TensorLayout
@@ -153,8 +160,8 @@ class Redistribution:
         for step in self.steps:
             forward = step.forward_bytes(self.shape, self.itemsize)
             backward = step.backward_bytes(self.shape, self.itemsize)
-            by = f" ({step.backward})" if step.backward else ""
-            lines.append(f"  {step}: {forward} bytes forward, {backward} backward{by}")
+            collective = f" ({step.backward})" if step.backward else ""
+            lines.append(f"  {step}: {forward} bytes forward, {backward} backward{collective}")
         return "\n".join(lines if self.steps else [*lines, "  nothing to do"])
 
 
@@ -170,9 +177,10 @@ def redistribution(
     Layouts on different device matrices are refined to the common axes of both.
 
     Args:
-        shape: shape of the full tensor.
+        source, target: the layouts before and after.
+        shape: global shape of the tensor.
         itemsize: bytes per element.
-        differentiable: whether the volume of the backward pass counts.
+        differentiable: whether the cost includes the volume of the backward pass.
 
     Raises:
         LayoutError: if the device matrices have no common axes, or no redistribution exists (see
@@ -193,11 +201,12 @@ def redistribution_steps(
 ) -> tuple[RedistributionStep, ...]:
     """Find the cheapest steps that redistribute a tensor of `shape` from `source` to `target`.
 
-    The cost is the bytes sent, forward and backward (forward only if not `differentiable`), then
-    the number of steps; ties prefer slices first and gathers last, outer axes before inner ones.
-    If the layouts differ in at most three axes the result is optimal among all steps over these
-    axes and the dimensions that differ; otherwise it is a good one, never worse than to all-reduce,
-    all-gather and slice. If not `differentiable`, varying axes of the target count as replicated.
+    The cost is the bytes sent in both passes (in the forward pass if not `differentiable`), then
+    the number of steps; ties go to slices first and gathers last, and to outer axes before inner
+    axes. If the layouts differ in at most three axes, the result is optimal among all steps over
+    these axes and the dimensions that differ. Otherwise it is a heuristic, which costs at most as
+    much as all-reduce, all-gather and slice. If not `differentiable`, varying axes of the target
+    are treated as replicated.
 
     Raises:
         LayoutError: if the layouts have different device matrices or numbers of dimensions, do not
@@ -206,15 +215,15 @@ def redistribution_steps(
     """
     if not differentiable and target.varying:
         target = replace(target, varying=frozenset())
-    _check(source, target, shape)
+    _check_layouts(source, target, shape)
     if source == target:
         return ()
-    table = _Table.of(source, target)
-    problem = table.problem(source, target, shape, differentiable)
+    translation = _Translation.of(source, target)
+    problem = translation.problem(source, target, shape, differentiable)
     steps, current = [], source
     for move in route_search.route(problem):
-        following = table.after(current, move)
-        steps.append(_step(move, table, current, following))
+        following = translation.layout_after(current, move)
+        steps.append(_step_of_move(move, translation, current, following))
         current = following
     return tuple(_use_slow_links_for_small_tensors(steps))
 
@@ -222,10 +231,11 @@ def redistribution_steps(
 def joined_step(
     first: RedistributionStep, second: RedistributionStep, shape: Shape, itemsize: int
 ) -> RedistributionStep | None:
-    """Returns one step that replaces two consecutive ones, or None if that would send more bytes.
+    """Return one step that replaces two consecutive steps; None if no step does without sending
+    more bytes.
 
     Args:
-        shape: shape of the full tensor.
+        shape: global shape of the tensor.
         itemsize: bytes per element.
     """
     for spec in COLLECTIVES.values():
@@ -246,10 +256,10 @@ def joined_step(
 
 
 def _use_slow_links_for_small_tensors(path: list[RedistributionStep]) -> list[RedistributionStep]:
-    """Order consecutive all-gathers from outer to inner axes, reduce-scatters the other way.
+    """Order consecutive all-gathers from outer to inner axes, reduce-scatters from inner to outer.
 
     The order does not change the total bytes if the collectives of the backward pass are equal too,
-    but it decides which links carry most of them, and outer axes have the slower links.
+    but it decides which links carry most of the bytes, and outer axes have the slower links.
     """
     ordered: list[RedistributionStep] = []
     for (kind, _), group in groupby(path, key=lambda step: (step.kind, step.backward)):
@@ -265,7 +275,7 @@ def _use_slow_links_for_small_tensors(path: list[RedistributionStep]) -> list[Re
 
 
 def _rebase(step: RedistributionStep, source: TensorLayout) -> RedistributionStep:
-    """Apply `step`, which changes one dimension, to another layout."""
+    """Apply a step that changes one dimension to another layout."""
     axes = tuple(
         step.target.axes[dim] if dim == step.dim else dim_axes
         for dim, dim_axes in enumerate(source.axes)
@@ -276,18 +286,19 @@ def _rebase(step: RedistributionStep, source: TensorLayout) -> RedistributionSte
     return replace(step, source=source, target=target)
 
 
-def _check(source: TensorLayout, target: TensorLayout, shape: Shape) -> None:
+def _check_layouts(source: TensorLayout, target: TensorLayout, shape: Shape) -> None:
+    """Raise LayoutError if no steps lead from `source` to `target`."""
     if source.layout != target.layout:
         raise LayoutError(
             f"{source} and {target} are on different device matrices\n"
-            "express both on one with TensorLayout.on()"
+            "express both on the same device matrix with `TensorLayout.on()`"
         )
     source.shard_shape(shape)
     target.shard_shape(shape)
     if source.varying:
         raise LayoutError(
-            f"{source} is varying: only the target of a redistribution can be, the layout in which"
-            " an operator reads the tensor"
+            f"{source} is varying: only the target of a redistribution, in which an operator reads"
+            " the tensor, can be varying"
         )
     if not target.partial <= source.partial:
         raise LayoutError(
@@ -297,13 +308,13 @@ def _check(source: TensorLayout, target: TensorLayout, shape: Shape) -> None:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _Translation:
     """The translation between two layouts and the smaller problem that `route_search` solves.
 
     Args:
         layout: the device matrix.
-        joined: for each axis of the problem the axes of the device matrix that it stands for.
-        prefixes: for each dimension the axes with which both layouts begin, which stay in place.
+        joined: the axes of the device matrix that each axis of the problem represents.
+        prefixes: the common leading axes of both layouts in each dimension, which do not change.
         dims: the dimensions in which the layouts differ.
     """
 
@@ -313,44 +324,47 @@ class _Table:
     dims: tuple[int, ...]
 
     @classmethod
-    def of(cls, source: TensorLayout, target: TensorLayout) -> _Table:
+    def of(cls, source: TensorLayout, target: TensorLayout) -> _Translation:
         pairs = list(zip(source.axes, target.axes, strict=True))
         prefixes = tuple(before[: common_length(before, after)] for before, after in pairs)
         dims = tuple(dim for dim, (before, after) in enumerate(pairs) if before != after)
-        return cls(source.layout, tuple(_join(source, target, prefixes)), prefixes, dims)
+        joined = tuple(_join_moving_axes(source, target, prefixes))
+        return cls(source.layout, joined, prefixes, dims)
 
     def problem(
         self, source: TensorLayout, target: TensorLayout, shape: Shape, differentiable: bool
     ) -> route_search.Problem:
+        """The problem of finding the cheapest route from `source` to `target`."""
         sizes = tuple(self.layout.size(axes) for axes in self.joined)
-        index = {axes[0]: number for number, axes in enumerate(self.joined)}
+        problem_axis = {axes[0]: index for index, axes in enumerate(self.joined)}
         num_devices = prod(sizes)
 
-        def numbers(axes: Iterable[int]) -> Axes:
-            return tuple(index[axis] for axis in axes if axis in index)
+        def to_problem(axes: Iterable[int]) -> Axes:
+            return tuple(problem_axis[axis] for axis in axes if axis in problem_axis)
 
         # Sizes are reduced to their divisors of the number of devices, so that problems which
         # differ only in irrelevant sizes share a cache entry.
         local_sizes = (shape[dim] // self.layout.size(self.prefixes[dim]) for dim in self.dims)
         return route_search.Problem(
             sizes,
-            tuple(numbers(source.axes[dim]) for dim in self.dims),
-            tuple(numbers(target.axes[dim]) for dim in self.dims),
-            frozenset(numbers(source.partial - target.partial)),
-            frozenset(numbers(target.varying)),
+            tuple(to_problem(source.axes[dim]) for dim in self.dims),
+            tuple(to_problem(target.axes[dim]) for dim in self.dims),
+            frozenset(to_problem(source.partial - target.partial)),
+            frozenset(to_problem(target.varying)),
             tuple(gcd(size, num_devices) if size else num_devices for size in local_sizes),
             differentiable,
         )
 
-    def axes_of(self, numbers: Iterable[int]) -> Axes:
-        return tuple(axis for number in numbers for axis in self.joined[number])
+    def mesh_axes(self, problem_axes: Iterable[int]) -> Axes:
+        """The axes of the device matrix for axes of the problem."""
+        return tuple(axis for problem_axis in problem_axes for axis in self.joined[problem_axis])
 
-    def after(self, current: TensorLayout, move: route_search.Move) -> TensorLayout:
-        """The layout after `move`."""
+    def layout_after(self, current: TensorLayout, move: route_search.Move) -> TensorLayout:
+        """The layout into which `move` redistributes the layout `current`."""
         axes = list(current.axes)
-        for dim, numbers in zip(self.dims, move.lists, strict=True):
-            axes[dim] = self.prefixes[dim] + self.axes_of(numbers)
-        moved = frozenset(self.axes_of(move.axes))
+        for dim, problem_axes in zip(self.dims, move.lists, strict=True):
+            axes[dim] = self.prefixes[dim] + self.mesh_axes(problem_axes)
+        moved = frozenset(self.mesh_axes(move.axes))
         reduces = move.kind in (route_search.ALL_REDUCE, route_search.REDUCE_SCATTER)
         return TensorLayout(
             self.layout,
@@ -360,32 +374,38 @@ class _Table:
         )
 
 
-def _step(
-    move: route_search.Move, table: _Table, source: TensorLayout, target: TensorLayout
+def _step_of_move(
+    move: route_search.Move, translation: _Translation, source: TensorLayout, target: TensorLayout
 ) -> RedistributionStep:
-    axes = table.axes_of(move.axes)
+    """Translate a move to the step from `source` to `target`."""
+    axes = translation.mesh_axes(move.axes)
     if move.kind == route_search.PERMUTE:
         pairs = zip(source.axes, target.axes, strict=True)
         axes = tuple(
-            sorted({a for pair in pairs for side in _without_common_ends(*pair) for a in side})
+            sorted({a for pair in pairs for part in _without_common_ends(*pair) for a in part})
         )
     elif move.kind in (route_search.VARY, route_search.ALL_REDUCE):
         axes = tuple(sorted(axes))
-    dim = table.dims[move.dim] if move.dim >= 0 else None
-    to_dim = table.dims[move.to_dim] if move.to_dim >= 0 else None
+    dim = translation.dims[move.dim] if move.dim >= 0 else None
+    to_dim = translation.dims[move.to_dim] if move.to_dim >= 0 else None
     return RedistributionStep(route_search.KINDS[move.kind], axes, dim, to_dim, source, target)
 
 
 def _without_common_ends(first: Axes, second: Axes) -> tuple[Axes, Axes]:
-    """Remove the longest common prefix and suffix of two lists."""
+    """Remove the longest common prefix and suffix of two lists of axes."""
     prefix = common_length(first, second)
     first, second = first[prefix:], second[prefix:]
     suffix = common_length(first[::-1], second[::-1])
     return first[: len(first) - suffix], second[: len(second) - suffix]
 
 
-def _join(source: TensorLayout, target: TensorLayout, prefixes: tuple[Axes, ...]) -> list[Axes]:
-    """The axes that move; if they are many, those that move together are joined."""
+def _join_moving_axes(
+    source: TensorLayout, target: TensorLayout, prefixes: tuple[Axes, ...]
+) -> list[Axes]:
+    """The axes whose use changes; if there are many, axes that move together are joined.
+
+    The common leading axes of each dimension, `prefixes`, do not move.
+    """
     fixed = {axis for axes in prefixes for axis in axes}
     before, after = _axis_states(source, fixed), _axis_states(target, fixed)
     moving = [a for a in before if before[a] != after[a] or before[a][1] is not None]
@@ -394,14 +414,14 @@ def _join(source: TensorLayout, target: TensorLayout, prefixes: tuple[Axes, ...]
         return [(axis,) for axis in moving]
 
     def follows(axis: int, other: int) -> bool:
-        """Whether `other` directly follows `axis`, or has the same unordered state, in both."""
+        """Whether `other` follows `axis`, or has the same unordered state, in both layouts."""
         return all(
             state[axis][0] == state[other][0]
             and (state[axis][1] is None or state[other][1] == (state[axis][1] or 0) + 1)
             for state in (before, after)
         )
 
-    # Partial and varying axes have no order: they take that of the side on which they shard.
+    # Partial and varying axes have no order; they get their order in the other layout.
     moving.sort(
         key=lambda a: (str(before[a][0]), str(after[a][0]), before[a][1] or 0, after[a][1] or 0)
     )
@@ -414,13 +434,14 @@ def _join(source: TensorLayout, target: TensorLayout, prefixes: tuple[Axes, ...]
     return joined
 
 
-def _axis_states(side: TensorLayout, fixed: set[int]) -> dict[int, tuple[int | str, int | None]]:
-    """The state of each axis: a dimension and the index in its list, or a name and None."""
+def _axis_states(layout: TensorLayout, fixed: set[int]) -> dict[int, tuple[int | str, int | None]]:
+    """The state of each axis: (dimension, index among its axes) if it shards, or (name, None); the
+    name of the axes in `fixed` is "fixed"."""
     states: dict[int, tuple[int | str, int | None]] = {}
-    for axis in range(len(side.device_matrix)):
-        state = "partial" if axis in side.partial else "varying" if axis in side.varying else ""
+    for axis in range(len(layout.device_matrix)):
+        state = "partial" if axis in layout.partial else "varying" if axis in layout.varying else ""
         states[axis] = ("fixed" if axis in fixed else state, None)
-    for dim, axes in enumerate(side.axes):
+    for dim, axes in enumerate(layout.axes):
         for index, axis in enumerate(axes):
             if axis not in fixed:
                 states[axis] = (dim, index)

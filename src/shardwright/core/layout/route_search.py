@@ -2,11 +2,12 @@
 
 Does not import torch. The words of this module:
 
-- A *problem* leaves out axes and dimensions that do not change; axes that move together are one.
-- A *state* says which dimension each axis shards, in which order, or that it is partial or varying.
-- A *move* leads from one state to another: a collective, or the local operation whose gradient is
-  one. Its cost is the data that one device sends (see `CollectiveSpec`), in a unit in which all
-  costs of a problem are integers.
+- A *problem* is a redistribution without the axes and dimensions that do not change; axes that move
+  together are one axis.
+- A *state* is the list of axes that shard each dimension, with the partial and the varying axes.
+- A *move* leads from one state to another: a collective, or a local operation whose gradient needs
+  a collective. Its cost is the data that one device sends (see `CollectiveSpec`), in a unit in
+  which all costs of a problem are integers.
 - A *route* (or path) is a sequence of moves from the source to the target.
 - An axis is *settled* if it and all axes before it shard the dimension as in the target.
 """
@@ -26,22 +27,30 @@ from shardwright.core.layout.axes import Axes, common_length
 from shardwright.core.layout.collective_spec import COLLECTIVES
 
 Lists = tuple[Axes, ...]
+"""The axes that shard each dimension, most significant first."""
 
 KINDS = tuple(COLLECTIVES)
+"""The kinds of moves; `Move.kind` is an index. Ties go to the kind that is listed first."""
+
 SLICE, REDUCE_SCATTER, PERMUTE, ALL_TO_ALL = map(
     KINDS.index, ("slice", "reduce_scatter", "permute", "all_to_all")
 )
 ALL_REDUCE, VARY, ALL_GATHER = map(KINDS.index, ("all_reduce", "vary", "all_gather"))
 
-# The numbers of axes up to which the search is exact: over all moves up to the first number; up to
-# the second only over moves that bring an axis to its dimension, as the states grow factorially.
+# Largest numbers of moving axes for an exact search. The number of states grows factorially, so
+# all moves are tried for up to 3 axes, and with 4 only moves that bring an axis to its dimension.
 ALL_MOVES_AXES, EXACT_AXES = 3, 4
-# Limits on the states that the heuristic and the exact search expand.
-GUIDED_STATES, EXACT_STATES = 24, 4000
+# Largest numbers of states that the heuristic and the exact search expand.
+HEURISTIC_STATES, EXACT_STATES = 24, 4000
 
 
 class State(NamedTuple):
-    """The axes that shard each dimension, most significant first; partial and varying axes."""
+    """A layout during the search.
+
+    Args:
+        lists: the axes that shard each dimension, most significant first.
+        partial, varying: the partial and the varying axes.
+    """
 
     lists: Lists
     partial: frozenset[int]
@@ -49,7 +58,16 @@ class State(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One step. Compared as a tuple if costs tie, so that all ranks find the same route."""
+    """One step, which is compared as a tuple if costs tie, so that all ranks find the same route.
+
+    Args:
+        kind: index in `KINDS`.
+        dim: the dimension that is sharded or gathered; -1 without one.
+        to_dim: the dimension that an all-to-all shards; -1 for other kinds.
+        axes: the axes of the group; empty for a permute.
+        lists: the axes that shard each dimension after the move.
+        varying: whether the axes are varying after the move.
+    """
 
     kind: int
     dim: int
@@ -69,6 +87,7 @@ class Move(NamedTuple):
 
 
 Path = tuple[Move, ...]
+"""Consecutive moves."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,7 @@ class Problem:
         source, target: the axes that shard each dimension.
         partial: axes over which the source is a partial sum and the target is not.
         varying: axes over which the target is varying.
-        capacities: for each dimension the number that its number of shards must divide.
+        capacities: number that the number of shards of each dimension must divide.
         differentiable: whether the cost includes the backward pass.
     """
 
@@ -94,10 +113,11 @@ class Problem:
 
     @cached_property
     def full_size(self) -> int:
-        """The size of the tensor in units of cost, such that costs are integers.
+        """The size of the full tensor in units of cost, chosen so that all costs are integers.
 
-        A local size is the full size divided by a product of axes, and its part in a collective
-        that divided by a group size: both divide the square of the number of devices.
+        The local size is the full size divided by a number of shards, and the share of it that a
+        collective sends to one device is that divided by a group size; both divisors divide the
+        number of devices, so the full size is the square of that number.
         """
         return prod(self.sizes) ** 2
 
@@ -108,9 +128,10 @@ class Problem:
 
     @cached_property
     def runs(self) -> tuple[Lists, ...]:
-        """The axes that one move may add to each dimension: runs of the target's, longest first.
+        """The lists of axes that one move may add to each dimension, the longest first.
 
-        If all moves are tried also single other axes, which a later permute may replace.
+        These are runs of consecutive axes of the target. If all moves are tried, single other axes
+        are added, which a later permute may replace.
         """
         choices = []
         for target_axes in self.target:
@@ -140,13 +161,13 @@ class Problem:
 def route(problem: Problem) -> Path:
     """Find the cheapest moves from the source to the target: fewest bytes, then fewest moves.
 
-    Two best-first searches. The first is a heuristic that orders states by the cost of completing
-    them by the plain route (all-reduce, all-gather, slice); its result is never worse than that.
-    The second is A* with a lower bound on the remaining cost, and therefore exact; it runs if at
-    most `EXACT_AXES` axes move, with the result of the first as upper bound.
+    Runs two best-first searches. The first is a heuristic that orders states by the total cost with
+    the plain route (all-reduce, all-gather, slice) to the target; its result costs at most as much
+    as the plain route. The second is A* with a lower bound on the remaining cost, and therefore
+    exact; it runs if at most `EXACT_AXES` axes move, with the cost of the first as upper bound.
     """
     path = _plain_route(problem, problem.start)
-    cost = _total(problem, problem.source, path)
+    cost = _total_cost(problem, problem.source, path)
     if len(problem.sizes) > 2:
         cost, path = _heuristic_search(problem, cost, path)
     if len(problem.sizes) <= EXACT_AXES:
@@ -154,53 +175,63 @@ def route(problem: Problem) -> Path:
     return path
 
 
-def _heuristic_search(problem: Problem, best: int, path_to_goal: Path) -> tuple[int, Path]:
-    """The best route found by expanding `GUIDED_STATES` states, and its cost."""
-    done: set[State] = set()
-    queue: list[tuple[int, int, Path, int, State]] = [(best, 0, (), 0, problem.start)]
-    while queue and len(done) < GUIDED_STATES:
-        _, _, path, spent, state = heappop(queue)
-        if state in done:
+def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tuple[int, Path]:
+    """Improve a route by expanding up to `HEURISTIC_STATES` states.
+
+    Args:
+        problem: the problem to solve.
+        best_cost, best_path: a known route, and its cost.
+
+    Returns:
+        The cost and the moves of the best route.
+    """
+    expanded: set[State] = set()
+    # Entries are (total cost with the plain route, moves, path, cost of the path, state).
+    queue: list[tuple[int, int, Path, int, State]] = [(best_cost, 0, (), 0, problem.start)]
+    while queue and len(expanded) < HEURISTIC_STATES:
+        _, _, path, path_cost, state = heappop(queue)
+        if state in expanded:
             continue
-        done.add(state)
+        expanded.add(state)
         for cost, move in _moves(problem, state):
-            after = move.apply(state)
-            if after in done or spent + cost >= best:
+            next_state = move.apply(state)
+            if next_state in expanded or path_cost + cost >= best_cost:
                 continue
-            path_after, spent_after = (*path, move), spent + cost
-            rest = _plain_route(problem, after)
-            total = spent_after + _total(problem, after.lists, rest)
-            if total < best:
-                best, path_to_goal = total, path_after + rest
-            heappush(queue, (total, len(path_after), path_after, spent_after, after))
-    return best, path_to_goal
+            next_path, next_cost = (*path, move), path_cost + cost
+            rest = _plain_route(problem, next_state)
+            total = next_cost + _total_cost(problem, next_state.lists, rest)
+            if total < best_cost:
+                best_cost, best_path = total, next_path + rest
+            heappush(queue, (total, len(next_path), next_path, next_cost, next_state))
+    return best_cost, best_path
 
 
 def _exact_search(problem: Problem, limit: int) -> Path | None:
     """The cheapest route; None if all cost more than `limit`, or after `EXACT_STATES` states."""
     goal, target_size = problem.goal, problem.local_size(problem.target)
-    done: set[State] = set()
+    expanded: set[State] = set()
+    # Entries are (lower bound on the total cost, moves, path, cost of the path, state).
     queue: list[tuple[int, int, Path, int, State]] = [(0, 0, (), 0, problem.start)]
-    while queue and len(done) < EXACT_STATES:
-        _, _, path, spent, state = heappop(queue)
+    while queue and len(expanded) < EXACT_STATES:
+        _, _, path, path_cost, state = heappop(queue)
         if state == goal:
             return path
-        if state in done:
+        if state in expanded:
             continue
-        done.add(state)
+        expanded.add(state)
         for cost, move in _moves(problem, state):
-            after = move.apply(state)
-            local_size = problem.local_size(after.lists)
-            bound = spent + cost + _lower_bound(problem, local_size, target_size)
-            if bound <= limit and after not in done:
-                heappush(queue, (bound, len(path) + 1, (*path, move), spent + cost, after))
+            next_state = move.apply(state)
+            local_size = problem.local_size(next_state.lists)
+            bound = path_cost + cost + _lower_bound(problem, local_size, target_size)
+            if bound <= limit and next_state not in expanded:
+                heappush(queue, (bound, len(path) + 1, (*path, move), path_cost + cost, next_state))
     return None
 
 
 def _lower_bound(problem: Problem, local_size: int, target_size: int) -> int:
-    """A lower bound on the cost from a local size to that of the target.
+    """Lower bound on the cost to change the local size to that of the target.
 
-    To grow by n elements a device must receive n, and on average send n. To shrink costs the same
+    To grow by n elements, a device must receive n, and on average send n. Shrinking costs the same
     in the backward pass.
     """
     if problem.differentiable:
@@ -208,7 +239,7 @@ def _lower_bound(problem: Problem, local_size: int, target_size: int) -> int:
     return max(0, target_size - local_size)
 
 
-def _cost(problem: Problem, move: Move, local_size: int) -> int:
+def _move_cost(problem: Problem, move: Move, local_size: int) -> int:
     """The data that one device sends in a move, forward and, if differentiable, backward."""
     group, spec = problem.num_shards(move.axes), COLLECTIVES[KINDS[move.kind]]
     larger = group * local_size if move.kind == ALL_GATHER else local_size
@@ -219,21 +250,21 @@ def _cost(problem: Problem, move: Move, local_size: int) -> int:
 
 
 def _moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
-    """The moves from `state` that may be part of a cheapest route, with their costs.
+    """The moves from a state that may be part of a cheapest route, as (cost, move).
 
-    Settled axes stay. A slice that settles an axis is the only move, since it makes all others
-    cheaper; so is, if many axes move, a reduce-scatter, which is nearly always right.
+    No move changes settled axes. A slice that settles its axes is the only move, since it makes all
+    others cheaper. If many axes move, so is such a reduce-scatter, which is nearly always best.
     """
     local_size = problem.local_size(state.lists)
-    settled = _settled(state.lists, problem.target)
+    settled = _num_settled(state.lists, problem.target)
     sharded = frozenset(axis for axes in state.lists for axis in axes)
     free = frozenset(range(len(problem.sizes))) - sharded - state.partial - state.varying
     sharding_moves = list(_sharding_moves(problem, state, free))
     greedy = problem.differentiable and len(problem.sizes) > ALL_MOVES_AXES
     for kind in (SLICE, REDUCE_SCATTER) if greedy else (SLICE,):
         for move in sharding_moves:
-            if move.kind == kind and _settles(problem, move):
-                return [(_cost(problem, move, local_size), move)]
+            if move.kind == kind and _settles_dimension(problem, move):
+                return [(_move_cost(problem, move, local_size), move)]
     moves = sharding_moves
     moves += _gathering_moves(problem, state, settled)
     partial = sorted(state.partial)
@@ -242,61 +273,82 @@ def _moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
             moves.append(Move(ALL_REDUCE, -1, -1, axes, state.lists))
     if varying := tuple(sorted(free & problem.varying)):
         moves.append(Move(VARY, -1, -1, varying, state.lists, varying=True))
-    for lists in _permuted(problem, state.lists, settled, sharded | free):
+    for lists in _permuted_lists(problem, state.lists, settled, sharded | free):
         moves.append(Move(PERMUTE, -1, -1, (), lists))
-    return [(_cost(problem, move, local_size), move) for move in moves]
+    return [(_move_cost(problem, move, local_size), move) for move in moves]
 
 
-def _settles(problem: Problem, move: Move) -> bool:
-    """Whether all axes of the dimension are settled after a slice or reduce-scatter."""
+def _settles_dimension(problem: Problem, move: Move) -> bool:
+    """Whether all axes of the sharded dimension are settled after a slice or reduce-scatter."""
     axes = move.lists[move.dim]
     return axes == problem.target[move.dim][: len(axes)]
 
 
-def _settled(lists: Lists, target: Lists) -> tuple[int, ...]:
+def _num_settled(lists: Lists, target: Lists) -> tuple[int, ...]:
     """The number of settled axes of each dimension."""
     return tuple(map(common_length, lists, target))
 
 
-def _divides(problem: Problem, dim: int, axes: Axes) -> bool:
+def _can_shard(problem: Problem, dim: int, axes: Axes) -> bool:
     return problem.capacities[dim] % problem.num_shards(axes) == 0
 
 
-def _with(lists: Lists, dim: int, axes: Axes) -> Lists:
+def _replace_axes(lists: Lists, dim: int, axes: Axes) -> Lists:
     return (*lists[:dim], axes, *lists[dim + 1 :])
 
 
 def _sharding_moves(problem: Problem, state: State, free: frozenset[int]) -> Iterator[Move]:
-    """Slices and reduce-scatters over `problem.runs`, the longest first."""
+    """Yield slices and reduce-scatters over `problem.runs`, the longest first.
+
+    Args:
+        problem: the problem to solve.
+        state: the state before the move.
+        free: the axes over which the tensor is replicated.
+    """
     for dim, axes in enumerate(state.lists):
         for run in problem.runs[dim]:
             sliced = free.issuperset(run)
-            if (sliced or state.partial.issuperset(run)) and _divides(problem, dim, axes + run):
-                lists = _with(state.lists, dim, axes + run)
+            if (sliced or state.partial.issuperset(run)) and _can_shard(problem, dim, axes + run):
+                lists = _replace_axes(state.lists, dim, axes + run)
                 yield Move(SLICE if sliced else REDUCE_SCATTER, dim, -1, run, lists)
 
 
 def _gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[Move]:
-    """All-gathers and all-to-alls of the last axes of a dimension that are not settled."""
+    """Yield all-gathers and all-to-alls of the last axes of each dimension, without settled axes.
+
+    Args:
+        problem: the problem to solve.
+        state: the state before the move.
+        settled: number of settled axes of each dimension.
+    """
     anywhere = len(problem.sizes) <= ALL_MOVES_AXES
     for dim, axes in enumerate(state.lists):
         for begin in range(settled[dim], len(axes)):
             suffix = axes[begin:]
-            rest = _with(state.lists, dim, axes[:begin])
+            rest = _replace_axes(state.lists, dim, axes[:begin])
             varying = problem.varying.intersection(suffix)
             if not varying or len(varying) == len(suffix):
                 yield Move(ALL_GATHER, dim, -1, suffix, rest, bool(varying))
             for to_dim, to_axes in enumerate(state.lists):
                 useful = anywhere or not problem.target_axes[to_dim].isdisjoint(suffix)
-                if to_dim != dim and useful and _divides(problem, to_dim, to_axes + suffix):
-                    lists = _with(rest, to_dim, to_axes + suffix)
+                if to_dim != dim and useful and _can_shard(problem, to_dim, to_axes + suffix):
+                    lists = _replace_axes(rest, to_dim, to_axes + suffix)
                     yield Move(ALL_TO_ALL, dim, to_dim, suffix, lists)
 
 
-def _permuted(
+def _permuted_lists(
     problem: Problem, lists: Lists, settled: Axes, axes: frozenset[int]
 ) -> Iterator[Lists]:
-    """Other axes for the same numbers of shards; with many axes only such that settle more."""
+    """Yield other assignments of axes to dimensions with the same numbers of shards.
+
+    If not all moves are tried, only assignments that settle more axes.
+
+    Args:
+        problem: the problem to solve.
+        lists: the axes that shard each dimension.
+        settled: number of settled axes of each dimension.
+        axes: the axes that may shard a dimension.
+    """
     if len(problem.sizes) > EXACT_AXES:
         counts = [problem.num_shards(dim) for dim in lists]
         available = axes.issuperset(axis for dim in problem.target for axis in dim)
@@ -308,14 +360,21 @@ def _permuted(
     movable = axes.difference(*fixed)
     for replacements in _equal_count_lists(problem.sizes, unsettled, movable):
         permuted = tuple(map(add, fixed, replacements))
-        settles_more = any(map(gt, _settled(permuted, problem.target), settled))
+        settles_more = any(map(gt, _num_settled(permuted, problem.target), settled))
         if settles_more or len(problem.sizes) <= ALL_MOVES_AXES:
             yield permuted
 
 
 @lru_cache(maxsize=1 << 14)
 def _equal_count_lists(sizes: Axes, lists: Lists, axes: frozenset[int]) -> tuple[Lists, ...]:
-    """All other assignments of `axes` to dimensions with the numbers of shards of `lists`."""
+    """All assignments of axes to dimensions that have the numbers of shards of `lists`, except
+    `lists`.
+
+    Args:
+        sizes: number of devices along each axis.
+        lists: the axes that shard each dimension.
+        axes: the axes to assign.
+    """
 
     def sequences(count: int, available: frozenset[int]) -> Iterator[Axes]:
         if count == 1:
@@ -339,22 +398,24 @@ def _equal_count_lists(sizes: Axes, lists: Lists, axes: frozenset[int]) -> tuple
 
 
 def _plain_route(problem: Problem, state: State) -> Path:
-    """All-reduce, all-gather what is not settled, slice: always possible, seldom cheap."""
+    """The route of all-reduce, all-gather of axes that are not settled, and slice: always possible,
+    rarely cheap."""
     moves, lists = [], state.lists
-    settled = _settled(lists, problem.target)
+    settled = _num_settled(lists, problem.target)
     if state.partial:
         moves.append(Move(ALL_REDUCE, -1, -1, tuple(sorted(state.partial)), lists))
     for dim, keep in enumerate(settled):
         while len(axes := lists[dim]) > keep:
-            # One gather per run of axes that are alike in being varying: its gradient differs.
+            # One gather for consecutive axes that are all varying or all not: the gradient of a
+            # gather differs between the two.
             begin, varying = len(axes) - 1, axes[-1] in problem.varying
             while begin > keep and (axes[begin - 1] in problem.varying) == varying:
                 begin -= 1
-            lists = _with(lists, dim, axes[:begin])
+            lists = _replace_axes(lists, dim, axes[:begin])
             moves.append(Move(ALL_GATHER, dim, -1, axes[begin:], lists, varying))
     for dim, axes in enumerate(problem.target):
         if len(axes) > settled[dim]:
-            lists = _with(lists, dim, axes)
+            lists = _replace_axes(lists, dim, axes)
             moves.append(Move(SLICE, dim, -1, axes[settled[dim] :], lists))
     gathered = {axis for axes in state.lists for axis in axes}
     if replicated := tuple(sorted(problem.varying - gathered - state.varying)):
@@ -362,10 +423,16 @@ def _plain_route(problem: Problem, state: State) -> Path:
     return tuple(moves)
 
 
-def _total(problem: Problem, lists: Lists, moves: Path) -> int:
-    """The total cost of `moves` from a state with these `lists`."""
+def _total_cost(problem: Problem, lists: Lists, moves: Path) -> int:
+    """The total cost of consecutive moves.
+
+    Args:
+        problem: the problem to solve.
+        lists: the axes that shard each dimension before the first move.
+        moves: the moves in order.
+    """
     total = 0
     for move in moves:
-        total += _cost(problem, move, problem.local_size(lists))
+        total += _move_cost(problem, move, problem.local_size(lists))
         lists = move.lists
     return total

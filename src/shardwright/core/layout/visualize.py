@@ -1,4 +1,4 @@
-"""Drawings, in text and HTML, of the devices that have each shard of a tensor."""
+"""Draw the devices that have each shard of a tensor, as text and HTML."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from shardwright.core.layout.axes import Shape
 
 
 class Drawing(str):
-    """Grids as text, which notebooks show as tables with one color per set of devices."""
+    """Grids as text, which notebooks display as tables with one color per set of devices."""
 
     __slots__ = ()
 
     def _repr_html_(self) -> str:
         hues: dict[str, float] = {}
-        return "".join(_table(grid, hues) for grid in self.split("\n\n"))
+        return "".join(_html_table(grid, hues) for grid in self.split("\n\n"))
 
 
-def draw_devices(counts: Shape, sizes: Shape | None, holders: Callable[[Shape], Shape]) -> Drawing:
+def draw_devices(counts: Shape, sizes: Shape | None, ranks_of: Callable[[Shape], Shape]) -> Drawing:
     """Draw the shards of a tensor as one grid per index of the leading dimensions.
 
     Args:
         counts: number of shards of each dimension.
         sizes: shape of a shard, to label the edges with element ranges; None for shard indices.
-        holders: maps the index of a shard to the ranks that have it.
+        ranks_of: maps the index of a shard to the ranks that have it.
     """
 
-    def edge(dim: int, index: int) -> str:
+    def edge_label(dim: int, index: int) -> str:
         return f"{index}" if sizes is None else f"{index * sizes[dim]}:{(index + 1) * sizes[dim]}"
 
     ndim = len(counts)
     *leading_counts, rows, columns = (1, 1, *counts)[-max(ndim, 2) :]
     pictures = []
     for leading in product(*map(range, leading_counts)):
-        header = [edge(ndim - 1, column) for column in range(columns)] if ndim else [""]
+        header = [edge_label(ndim - 1, column) for column in range(columns)] if ndim else [""]
         table = [["", *header]]
         for row in range(rows):
             blocks = ((*leading, row, column)[-ndim:] if ndim else () for column in range(columns))
-            label = edge(ndim - 2, row) if ndim > 1 else ""
-            table.append([label, *(" ".join(map(str, holders(block))) for block in blocks)])
-        title = ", ".join([*(edge(dim, index) for dim, index in enumerate(leading)), ":, :"])
-        pictures.append((f"[{title}]\n" if leading else "") + _grid(table))
+            label = edge_label(ndim - 2, row) if ndim > 1 else ""
+            table.append([label, *(" ".join(map(str, ranks_of(block))) for block in blocks)])
+        title = ", ".join([*(edge_label(dim, index) for dim, index in enumerate(leading)), ":, :"])
+        pictures.append((f"[{title}]\n" if leading else "") + _grid_text(table))
     return Drawing("\n\n".join(pictures))
 
 
-def _grid(table: list[list[str]]) -> str:
+def _grid_text(table: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     head, *body = (
         " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -55,8 +55,13 @@ def _grid(table: list[list[str]]) -> str:
     return "\n".join([head, rule, *body])
 
 
-def _table(grid: str, hues: dict[str, float]) -> str:
-    """HTML of one grid; shards on the same devices have the same color."""
+def _html_table(grid: str, hues: dict[str, float]) -> str:
+    """The HTML of one grid; shards on the same devices have the same color.
+
+    Args:
+        grid: text of the grid, with its title.
+        hues: hue of each set of devices, in degrees; new sets are added.
+    """
     title, bracket, rest = grid.rpartition("]\n")
     head, _, *body = ([each.strip() for each in line.split("|")[:-1]] for line in rest.split("\n"))
     rows = "".join(f"<th>{name}</th>" for name in head)
