@@ -8,7 +8,7 @@ from torch import nn
 
 from shardwright.core.checkpoint.checkpoint import load_checkpoint
 from shardwright.core.checkpoint.state_dict_file import load_state_dict
-from shardwright.core.checkpoint.storage import NAME, complete_steps
+from shardwright.core.checkpoint.storage import FOLDER_NAME, complete_steps
 from shardwright.errors import CheckpointError
 
 
@@ -37,7 +37,7 @@ def _find_checkpoint(path: Path) -> tuple[Path, int | None]:
     Raises:
         CheckpointError: `path` is neither a checkpoint nor a folder of checkpoints.
     """
-    name = NAME.fullmatch(path.name)
+    name = FOLDER_NAME.fullmatch(path.name)
     if name is not None:
         return path.parent, int(name[1])
     if not complete_steps(path):
