@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import shardwright as sw
 from core.parallel.uninitialized_ranks import CHECKS, Language, batch, check_equal, eager, train
@@ -30,3 +31,14 @@ def test_from_the_meta_device_on_one_device() -> None:
     for block, source in zip(unset.blocks, wanted.blocks, strict=True):
         block.frequencies.copy_(source.frequencies)
     assert train(unset) == pytest.approx(train(wanted))
+
+
+def test_tied_parameters_stay_tied_on_one_device() -> None:
+    """`nn.Module.to_empty` unties them, and the program would train only one of the two."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+        net[1].weight = net[0].weight
+    sw.parallelize(net, sw.plan(net, (torch.arange(4),), devices=1)).to_empty(device="cpu")
+    assert net[1].weight is net[0].weight
+    net[0].reset_parameters()
+    net(torch.arange(4)).sum().backward()

@@ -204,6 +204,44 @@ def check_state_dict_is_loaded_without_initialization() -> None:
         torch.testing.assert_close(train(net, optimizer), train(wanted), rtol=1e-5, atol=1e-6)
 
 
+class Recurrent(nn.Module):
+    """PyTorch keeps a second list of its parameters, with weak references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.lstm(x)[0])
+        return y.square().mean()
+
+    def reset_parameters(self) -> None:
+        torch.manual_seed(0)
+        self.lstm.reset_parameters()
+        self.last.reset_parameters()
+
+
+def check_recurrent_modules_and_hooks() -> None:
+    """Hooks that were registered before the plan stay, with whole gradients."""
+    x, wanted = torch.ones(8, 3, 4), Recurrent()
+    with torch.device("meta"):
+        net: Any = Recurrent()
+    seen: list[torch.Size] = []
+    for module in (net, wanted):
+        module.last.weight.register_hook(lambda gradient: 3 * gradient)
+        module.last.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
+    sw.parallelize(net, sw.plan(net, (x,), devices=dist.get_world_size(), **OPTIONS[0]))
+    net.to_empty(device="cpu")
+    for module in (net, wanted):
+        module.reset_parameters()
+        module(x).backward()
+    check_equal(net, wanted)
+    assert seen == [torch.Size([1])] * 2
+    for name, parameter in net.named_parameters():
+        gradient = wanted.get_parameter(name).grad
+        torch.testing.assert_close(whole(parameter.grad), gradient, msg=name)
+
+
 def check_uninitialized_memory_is_refused() -> None:
     def fill(net: Any) -> None:
         for block in net.blocks:
@@ -231,6 +269,7 @@ CHECKS = (
     check_the_same_as_without_parameters,
     check_seeded_apart,
     check_state_dict_is_loaded_without_initialization,
+    check_recurrent_modules_and_hooks,
     check_uninitialized_memory_is_refused,
 )
 

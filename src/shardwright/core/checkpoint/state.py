@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shardwright.core.agreement.collective import values_of_ranks
 from shardwright.core.checkpoint.manifest import CheckpointWarning
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
+from shardwright.core.parallel.uninitialized import is_of_other_stage
 from shardwright.core.runtime.accelerator import generator_states, set_generator_states
 from shardwright.errors import CheckpointError
 
@@ -47,7 +49,7 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             that is not a tensor.
     """
     tensors = {}
-    for name, parameter in _optimizer_parameters(net, optimizer):
+    for _, name, parameter in _optimizer_parameters(net, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is None:
                 continue
@@ -111,7 +113,7 @@ def allocate_optimizer_state(
         if part == OPTIMIZER:
             keys_of_parameter.setdefault(suffix.rpartition(".")[0], []).append(key)
     tensors = {}
-    for name, parameter in _optimizer_parameters(net, optimizer):
+    for _, name, parameter in _optimizer_parameters(net, optimizer):
         for key in keys_of_parameter.get(name, ()):
             size, dtype = saved[key].size, saved[key].properties.dtype
             is_sharded = size == parameter.shape
@@ -148,7 +150,7 @@ def restore_optimizer(
     # `Optimizer.load_state_dict` identifies parameters by their index.
     state = {
         index: state_of_parameter[name]
-        for index, (name, _) in enumerate(_optimizer_parameters(net, optimizer))
+        for index, name, _ in _optimizer_parameters(net, optimizer)
         if name in state_of_parameter
     }
     current = optimizer.state_dict()["param_groups"]
@@ -215,24 +217,26 @@ def device_of(net: nn.Module) -> torch.device:
 
 def _optimizer_parameters(
     net: nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the name in the model and the tensor of each parameter of the optimizer, in its order.
+) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """Yield the index, the name in the model and the tensor of each parameter of the optimizer.
 
     Raises:
         CheckpointError: if the optimizer has a parameter that the model does not have.
     """
     first = first_names(net)
     names = {parameter: first[name] for name, parameter in net.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise CheckpointError(
-                    f"{type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that the model does not have\n"
-                    "construct it with the parameters of the module that is saved or loaded: "
-                    f"{type(optimizer).__name__}(net.parameters())"
-                )
-            yield names[parameter], parameter
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for index, parameter in enumerate(parameters):
+        if is_of_other_stage(parameter):
+            continue
+        if parameter not in names:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} has a parameter of shape "
+                f"{tuple(parameter.shape)} that the model does not have\n"
+                "construct it with the parameters of the module that is saved or loaded: "
+                f"{type(optimizer).__name__}(net.parameters())"
+            )
+        yield index, names[parameter], parameter
 
 
 def first_names(net: nn.Module) -> dict[str, str]:

@@ -229,10 +229,10 @@ class Execution:
         """
         if self.initialization is None:
             return
-        self.initialization.take_values(self.module)
         graph = self.partitioned.graph
         used = {value.name for value in (*graph.parameters, *graph.buffers)}
         self.initialization.check_has_values(self.module, used)
+        self.initialization.take_values(self.module)
         self.initialization.end(self.module)
         self.initialization = None
         self._bind_tensors()  # `to_empty` may have replaced them.

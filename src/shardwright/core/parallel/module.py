@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.capture.fake_copy import caching_configs
+from shardwright.core.deferred import Deferred
 from shardwright.core.lower.program import Program
 from shardwright.core.misuse.calls_of_parts import explain_calls_of_parts
 from shardwright.core.misuse.gathered_copies import refuse_lost_writes
@@ -27,7 +28,7 @@ from shardwright.core.parallel.stored_tensors import (
     stored_copy,
 )
 from shardwright.core.parallel.template import template_of
-from shardwright.core.parallel.uninitialized import Initialization
+from shardwright.core.parallel.uninitialized import Initialization, tie_like
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
@@ -49,6 +50,7 @@ class Copied:
         assert isinstance(self, ParallelModule)
         if self.execution.initialization is not None:
             self.execution.initialization.take_values(self, alone=True)
+            memo |= self.execution.initialization.memo_of_copy()
         memo |= copied_parameters(self, memo)
         kind, execution = type(self), vars(self).pop("execution")
         object.__setattr__(self, "__class__", kind.__bases__[-1])
@@ -129,6 +131,7 @@ class ParallelModule(Copied, nn.Module):
         super().to_empty(device=device, recurse=recurse)
         if self.execution.initialization is not None:
             self.execution.initialization.mark_memory(self)
+            tie_like(self, self.execution.template)
         return self
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
@@ -176,12 +179,12 @@ def parallel_module(
     if caching_configs(module):
         log.info("%s is captured with config.use_cache=False", type(module).__name__)
     left_out = _of_other_stages(module, partitioned, devices)
+    initialization = Initialization(devices, _without_values(module, devices))
     refuse_lost_writes()
     explain_unsupported_operators()
     refuse_to_save_shards()
     # Handles of hooks remove them from the dictionaries that they were registered in.
     template, original, hooks = template_of(module), module.forward, hooks_of_modules(module)
-    initialization = Initialization(devices)
     storage = StoragePlan(partitioned.decisions.storage, devices, initialization, left_out, release)
     if copy:
         stored = stored_copy(module, storage)
@@ -196,6 +199,8 @@ def parallel_module(
     if "forward" in vars(stored):
         vars(execution.inside)["forward"] = vars(stored).pop("forward")
     vars(stored)["execution"] = execution
+    if initialization.names and left_out:
+        initialization.add_placeholders(stored, template, left_out)
     object.__setattr__(stored, "__class__", _parallel_class(stored, original))
     assert isinstance(stored, ParallelModule)
     if devices.mesh is not None:
@@ -273,13 +278,23 @@ def _check_names(module: nn.Module) -> None:
             )
 
 
-def _of_other_stages(module: nn.Module, partitioned: Partitioned, devices: Devices) -> set[str]:
-    """Names of the parameters and buffers that only other pipeline stages own."""
-    if partitioned.pipeline.stages == 1:
+def _without_values(module: nn.Module, devices: Devices) -> set[str]:
+    """Names of the parameters and buffers on the meta device that nothing initializes yet."""
+    if devices.device.type == "meta":
         return set()
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name for name, t in tensors if t.is_meta and not isinstance(t, Deferred)}
+
+
+def _of_other_stages(
+    module: nn.Module, partitioned: Partitioned, devices: Devices
+) -> dict[str, Tensor]:
+    """The parameters and buffers that only other pipeline stages own, by name."""
+    if partitioned.pipeline.stages == 1:
+        return {}
     graph = partitioned.graph
     of_stage = {v.name for values in partitioned.tensors_of(devices.stage) for v in values}
     used = {v.name for v in (*graph.parameters, *graph.buffers)}
-    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
     # Tensors that no operator reads belong to the first stage.
-    return {n for n in names if n not in of_stage and (n in used or devices.stage)}
+    return {n: t for n, t in tensors.items() if n not in of_stage and (n in used or devices.stage)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,11 +19,8 @@ from shardwright.core.deferred import (
     values_of,
 )
 from shardwright.core.layout.layout import TensorLayout
-from shardwright.core.parallel.uninitialized import (
-    Initialization,
-    UninitializedShard,
-    initialization_of,
-)
+from shardwright.core.parallel.uninitialized import Initialization, initialization_of
+from shardwright.core.parallel.uninitialized_tensors import UninitializedShard, UninitializedTensor
 from shardwright.core.partition.decisions import Storage
 from shardwright.core.runtime.adopt_optimizer import mark_origins, mark_planned
 from shardwright.core.runtime.devices import Devices
@@ -34,7 +31,7 @@ from shardwright.core.runtime.dtensor import (
     shard_full_tensors,
 )
 from shardwright.core.runtime.dtensor_results import correct_results
-from shardwright.core.runtime.parameter_hooks import take_hooks
+from shardwright.core.runtime.parameter_hooks import has_hooks, take_hooks
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dtensor import (
     local_tensor,
@@ -47,7 +44,6 @@ from shardwright.core.torch_internals.modules import (
     own_parameters,
     restore_flat_weights,
 )
-from shardwright.errors import PlanError
 
 Registry = MutableMapping[str, Any]
 """The parameters or buffers that one module owns, or its attributes, by name."""
@@ -87,7 +83,6 @@ class StoragePlan:
         return local_shard(whole, where, self.devices, copy=not self.release)
 
     def _meta_shard(self, name: str, whole: Tensor, *, is_parameter: bool) -> Tensor:
-        self.initialization.names.add(name)
         if self.devices.mesh is None or not is_parameter:
             return whole.detach()
         axes = tuple(self.storage.get(name, ((),) * whole.ndim))
@@ -101,13 +96,10 @@ class StoragePlan:
         Deferred tensors come first: their initialization may fail, and nothing has changed then.
 
         Raises:
-            PlanError: for a tensor on the meta device that nothing initializes.
             DeferredError: for a deferred tensor that cannot be initialized.
         """
         on_meta = self.devices.device.type == "meta"
         if not on_meta:
-            if self.devices.stages > 1:
-                _check_have_values(tensors)
             parameters = {n for n, t in tensors.items() if isinstance(t, nn.Parameter)}
             yield from values_of(
                 tensors, lambda n, whole: self.shard(n, whole, is_parameter=n in parameters)
@@ -126,11 +118,19 @@ class StoragePlan:
 
     def parameter(self, name: str, part: Tensor, given: nn.Parameter) -> nn.Parameter:
         """The planned parameter, with the hooks of the given one."""
-        if isinstance(part, DTensor) and part.is_meta and self.devices.device.type != "meta":
-            shard = UninitializedShard.of(local_tensor(part), part, self.initialization)
-            return nn.Parameter(shard, requires_grad=given.requires_grad)
+        shard = partial(self.shard, name, is_parameter=True)
+        if name in self.initialization.names and self.devices.is_distributed:
+            pending = self.initialization.pending
+            unset: UninitializedShard | UninitializedTensor
+            if isinstance(part, DTensor):
+                unset = UninitializedShard.of(local_tensor(part), part, pending)
+            else:
+                unset = UninitializedTensor.of(part, pending)
+            if has_hooks(given):
+                unset.take_hooks = partial(take_hooks, parameter=given, shard=shard)
+            return nn.Parameter(unset, requires_grad=given.requires_grad)
         parameter = as_parameter(part, given)
-        take_hooks(parameter, given, partial(self.shard, name, is_parameter=True))
+        take_hooks(parameter, given, shard)
         return parameter
 
 
@@ -142,7 +142,7 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
     to it. On one device parameters stay the same objects.
 
     Raises:
-        PlanError, DeferredError: as `StoragePlan.shards`; the module is then unchanged.
+        DeferredError: as `StoragePlan.shards`; the module is then unchanged.
     """
     _prepare_dtensors()
     tensors = _tensors(module)
@@ -167,7 +167,7 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
     the device. The given module stays as it is, or, with `release`, without its parameters.
 
     Raises:
-        PlanError, DeferredError: as `StoragePlan.shards`.
+        DeferredError: as `StoragePlan.shards`.
     """
     _prepare_dtensors()
     tensors = _tensors(module)
@@ -187,7 +187,7 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
 def copied_parameters(module: nn.Module, known: Collection[int]) -> dict[int, nn.Parameter]:
     """Copies of the planned parameters whose identities are not `known`, as a `deepcopy` memo."""
     return {
-        id(parameter): as_parameter(_copied(parameter.detach()), parameter)
+        id(parameter): as_parameter(_copied(parameter), parameter)
         for parameter in module.parameters()
         if id(parameter) not in known
     }
@@ -253,9 +253,9 @@ def _staying(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Para
             if tensor.device == device:
                 del tensors[name]
         elif plan.devices.mesh is None and device.type != "meta":
-            if tensor.is_meta:
-                plan.initialization.names.add(name)
-            elif tensor.device != device:
+            if tensor.is_meta and plan.devices.stages > 1:
+                continue
+            if not tensor.is_meta and tensor.device != device:
                 tensor.data = tensor.data.to(device)
             parameters[name] = tensor
             del tensors[name]
@@ -291,16 +291,10 @@ def as_parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
     return share_version_counter(new) if isinstance(new, DTensor) else new
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copied(parameter: nn.Parameter) -> Tensor:
+    if isinstance(parameter, UninitializedTensor):
+        return parameter.new_memory(parameter.device)
+    tensor = parameter.detach()
     if not isinstance(tensor, DTensor):
         return tensor.clone()
     return with_spec(local_tensor(tensor).clone(), spec_of(tensor))
-
-
-def _check_have_values(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_meta and not isinstance(tensor, Deferred):
-            raise PlanError(
-                f"{name!r} is on the meta device, and a model in pipeline stages needs to know how "
-                "its parameters are initialized\nbuild it inside `sw.no_init_parameters()`"
-            )

@@ -1,0 +1,307 @@
+"""Parameters without values, of a model that was planned on the meta device.
+
+They are on the meta device until `to_empty`. From then on the operators that initialize them are
+recorded on whole tensors and replayed when values are needed, so that each rank keeps its shards of
+the values of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.deferred import Deferred, Record, deferred_like, is_initialized, value_of
+from shardwright.core.runtime.parameter_hooks import has_hooks
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dispatch import plain_torch_function
+from shardwright.core.torch_internals.dtensor import (
+    local_part_of,
+    local_tensor,
+    of_class,
+    share_version_counter,
+    spec_of,
+    with_spec,
+)
+from shardwright.core.torch_internals.operators import schema_of
+from shardwright.core.torch_internals.tensors import as_subclass
+from shardwright.errors import PlanError
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class PendingInit:
+    """The initialization of a model whose tensors have no values yet.
+
+    Args:
+        record: the operators of it.
+        device: where the planned model computes.
+    """
+
+    record: Record
+    device: torch.device
+
+    def check_device(self, device: torch.device) -> None:
+        """
+        Raises:
+            PlanError: if memory is asked for on another type of device than the planned one.
+        """
+        if device.type != self.device.type:
+            raise PlanError(
+                f"memory of a planned model on {str(device)!r}, which computes on "
+                f"{str(self.device)!r}\nask for it there: "
+                f"`net.to_empty(device={str(self.device)!r})`"
+            )
+
+
+class Uninitialized(Tensor):
+    """A tensor of a planned model without values.
+
+    Operators on it run on the meta device, or are recorded on the whole tensor. It becomes an
+    ordinary parameter, as the same object, when it gets its values.
+    """
+
+    pending: PendingInit
+    whole: Deferred | None
+    """Records the initialization of the whole tensor; None before `to_empty`."""
+
+    take_hooks: Callable[[Tensor], object] | None = None
+    """Registers the hooks of the given parameter on the ordinary one."""
+
+    records_in_its_place = True
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Uninitialized)]
+        if function in (aten.detach.default, aten.alias.default):
+            return tensors[0].view_with(tensors[0].whole)
+        device = kwargs.get("device")
+        if function is aten.empty_like.default and device is not None and device.type != "meta":
+            tensors[0].pending.check_device(device)
+            return tensors[0].with_memory(device)
+        if function is aten._to_copy.default:
+            raise PlanError(
+                "a planned model without values is to be converted or moved\n"
+                "convert it before `plan`; give it memory by `net.to_empty(device=...)`"
+            )
+        substituted = dict[int, Tensor]()
+        substitute = _on_meta if any(t.whole is None for t in tensors) else _recorded
+        args, kwargs = pytree.tree_map_only(
+            Tensor, partial(substitute, substituted), (args, kwargs)
+        )
+        results = function(*args, **kwargs)
+        if not schema_of(function).is_mutable:
+            return results
+        return pytree.tree_map_only(Tensor, lambda t: substituted.get(id(t), t), results)
+
+    def is_initialized(self) -> bool:
+        """Whether a value of the whole tensor is recorded."""
+        return self.whole is not None and is_initialized(self.whole)
+
+    def view_with(self, whole: Deferred | None) -> Self:
+        """The same memory as another object, whose initialization `whole` records."""
+        raise NotImplementedError
+
+    def with_memory(self, device: torch.device) -> Tensor:
+        """What `to_empty` replaces it by, whose initialization is recorded."""
+        raise NotImplementedError
+
+    def on_meta(self) -> Tensor:
+        """An ordinary tensor on the meta device in its place."""
+        raise NotImplementedError
+
+    def _register_hooks(self) -> None:
+        if take_hooks := vars(self).pop("take_hooks", None):
+            take_hooks(self)
+
+    def _set(self, pending: PendingInit, whole: Deferred | None) -> Self:
+        self.pending, self.whole = pending, whole
+        return self
+
+
+class UninitializedShard(Uninitialized, DTensor):
+    """A shard without values: on the meta device, or after `to_empty` in memory of its own."""
+
+    @classmethod
+    def of(cls, local: Tensor, like: DTensor, pending: PendingInit) -> UninitializedShard:
+        """A shard in the memory of `local` with the mesh, placements and shape of `like`."""
+        result = of_class(cls, local, spec_of(like))
+        assert isinstance(result, UninitializedShard)
+        return result._set(pending, None)
+
+    def to_local(self, **kwargs: Any) -> Tensor:
+        """This rank's shard, with the values that were recorded; others may be written to it."""
+        self.take_value()
+        return self.to_local(**kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        self.take_value()
+        return self.full_tensor(**kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        self.take_value()
+        return self.redistribute(*args, **kwargs)
+
+    def take_value(self) -> None:
+        """Replays what was recorded for this parameter, and makes it an ordinary DTensor; without
+        a value its memory stays as it is."""
+        if self.whole is not None and is_initialized(self.whole):
+            self.store(value_of(self.whole))
+        self.become_ordinary()
+
+    def store(self, value: Tensor) -> None:
+        """Copies this rank's part of a whole tensor into the memory of the shard."""
+        with torch.no_grad():
+            local_tensor(self).copy_(local_part_of(value, self))
+
+    def become_ordinary(self) -> None:
+        del self.pending, self.whole
+        self.__class__ = DTensor  # type: ignore[assignment]
+        # With hooks it is a leaf that autograd has seen already, and cannot be swapped.
+        if isinstance(self, nn.Parameter) and not has_hooks(self):
+            same = with_spec(local_tensor(self), spec_of(self))
+            counting = share_version_counter(same).requires_grad_(self.requires_grad)
+            vars(counting).update(vars(self))
+            torch.utils.swap_tensors(self, counting)  # type: ignore[no-untyped-call]
+        Uninitialized._register_hooks(self)
+
+    def give_memory(self) -> None:
+        """Makes it an ordinary DTensor with the recorded value, or uninitialized memory."""
+        if local_tensor(self).is_meta:
+            new = nn.Parameter(self.with_memory(self.pending.device), self.requires_grad)
+            torch.utils.swap_tensors(self, new)  # type: ignore[no-untyped-call]
+        self.take_value()
+
+    def view_with(self, whole: Deferred | None) -> UninitializedShard:
+        return self._of_local(local_tensor(self), whole)
+
+    def with_memory(self, device: torch.device) -> UninitializedShard:
+        local = torch.empty_like(local_tensor(self), device=device)
+        mark_uninitialized(local)
+        return self._of_local(local, deferred_like(self, self.pending.record))
+
+    def on_meta(self) -> DTensor:
+        return with_spec(local_tensor(self), spec_of(self))
+
+    def _of_local(self, local: Tensor, whole: Deferred | None) -> UninitializedShard:
+        result = UninitializedShard.of(local, self, self.pending)
+        # Such as the mark of an optimizer's parameter, and that it is a parameter.
+        vars(result).update(vars(self))
+        return result._set(self.pending, whole)
+
+
+class UninitializedTensor(Uninitialized, Tensor):
+    """A parameter without values of a pipeline stage on one device, or of another stage.
+
+    The initialization of a model draws the parameters of all stages one after another, so each
+    stage records those of the others too. It has no memory until it gets its value. After
+    `to_empty` it reports the planned device, as `nn.init` skips tensors on the meta device.
+    """
+
+    __torch_function__ = plain_torch_function  # type: ignore[assignment]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("meta") if self.whole is None else self.pending.device
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return self.whole is None
+
+    @classmethod
+    def of(cls, like: Tensor, pending: PendingInit) -> UninitializedTensor:
+        on_meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        return as_subclass(cls, on_meta)._set(pending, None)
+
+    def give_memory(self) -> None:
+        """Makes it an ordinary parameter with the recorded value, or uninitialized memory."""
+        if self.whole is not None and is_initialized(self.whole):
+            self.become(value_of(self.whole).to(self.pending.device))
+        else:
+            self.become(self.new_memory(self.pending.device))
+
+    def become_ordinary(self) -> None:
+        """Makes it an ordinary parameter on the meta device, which no program reads."""
+        self.become(self.on_meta())
+
+    def new_memory(self, device: torch.device) -> Tensor:
+        """Uninitialized memory of its shape."""
+        memory = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=device)
+        if device.type != "meta":
+            mark_uninitialized(memory)
+        return memory
+
+    def become(self, value: Tensor) -> None:
+        """Makes it an ordinary parameter with this value, as the same object."""
+        new = nn.Parameter(value, requires_grad=self.requires_grad)
+        del self.pending, self.whole
+        vars(new).update(vars(self))
+        torch.utils.swap_tensors(self, new)  # type: ignore[no-untyped-call]
+        Uninitialized._register_hooks(self)
+
+    def view_with(self, whole: Deferred | None) -> UninitializedTensor:
+        result = UninitializedTensor.of(self, self.pending)
+        vars(result).update(vars(self))
+        return result._set(self.pending, whole)
+
+    def with_memory(self, device: torch.device) -> UninitializedTensor:
+        # `nn.Module.to_empty` keeps the object and takes the memory of the result, which has none.
+        self.whole = deferred_like(self, self.pending.record)
+        return self.view_with(self.whole)
+
+    def on_meta(self) -> Tensor:
+        return self.new_memory(torch.device("meta"))
+
+
+def _on_meta(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
+    """An ordinary tensor on the meta device in place of one without values."""
+    if not isinstance(tensor, Uninitialized):
+        return tensor
+    ordinary = tensor.on_meta()
+    substituted[id(ordinary)] = tensor
+    return ordinary
+
+
+def _recorded(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
+    """The whole tensor that records in place of one without values; others on the CPU, where the
+    record is replayed."""
+    if isinstance(tensor, Uninitialized):
+        assert tensor.whole is not None
+        substituted[id(tensor.whole)] = tensor
+        return tensor.whole
+    if isinstance(tensor, Deferred):
+        return tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def mark_uninitialized(tensor: Tensor) -> None:
+    """Fills memory without values so that `is_uninitialized` recognizes it."""
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(torch.nan)
+        elif tensor.dtype in (torch.int32, torch.int64):
+            tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def is_uninitialized(tensor: Tensor) -> bool:
+    """Whether a tensor is on the meta device or has memory in which no value was ever written."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    if local.is_meta:
+        return True
+    if not local.numel():
+        return False
+    if local.is_floating_point() or local.is_complex():
+        return bool(local.isnan().all())
+    if local.dtype in (torch.int32, torch.int64):
+        return bool((local == torch.iinfo(local.dtype).min).all())
+    return False
