@@ -107,6 +107,7 @@ class Check:
         if not self.random_operators:
             values = (self.loss_difference, self.gradient_difference, self.state_difference)
             worst = max(worst, *values)
+        # Bytes have no tolerance: predictions and programs read the same list of transfers.
         tolerance = max(tolerance, min(ROUNDING_FACTOR * self.rounding, MAX_ROUNDING_DIFFERENCE))
         return worst <= tolerance and self._sends_as_planned
 
@@ -167,6 +168,7 @@ def check(
     check_arguments(args, kwargs)
     check_not_planned(net)
     net = net.net if isinstance(net, Pipeline) else net
+    # A plan that was loaded from a file has no graph.
     captured, means = plan.graph, plan.pipeline.averages_micro_batches
     if captured is None or (means and captured.loss_weighting is None):
         captured = _capture_micro_batch(net, args, kwargs, plan)
@@ -220,6 +222,7 @@ def _compare(
     count = pipeline.micro_batches
     micro_batch_leaves = [micro_batch(leaves, number, count) for number in range(count)]
     weights: Sequence[float | Tensor] = [1.0] * count
+    # Called for its error: micro-batches train one loss.
     if count > 1:
         loss_of(graph)
         if pipeline.loss_reduction == "mean":

@@ -151,6 +151,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
 
 def _bytes_of_call(name: str, args: tuple[Any, ...]) -> int:
     if name == "send":
+        # Messages between stages are sent in full, once.
         return sum(tensor.nbytes for tensor in args[0])
     if name == "allreduce_":
         size = dist.ProcessGroup.unbox(args[1]).size()
@@ -166,6 +167,7 @@ def _collective_result(name: str, args: tuple[Any, ...]) -> Tensor:
         return x
     if name == "all_gather_into_tensor":
         return x.repeat(args[1], *[1] * (x.ndim - 1))
+    # The first chunk is as good as this rank's own: only its shape matters.
     if name == "reduce_scatter_tensor":
         return x.chunk(args[2])[0].clone()
     if name == "all_to_all_single":

@@ -42,6 +42,7 @@ from shardwright.progress import OnProgress, ignore_progress
 
 log = logging.getLogger("shardwright")
 
+# The modes of MindSpore's `AutoParallel`; `plan` has more.
 PARALLEL_MODE = one_of(("semi_auto", "sharding_propagation", "recursive_programming"))
 NOT_PLANNED = "the model is not planned yet\ncall it, or compile(*example), first"
 

@@ -177,6 +177,7 @@ def rehearse_rank(
             clock.end("checkpoint written")
             checkpoints.load(trainee.net, trainee.optimizer)
             clock.end("checkpoint read")
+        # The shards of `torch.distributed.checkpoint`; its metadata file is common to all ranks.
         files = [path.stat().st_size for path in Path(folder).rglob("*.distcp")]
     net, optimizer, stage = trainee.net, trainee.optimizer, trainee.net.execution.devices.stage
     # Step counts are tensors, too, and count as in a checkpoint.
@@ -202,6 +203,7 @@ def rehearse_rank(
 
 def _planned_bytes(net: ParallelModule) -> int:
     stage, last = net.execution.devices.stage, net.execution.partitioned.chunks[-1].stage
+    # The last stage computes the loss, and reduces what its micro-batches are weighted by.
     weighing = weighing_bytes(net.execution.partitioned) if stage == last else 0
     return sum(net.execution.partitioned.step_bytes[stage]) + weighing
 

@@ -134,6 +134,8 @@ def difference(got: Tensor, expected: Tensor) -> float:
 
 
 def _optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+    # With momentum an error of the first step's gradients shows in the second step again. Not Adam,
+    # which normalizes tiny gradients that differ by rounding only.
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9) if parameters else None
 
 
@@ -273,6 +275,7 @@ def interpreted(
     """A step that interprets the graph on one device, operator by operator."""
 
     def run(state: Mapping[str, Tensor]) -> Outcome:
+        # Leaves of this step, in which the gradients of its micro-batches accumulate.
         leaves = {name: t.detach().requires_grad_(t.requires_grad) for name, t in state.items()}
         current, updates = dict(leaves), dict[str, Tensor]()
         losses, roots = [], list[Tensor]()

@@ -206,6 +206,7 @@ class Cluster:
         mesh_ranks = np.asarray(mesh.ranks).reshape(mesh.device_matrix)
         # All stages at once: a collective is as slow as in the stage whose ranks lie worst.
         ranks = np.stack([mesh_ranks + first for first in first_ranks])
+        # Dimension 0 is that of the stages.
         axes = range(1, 1 + len(mesh.device_matrix))
         return tuple(self._spans(np.moveaxis(ranks, axis, -1)) for axis in axes)
 
@@ -235,6 +236,7 @@ class Cluster:
             ConfigError: if the cluster has too few devices.
         """
         self._check_size(max(rank, other) + 1)
+        # Levels are nested: the first one whose group has both ranks is the fastest link.
         for level in self.levels[:-1]:
             if level.devices is not None and rank // level.devices == other // level.devices:
                 return level
@@ -370,6 +372,7 @@ class _Entries:
         count = self.mapping.get(key)
         if count is None:
             return None
+        # YAML reads `yes` as a boolean, which is an integer in Python.
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be a positive whole number,"

@@ -47,6 +47,7 @@ def local_cluster() -> Cluster:
         ConfigError: if the cached file is invalid.
     """
     file = cache_file()
+    # The CPU's rates hardly change, and to measure them at each start would delay every plan.
     if file.is_file():
         return read_cluster(read_text(file, ConfigError), str(file))
     device = replace(measure_device(), pass_overhead=PASS_OVERHEAD)

@@ -81,6 +81,7 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
 
     def seconds(work: Callable[[], object]) -> float:
         """Seconds that the whole CPU would take for the work of one process."""
+        # By events on the device: its kernels run after the call has returned.
         if device != CPU:
             return median([seconds_of(work, device) for _ in range(REPEATS + 1)][1:])
         return clock.seconds(work) / clock.processes

@@ -29,6 +29,7 @@ def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -
         ConfigError: if the cluster has too few devices.
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
+    # Without a cluster the shape of the timeline still shows bubbles and imbalance.
     if cluster is None:
         return timeline(pipeline, [_seconds_by_flops(chunk) for chunk in chunks])
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)

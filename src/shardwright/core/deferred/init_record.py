@@ -229,6 +229,7 @@ class Record:
         generators = [
             x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)
         ]
+        # Operators without a generator draw from the default one of the CPU, where replays run.
         generator = generators[0] if generators else torch.default_generator
         number = self.last_draw(generator)
         start = generator.get_state() if number is None else number
@@ -261,7 +262,7 @@ OVERWRITING = frozenset(
         aten.zero_,
     }
 )
-"""In-place operators that do not read the values that they overwrite."""
+"""In-place operators that do not read the values that they overwrite, which schemas do not say."""
 
 
 def bind_arguments(

@@ -100,6 +100,7 @@ def no_init_parameters() -> Iterator[None]:
         with recording(record):
             yield
     finally:
+        # From here on deferred tensors report the meta device, so that a use of their values fails.
         record.recording = False
 
 
@@ -260,6 +261,7 @@ def values_of(tensors: Mapping[str, Tensor], on_finished: OnFinished) -> dict[st
             modified.
     """
     requested: dict[Record, dict[str, StorageView]] = {}
+    # Record by record: tensors of several contexts have independent operations.
     for name, tensor in tensors.items():
         if isinstance(tensor, Deferred):
             record = tensor._record

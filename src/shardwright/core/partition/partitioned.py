@@ -93,6 +93,7 @@ class Partitioned:
     @cached_property
     def first_stages(self) -> dict[str, int]:
         """First stage that reads or updates each parameter and buffer, by name."""
+        # The stage that a tensor which several stages have is sent from.
         first: dict[str, int] = {}
         for stage in range(self.pipeline.stages):
             for value in chain(*self.tensors_of(stage)):

@@ -240,6 +240,7 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
         order=options.order,
         log_costs=options.log_costs,
     )
+    # All that the result of a search depends on: candidates that differ in the rest share it.
     shard_size = None if pricing is None else pricing.optimizer_shard_size
     counts = pipeline.stages, pipeline.micro_batches
     search_options = options.search_options.values() if MODES[mode].takes_pricing else ()

@@ -444,6 +444,7 @@ class _Search:
 
     def error(self) -> ShardwrightError:
         """`MemoryLimitError` with the smallest plan, or the first error if none could be made."""
+        # Nothing was measured if the model cannot be planned with any options.
         if self.smallest_plan is None:
             return self.errors[0][1]
         needed, attempt = self.smallest_plan
