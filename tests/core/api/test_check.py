@@ -275,7 +275,8 @@ def test_gradients_of_inputs_are_counted_in_each_micro_batch(micro_batches: int)
 
 
 def test_an_operator_that_does_not_say_that_it_draws_random_numbers_is_refused_by_name() -> None:
-    with pytest.raises(sw.PlanError, match=r"draws random .* check.noisy.default, .*\n.*tags=torch"):
+    message = r"draws random .* check.noisy.default, .*\n.*tags=torch"
+    with pytest.raises(sw.PlanError, match=message):
         checked(Program(lambda net, x: noisy(net.linear(x)).square().mean()))
     assert checked(Program(lambda net, x: said_noisy(net.linear(x)).mean())).passes()
 
