@@ -199,13 +199,15 @@ def test_a_number_of_plans_that_is_not_valid_is_refused() -> None:
 
 
 def test_an_option_that_is_not_valid_is_refused_before_the_model_is_called() -> None:
-    with pytest.raises(StrategyError, match="valid are 1f1b"):
+    with pytest.raises(StrategyError, match="must be one of 1f1b"):
         sw.AutoParallel(nn.Linear(2, 2), schedule="seqpipe")
 
 
 def test_a_dtype_may_be_given_as_that_of_torch() -> None:
     assert PlanOptions(devices=2, compute_dtype=torch.bfloat16).compute_dtype == "bfloat16"
-    with pytest.raises(StrategyError, match="compute_dtype='float16': valid are float32, bfloat16"):
+    with pytest.raises(
+        StrategyError, match="compute_dtype='float16': must be one of float32, bfloat16"
+    ):
         PlanOptions(devices=2, compute_dtype=torch.float16)
 
 

@@ -95,10 +95,10 @@ def test_interleave_is_a_schedule_of_its_own() -> None:
         (lambda net: net.hsdp(shard_size=0), "shard_size 0 must be"),
         (lambda net: net.hsdp(shard_size=True), "shard_size True must be"),
         (lambda net: net.hsdp(threshold=-1), "threshold -1 must be"),
-        (lambda net: net.hsdp(optimizer_level="level4"), "valid are level1, level2, level3"),
+        (lambda net: net.hsdp(optimizer_level="level4"), "use one of level1, level2, level3"),
         (lambda net: net.pipeline(stages=0), "stages=0: must be a whole number"),
         (lambda net: net.pipeline(stages=True), "stages=True: must be a whole number"),
-        (lambda net: net.pipeline(scheduler="seqpipe"), "valid are 1f1b, gpipe"),
+        (lambda net: net.pipeline(scheduler="seqpipe"), "must be one of 1f1b, gpipe"),
         (lambda net: net.pipeline(interleave=True, scheduler="gpipe"), "interleave=True is"),
         (lambda net: net.dataset_strategy("half"), "use 'full_batch'"),
         (lambda net: net.dataset_strategy(None), "must be a tuple"),
@@ -110,5 +110,5 @@ def test_what_is_not_valid_is_one_clear_error(configure: Any, message: str) -> N
 
 
 def test_a_mode_that_there_is_not_is_refused() -> None:
-    with pytest.raises(StrategyError, match="parallel_mode='auto': valid are semi_auto"):
+    with pytest.raises(StrategyError, match="parallel_mode='auto': must be one of semi_auto"):
         sw.AutoParallel(network(), parallel_mode="auto")

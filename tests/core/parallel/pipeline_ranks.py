@@ -317,7 +317,7 @@ def check_what_is_refused() -> None:
         ),
         (
             lambda: dropping.train_step(x.requires_grad_()),
-            "requires a gradient, which a model in pipeline stages does not give back",
+            "requires a gradient, which a model in pipeline stages does not return",
         ),
     ):
         try:

@@ -62,7 +62,7 @@ def listed(plan: sw.Plan) -> Listed:
     return {
         (t.step.kind, t.value.name): (
             [o.name for o in v.overlapping_ops],
-            [o.name for o in v.linears],
+            [o.name for o in v.delayed_linears],
         )
         for t, v in chunk.overlaps.items()
     }

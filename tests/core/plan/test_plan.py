@@ -124,11 +124,11 @@ def test_devices_must_be_a_whole_number_of_at_least_one(devices: object) -> None
 
 def test_unknown_options_name_the_valid_ones() -> None:
     net, args, kwargs = mlp()
-    with pytest.raises(sw.StrategyError, match="valid are recursive_programming, "):
+    with pytest.raises(sw.StrategyError, match="must be one of recursive_programming, "):
         sw.plan(net, args, kwargs, devices=2, mode="magic")
     with pytest.raises(sw.StrategyError, match="mem_coeff=0: must be a positive number"):
         sw.plan(net, args, kwargs, devices=2, mem_coeff=0)
-    with pytest.raises(sw.StrategyError, match="order='size': valid are weight, topology"):
+    with pytest.raises(sw.StrategyError, match="order='size': must be one of weight, topology"):
         sw.plan(net, args, kwargs, devices=2, order="size")
 
 

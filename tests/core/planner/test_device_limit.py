@@ -80,7 +80,8 @@ def test_nothing_that_fits_is_one_error_with_what_would_do(mode: str) -> None:
     text = str(caught.value)
     assert text.startswith("no plan for 4 devices fits into memory_limit=9.8 KiB; the smallest one")
     assert text.endswith(
-        "; the limit is the device memory of cluster 'small': memory_limit='none' plans without one"
+        "; the limit is the device memory of cluster 'small':"
+        " set memory_limit='none' to plan without one"
     )
     assert text.count("\n") == 1
     assert plan(cluster="h100", mode=mode, memory_limit=caught.value.needed)
@@ -123,8 +124,8 @@ def test_a_plan_by_hand_that_must_be_changed_is_a_warning(
         assert not caplog.records
         plan(cluster=cluster(BY_HAND * 3 // 4), mode="data_parallel")
     (record,) = caplog.records
-    assert record.message.startswith("as requested a device needs at least ")
-    assert "one of cluster 'small' has" in record.message
+    assert record.message.startswith("the requested plan needs at least ")
+    assert "a device of cluster 'small' has" in record.message
     assert "planned with hsdp level" in record.message
 
 

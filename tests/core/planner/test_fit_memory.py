@@ -109,7 +109,7 @@ def test_if_nothing_fits_the_smallest_limit_that_works_is_said() -> None:
     [
         ({"memory_limit": "much"}, "memory_limit='much': must be a number of bytes, or a text"),
         ({"memory_limit": 0}, "memory_limit=0: must be a number of bytes"),
-        ({"recompute": "all"}, "recompute='all': valid are None and 'auto'"),
+        ({"recompute": "all"}, "recompute='all': must be None or 'auto'"),
         (
             {"recompute": "auto"},
             "set memory_limit, for example memory_limit='24GiB', or name a cluster",
@@ -288,7 +288,7 @@ def test_only_what_may_fit_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"mode": "recursive_programming", "cluster": "ascend910b"}
     aligned: list[Candidate] = []
     monkeypatch.setattr(candidate, "MAX_PARAMETER_AXES", 0)
-    monkeypatch.setattr(candidate, "_aligned", lambda one: aligned.append(one) or one)
+    monkeypatch.setattr(candidate, "_align_axes", lambda one: aligned.append(one) or one)
     with pytest.raises(MemoryLimitError) as error:
         plan(**options, memory_limit=1)
     assert aligned, "what needs least is, before it is measured"

@@ -63,8 +63,8 @@ def test_stages_are_cut_automatically() -> None:
             "(?s)4 devices cannot be divided into 3.*1, 2, 4",
         ),
         ({"stages": 2}, "(?s)1 micro-batches for 2 stages.*micro_batches=2"),
-        ({"stages": 2, "micro_batches": 2, "schedule": "1b1f"}, "valid are 1f1b, gpipe"),
-        ({"stages": 4, "micro_batches": 4, "stage_config": {"one": 0, "two": 1}}, "names 2"),
+        ({"stages": 2, "micro_batches": 2, "schedule": "1b1f"}, "must be one of 1f1b, gpipe"),
+        ({"stages": 4, "micro_batches": 4, "stage_config": {"one": 0, "two": 1}}, "has 2 stages"),
         (
             {
                 "stages": 2,
@@ -105,7 +105,7 @@ def test_rounds_of_interleaved_chunks_must_be_equal() -> None:
     [
         (lambda: sw.Pipeline(Net(), 0), "micro_batches=0"),
         (lambda: sw.Pipeline(Net(), True), "micro_batches=True"),
-        (lambda: sw.Pipeline(Net(), 2, loss_reduction="max"), "valid are mean, sum"),
+        (lambda: sw.Pipeline(Net(), 2, loss_reduction="max"), "must be one of mean, sum"),
         (lambda: sw.Pipeline(torch.relu, 2), "takes a module"),
         (lambda: sw.plan(sw.Pipeline(Net(), 2), ARGS, devices=4, micro_batches=4), "contradicts"),
     ],

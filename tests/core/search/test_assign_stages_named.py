@@ -84,7 +84,7 @@ def test_stages_may_come_back_as_a_v(graph: Graph) -> None:
         (
             {"one": 0, "blok": 1, "last": 1},
             "1f1b",
-            "(?s)is named 'blok'\n.* valid are flatten, one, block",
+            "(?s)is named 'blok'\n.* modules of the model are flatten, one, block",
         ),
         ({"one": 0, "last": 1}, "1f1b", r"leaves out modules with parameters: block.0, block.2"),
         ({"one": 1, "block": 0, "last": 1}, "1f1b", "must ascend in the order of execution"),

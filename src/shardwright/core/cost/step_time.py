@@ -190,7 +190,7 @@ def hidden_seconds(
 ) -> dict[Transfer, ForwardBackward]:
     """Overlapped seconds of each redistribution of an activation, forward and backward. An operator
     that several of them overlap hides its own seconds once in total."""
-    delayed = {op for overlap in overlaps.values() for op in overlap.linears}
+    delayed = {op for overlap in overlaps.values() for op in overlap.delayed_linears}
     spare_seconds: dict[tuple[str, str], float] = {}
 
     def hide(seconds: float, pass_part: str, ops: Sequence[Op]) -> float:
@@ -213,7 +213,7 @@ def hidden_seconds(
     for transfer, overlap in overlaps.items():
         sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
         forward_part = hide(sent, "forward", overlap.overlapping_ops)
-        backward_part = hide(returned, "weight", overlap.linears)
+        backward_part = hide(returned, "weight", overlap.delayed_linears)
         # Weight gradients first: linear layers delay them in order to hide this transfer.
         backward_part += hide(returned - backward_part, "backward", overlap.overlapping_ops)
         hidden[transfer] = (

@@ -9,7 +9,7 @@ from functools import cached_property
 from shardwright.core.graph.graph import Kind, Value
 from shardwright.core.lower.emit import Source
 from shardwright.core.partition.communication import Communication
-from shardwright.core.partition.parameter_buckets import Bucket, Member, bucketed_steps
+from shardwright.core.partition.parameter_buckets import Bucket, Member, num_bucketed_steps
 from shardwright.core.partition.transfer import Transfer
 from shardwright.core.runtime.bucket_autograd import (
     EnterBucket,
@@ -90,7 +90,7 @@ class BucketLines:
 
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
         """Variable of a parameter after the steps that its bucket makes; None without a bucket."""
-        length = bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
+        length = num_bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
         if not length:
             return None
         bucket, member = self._bucket_of[value, _ids(route[:length])]

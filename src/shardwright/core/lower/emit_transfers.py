@@ -66,7 +66,7 @@ class TransferLines:
             self._start(transfer, before)
         # Between start and finish, so that in the backward pass, in reverse order, weight gradients
         # are computed while the gradient of the input is communicated.
-        for op in self.overlaps[transfer].linears:
+        for op in self.overlaps[transfer].delayed_linears:
             self._delay(op, transfer)
         pending = self._started[transfer]
         return self._line(transfer, "finish", self._half(transfer, FinishCollective), pending)

@@ -29,7 +29,7 @@ from shardwright.core.lower.kernels import (
 from shardwright.core.lower.regions import Compiler, compile_regions
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.communication import Communication
-from shardwright.core.partition.parameter_buckets import bucketed_steps
+from shardwright.core.partition.parameter_buckets import num_bucketed_steps
 from shardwright.core.partition.transfer import Transfer
 from shardwright.core.rules import is_random, rule_of
 from shardwright.core.rules.rule import Cuts, ShardingRule, TwoPhaseKernel
@@ -249,7 +249,7 @@ class _Lowering:
         if name is None:
             name = self._variable(value)
         else:
-            route = route[bucketed_steps(route) :]
+            route = route[num_bucketed_steps(route) :]
         return self.transfers.convert(name, route)
 
     def _pending_loss(self) -> Transfer | None:

@@ -1,9 +1,8 @@
 """Name mesh axes by the kind of parallelism that they serve.
 
-Each tensor dimension is traced to its origin: the batch of the model's inputs, another input
-dimension (a *position*), a parameter, or a *feature*, a dimension of an activation that a parameter
-introduced. The axis over which an operator cuts a factor is named after the origin of its
-dimensions:
+Each tensor dimension has a *meaning*: the batch of the model's inputs, another input dimension (a
+*position*), a dimension of a parameter, or a *feature*, a dimension of an activation that a
+parameter introduced. An axis is named after the meanings of the dimensions that it shards:
 
 | name of the axis | what is sharded over it |
 |---|---|
@@ -33,8 +32,11 @@ from shardwright.core.rules.rule import Dims, ShardingRule
 
 
 class Meaning(Enum):
-    """Origin of a tensor dimension. A factor carried by several tensors has the first of these
-    among their origins."""
+    """Meaning of a tensor dimension or of a factor.
+
+    If the dimensions with a factor have several meanings, the factor has the first of them, in the
+    order of this enumeration.
+    """
 
     BATCH = auto()
     POSITION = auto()
@@ -44,70 +46,72 @@ class Meaning(Enum):
 
 
 Meanings = tuple[Meaning | None, ...]
-"""Meaning of each dimension of a tensor; None for one created in the model, such as a mask's."""
+"""Meaning of each dimension of a tensor; None for a dimension created inside the model, such as
+that of a mask."""
 
 
-def name_axes(graph: Graph, axes: int, decisions: Decisions) -> tuple[str, ...]:
-    """Names for the axes `0` to `axes - 1` of a device matrix."""
-    cut_meanings: list[set[Meaning | None]] = [set() for _ in range(axes)]
-    for meaning, over in _sharded_meanings(graph, decisions):
-        for axis in over:
-            cut_meanings[axis].add(meaning)
-    storage_axes = {axis for dims in decisions.storage.values() for over in dims for axis in over}
-    names = [
-        _axis_name(each - {None}, axis in storage_axes) for axis, each in enumerate(cut_meanings)
-    ]
+def name_axes(graph: Graph, num_axes: int, decisions: Decisions) -> tuple[str, ...]:
+    """Return a name for each axis of a device matrix."""
+    meanings: list[set[Meaning | None]] = [set() for _ in range(num_axes)]
+    for meaning, axes in _sharded_meanings(graph, decisions):
+        for axis in axes:
+            meanings[axis].add(meaning)
+    storage_axes = {axis for dims in decisions.storage.values() for axes in dims for axis in axes}
+    names = [_axis_name(each - {None}, axis in storage_axes) for axis, each in enumerate(meanings)]
     numbers = {name: count() for name in names if names.count(name) > 1}
-    letters = islice(axis_names(), axes)
+    letters = islice(axis_names(), num_axes)
     return tuple(
         letter if name is None else f"{name}{next(numbers[name]) if name in numbers else ''}"
         for letter, name in zip(letters, names, strict=True)
     )
 
 
-def _axis_name(cut_meanings: set[Meaning | None], stores: bool) -> str | None:
-    # Experts first: their factor is also a dimension of parameters.
-    if Meaning.EXPERT in cut_meanings:
+def _axis_name(meanings: set[Meaning | None], shards_storage: bool) -> str | None:
+    """Return the name of an axis that shards dimensions with these meanings, or None."""
+    # Experts first: their axis also shards tokens and the experts' parameters.
+    if Meaning.EXPERT in meanings:
         return "ep"
-    if cut_meanings == {Meaning.BATCH}:
-        return "fsdp" if stores else "dp"
-    if Meaning.BATCH in cut_meanings or not cut_meanings - {Meaning.FEATURE}:
+    if meanings == {Meaning.BATCH}:
+        return "fsdp" if shards_storage else "dp"
+    if Meaning.BATCH in meanings or not meanings - {Meaning.FEATURE}:
         return None
-    return "tp" if Meaning.PARAMETER in cut_meanings else "sp"
+    return "tp" if Meaning.PARAMETER in meanings else "sp"
 
 
 def _sharded_meanings(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, Axes]]:
-    """Meaning and axes of everything that is sharded."""
+    """Yield the meaning and the axes of all sharded factors, outputs and inputs."""
     trace = trace_meanings(graph)
     for op in graph.ops:
-        for factor, over in decisions.cuts.get(op.name, {}).items():
-            yield trace.of_factor(op, factor), over
+        for factor, axes in decisions.cuts.get(op.name, {}).items():
+            yield trace.of_factor(op, factor), axes
         for value, dims in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
             yield from zip(trace.values[value], dims or (), strict=False)
     for value in graph.input_values:
         yield from zip(trace.values[value], decisions.arrivals.get(value.name, ()), strict=False)
 
 
-def trace_meanings(graph: Graph) -> _Trace:
+def trace_meanings(graph: Graph) -> _MeaningTrace:
     """Infer the meanings of all dimensions and factors.
 
-    Only the batch dimension of inputs is known at first. A dimension that is contracted with a
-    parameter is a feature dimension; the remaining input dimensions are positions (sequence).
+    At first only the batch dimension of inputs and the dimensions of parameters have a meaning. A
+    dimension that is contracted with a parameter is a feature; input dimensions that are neither
+    batch nor feature are positions (sequence).
     """
-    # Twice: an input dimension that the first pass leaves neither batch nor feature is a position,
-    # which the second pass propagates.
-    trace = _Trace.begin(graph)
-    trace.to_outputs()
-    trace.to_inputs()
+    # Twice: an input dimension that the first round leaves without a meaning is a position, which
+    # the second round propagates.
+    trace = _MeaningTrace.from_graph(graph)
+    trace.propagate_to_outputs()
+    trace.propagate_to_inputs()
+    # Only now: the pass to the inputs finds features among their dimensions.
     for value in graph.input_values:
         trace.values[value] = tuple(each or Meaning.POSITION for each in trace.values[value])
-    trace.to_outputs()
-    trace.to_inputs()
+    trace.propagate_to_outputs()
+    trace.propagate_to_inputs()
     return trace
 
 
 @dataclass
-class _Trace:
+class _MeaningTrace:
     """Meanings inferred so far.
 
     Args:
@@ -122,13 +126,15 @@ class _Trace:
     factors: dict[str, dict[str, Meaning]]
 
     def of_factor(self, op: Op, factor: str) -> Meaning | None:
-        """Meaning of a factor of `op`."""
+        """Return the meaning of a factor of `op`, or None."""
         is_expert = op.target is experts and factor == "e"
         return Meaning.EXPERT if is_expert else self.factors[op.name].get(factor)
 
     @classmethod
-    def begin(cls, graph: Graph) -> _Trace:
+    def from_graph(cls, graph: Graph) -> _MeaningTrace:
+        """Return the meanings before propagation: batch of the inputs, and parameters."""
         inputs = graph.input_values
+        # As in data parallelism, dim 0 of the first tensor input is the batch.
         batch = next((value.shape[0] for value in inputs if value.shape), None)
         values: dict[Value, Meanings] = {
             value: (None,) * len(value.shape) for value in graph.values()
@@ -144,7 +150,7 @@ class _Trace:
                 data.update(op.outputs)
         return cls(graph, data, values, {op.name: {} for op in graph.ops})
 
-    def to_outputs(self) -> None:
+    def propagate_to_outputs(self) -> None:
         """Propagate meanings from inputs of operators to outputs."""
         for op in self.graph.ops:
             rule = rule_of(op)
@@ -152,11 +158,14 @@ class _Trace:
                 op_factors = self.factors[op.name]
                 op_factors.update(self._factor_meanings(op, rule))
                 for value, dims in zip(op.outputs, rule.outputs, strict=True):
-                    self._learn(value, dims, op_factors)
+                    self._fill_meanings(value, dims, op_factors)
 
-    def to_inputs(self) -> None:
-        """Propagate meanings from outputs of operators to inputs: a mask created inside the model
-        gets the batch dimension from the scores it masks."""
+    def propagate_to_inputs(self) -> None:
+        """Propagate meanings from outputs of operators to inputs.
+
+        For example, a mask created inside the model gets the batch dimension from the attention
+        scores that it is added to.
+        """
         for op in reversed(self.graph.ops):
             rule = rule_of(op)
             if rule is not None:
@@ -166,34 +175,40 @@ class _Trace:
                         if factor is not None and meaning is not None:
                             op_factors.setdefault(factor, meaning)
                 for value, dims in zip(op.inputs, rule.inputs, strict=True):
-                    self._learn(value, dims, op_factors)
+                    self._fill_meanings(value, dims, op_factors)
 
-    def _learn(self, value: Value, dims: Dims, factors: Mapping[str, Meaning]) -> None:
-        def meaning(factor: str | None) -> Meaning | None:
-            each = None if factor is None else factors.get(factor)
-            return Meaning.FEATURE if each is Meaning.PARAMETER and value in self.data else each
+    def _fill_meanings(self, value: Value, dims: Dims, factors: Mapping[str, Meaning]) -> None:
+        """Set the meanings of dimensions of `value` that have none, from those of their factors."""
+
+        def meaning_of(factor: str | None) -> Meaning | None:
+            meaning = None if factor is None else factors.get(factor)
+            is_feature = meaning is Meaning.PARAMETER and value in self.data
+            return Meaning.FEATURE if is_feature else meaning
 
         meanings = self.values[value]
         self.values[value] = tuple(
-            each or meaning(factor) for each, factor in zip(meanings, dims, strict=True)
+            each or meaning_of(factor) for each, factor in zip(meanings, dims, strict=True)
         )
 
     def _factor_meanings(self, op: Op, rule: ShardingRule) -> dict[str, Meaning]:
+        """Return the meaning of each factor, from the dimensions of the inputs that have it."""
         result = {}
         for factor in rule.factors:
             tensors = zip(op.inputs, rule.inputs, strict=True)
-            carriers = [(value, dims.index(factor)) for value, dims in tensors if factor in dims]
-            meanings = {self.values[value][dim] for value, dim in carriers}
-            of_data = {self.values[value][dim] for value, dim in carriers if value in self.data}
+            dims_of = [(value, dims.index(factor)) for value, dims in tensors if factor in dims]
+            meanings = {self.values[value][dim] for value, dim in dims_of}
+            data_meanings = {
+                self.values[value][dim] for value, dim in dims_of if value in self.data
+            }
             if Meaning.PARAMETER in meanings:
                 # Contracted with a parameter: a feature dimension, even of an input.
                 if not any(factor in dims for dims in rule.outputs):
                     meanings.discard(Meaning.POSITION)
-                elif of_data == {None}:
+                elif data_meanings == {None}:
                     # The dimension has the meaning of the data that the parameter is combined
                     # with, which is not known yet.
                     meanings.discard(Meaning.PARAMETER)
-            # The order of the enumeration: what a batch dimension touches is batch.
+            # The order of the enumeration: a dimension that is combined with the batch is batch.
             values = [each.value for each in meanings if each is not None]
             if values:
                 result[factor] = Meaning(min(values))

@@ -19,13 +19,13 @@ class Chunk:
     """Consecutive operators of a model on one pipeline stage, for one micro-batch.
 
     Args:
-        number: index in model order.
-        stage: stage that owns it.
-        graph: its operators; see `GraphChunk`.
-        mesh: device matrix of its stage.
+        number: index of the chunk in model order.
+        stage: stage that owns the chunk.
+        graph: operators of the chunk; see `GraphChunk`.
+        mesh: device matrix of the stage.
         decisions: decisions for the model, with the layouts of received and sent values.
-        arriving, leaving: values received from the chunk before, and sent to the next.
-        returned: outputs of the model that it computes.
+        arriving, leaving: values received from the previous chunk, and sent to the next one.
+        returned: outputs of the model that the chunk computes.
         splits_backward: whether its backward pass is split into gradients of inputs and of
             parameters.
     """
@@ -42,17 +42,17 @@ class Chunk:
 
     @cached_property
     def communication(self) -> Communication:
-        """Communication within the chunk."""
+        """Communication within the chunk, without messages to other chunks."""
         return communication(self.graph, self.mesh, self.decisions)
 
     @cached_property
     def overlaps(self) -> dict[Transfer, Overlap]:
-        """Computation that overlaps each redistribution."""
+        """Redistributions that overlap computation, each with this computation."""
         return overlaps(self.graph, self.communication, delays=not self.splits_backward)
 
     @property
     def border_bytes(self) -> tuple[int, int]:
-        """Bytes that one device sends to the next chunk, and as gradients to the one before."""
+        """Bytes that one device sends to the next chunk, and as gradients to the previous one."""
         departures, arrivals = self.decisions.departures, self.decisions.arrivals
         # Values without a gradient, such as masks and targets, are sent forward only.
         gradients = [value for value in self.arriving if value.requires_grad]

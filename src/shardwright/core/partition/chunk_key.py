@@ -9,54 +9,58 @@ from shardwright.core.partition.chunk import Chunk
 
 
 def chunk_key(chunk: Chunk) -> tuple[object, ...]:
-    """Key of everything that memory and time of a chunk depend on. Names of values and operators
-    are replaced by numbers in order of first appearance."""
-    return tuple(_NamelessChunk(chunk).lines())
+    """Return a key of everything that memory and time of a chunk depend on.
+
+    Values, operators and segments appear as numbers, in order of first appearance.
+    """
+    return tuple(_ChunkDescription(chunk).parts())
 
 
-class _NamelessChunk:
-    """Describes a chunk with numbers instead of names."""
+class _ChunkDescription:
+    """A description of a chunk with numbers instead of names."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk, self.decisions = chunk, chunk.decisions
         self._numbers: dict[object, int] = {}
 
-    def lines(self) -> Iterator[object]:
+    def parts(self) -> Iterator[object]:
         chunk, graph, decisions = self.chunk, self.chunk.graph, self.decisions
-        # Whether there is a chunk before decides whether gradients of inputs are computed.
+        # Whether there is a previous chunk decides whether gradients of inputs are computed.
         yield decisions.sharding, decisions.bucket_bytes, chunk.number > 0, graph.loss is None
-        read = (graph.input_values, graph.parameters, graph.buffers, tuple(graph.constants))
-        for values in read:
-            yield tuple(map(self._value, values))
+        given = (graph.input_values, graph.parameters, graph.buffers, tuple(graph.constants))
+        for values in given:
+            yield tuple(map(self._describe_value, values))
         for op in graph.ops:
-            yield self._op(op)
-        yield tuple((self._number(old), self._number(new)) for old, new in graph.updates)
+            yield self._describe_op(op)
+        yield tuple((self._number_of(old), self._number_of(new)) for old, new in graph.updates)
         for values in (chunk.arriving, chunk.leaving, chunk.returned, graph.output_values):
-            yield tuple(map(self._number, values))
+            yield tuple(map(self._number_of, values))
 
-    def _number(self, named_object: object) -> int:
-        return self._numbers.setdefault(named_object, len(self._numbers))
+    def _number_of(self, named: object) -> int:
+        """Return the number of a value or of a segment name."""
+        # Repeated layers have other names, but the same order of first appearances.
+        return self._numbers.setdefault(named, len(self._numbers))
 
-    def _value(self, value: Value) -> tuple[object, ...]:
+    def _describe_value(self, value: Value) -> tuple[object, ...]:
         name, decisions = value.name, self.decisions
         return (
-            self._number(value),
+            self._number_of(value),
             *(value.shape, value.dtype, value.stored_dtype, value.requires_grad),
             decisions.storage.get(name) if value.kind is Kind.PARAMETER else None,
             *(decisions.arrivals.get(name), decisions.departures.get(name)),
         )
 
-    def _op(self, op: Op) -> tuple[object, ...]:
+    def _describe_op(self, op: Op) -> tuple[object, ...]:
         decisions, recompute = self.decisions, self.decisions.recompute.get(op.name)
         cuts = decisions.cuts.get(op.name, {})
         return (
             op.target,
             op.structure,
-            tuple(map(self._number, op.inputs)),
-            tuple(map(self._value, op.outputs)),
+            tuple(map(self._number_of, op.inputs)),
+            tuple(map(self._describe_value, op.outputs)),
             tuple((factor, tuple(axes)) for factor, axes in cuts.items() if axes),
             decisions.outputs.get(op.name),
             None
             if recompute is None
-            else (self._number(recompute.segment), recompute.communication),
+            else (self._number_of(recompute.segment), recompute.communication),
         )

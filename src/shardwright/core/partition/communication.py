@@ -1,7 +1,7 @@
 """All communication of a plan: the redistribution steps of each value from producer to consumers.
 
-Search and cost count its bytes, lowering emits its steps. As both read the same list, predicted
-bytes equal those sent.
+Search and cost count the bytes of these steps, and lowering emits them. As both read the same list,
+predicted bytes equal the bytes sent.
 
 Consumers of a value share steps: `q`, `k` and `v` read one replicated → varying step, whose
 gradient is one all-reduce. Steps of parameters from storage to use are joined into buckets.
@@ -34,18 +34,22 @@ from shardwright.core.rules.rule import Cuts, Reduction, ShardingRule, no_reduct
 
 @dataclass(frozen=True)
 class InnerReduction:
-    """A collective inside an operator's kernel, over the joined `axes`."""
+    """A collective inside an operator's kernel.
+
+    Args:
+        axes: axes of the device matrix whose devices form one group.
+    """
 
     reduction: Reduction
     axes: tuple[int, ...]
 
     def bytes(self, mesh: DeviceMatrix, differentiable: bool) -> tuple[int, int]:
-        """Bytes that one device sends, forward and backward."""
-        reduction, group = self.reduction, mesh.size(self.axes)
+        """Return the bytes that one device sends, forward and backward."""
+        reduction, group_size = self.reduction, mesh.size(self.axes)
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
-        bytes_per_collective = COLLECTIVES[reduction.collective].sent(num_bytes, group)
-        forward, backward = reduction.num_collectives(group, differentiable)
-        return forward * bytes_per_collective, backward * bytes_per_collective
+        sent_bytes = COLLECTIVES[reduction.collective].sent(num_bytes, group_size)
+        forward, backward = reduction.num_collectives(group_size, differentiable)
+        return forward * sent_bytes, backward * sent_bytes
 
 
 @dataclass
@@ -53,18 +57,18 @@ class Communication:
     """All communication of a program.
 
     Args:
-        initial_layouts: layout in which each value is produced, stored (parameters) or passed in
+        initial_layouts: layout in which each value is computed, stored (parameters) or passed in
             (inputs).
-        leading_transfers: transfers of a value to its pinned output layout; all its routes begin
-            with them.
+        leading_transfers: transfers of each pinned output to its pinned layout; all routes of the
+            value begin with them.
         input_layouts: layouts in which each operator reads its inputs.
         routes: transfers to each input of an operator, by `(operator name, input index)`.
         output_routes: transfers of each graph output to the returned layout.
         update_routes: transfers of the new value of each updated parameter or buffer to the layout
             of the old value.
         reductions: collectives inside kernels, by operator name.
-        segments: operators that are recomputed together in the backward pass.
-        buckets: joined first steps of parameters.
+        segments: groups of operators that are recomputed together in the backward pass.
+        buckets: groups of parameters whose first steps are joined.
         transfers: all transfers, including those of buckets.
         forward_bytes, backward_bytes: bytes that one device sends in one run of the program.
     """
@@ -89,14 +93,17 @@ class Communication:
         return self.forward_bytes + self.backward_bytes
 
     def step_bytes(self, micro_batches: int) -> tuple[int, int]:
-        """Bytes that one device sends in a training step, forward and backward. Activations are
-        redistributed for each micro-batch, parameters as often as the sharding level requires."""
+        """Return the bytes that one device sends in a training step, forward and backward.
+
+        Activations are redistributed for each micro-batch, parameters as often as the ZeRO level
+        requires.
+        """
         forward, backward = self.forward_bytes * micro_batches, self.backward_bytes * micro_batches
         for bucket in self.buckets:
-            single, step = bucket.step_bytes(1), bucket.step_bytes(micro_batches)
-            # `forward_bytes` counts a bucket once per run of the program; most run once per step.
-            forward += step[0] - micro_batches * single[0]
-            backward += step[1] - micro_batches * single[1]
+            # Replaces the bytes of buckets, which `forward_bytes` counts for each micro-batch.
+            per_run, per_step = bucket.step_bytes(1), bucket.step_bytes(micro_batches)
+            forward += per_step[0] - micro_batches * per_run[0]
+            backward += per_step[1] - micro_batches * per_run[1]
         return forward, backward
 
     @cached_property
@@ -110,12 +117,13 @@ class Communication:
         return frozenset(name for name, segment in self.segment_of.items() if segment.trained)
 
     def layout(self, value: Value) -> TensorLayout:
-        """The layout in which `value` is available to consumers: as produced, or as pinned."""
+        """Return the layout in which `value` is available to consumers: as computed, or as
+        pinned."""
         route = self.leading_transfers.get(value)
         return route[-1].step.target if route else self.initial_layouts[value]
 
     def returned(self, value: Value) -> TensorLayout:
-        """The layout in which an output of the model is returned."""
+        """Return the layout in which the model returns an output."""
         route = self.output_routes[value]
         return route[-1].step.target if route else self.layout(value)
 
@@ -131,15 +139,16 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     result = Communication(mesh)
     for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
         result.initial_layouts[value] = initial_layout(value, mesh, decisions)
-    shared_transfers: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer] = {}
+    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer] = {}
     returned = {*graph.output_values, *(value for _, value in graph.updates)}
     for op in graph.ops:
-        _add_operator(result, op, decisions.cuts.get(op.name, {}), shared_transfers)
+        _add_operator_transfers(result, op, decisions.cuts.get(op.name, {}), shared)
+        # Pinned outputs in graph order, so that consumers' routes begin at the pinned layout.
         for value, axes in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
             is_read = graph.consumers[value] or value in returned
             if axes is not None and is_read:
                 target = TensorLayout(mesh, axes)
-                route = _route(result, value, target, shared_transfers, True, True)
+                route = _add_route(result, value, target, shared, True, True)
                 result.leading_transfers[value] = route
     for value in graph.output_values:
         departure = decisions.departures.get(value.name)
@@ -148,14 +157,13 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
             target = TensorLayout(mesh, departure)
         elif graph.loss is None or not value.shape:
             target = mesh.replicated(len(value.shape))
+        # A value with a departure is read by a later chunk, which sends its gradient back.
         trained = departure is not None or value in graph.trained
-        result.output_routes[value] = _route(result, value, target, shared_transfers, True, trained)
+        result.output_routes[value] = _add_route(result, value, target, shared, True, trained)
     for old_value, value in graph.updates:
         # The new value is copied into the tensor of the old one, so it needs the same layout.
         target = result.initial_layouts[old_value]
-        result.update_routes[old_value] = _route(
-            result, value, target, shared_transfers, False, False
-        )
+        result.update_routes[old_value] = _add_route(result, value, target, shared, False, False)
     result.transfers = join_transfers(
         result.transfers,
         (result.routes, result.output_routes, result.update_routes),
@@ -164,29 +172,32 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     transfers = OperatorTransfers(graph, result.routes, result.reductions)
     result.segments = recompute_segments(graph, decisions.recompute, transfers)
     assign_recomputed_transfers(result.segments, transfers, decisions)
-    routes = [*result.output_routes.items()]
-    routes += [(value, result.update_routes[old_value]) for old_value, value in graph.updates]
+    returned_routes = [*result.output_routes.items()]
+    returned_routes += [(value, result.update_routes[old]) for old, value in graph.updates]
     # Segments may have been divided: a bucket belongs to one of the resulting segments.
     recomputed = {name: Recompute(s.name) for name, s in result.segment_of.items()}
-    divided = replace(decisions, recompute=recomputed)
-    result.buckets = buckets(graph, mesh, divided, result.routes, result.initial_layouts, routes)
+    divided_decisions = replace(decisions, recompute=recomputed)
+    result.buckets = buckets(
+        graph, mesh, divided_decisions, result.routes, result.initial_layouts, returned_routes
+    )
     _count_bytes(result, graph)
     return result
 
 
 def initial_layout(value: Value, mesh: DeviceMatrix, decisions: Decisions) -> TensorLayout:
-    """Storage layout of a parameter, or the layout in which another value is passed in."""
+    """Return the storage layout of a parameter, or the layout in which an input, buffer or constant
+    is passed in."""
     axes = decisions.storage if value.kind is Kind.PARAMETER else decisions.arrivals
     return interned_layout(mesh, tuple(axes.get(value.name, ((),) * len(value.shape))))
 
 
 def storage_as_used(graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> Storage:
-    """Default storage: each parameter in the layout of its first use that shards it, else
-    replicated."""
-    return {value.name: _axes_as_used(graph, mesh, cuts, value) for value in graph.parameters}
+    """Return the default storage: each parameter in the layout of its first use that shards it,
+    else replicated."""
+    return {value.name: _axes_of_first_use(graph, mesh, cuts, value) for value in graph.parameters}
 
 
-def _axes_as_used(
+def _axes_of_first_use(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], value: Value
 ) -> tuple[tuple[int, ...], ...]:
     for op, index in graph.consumers[value]:
@@ -198,11 +209,11 @@ def _axes_as_used(
     return ((),) * len(value.shape)
 
 
-def _add_operator(
+def _add_operator_transfers(
     result: Communication,
     op: Op,
     cuts: Cuts,
-    shared_transfers: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
+    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
 ) -> None:
     mesh, rule = result.mesh, rule_of(op)
     if rule is None:
@@ -211,16 +222,16 @@ def _add_operator(
     else:
         inputs, outputs = rule.layouts(mesh, cuts)
         if rule.reductions is not no_reductions and (
-            op_reductions := tuple(_inner_reductions(rule, op, mesh, cuts))
+            inner := tuple(_inner_reductions(rule, op, mesh, cuts))
         ):
-            result.reductions[op.name] = op_reductions
+            result.reductions[op.name] = inner
     result.input_layouts[op.name] = inputs
     for value, layout in zip(op.outputs, outputs, strict=True):
         result.initial_layouts[value] = layout
     differentiable = any(value.differentiable for value in op.outputs)
     trained = any(value.requires_grad for value in op.outputs)
     for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
-        route = _route(result, value, layout, shared_transfers, differentiable, trained)
+        route = _add_route(result, value, layout, shared, differentiable, trained)
         result.routes[op.name, index] = route
 
 
@@ -228,30 +239,31 @@ def _inner_reductions(
     rule: ShardingRule, op: Op, mesh: DeviceMatrix, cuts: Cuts
 ) -> Iterator[InnerReduction]:
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
-        axes = tuple(a for f in reduction.factors for a in cuts.get(f, ()))
         # Sorted where the order does not matter, so that operators share process groups.
+        axes = tuple(a for f in reduction.factors for a in cuts.get(f, ()))
         yield InnerReduction(reduction, axes if reduction.ordered else tuple(sorted(axes)))
 
 
-def _route(
+def _add_route(
     result: Communication,
     value: Value,
     target: TensorLayout,
-    shared_transfers: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
+    shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer],
     differentiable: bool,
     trained: bool,
 ) -> tuple[Transfer, ...]:
     """Return the transfers of `value` to `target`, reusing those of earlier consumers.
 
     Args:
-        shared_transfers: transfers made so far, by value and steps.
+        shared: transfers made so far, by value and steps from its available layout.
         differentiable: whether a gradient may flow back from this consumer.
-        trained: whether one does when the graph's `trained` outputs are differentiated.
+        trained: whether a gradient flows back when the graph's `trained` outputs are
+            differentiated.
     """
     differentiable = differentiable and value.differentiable
     trained = trained and value.requires_grad
     leading, source = result.leading_transfers.get(value, ()), result.layout(value)
-    # Layouts are interned: the common case is one comparison of objects.
+    # A shortcut for interned layouts, for which `redistribution_steps` would find no steps.
     if source is target and not target.varying:
         target.shard_shape(value.shape)  # raises if the layout does not divide the shape
         return leading
@@ -260,16 +272,17 @@ def _route(
     for length, step in enumerate(path, start=1):
         key = (value, path[:length])
         # Keyed by all steps so far: equal steps from different layouts are different transfers.
-        if key not in shared_transfers:
+        if key not in shared:
             previous = route[-1] if route else None
-            shared_transfers[key] = Transfer(value, step, previous, trained)
-            result.transfers.append(shared_transfers[key])
-        shared_transfers[key].trained |= trained
-        route.append(shared_transfers[key])
+            shared[key] = Transfer(value, step, previous, trained)
+            result.transfers.append(shared[key])
+        shared[key].trained |= trained
+        route.append(shared[key])
     return tuple(route)
 
 
 def _count_bytes(result: Communication, graph: Graph) -> None:
+    # Steps of a bucket are one collective, whose bytes are rounded once.
     bucketed = {id(t) for bucket in result.buckets for m in bucket.members for t in m.transfers}
     for transfer in result.transfers:
         if id(transfer) not in bucketed:
@@ -279,11 +292,11 @@ def _count_bytes(result: Communication, graph: Graph) -> None:
         forward, backward = bucket.step_bytes(1)
         result.forward_bytes += forward
         result.backward_bytes += backward
-    for name, op_reductions in result.reductions.items():
+    for name, inner in result.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
-        for reduction in op_reductions:
+        for reduction in inner:
             forward, backward = reduction.bytes(result.mesh, differentiable)
             # A recomputed operator runs its forward collectives again in the backward pass.
-            repeated = forward if name in result.recomputed_ops else 0
+            repeated_bytes = forward if name in result.recomputed_ops else 0
             result.forward_bytes += forward
-            result.backward_bytes += backward + repeated
+            result.backward_bytes += backward + repeated_bytes

@@ -1,4 +1,5 @@
-"""Decisions of a plan: cuts, storage, recomputation. Made by search, read by cost and lowering."""
+"""The decisions of a plan, which search makes and cost and lowering read: cuts, storage,
+recomputation."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ Storage = Mapping[str, CutAxes]
 """Storage layout of each parameter, by name."""
 
 Outputs = Mapping[str, tuple[CutAxes | None, ...]]
-"""Pinned layouts of operator outputs, by operator name; None for an output that is not pinned."""
+"""Pinned layouts of the outputs of operators, by operator name; None for outputs that are not
+pinned."""
 
 NO_OUTPUTS: Outputs = MappingProxyType({})
 
 BUCKET_BYTES = 25 * 2**20
-"""Default bucket size, the same as that of DistributedDataParallel."""
+"""Default bucket size in bytes, the same as that of DistributedDataParallel."""
 
 LEVELS = ("level1", "level2", "level3")
 
@@ -42,7 +44,7 @@ class OptimizerParallel:
             parameters after use and gathers them again in the backward pass (ZeRO-3, FSDP). With
             one micro-batch, `level1` and `level2` are the same.
         shard_size: number of devices over which a parameter is sharded; -1 for all its replicas.
-        threshold: parameters of less than this many KiB, as stored, are not sharded.
+        threshold: minimum size of parameters that are sharded, in KiB as stored.
 
     Raises:
         StrategyError: if a value is invalid.
@@ -55,7 +57,8 @@ class OptimizerParallel:
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise StrategyError(
-                f"OptimizerParallel: level {self.level!r} is unknown\nvalid are {', '.join(LEVELS)}"
+                f"OptimizerParallel: level {self.level!r} is unknown\n"
+                f"use one of {', '.join(LEVELS)}"
             )
         is_int = isinstance(self.shard_size, int) and not isinstance(self.shard_size, bool)
         if not is_int or (self.shard_size < 1 and self.shard_size != -1):
@@ -66,7 +69,7 @@ class OptimizerParallel:
         is_int = isinstance(self.threshold, int) and not isinstance(self.threshold, bool)
         if not is_int or self.threshold < 0:
             raise StrategyError(
-                f"OptimizerParallel: threshold {self.threshold!r} must be a whole number of KB, at"
+                f"OptimizerParallel: threshold {self.threshold!r} must be a whole number of KiB, at"
                 " least 0"
             )
 
@@ -76,9 +79,9 @@ class Recompute:
     """Recomputation of an operator in the backward pass (activation checkpointing).
 
     Args:
-        segment: consecutive operators of the same segment are recomputed together.
-        communication: whether redistributions inside are repeated too; else their results are
-            saved.
+        segment: name of the segment; consecutive operators of one segment are recomputed together.
+        communication: whether redistributions inside the segment are repeated too; else their
+            results are saved.
     """
 
     segment: str
@@ -90,15 +93,15 @@ class Decisions:
     """All decisions for one program, of a model or of a chunk of it.
 
     Args:
-        cuts: factors of each sharded operator, with the axes that cut them.
+        cuts: for each sharded operator, by name, the axes that cut each factor.
         storage: storage layout of each parameter.
         outputs: pinned layouts of operator outputs.
         arrivals: layouts of inputs that are not replicated, by name.
         departures: layouts in which the program returns values, by name; see `communication` for
             the default.
         sharding: ZeRO / HSDP configuration; None stores parameters as they are used.
-        bucket_bytes: size up to which collectives of parameters are bucketed.
-        recompute: operators to recompute in the backward pass.
+        bucket_bytes: maximum bytes of parameters in a bucket, in the layout in which they are used.
+        recompute: operators to recompute in the backward pass, by name.
     """
 
     cuts: Mapping[str, Cuts]
@@ -113,38 +116,39 @@ class Decisions:
 
 def adapt_decisions(decisions: Decisions, graph: Graph, mesh: DeviceMatrix) -> Decisions:
     """Adapt decisions to `graph`, a capture of the same model in another mode or with other input
-    shapes. Cuts that no longer divide evenly are dropped."""
+    shapes. Axes that dimensions of other sizes are not divisible by are dropped."""
     return replace(
         decisions,
-        cuts=_adapted_cuts(decisions.cuts, graph, mesh),
-        outputs=_adapted_outputs(decisions.outputs, graph, mesh),
+        cuts=_adapt_cuts(decisions.cuts, graph, mesh),
+        outputs=_adapt_outputs(decisions.outputs, graph, mesh),
     )
 
 
-def _adapted_cuts(
+def _adapt_cuts(
     cuts: Mapping[str, Cuts], graph: Graph, mesh: DeviceMatrix
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Cuts of the operators that `graph` has: of each factor, the leading axes that divide it."""
+    """Return the cuts of the operators in `graph`: for each factor the leading axes that its size
+    is divisible by."""
     result = {}
     for op in graph.ops:
         rule = rule_of(op)
         if rule is not None and op.name in cuts:
-            dividing = {
-                factor: _dividing_axes(mesh, axes, rule.capacity[factor])
+            divisible_cuts = {
+                factor: _leading_divisible_axes(mesh, axes, rule.capacity[factor])
                 for factor, axes in cuts[op.name].items()
                 if factor in rule.factors
             }
-            # Joined factors divide a dimension together: each may divide it while both do not.
-            indivisible = rule.indivisible_factor(mesh, dividing)
-            result[op.name] = {f: axes for f, axes in dividing.items() if f != indivisible}
+            # Each factor is divisible, but a dimension that two of them cut may not be.
+            indivisible = rule.indivisible_factor(mesh, divisible_cuts)
+            result[op.name] = {f: axes for f, axes in divisible_cuts.items() if f != indivisible}
     return result
 
 
-def _adapted_outputs(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Outputs:
-    """Pinned output layouts of the operators that `graph` has, where they still divide evenly."""
+def _adapt_outputs(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Outputs:
+    """Return the pinned output layouts of the operators in `graph`, where sizes are divisible."""
     return {
         op.name: tuple(
-            axes if axes is not None and _divides(mesh, axes, value.shape) else None
+            axes if axes is not None and _is_divisible(mesh, axes, value.shape) else None
             for axes, value in zip(outputs[op.name], op.outputs, strict=False)
         )
         for op in graph.ops
@@ -152,13 +156,18 @@ def _adapted_outputs(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Outp
     }
 
 
-def _dividing_axes(mesh: DeviceMatrix, axes: tuple[int, ...], capacity: int) -> tuple[int, ...]:
+def _leading_divisible_axes(
+    mesh: DeviceMatrix, axes: tuple[int, ...], capacity: int
+) -> tuple[int, ...]:
     # Leading axes only, the most significant ones: then new shards are unions of planned ones.
     lengths = range(1, len(axes) + 1)
-    dividing_lengths = list(takewhile(lambda n: capacity % mesh.size(axes[:n]) == 0, lengths))
-    return axes[: dividing_lengths[-1]] if dividing_lengths else ()
+    divisible = list(takewhile(lambda n: capacity % mesh.size(axes[:n]) == 0, lengths))
+    return axes[: divisible[-1]] if divisible else ()
 
 
-def _divides(mesh: DeviceMatrix, axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> bool:
+def _is_divisible(
+    mesh: DeviceMatrix, axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
+) -> bool:
+    # A count of 0 stands for a tensor of another number of dimensions.
     counts = TensorLayout(mesh, axes).shard_counts if len(axes) == len(shape) else (0,)
     return all(parts and size % parts == 0 for size, parts in zip(shape, counts, strict=False))

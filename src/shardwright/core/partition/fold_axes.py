@@ -30,25 +30,28 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
     joinable = {axis for axis, stride in enumerate(_strides(mesh)) if stride not in strides}
     joined = join_axes(
         len(mesh.device_matrix),
-        _axes_of(partitioned),
+        _used_axes(partitioned),
         lambda axis, inner: inner == axis + 1 and axis in joinable,
     )
-    new_axis_of = {axes[0]: new for new, axes in enumerate(joined)}
-    decisions = _renumbered(
+    # The first axis of each group stands for it; the others follow it in every list.
+    new_axis = {axes[0]: index for index, axes in enumerate(joined)}
+    decisions = _renumber_decisions(
         partitioned.decisions,
-        lambda axes: tuple(new_axis_of[axis] for axis in axes if axis in new_axis_of),
+        lambda axes: tuple(new_axis[axis] for axis in axes if axis in new_axis),
     )
     sizes = tuple(map(mesh.size, joined))
     if unjoined_mesh is not None and sizes == unjoined_mesh.device_matrix:
         return replace(partitioned, mesh=unjoined_mesh, decisions=decisions)
     names = name_axes(partitioned.graph, len(sizes), decisions)
-    matrix = DeviceMatrix(sizes, names, mesh.rank_list)
-    return partitioned if matrix == mesh else replace(partitioned, mesh=matrix, decisions=decisions)
+    folded_mesh = DeviceMatrix(sizes, names, mesh.rank_list)
+    if folded_mesh == mesh:
+        return partitioned
+    return replace(partitioned, mesh=folded_mesh, decisions=decisions)
 
 
 def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
-    """Axes of the `DeviceMesh` of all DTensors, each as the axes of the device matrix it joins:
-    those that all parameters and sharded outputs use together, neighbors or not."""
+    """Return the axes of the `DeviceMesh` of all DTensors, each as a group of axes of the device
+    matrix: those that all parameters and sharded outputs use together, neighbors or not."""
     # Fewer axes than the device matrix has: the time of DTensor's first step grows exponentially
     # with the axes of its mesh.
     layouts = [
@@ -56,31 +59,31 @@ def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
         for chunk in partitioned.chunks
         for value in chunk.returned
     ]
-    axis_lists = [axes for dims in partitioned.decisions.storage.values() for axes in dims]
-    axis_lists += [axes for layout in layouts for axes in layout.axes]
-    axis_lists += [tuple(sorted(layout.partial)) for layout in layouts]
-    return join_axes(len(partitioned.mesh.device_matrix), axis_lists)
+    used_axes = [axes for dims in partitioned.decisions.storage.values() for axes in dims]
+    used_axes += [axes for layout in layouts for axes in layout.axes]
+    used_axes += [tuple(sorted(layout.partial)) for layout in layouts]
+    return join_axes(len(partitioned.mesh.device_matrix), used_axes)
 
 
 def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, Decisions]:
     """Split each axis of a device matrix into axes of prime sizes, and renumber decisions."""
-    factors = [prime_factors(size) for size in mesh.device_matrix]
-    starts = list(accumulate(map(len, factors), initial=0))
-    sizes = tuple(size for primes in factors for size in primes)
-    matrix = DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
-    return matrix, _renumbered(
+    primes_of_axis = [prime_factors(size) for size in mesh.device_matrix]
+    starts = list(accumulate(map(len, primes_of_axis), initial=0))
+    sizes = tuple(size for primes in primes_of_axis for size in primes)
+    prime_mesh = DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
+    return prime_mesh, _renumber_decisions(
         decisions, lambda axes: tuple(n for a in axes for n in range(starts[a], starts[a + 1]))
     )
 
 
 def _strides(mesh: DeviceMatrix) -> list[int]:
-    """Number of devices inside each axis but the last: the stride of the axis in ranks."""
-    count = len(mesh.device_matrix)
-    return [mesh.size(range(axis + 1, count)) for axis in range(count - 1)]
+    """Return the stride, in ranks, of each axis but the last: the number of devices inside it."""
+    num_axes = len(mesh.device_matrix)
+    return [mesh.size(range(axis + 1, num_axes)) for axis in range(num_axes - 1)]
 
 
-def _axes_of(partitioned: Partitioned) -> Iterator[Axes]:
-    """All axis lists that a program depends on; axes of a set are in ascending order."""
+def _used_axes(partitioned: Partitioned) -> Iterator[Axes]:
+    """Yield all tuples of axes that a program depends on; sets of axes in ascending order."""
     decisions = partitioned.decisions
     for factors in decisions.cuts.values():
         yield from factors.values()
@@ -91,7 +94,7 @@ def _axes_of(partitioned: Partitioned) -> Iterator[Axes]:
         for output_axes in outputs:
             yield from output_axes or ()
     for chunk in partitioned.chunks:
-        # A cheaper route may redistribute parts of an axis separately, so steps count too.
+        # A cheaper route may redistribute over parts of an axis separately, so steps count too.
         for step in {transfer.step for transfer in chunk.communication.transfers}:
             yield step.axes
             for layout in (step.source, step.target):
@@ -100,8 +103,8 @@ def _axes_of(partitioned: Partitioned) -> Iterator[Axes]:
                 yield tuple(sorted(layout.varying))
 
 
-def _renumbered(decisions: Decisions, renumber: Callable[[Axes], Axes]) -> Decisions:
-    def changed(dims: CutAxes) -> CutAxes:
+def _renumber_decisions(decisions: Decisions, renumber: Callable[[Axes], Axes]) -> Decisions:
+    def renumber_dims(dims: CutAxes) -> CutAxes:
         return tuple(map(renumber, dims))
 
     return replace(
@@ -110,11 +113,11 @@ def _renumbered(decisions: Decisions, renumber: Callable[[Axes], Axes]) -> Decis
             name: {factor: renumber(axes) for factor, axes in factors.items()}
             for name, factors in decisions.cuts.items()
         },
-        storage={name: changed(dims) for name, dims in decisions.storage.items()},
+        storage={name: renumber_dims(dims) for name, dims in decisions.storage.items()},
         outputs={
-            name: tuple(None if dims is None else changed(dims) for dims in outputs)
+            name: tuple(None if dims is None else renumber_dims(dims) for dims in outputs)
             for name, outputs in decisions.outputs.items()
         },
-        arrivals={name: changed(dims) for name, dims in decisions.arrivals.items()},
-        departures={name: changed(dims) for name, dims in decisions.departures.items()},
+        arrivals={name: renumber_dims(dims) for name, dims in decisions.arrivals.items()},
+        departures={name: renumber_dims(dims) for name, dims in decisions.departures.items()},
     )

@@ -13,27 +13,27 @@ Routes = MutableMapping[Any, tuple[Transfer, ...]]
 
 
 def join_transfers(
-    transfers: Iterable[Transfer], routes: Iterable[Routes], leading: Routes
+    transfers: Iterable[Transfer], routes: Iterable[Routes], fixed: Routes
 ) -> list[Transfer]:
-    """Join transfers whose intermediate layout has no other reader; change `routes` in place.
+    """Join transfers whose intermediate layout has no other consumer; changes `routes` in place.
 
     Args:
         transfers: all transfers of a program.
-        routes: routes that contain them.
-        leading: leading transfers of pinned outputs, which are not joined.
+        routes: mappings to the routes that consist of these transfers.
+        fixed: leading transfers of pinned outputs, which are not joined.
 
     Returns:
-        The remaining transfers.
+        The transfers that remain.
     """
     transfers, routes = list(transfers), list(routes)
-    followers = Counter(id(t.previous) for t in transfers)
-    read = {id(route[-1]) for each in routes for route in each.values() if route}
-    read |= {id(t) for route in leading.values() for t in route}
+    num_next = Counter(id(t.previous) for t in transfers)
+    final = {id(route[-1]) for each in routes for route in each.values() if route}
+    final |= {id(t) for route in fixed.values() for t in route}
     joined: set[int] = set()
     for second in transfers:
         first = second.previous
-        # Another reader of the intermediate layout still needs the first step by itself.
-        if first is None or id(first) in read or followers[id(first)] > 1:
+        # Another consumer of the intermediate layout still needs the first step by itself.
+        if first is None or id(first) in final or num_next[id(first)] > 1:
             continue
         value = second.value
         step = joined_step(first.step, second.step, value.shape, value.itemsize)

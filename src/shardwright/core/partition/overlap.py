@@ -28,26 +28,28 @@ class Overlap:
     """Computation that overlaps a redistribution.
 
     Args:
-        overlapping_ops: operators between the producer of its value and the first consumer of its
-            result, forward and backward; empty if it starts at the consumer.
-        linears: linear layers that read its result and whose weight gradients overlap its backward
-            communication.
+        overlapping_ops: operators between the producer of the redistributed value and the first
+            consumer of the result, which overlap the redistribution forward and backward; empty if
+            it starts at the consumer.
+        delayed_linears: linear layers that read the result and whose weight gradients overlap the
+            redistribution of its gradient.
     """
 
     overlapping_ops: tuple[Op, ...]
-    linears: tuple[Op, ...]
+    delayed_linears: tuple[Op, ...]
 
 
 def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Transfer, Overlap]:
-    """Redistributions that overlap computation.
+    """Return the redistributions that overlap computation, each with this computation.
 
     Args:
+        flow: communication of the graph.
         delays: whether weight gradients are delayed. A schedule that splits the backward pass
             computes them in another pass, where there is no communication to overlap.
     """
-    op_index = {op.name: number for number, op in enumerate(graph.ops)}
+    op_index = {op.name: index for index, op in enumerate(graph.ops)}
     first_use: dict[Transfer, int] = {}
-    readers: dict[Transfer, list[Op]] = {}
+    possible_linears: dict[Transfer, list[Op]] = {}
     for op in graph.ops:
         for index in range(len(op.inputs)):
             route = flow.routes[op.name, index]
@@ -55,7 +57,7 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
                 first_use.setdefault(transfer, op_index[op.name])
             # The first input of a linear layer is its activation.
             if route and index == 0:
-                readers.setdefault(route[-1], []).append(op)
+                possible_linears.setdefault(route[-1], []).append(op)
     result = {}
     for transfer in filter(_can_overlap, flow.transfers):
         overlapping_ops: tuple[Op, ...] = ()
@@ -64,25 +66,25 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
         if producer is not None and transfer.previous is None:
             end = first_use.get(transfer, len(graph.ops))
             ops = graph.ops[op_index[producer.name] : end + 1]
-            overlapping_ops = _between(flow, transfer, ops, returned=end == len(graph.ops))
-        delayed = tuple(
+            overlapping_ops = _ops_between(flow, transfer, ops, returned=end == len(graph.ops))
+        delayed_linears = tuple(
             op
-            for op in readers.get(transfer, ())
+            for op in possible_linears.get(transfer, ())
             if delays
             and transfer.step.backward
             and _can_delay(op)
-            and _inside(flow, op, transfer.segment)
+            and _is_in_segment(flow, op, transfer.segment)
         )
-        if overlapping_ops or delayed:
-            result[transfer] = Overlap(overlapping_ops, delayed)
+        if overlapping_ops or delayed_linears:
+            result[transfer] = Overlap(overlapping_ops, delayed_linears)
     return result
 
 
 def _can_overlap(transfer: Transfer) -> bool:
     """Whether a transfer sends an activation and can be split into start and finish."""
     step, value = transfer.step, transfer.value
-    # Parameters have buckets. Complex numbers are sent as pairs of real ones, whose shape autograd
-    # rejects for a gradient that is still pending.
+    # Parameters overlap by buckets. Complex numbers are sent as pairs of real ones, whose shape
+    # autograd rejects for a gradient that is still pending.
     if value.kind is Kind.PARAMETER or value.dtype.is_complex:
         return False
     # Point-to-point exchanges have no separate start and finish (`core/runtime/collectives.py`).
@@ -90,28 +92,30 @@ def _can_overlap(transfer: Transfer) -> bool:
     return sends and step.spec.pattern != "point_to_point"
 
 
-def _between(
+def _ops_between(
     flow: Communication, transfer: Transfer, ops: Sequence[Op], returned: bool
 ) -> tuple[Op, ...]:
-    """Operators between producer and first consumer of a transfer; empty if they compute nothing.
+    """Return the operators between producer and first consumer of a transfer; () if they compute
+    nothing.
 
     A recomputed segment is a function of its own, so start and finish must both be inside the same
     segment or both outside.
 
     Args:
-        ops: operators from the producer to the consumer, or to the end if it is `returned`.
+        ops: operators from the producer to the first consumer, or to the end without a consumer.
+        returned: whether there is no consumer, since the model returns the result.
     """
     segment = transfer.segment
     ends = ops[:1] if returned else (ops[0], ops[-1])
-    if not all(_inside(flow, op, segment) for op in ends):
+    if not all(_is_in_segment(flow, op, segment) for op in ends):
         return ()
-    overlapping_ops = ops[1:] if returned else ops[1:-1]
-    overlapping_ops = tuple(op for op in overlapping_ops if _inside(flow, op, segment))
-    return overlapping_ops if any(map(_computes, overlapping_ops)) else ()
+    inner_ops = ops[1:] if returned else ops[1:-1]
+    inner_ops = tuple(op for op in inner_ops if _is_in_segment(flow, op, segment))
+    return inner_ops if any(map(_computes, inner_ops)) else ()
 
 
-def _inside(flow: Communication, op: Op, segment: str | None) -> bool:
-    """Whether an operator belongs to the recomputed segment; with None, whether to no segment."""
+def _is_in_segment(flow: Communication, op: Op, segment: str | None) -> bool:
+    """Whether an operator belongs to a recomputed segment; if that is None, whether to none."""
     op_segment = flow.segment_of.get(op.name)
     return (op_segment.name if op_segment is not None else None) == segment
 

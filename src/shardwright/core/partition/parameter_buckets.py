@@ -1,8 +1,8 @@
-"""Buckets of parameters, which are gathered and whose gradients are reduced together.
+"""Buckets: groups of parameters that are gathered, and whose gradients are reduced, together.
 
-The first `vary` and `all_gather` steps of parameters' routes are made for a bucket at once: one
-all-gather of the parameters, and for their gradients one reduce-scatter (if stored sharded), one
-all-reduce (if not), or both, with the all-reduce on shards (HSDP).
+The first `vary` and `all_gather` steps of the routes of parameters are joined: one all-gather of
+all parameters of the bucket, and for their gradients one reduce-scatter (if they are stored
+sharded), one all-reduce (if not), or both, with the all-reduce on shards (HSDP).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from shardwright.core.layout.redistribution import RedistributionStep
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.transfer import Transfer
 
-IN_BUCKETS = ("vary", "all_gather")
-"""Kinds of steps that buckets make. `vary` comes first, so that the all-reduce is of shards."""
+BUCKETED_KINDS = ("vary", "all_gather")
+"""Kinds of steps that are joined in buckets. `vary` comes first, so that its gradient, the
+all-reduce, is of shards."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class Member:
     Args:
         name: name of the parameter; `name@2` for the second layout in which it is used.
         stored: storage layout.
-        transfers: steps of its route that the bucket makes.
+        transfers: steps of its route that are joined in the bucket.
     """
 
     name: str
@@ -50,14 +51,14 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters whose collectives are joined; all make the same kinds of steps over the same axes.
+    """Parameters whose collectives are joined; all have the same kinds of steps over the same axes.
 
     Args:
         number: index in order of first use.
         level: ZeRO level; empty without ZeRO.
         segment: recomputed segment that contains all uses of the bucket (`level3` only).
-        regathers: whether it is gathered again in the backward pass.
-        trained: whether gradients of the graph's `trained` outputs flow into it.
+        regathers: whether the parameters are gathered again in the backward pass.
+        trained: whether gradients of the graph's `trained` outputs flow into the parameters.
     """
 
     number: int
@@ -83,22 +84,23 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Elements that one device stores."""
+        """Number of elements that one device stores."""
         return sum(prod(m.stored.shard_shape(m.value.shape)) for m in self.members)
 
     @property
     def gather_bytes(self) -> int:
-        """Bytes that one device sends to gather it once."""
+        """Bytes that one device sends to gather the parameters once."""
         total, local = 0, self.numel * self.members[0].value.itemsize
         for step in self.steps:
             if step.kind == "all_gather":
+                # Ring all-gather: n - 1 times a shard, which grows with each step of the route.
                 total += (step.group_size - 1) * local
                 local *= step.group_size
         return total
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes that one device sends to reduce its gradients once, if they are trained."""
+        """Bytes that one device sends to reduce the gradients once; 0 unless `trained`."""
         if not self.trained:
             return 0
         total, local = 0, self.numel * self.members[0].value.itemsize
@@ -107,26 +109,28 @@ class Bucket:
                 # Ring all-reduce: 2 (n - 1) / n of the tensor, rounded up.
                 total -= -2 * (step.group_size - 1) * local // step.group_size
             else:
+                # The gradient of a gather is a reduce-scatter, which sends as much.
                 total += (step.group_size - 1) * local if step.backward else 0
                 local *= step.group_size
         return total
 
     def step_bytes(self, micro_batches: int) -> tuple[int, int]:
-        """Bytes that one device sends in a step, forward and backward."""
-        runs = micro_batches if self.level == "level3" else 1
-        gathered = self.gather_bytes
-        reduces = 1 if self.reduces_once else micro_batches
-        backward = reduces * self.reduce_bytes + (micro_batches * gathered if self.regathers else 0)
-        return runs * gathered, backward
+        """Return the bytes that one device sends in a training step, forward and backward."""
+        # Only `level3` frees gathered parameters between micro-batches.
+        num_gathers = micro_batches if self.level == "level3" else 1
+        num_reductions = 1 if self.reduces_once else micro_batches
+        regather_bytes = micro_batches * self.gather_bytes if self.regathers else 0
+        backward = num_reductions * self.reduce_bytes + regather_bytes
+        return num_gathers * self.gather_bytes, backward
 
 
-def bucketed_steps(route: Sequence[Transfer]) -> int:
-    """Number of leading steps of a parameter's route that a bucket makes: at most one `vary`, then
-    gathers."""
+def num_bucketed_steps(route: Sequence[Transfer]) -> int:
+    """Return the number of leading steps of a parameter's route that are joined in a bucket: at
+    most one `vary`, then gathers."""
     length = 0
     for transfer in route:
         kind = transfer.step.kind
-        if kind not in IN_BUCKETS or (kind == "vary" and length):
+        if kind not in BUCKETED_KINDS or (kind == "vary" and length):
             break
         length += 1
     return length
@@ -144,33 +148,34 @@ def buckets(
     in the layout in which they are used.
 
     Args:
-        routes: transfers to each input of an operator.
-        stored: storage layouts.
+        routes: transfers to each input of an operator, by `(operator name, input index)`.
+        stored: storage layout of each parameter.
         returned: values that the program returns, with their transfers; they may be parameters.
     """
     level = decisions.sharding.level if decisions.sharding is not None else ""
     uses: dict[tuple[Value, tuple[int, ...]], _BucketedUse] = {}
-    # Only level3 frees gathered parameters, and has to gather again those that autograd has saved.
+    # Only level3 frees gathered parameters, and gathers again those that autograd has saved.
     needed = needed_in_backward(graph) if level == "level3" else frozenset()
     for op in graph.ops:
         for index, value in enumerate(op.inputs):
             if value.kind is not Kind.PARAMETER:
                 continue
             route = routes[op.name, index]
-            route = route[: bucketed_steps(route)]
+            route = route[: num_bucketed_steps(route)]
             if not route:
                 continue
             recompute = decisions.recompute.get(op.name)
             segment = recompute.segment if recompute and level == "level3" else None
             key = (value, tuple(id(transfer) for transfer in route))
             use = uses.setdefault(key, _BucketedUse(value, route, segment))
-            # Used in several segments, or outside of them: gathered once for all uses.
+            # A parameter used in several segments, or outside of them, is gathered once for all
+            # uses.
             if use.segment != segment:
                 use.segment = None
             use.needed |= (op.name, index) in needed
             use.trained |= value.requires_grad and any(v.requires_grad for v in op.outputs)
     for value, route in returned:
-        route = route[: bucketed_steps(route)]
+        route = route[: num_bucketed_steps(route)]
         if value.kind is Kind.PARAMETER and route:
             key = (value, tuple(id(transfer) for transfer in route))
             use = uses.setdefault(key, _BucketedUse(value, route, None))
@@ -181,7 +186,14 @@ def buckets(
 
 @dataclass
 class _BucketedUse:
-    """A use of a parameter, before uses are grouped into buckets."""
+    """A use of a parameter, before uses are grouped into buckets.
+
+    Args:
+        route: steps of the parameter's route that are joined in a bucket.
+        segment: recomputed segment that contains all operators of the use; None without one.
+        needed: whether the backward pass reads the gathered parameter (`level3` only).
+        trained: whether gradients of the graph's `trained` outputs flow back.
+    """
 
     value: Value
     route: tuple[Transfer, ...]
@@ -203,19 +215,21 @@ class _BucketedUse:
 def _group_uses(
     uses: Iterable[_BucketedUse], stored: Mapping[Value, TensorLayout], level: str, limit: int
 ) -> tuple[Bucket, ...]:
+    # One open group per key: uses of different keys alternate, such as weights and norms that are
+    # sharded over different axes.
     groups: list[list[_BucketedUse]] = []
     open_groups: dict[tuple[object, ...], tuple[list[_BucketedUse], int]] = {}
     for use in uses:
-        size = _used_bytes(use)
+        use_bytes = _gathered_bytes(use)
         # In order of use, so that a bucket is gathered shortly before all its parameters are read
         # and reduced as soon as the last gradient is there.
-        group, filled = open_groups.get(use.key, ([], 0))
+        group, group_bytes = open_groups.get(use.key, ([], 0))
         # A parameter above the limit gets a bucket of its own.
-        if not group or filled + size > limit:
-            group, filled = [], 0
+        if not group or group_bytes + use_bytes > limit:
+            group, group_bytes = [], 0
             groups.append(group)
         group.append(use)
-        open_groups[use.key] = (group, filled + size)
+        open_groups[use.key] = (group, group_bytes + use_bytes)
     num_uses: dict[Value, int] = {}
 
     def member(use: _BucketedUse) -> Member:
@@ -229,17 +243,19 @@ def _group_uses(
         segment = group[0].segment if gathers else None
         trained = group[0].trained
         regathers = level == "level3" and gathers and trained
-        # In a segment the rerun gathers it; elsewhere only if autograd saves a member.
+        # The rerun of a segment gathers its parameters; elsewhere they are gathered again only if
+        # the backward pass reads one of them.
         regathers = regathers and (segment is not None or any(use.needed for use in group))
         result.append(Bucket(number, tuple(map(member, group)), level, segment, regathers, trained))
     return tuple(result)
 
 
-def _used_bytes(use: _BucketedUse) -> int:
-    used = use.route[-1].step.target
-    return prod(used.shard_shape(use.value.shape)) * use.value.itemsize
+def _gathered_bytes(use: _BucketedUse) -> int:
+    """Return the bytes of a parameter on a device in the layout in which it is used."""
+    layout = use.route[-1].step.target
+    return prod(layout.shard_shape(use.value.shape)) * use.value.itemsize
 
 
 def varying_axes(bucket: Bucket) -> Axes:
-    """Axes over which a bucket's gradients are all-reduced."""
+    """Return the axes over which a bucket's gradients are all-reduced."""
     return next((step.axes for step in bucket.steps if step.kind == "vary"), ())

@@ -27,7 +27,7 @@ class Partitioned:
 
     Args:
         graph: graph of one micro-batch.
-        mesh: device matrix of one stage.
+        mesh: device matrix of one stage; all stages have the same.
         decisions: decisions for the whole model.
     """
 
@@ -40,32 +40,30 @@ class Partitioned:
     def chunks(self) -> tuple[Chunk, ...]:
         """Chunks in model order.
 
-        A value crosses between chunks in the layout in which it is computed; a partial sum in the
-        layout in which its first consumer reads it. Each device sends to the device with the same
-        coordinates in the next stage's device matrix.
+        A value is sent to the next chunk in the layout in which it is computed; a partial sum in
+        the layout in which its first consumer reads it. Each device sends to the device with the
+        same coordinates in the next stage's device matrix.
 
         Raises:
             PlanError: if the operators cannot be divided into these chunks.
         """
         graph, mesh, decisions = self.graph, self.mesh, self.decisions
-        self._check_updates()
+        self._check_parameter_updates()
         if self.pipeline.num_chunks == 1:
             outputs = tuple(dict.fromkeys(graph.output_values))
             return (Chunk(0, 0, graph, mesh, decisions, returned=outputs),)
-        self._check_inputs()
-        chunk_graphs = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
-        crossing_layouts = {
+        self._check_input_gradients()
+        pieces = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
+        crossing = {
             value.name: self._crossing_layout(value)
-            for chunk_graph in chunk_graphs
-            for value in chunk_graph.leaving
+            for piece in pieces
+            for value in piece.leaving
             if value in graph.producer
         }
-        return tuple(
-            self._chunk(*numbered, crossing_layouts) for numbered in enumerate(chunk_graphs)
-        )
+        return tuple(self._build_chunk(*numbered, crossing) for numbered in enumerate(pieces))
 
     def chunks_of(self, stage: int) -> tuple[Chunk, ...]:
-        """Chunks of a stage."""
+        """Return the chunks of a stage, in model order."""
         return tuple(chunk for chunk in self.chunks if chunk.stage == stage)
 
     @cached_property
@@ -79,10 +77,11 @@ class Partitioned:
 
     @cached_property
     def shared_gradients(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Stages that share each trained parameter, and bytes of its gradient on one device."""
+        """For each trained parameter of several stages, these stages and the bytes of its gradient
+        on one device."""
         trained = {v.name: v for c in self.chunks for v in c.graph.parameters if v.requires_grad}
         shared = []
-        # Such as the embedding that the first stage and the head of the last one share.
+        # For example the embedding that the first stage and the head of the last one share.
         for name, stages in self.stages_of_parameters.items():
             if name in trained and len(stages) > 1:
                 stored = TensorLayout(self.mesh, self.chunks[0].decisions.storage[name])
@@ -101,7 +100,7 @@ class Partitioned:
         return first
 
     def tensors_of(self, stage: int) -> tuple[list[Value], list[Value]]:
-        """Parameters and buffers that the chunks of a stage read or update."""
+        """Return the parameters and the buffers that the chunks of a stage read or update."""
         parameters: dict[Value, None] = {}
         buffers: dict[Value, None] = {}
         for chunk in self.chunks_of(stage):
@@ -111,32 +110,34 @@ class Partitioned:
 
     @cached_property
     def step_bytes(self) -> tuple[tuple[int, int], ...]:
-        """Bytes that one device of each stage sends in a training step, forward and backward:
-        redistributions, values sent to other stages, and gradients of parameters shared by
-        stages."""
-        chunks, count = self.chunks, self.pipeline.micro_batches
-        sent_bytes = [[0, 0] for _ in range(self.pipeline.stages)]
+        """Bytes that one device of each stage sends in a training step, forward and backward.
+
+        They include redistributions, values sent to other stages, and gradients of parameters that
+        several stages share.
+        """
+        chunks, micro_batches = self.chunks, self.pipeline.micro_batches
+        sent = [[0, 0] for _ in range(self.pipeline.stages)]
         for chunk in chunks:
-            forward, backward = chunk.communication.step_bytes(count)
+            forward, backward = chunk.communication.step_bytes(micro_batches)
             to_next, to_previous = chunk.border_bytes
-            # Consecutive chunks of one stage hand values over without a message.
+            # Consecutive chunks of one stage pass values without a message.
             if chunk.number + 1 < len(chunks) and chunks[chunk.number + 1].stage != chunk.stage:
-                forward += count * to_next
+                forward += micro_batches * to_next
             if chunk.number and chunks[chunk.number - 1].stage != chunk.stage:
-                backward += count * to_previous
-            sent_bytes[chunk.stage][0] += forward
-            sent_bytes[chunk.stage][1] += backward
+                backward += micro_batches * to_previous
+            sent[chunk.stage][0] += forward
+            sent[chunk.stage][1] += backward
         for stages, num_bytes in self.shared_gradients:
             for stage in stages:
                 # Ring all-reduce over the stages: 2 (n - 1) / n of the gradient, rounded up.
-                sent_bytes[stage][1] += -(-2 * (len(stages) - 1) * num_bytes // len(stages))
-        return tuple((forward, backward) for forward, backward in sent_bytes)
+                sent[stage][1] += -(-2 * (len(stages) - 1) * num_bytes // len(stages))
+        return tuple((forward, backward) for forward, backward in sent)
 
-    def _check_updates(self) -> None:
+    def _check_parameter_updates(self) -> None:
         """Check trained parameters that `forward` itself updates.
 
-        The new value is written at the end of a call, so nothing may read the parameter after that
-        in the same step.
+        The new value is written at the end of a call, so that a later read of the parameter in the
+        same step would get another value than on one device.
 
         Raises:
             PlanError: if several chunks, micro-batches or gathers of `level3` would read it.
@@ -150,34 +151,33 @@ class Partitioned:
                 raise PlanError(
                     f"parameter {value.name!r} is trained, and `forward` changes it without"
                     " autograd: it cannot be planned with several stages or micro-batches, or with"
-                    " hsdp level3\nuse one stage, one micro-batch and at most level2, or make the"
+                    " `hsdp` level3\nuse one stage, one micro-batch and at most level2, or make the"
                     " change after the optimizer's step"
                 )
 
-    def _check_inputs(self) -> None:
-        """Check inputs of a model in pipeline stages: PyTorch's schedules return no gradients of
-        them.
+    def _check_input_gradients(self) -> None:
+        """Check that no input of a model in pipeline stages requires a gradient.
+
+        PyTorch's pipeline schedules return no gradients of inputs.
 
         Raises:
             PlanError: if an input requires a gradient.
         """
+        # Without stages autograd runs through the whole program, inputs included.
         for value in self.graph.input_values:
             if value.differentiable:
                 raise PlanError(
                     f"input {value.name!r} requires a gradient, which a model in pipeline stages"
-                    f" does not give back\npass {value.name}.detach(), or plan without stages"
+                    f" does not return\npass {value.name}.detach(), or plan without stages"
                 )
 
-    def _chunk(
-        self, number: int, chunk_graph: GraphChunk, crossing_layouts: dict[str, CutAxes]
-    ) -> Chunk:
+    def _build_chunk(self, number: int, piece: GraphChunk, crossing: dict[str, CutAxes]) -> Chunk:
         graph, decisions = self.graph, self.decisions
-        arrivals = {value.name: crossing_layouts[value.name] for value in chunk_graph.arriving}
-        departures = {value.name: crossing_layouts[value.name] for value in chunk_graph.leaving}
-        # Outputs beside the loss are returned as they are computed: replicating logits would take
-        # much communication and memory.
+        arrivals = {value.name: crossing[value.name] for value in piece.arriving}
+        departures = {value.name: crossing[value.name] for value in piece.leaving}
+        # As without stages: a chunk that lacks the loss would return them replicated by default.
         if graph.loss is not None:
-            for value in chunk_graph.returned:
+            for value in piece.returned:
                 if value is not graph.loss and value in graph.producer:
                     departures.setdefault(value.name, self._crossing_layout(value))
         chunk_decisions = replace(
@@ -185,21 +185,20 @@ class Partitioned:
             arrivals={**decisions.arrivals, **arrivals},
             departures={**decisions.departures, **departures},
         )
-        stage, ends = self.pipeline.stage_of(number), (chunk_graph.arriving, chunk_graph.leaving)
-        splits_backward = self.pipeline.schedule_spec.splits_backward
         return Chunk(
             number,
-            stage,
-            chunk_graph.graph,
+            self.pipeline.stage_of(number),
+            piece.graph,
             self.mesh,
             chunk_decisions,
-            *ends,
-            chunk_graph.returned,
-            splits_backward,
+            piece.arriving,
+            piece.leaving,
+            piece.returned,
+            self.pipeline.schedule_spec.splits_backward,
         )
 
     def _crossing_layout(self, value: Value) -> CutAxes:
-        """Layout in which a value leaves the chunk that computes it."""
+        """Return the axes that shard each dimension of a value as it is sent to the next chunk."""
         producer = self.graph.producer[value]
         index = producer.outputs.index(value)
         requested = self.decisions.outputs.get(producer.name, ())
@@ -210,11 +209,12 @@ class Partitioned:
         if rule is None:
             return ((),) * len(value.shape)
         _, outputs = rule.layouts(self.mesh, self.decisions.cuts.get(producer.name, {}))
-        # Pipeline messages carry no pending sums: they are reduced before the value is sent.
+        # A message cannot reduce a partial sum, so it is reduced before, for the first consumer.
         return self._consumer_layout(value) if outputs[index].partial else outputs[index].axes
 
     def _consumer_layout(self, value: Value) -> CutAxes:
-        """Layout in which the first consumer reads a value; replicated without a consumer."""
+        """Return the layout in which the first consumer with a rule reads a value; replicated if
+        there is none."""
         for consumer, index in self.graph.consumers[value]:
             rule = rule_of(consumer)
             if rule is not None:
@@ -224,5 +224,5 @@ class Partitioned:
 
 
 def random_operators(graph: Graph) -> frozenset[str]:
-    """Names of the operators that draw random numbers."""
+    """Return the names of the operators that draw random numbers."""
     return frozenset(op.name for op in graph.ops if is_random(op))

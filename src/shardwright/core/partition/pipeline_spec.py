@@ -9,7 +9,7 @@ from typing import Literal
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
 
 AUTO: Literal["auto"] = "auto"
-"""Value of options that the planner chooses."""
+"""Value of an option that leaves its choice to the planner."""
 
 REDUCTIONS = ("mean", "sum")
 

@@ -21,17 +21,18 @@ class ScheduleSpec:
     """A pipeline schedule.
 
     Args:
-        name: name in options.
+        name: value of the option `schedule`.
         torch_name: name of the class in `torch.distributed.pipelining.schedules`.
-        min_chunks, max_chunks: number of chunks per stage; a `max_chunks` of None is no limit.
+        min_chunks, max_chunks: limits of the number of chunks per stage; None for no maximum.
         v_shaped: whether chunks are placed on stages 0 1 1 0 instead of 0 1 0 1.
         equal_rounds: whether the number of micro-batches must divide into equal rounds of about
             one micro-batch per stage.
         splits_backward: whether the backward pass is split into gradients of inputs and of
             parameters.
         reuses_messages: whether all micro-batches share one message buffer per direction.
-        fallback: schedule for fewer micro-batches than stages, if this one cannot run them.
-        interleaved: counterpart with several chunks per stage.
+        fallback: name of the schedule for fewer micro-batches than stages, if this one cannot run
+            them.
+        interleaved: name of the corresponding schedule with several chunks per stage.
     """
 
     name: str
@@ -52,18 +53,18 @@ class ScheduleSpec:
 
     @property
     def valid_chunks(self) -> str:
-        """Valid numbers of chunks per stage, for errors."""
+        """Phrase for the valid numbers of chunks per stage, such as "2 or more", for errors."""
         return f"{self.min_chunks}" + (" or more" if self.max_chunks is None else "")
 
     def allows_chunks(self, chunks: int) -> bool:
         return self.min_chunks <= chunks and (self.max_chunks is None or chunks <= self.max_chunks)
 
     def stage_of(self, chunk: int, stages: int) -> int:
-        """Stage of chunk `chunk`, numbered in model order."""
+        """Return the stage of a chunk, given the chunk's index in model order."""
         # In a V, every second pass over the stages runs backwards, so that two consecutive chunks
         # at its ends are on the same stage (Qi et al., arXiv:2401.10241, section 6).
-        pass_number, stage = divmod(chunk, stages)
-        return stages - 1 - stage if self.v_shaped and pass_number % 2 else stage
+        pass_index, stage = divmod(chunk, stages)
+        return stages - 1 - stage if self.v_shaped and pass_index % 2 else stage
 
     def can_run(self, micro_batches: int, stages: int) -> bool:
         """Whether the schedule can run this number of micro-batches."""
@@ -72,7 +73,7 @@ class ScheduleSpec:
         return not self.equal_rounds or micro_batches % rounds == 0
 
     def torch_class(self, micro_batches: int, stages: int) -> TorchSchedule:
-        """PyTorch's schedule class for a number of micro-batches."""
+        """Return PyTorch's schedule class for a number of micro-batches."""
         if self.fallback is not None and micro_batches < stages:
             return SCHEDULES[self.fallback].torch_class(micro_batches, stages)
         schedule_class: TorchSchedule = getattr(torch_schedules, self.torch_name)
@@ -121,14 +122,14 @@ SCHEDULES = {
 
 
 def schedule_spec(name: str, argument: str = "schedule") -> ScheduleSpec:
-    """Look up a schedule.
+    """Look up a schedule by the value of the option `schedule`.
 
     Args:
-        argument: name of the option for errors.
+        argument: name of the option in errors.
 
     Raises:
         StrategyError: if the schedule is unknown; lists the valid names.
     """
     if name not in SCHEDULES:
-        raise StrategyError(f"{argument}={name!r}\nvalid are {', '.join(SCHEDULES)}")
+        raise StrategyError(f"{argument}={name!r}: must be one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]

@@ -16,7 +16,7 @@ class Transfer:
     Compared by identity: an equal step from another layout is another transfer.
 
     Args:
-        previous: the transfer whose result it converts; None if it converts the value itself.
+        previous: the transfer whose result it redistributes; None for the value itself.
         trained: whether a gradient flows through it when the graph's `trained` outputs are
             differentiated.
         segment: recomputed segment that repeats it in the backward pass; None if it is not
@@ -38,7 +38,8 @@ class Transfer:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes that one device sends in the backward pass: for the gradient, and to repeat it."""
+        """Bytes that one device sends in the backward pass: to redistribute the gradient, and to
+        repeat the forward step in a recomputed segment."""
         repeated_bytes = self.forward_bytes if self.is_repeated else 0
         if not self.trained:
             return repeated_bytes

@@ -1,4 +1,4 @@
-"""The options that the planner attempts under a memory limit, in order, and the error if no plan
+"""The sequence of options that the planner attempts under a memory limit, and the error if no plan
 fits."""
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.planner.options import AUTO_RECOMPUTE, PlanOptions
 from shardwright.errors import MemoryLimitError, PlanError
 
-MEM_COEFF_GROWTH, MAX_MEM_COEFF = 8.0, 1e4
-"""Growth of `mem_coeff` from one attempt to the next, and the largest value attempted."""
+MEM_COEFF_FACTOR, MAX_MEM_COEFF = 8.0, 1e4
+"""Ratio of `mem_coeff` between one attempt and the one before, and the largest value attempted."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Options to plan with.
+    """Options that the planner plans with to meet the memory limit.
 
     Args:
         recompute: whether the planner may recompute operators that the user has not marked.
@@ -33,16 +33,17 @@ class Attempt:
 
 
 AttemptGroups = Sequence[Sequence[Attempt]]
-"""Attempts that compete. The groups are in ascending order of `mem_coeff`: the best attempt of a
-group is rarely faster than that of the group before."""
+"""Attempts of one phase, in groups of equal `mem_coeff`, ascending: the best attempt of a group is
+rarely faster than the best of the group before."""
 
 
 def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
-    """Attempts in phases: a phase is begun only if nothing in the phases before fits.
+    """Return the attempts in phases; a phase begins only if no attempt of earlier phases fits.
 
-    On a cluster, predicted step times decide among all changes of a single phase. Without one there
-    is nothing to compare, so that each change is a phase, the least intrusive first: sharded
-    optimizer state and parameters, recomputation, a larger `mem_coeff`, more stages.
+    On a cluster all changes are attempts of a single phase, and predicted step times decide.
+    Without a cluster there are no step times to compare, so that each change is a phase of its own,
+    the least intrusive first: sharded optimizer state and parameters, recomputation, a larger
+    `mem_coeff`, more stages.
     """
     if options.limit is None:
         return [[[Attempt(options, False)]]]
@@ -51,57 +52,48 @@ def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
     # Ascending: the smallest `mem_coeff` that fits favors data parallelism most.
     if options.has_auto_mem_coeff:
         coefficients, limit = options.mem_coeffs, options.limit
-        with_coefficients = [
-            replace(options, mem_coeff=value, memory_limit=limit) for value in coefficients
-        ]
-        phases, options = (
-            [[[Attempt(each, recompute_first)]] for each in with_coefficients],
-            with_coefficients[0],
-        )
+        fixed = [replace(options, mem_coeff=value, memory_limit=limit) for value in coefficients]
+        # Further changes start from the smallest value, which costs the least step time.
+        phases, options = [[[Attempt(each, recompute_first)]] for each in fixed], fixed[0]
     if options.cluster is not None:
-        larger_coefficients = (options, *_larger_mem_coeff(options))
-        return [
-            *phases,
-            [[Attempt(each, True) for each in _levels(base)] for base in larger_coefficients],
-        ]
-    levels = _levels(options)
+        larger = (options, *_with_larger_mem_coeffs(options))
+        return [*phases, [[Attempt(each, True) for each in _with_levels(base)] for base in larger]]
+    levels = _with_levels(options)
     phases += [[[Attempt(each, recompute_first)]] for each in levels]
-    for with_stages in (levels[-1], *_more_stages(levels[-1])):
-        phases += [
-            [[Attempt(each, True)]] for each in (with_stages, *_larger_mem_coeff(with_stages))
-        ]
+    for staged in (levels[-1], *_with_more_stages(levels[-1])):
+        phases += [[[Attempt(each, True)]] for each in (staged, *_with_larger_mem_coeffs(staged))]
     return phases
 
 
-def _levels(options: PlanOptions) -> tuple[PlanOptions, ...]:
-    """The requested sharding level and all levels above it."""
-    return (options, *_more_sharded(options))
+def _with_levels(options: PlanOptions) -> tuple[PlanOptions, ...]:
+    """Return the options with the requested ZeRO level and with each higher one."""
+    return (options, *_with_higher_levels(options))
 
 
-def _more_sharded(options: PlanOptions) -> Iterator[PlanOptions]:
+def _with_higher_levels(options: PlanOptions) -> Iterator[PlanOptions]:
     sharding = options.sharding
     next_level = LEVELS.index(sharding.level) + 1 if sharding is not None else 0
     for level in LEVELS[next_level:]:
-        # `level2` reduces gradients after each micro-batch instead of once per step, which with one
-        # micro-batch is `level1`.
+        # `level2` differs from `level1` only in reducing gradients after each micro-batch instead
+        # of once per step.
         if level == "level2" and options.num_micro_batches == 1:
             continue
         yield replace(options, hsdp=replace(sharding or OptimizerParallel(), level=level))
 
 
-def _larger_mem_coeff(options: PlanOptions) -> Iterator[PlanOptions]:
-    # Modes that do not weigh memory would find the same plan again.
+def _with_larger_mem_coeffs(options: PlanOptions) -> Iterator[PlanOptions]:
+    # Modes that do not weigh memory would find the same plan with every value.
     if "mem_coeff" not in options.search_options:
         return
-    coefficient = options.fixed_mem_coeff * MEM_COEFF_GROWTH
+    coefficient = options.fixed_mem_coeff * MEM_COEFF_FACTOR
     while coefficient <= MAX_MEM_COEFF:
         yield replace(options, mem_coeff=coefficient)
-        coefficient *= MEM_COEFF_GROWTH
+        coefficient *= MEM_COEFF_FACTOR
 
 
-def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
-    """Every larger number of stages that divides the devices and that the schedule can run with the
-    requested micro-batches; none if `stage_config` fixes the stages."""
+def _with_more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
+    """Yield the options with every larger number of stages that divides the devices and that the
+    schedule can run with the requested micro-batches; none if `stage_config` fixes the stages."""
     if options.stage_config is not None or not isinstance(options.stages, int):
         return
     for stages in range(options.stages + 1, options.devices + 1):
@@ -114,26 +106,28 @@ def _more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
             yield replace(options, stages=stages)
 
 
-def too_large(attempt: Attempt, limit: int, needed: Memory) -> MemoryLimitError:
-    """Build the error that no plan fits into `limit` bytes per device.
+def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLimitError:
+    """Return the error that no plan fits into `limit` bytes per device.
 
     Args:
         attempt: the attempt whose plan needs least memory.
-        needed: memory of that plan.
+        memory: memory of that plan.
     """
-    stage = max(needed.stages, key=lambda stage: stage.peak)
-    stage_text = f" on stage {stage.stage}" if len(needed.stages) > 1 else ""
+    stage = max(memory.stages, key=lambda stage: stage.peak)
+    on_stage = f" on stage {stage.stage}" if len(memory.stages) > 1 else ""
     options = attempt.options
+    # `stages='auto'` compares predicted step times, and tries at most as many stages as there are
+    # micro-batches.
     or_stages = ""
     if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
         or_stages = ", or stages='auto'"
     text = (
         f"no plan for {options.devices} devices fits into memory_limit="
-        f"{binary(limit)}; the smallest one needs {binary(needed.peak)}"
-        f" ({needed.peak:,} bytes){stage_text}, with {attempt}: {_breakdown(stage)}\n"
+        f"{binary(limit)}; the smallest one needs {binary(memory.peak)}"
+        f" ({memory.peak:,} bytes){on_stage}, with {attempt}: {_breakdown(stage)}\n"
         f"set a larger limit, or use more devices or more micro-batches{or_stages}"
     )
-    return MemoryLimitError(text, needed.peak)
+    return MemoryLimitError(text, memory.peak)
 
 
 def _breakdown(stage: StageMemory) -> str:

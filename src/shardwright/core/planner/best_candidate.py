@@ -21,8 +21,8 @@ def best_candidate(
         ranking: receives the fastest candidate of each kind.
 
     Raises:
-        StrategyError: no operator can be sharded, or the requested stages are invalid.
-        MemoryLimitError: no plan fits; names the smallest limit that one would fit.
+        StrategyError: if no operator can be sharded, or the requested stages are invalid.
+        MemoryLimitError: if no plan fits; names the smallest limit with which one would.
     """
 
     def decide(options: PlanOptions) -> Sequence[Candidate]:

@@ -1,5 +1,5 @@
-"""Candidates: decisions for a captured model with their predicted step time and memory, of which
-only the best becomes a plan."""
+"""Candidates: decisions for a captured model with their predicted step time and memory. Only the
+best one becomes a plan."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ class CapturedModel:
 
     Args:
         pins: strategies and parameter placements fixed by the user.
-        modules: names of modules that `stage_config` may name.
-        training: whether it was captured in training mode.
+        modules: module names that are valid in `stage_config`.
+        training: whether the model was captured in training mode.
         loss_reduction: how losses of micro-batches are combined, `mean` or `sum`.
-        dry_runs: cached dry runs of its chunks.
-        searched: cached results of searches (cuts and seconds taken), by their arguments.
+        dry_runs: cached dry runs of chunks.
+        searched: cached results of searches (cuts, and seconds that the search took), by their
+            arguments.
         divisions: cached assignments of operators to chunks, by search arguments, index of the
             result and number of chunks.
-        predictions: cached step time predictions. Searches with different arguments often return
+        predictions: cached step time predictions, as searches with different arguments often return
             the same cuts. A list, as decisions cannot be hashed.
     """
 
@@ -87,9 +88,9 @@ class Candidate:
 
     Args:
         mesh: device matrix of one stage, with one axis per prime factor.
-        search_seconds: time that the search took.
+        search_seconds: seconds that the search took.
         measured: memory of each stage by dry runs; None if not measured.
-        pinned: cuts fixed by the user.
+        pinned: cuts fixed by the user, by operator name.
     """
 
     model: CapturedModel
@@ -121,7 +122,7 @@ class Candidate:
         # Compared one by one, as decisions have dicts and cannot be hashed; there are few.
         predicted = next((value for cached_key, value in cached if cached_key == key), None)
         if predicted is None:
-            self._report("step time")
+            self._report_activity("step time")
             predicted = predict(self.partitioned, cluster)
             cached.append((key, predicted))
         return predicted
@@ -133,9 +134,10 @@ class Candidate:
 
     @cached_property
     def aligned(self) -> Candidate:
-        """The candidate with a smaller DTensor mesh, if its mesh has too many axes and the change
-        does not increase the predicted step time; else the candidate itself. Operators that split
-        equal axes at different positions are changed to split them at the same position.
+        """The candidate with operators changed to split equal axes at the same position.
+
+        Only if its DTensor mesh has more than `MAX_PARAMETER_AXES` axes and the change gives a
+        smaller mesh without increasing the predicted step time; else the candidate itself.
 
         It takes many predictions, so it is computed only for candidates that may be chosen.
         """
@@ -146,18 +148,18 @@ class Candidate:
 
     @property
     def shards_storage(self) -> bool:
-        """Whether any parameter is stored in another layout than it is used in, as under ZeRO."""
+        """Whether any parameter is stored in another layout than that of its use, as with ZeRO."""
         used = storage_as_used(self.model.graph, self.mesh, self.decisions.cuts)
         return self.decisions.storage != used
 
     @property
     def communicated_bytes(self) -> int:
-        """Communication volume per step in bytes, of a device of the stage with the largest."""
+        """Bytes that a device sends per step, in the stage that sends most."""
         return max(map(sum, self.partitioned.step_bytes))
 
     @property
     def seconds(self) -> float:
-        """Predicted step time; 0 without a cluster."""
+        """Predicted step time in seconds; 0 without a cluster."""
         return 0.0 if self.predicted is None else self.predicted.seconds
 
     def memory(
@@ -166,20 +168,20 @@ class Candidate:
         """Measure memory per device by dry runs.
 
         Args:
-            decisions: measured instead of the candidate's own.
+            decisions: decisions to measure; by default those of the candidate.
             stages: stages to measure; by default all.
         """
-        self._report("memory")
+        self._report_activity("memory")
         partitioned = self.partitioned
         if decisions is not None:
             partitioned = replace(partitioned, decisions=decisions)
         return memory(partitioned, self.options.optimizer, self.model.dry_runs, stages=stages)
 
-    def _report(self, doing: str) -> None:
-        self.options.on_progress(f"{doing}: {self.options.in_words()}")
+    def _report_activity(self, activity: str) -> None:
+        self.options.on_progress(f"{activity}: {self.options.in_words()}")
 
     def plan(self) -> Plan:
-        """Make the plan, on the folded device matrix."""
+        """Return the plan, on the folded device matrix."""
         model, options = self.model, self.options
         plan = make_plan(
             self.folded,
@@ -205,23 +207,25 @@ Decide = Callable[[PlanOptions], Sequence[Candidate]]
 
 
 def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate]:
-    """Search a model with exactly these options and return the candidates to choose from.
+    """Search with exactly these options and return the candidates to choose from.
 
-    Raises: as `plan`.
+    Raises:
+        StrategyError: if no operator can be sharded, or the requested stages or pins are invalid.
+        PlanError: if the model returns several losses with several micro-batches.
     """
-    searched = _decide(model, options, options.mode)
+    results = _candidates_of_mode(model, options, options.mode)
     if options.mode != "recursive_programming" or options.cost_model != "time":
-        return searched
+        return results
     # The search's objective is simpler than the prediction of a whole plan and ignores
     # recomputation, so that plain data parallelism can turn out to be faster.
     if not model.is_pinned:
-        # The batch may not be divisible by the number of devices.
+        # Data parallelism is impossible if the batch is not divisible by the number of devices.
         with suppress(StrategyError):
-            searched += _decide(model, options, "data_parallel")
-    return searched
+            results += _candidates_of_mode(model, options, "data_parallel")
+    return results
 
 
-def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candidate]:
+def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candidate]:
     """Return a candidate for each result of the mode's search."""
     graph, pins = model.graph, model.pins
     check_takes_pins(mode, pins.strategies)
@@ -229,13 +233,11 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
     entries = input_entries(graph, options.dataset_strategy)
     stage_devices = options.devices // pipeline.stages
     nodes = () if options.cluster is None else options.resolved_cluster.nodes(options.devices)
-    constraints = resolve(
-        graph, stage_devices, pins.strategies, {**pins.parameters, **entries}, nodes
-    )
-    arriving = arrivals(graph, constraints.mesh, options.dataset_strategy)
+    fixed = resolve(graph, stage_devices, pins.strategies, {**pins.parameters, **entries}, nodes)
+    sharded_inputs = arrivals(graph, fixed.mesh, options.dataset_strategy)
     pricing = options.pricing(pipeline)
     request = SearchRequest(
-        *(graph, constraints.mesh, constraints.cuts, constraints.outputs, arriving, pricing),
+        *(graph, fixed.mesh, fixed.cuts, fixed.outputs, sharded_inputs, pricing),
         mem_coeff=options.fixed_mem_coeff,
         order=options.order,
         log_costs=options.log_costs,
@@ -244,48 +246,54 @@ def _decide(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candi
     shard_size = None if pricing is None else pricing.optimizer_shard_size
     counts = pipeline.stages, pipeline.micro_batches
     search_options = options.search_options.values() if MODES[mode].takes_pricing else ()
-    key = (constraints.mesh, mode, *search_options, *counts, shard_size)
+    key = (fixed.mesh, mode, *search_options, *counts, shard_size)
     if key not in model.searched:
         on_share = share_reporter(options.on_progress, f"search: {options.in_words()}")
         if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:
-            log.info("mode=%r weighs no costs: none are logged", mode)
-        start = time.perf_counter()
+            log.info("mode=%r does not compare costs, so that log_costs=True logs none", mode)
+        started = time.perf_counter()
         results = MODES[mode].candidate_cuts(replace(request, on_share=on_share))
-        model.searched[key] = results, time.perf_counter() - start
-    results, seconds = model.searched[key]
-    found_candidates = []
+        model.searched[key] = results, time.perf_counter() - started
+    results, search_seconds = model.searched[key]
+    candidates_of_mode = []
     # Without a cluster no step time is predicted, so that results cannot be compared.
     results = results if options.cluster is not None else results[:1]
-    # Ring attention is slower but needs less memory: a variant of each result, to compete where
-    # memory is limited.
     if options.cluster is not None and options.limit is not None:
-        ring_results = (
-            ring_cuts(graph, constraints.mesh, c, constraints.cuts, options.limit) for c in results
-        )
-        results = [*results, *(cuts for cuts in ring_results if cuts is not None)]
-    for number, cuts in enumerate(results):
-        chunked_pipeline = pipeline
+        # Slower but smaller twins: only a memory limit can make them the answer.
+        rings = (ring_cuts(graph, fixed.mesh, c, fixed.cuts, options.limit) for c in results)
+        results = [*results, *(cuts for cuts in rings if cuts is not None)]
+    for index, cuts in enumerate(results):
+        balanced_pipeline = pipeline
         if pipeline.stages > 1 and options.stage_config is None:
-            division = key, number, pipeline.num_chunks
+            division = key, index, pipeline.num_chunks
             # The division depends on the cuts only, not on how parameters are stored.
             if division not in model.divisions:
                 model.divisions[division] = _balance_chunks(
-                    model, options, constraints.mesh, pipeline, cuts
+                    model, options, fixed.mesh, pipeline, cuts
                 )
-            chunked_pipeline = replace(pipeline, chunk_of=model.divisions[division])
+            balanced_pipeline = replace(pipeline, chunk_of=model.divisions[division])
         decisions = Decisions(
             cuts,
-            _storage(model, constraints.mesh, cuts, options),
-            constraints.outputs,
-            arriving,
+            _storage(model, fixed.mesh, cuts, options),
+            fixed.outputs,
+            sharded_inputs,
             sharding=options.sharding,
             bucket_bytes=int(options.bucket_mb * MB),
             recompute=model.recompute,
         )
-        arguments = model, options, constraints.mesh, decisions, chunked_pipeline, seconds
-        candidate = Candidate(*arguments, pinned=constraints.cuts)
-        found_candidates.append(_reassign_axes(candidate) if options.cluster is None else candidate)
-    return found_candidates
+        candidate = Candidate(
+            model,
+            options,
+            fixed.mesh,
+            decisions,
+            balanced_pipeline,
+            search_seconds,
+            pinned=fixed.cuts,
+        )
+        candidates_of_mode.append(
+            _reassign_equal_axes(candidate) if options.cluster is None else candidate
+        )
+    return candidates_of_mode
 
 
 def _balance_chunks(
@@ -295,22 +303,23 @@ def _balance_chunks(
     pipeline: PipelineSpec,
     cuts: Mapping[str, Cuts],
 ) -> Mapping[str, int]:
-    """Assign each operator to a chunk so that chunks take about the same time."""
+    """Return the chunk of each operator, by name, with chunks that take about the same time."""
+    # Without a cluster the work of an operator is its multiply-adds and parameters.
     work = None
     if options.cluster is not None:
-        time = TimeModel(options.resolved_cluster, mesh, pipeline.stages)
-        work = operator_seconds(model.graph, time, cuts)
+        time_model = TimeModel(options.resolved_cluster, mesh, pipeline.stages)
+        work = operator_seconds(model.graph, time_model, cuts)
     return balanced_stages(model.graph, pipeline.num_chunks, work)
 
 
 MAX_PARAMETER_AXES = 4
-"""With more axes of the parameters' mesh, DTensor takes over ten seconds for the first step, and
-about six times as long with each further axis."""
+"""Number of axes of the DTensor mesh of the parameters above which the first step takes DTensor
+over ten seconds, and about six times as long with each further axis."""
 
 
 def _align_axes(candidate: Candidate) -> Candidate:
-    """Return the candidate with the smallest parameter mesh, and of those the fastest, among
-    versions that split equal axes at the same position and are not slower."""
+    """Return the candidate with the smallest parameter mesh among those that split equal axes at
+    the same position and are not slower; ties go to the fastest, then to the unchanged one."""
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
     levels = TimeModel(options.resolved_cluster, mesh, candidate.pipeline.stages).links.levels
     best = candidate
@@ -318,20 +327,21 @@ def _align_axes(candidate: Candidate) -> Candidate:
     for axes in group_equal_axes(
         mesh, [dict(enumerate(levels)), dict(enumerate(mesh.device_matrix))]
     ):
-        versions = [best]
+        variants = [best]
         for cuts in align_axis_splits(model.graph, mesh, best.decisions.cuts, best.pinned, axes):
             storage = _storage(model, mesh, cuts, options)
             decisions = replace(best.decisions, cuts=cuts, storage=storage)
-            versions.append(replace(best, decisions=decisions))
+            variants.append(replace(best, decisions=decisions))
         best = min(
-            (version for version in versions if version.seconds <= best.seconds),
-            key=lambda version: (version.parameter_axes, version.seconds),
+            (variant for variant in variants if variant.seconds <= best.seconds),
+            key=lambda variant: (variant.parameter_axes, variant.seconds),
         )
     return best
 
 
-def _reassign_axes(candidate: Candidate) -> Candidate:
-    """Reassign axes of equal size to operators, if that does not communicate more."""
+def _reassign_equal_axes(candidate: Candidate) -> Candidate:
+    """Return the candidate with axes of equal size permuted per operator, if that sends no more
+    bytes; see `reassign_equal_axes`."""
     # Only without a cluster, where all links are equal and these axes are interchangeable.
     model, mesh, decisions = candidate.model, candidate.mesh, candidate.decisions
     cuts = reassign_equal_axes(model.graph, mesh, decisions.cuts, candidate.pinned)
@@ -348,7 +358,8 @@ def _reassign_axes(candidate: Candidate) -> Candidate:
 def _storage(
     model: CapturedModel, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], options: PlanOptions
 ) -> Storage:
-    """Storage layout of each parameter: as used, as pinned, or sharded further by ZeRO / HSDP."""
+    """Return the storage layout of each parameter: as used, as pinned, or sharded further by ZeRO
+    or HSDP."""
     graph, pinned = model.graph, model.pins.parameters
     storage: Storage = requested_storage(graph, mesh, pinned, storage_as_used(graph, mesh, cuts))
     if options.sharding is None:

@@ -1,4 +1,4 @@
-"""Choice of the number of micro-batches."""
+"""Choose the number of micro-batches by predicted step time."""
 
 from __future__ import annotations
 
@@ -19,47 +19,51 @@ log = logging.getLogger("shardwright.search")
 
 
 def with_best_micro_batches(
-    numbers: Sequence[int], planned: Callable[[int], Candidate]
+    counts: Sequence[int], plan_with: Callable[[int], Candidate]
 ) -> Candidate:
-    """Return the candidate with the shortest step of the whole batch; of equals, the one with the
-    fewest micro-batches. Numbers with which the model cannot be planned are skipped, as are all
-    but 1 if the loss is no weighted sum of those of micro-batches (`mean_of_samples.py`).
+    """Return the candidate with the shortest step of the whole batch; ties go to the fewest
+    micro-batches.
+
+    Numbers with which the model cannot be planned are skipped. So are all numbers but 1 if the loss
+    is not a weighted sum of the losses of micro-batches (`mean_of_samples.py`).
 
     Each number is planned independently, as if it were requested, because the graph, the memory of
-    activations and the number of stages that can be kept busy depend on it. So the result is never
+    activations and the number of stages without idle time depend on it. So the result is never
     slower than a plan with any fixed number.
 
     Args:
-        numbers: numbers of micro-batches to try, ascending.
-        planned: returns the best candidate with a number of micro-batches.
+        counts: numbers of micro-batches to try, ascending.
+        plan_with: returns the best candidate with a number of micro-batches.
 
     Raises:
-        MemoryLimitError: no number fits into the memory limit; the error of the number that needs
-            least.
-        StrategyError: the model can only be trained with one micro-batch, and cannot be planned
+        MemoryLimitError: if no number fits into the memory limit; the error of the number that
+            needs least memory.
+        StrategyError: if the model can only be trained with one micro-batch, and cannot be planned
             with one.
-        ShardwrightError: no number can be planned for another reason; the error of the smallest.
+        ShardwrightError: if no number can be planned for another reason; the error of the smallest
+            number.
     """
     best: Candidate | None = None
     errors: list[ShardwrightError] = []
-    for number in numbers:
+    for count in counts:
         try:
-            candidate = planned(number)
+            candidate = plan_with(count)
         except MixedSamplesError as error:
             if best is None:
                 raise StrategyError(
-                    f"micro_batches='auto' leaves this model one micro-batch: {error}\n"
-                    f"and with one it cannot be planned: {errors[0]}"
+                    f"micro_batches='auto': this model can be trained with one micro-batch only:"
+                    f" {error}\nbut it cannot be planned with one: {errors[0]}"
                 ) from error
+            # The samples are mixed with every number but 1.
             break
         except (CaptureError, MemoryLimitError, PlanError, StrategyError) as error:
             errors.append(error)
-            log.info("%d micro-batches: %s", number, error)
+            log.info("%d micro-batches: %s", count, error)
             continue
         if best is not None and candidate.model.graph.loss is None:
             break  # Without a loss nothing is trained, so that only one micro-batch makes sense.
-        log.info("%d micro-batches: %.4g s per step", number, candidate.seconds)
-        # Numbers ascend, so that the fewest of equally fast ones stay.
+        log.info("%d micro-batches: %.4g s per step", count, candidate.seconds)
+        # Numbers ascend, so that ties go to the fewest micro-batches.
         if best is None or candidate.seconds < best.seconds:
             best = candidate
     if best is None:

@@ -1,4 +1,4 @@
-"""Choice of the number of pipeline stages and the schedule."""
+"""Choose the number of pipeline stages and the schedule by predicted step time."""
 
 from __future__ import annotations
 
@@ -26,59 +26,59 @@ def with_best_stages(
     best: Candidate | None = None,
     ranking: Ranking | None = None,
 ) -> Candidate:
-    """Return the fastest candidate that fits into memory, over all numbers of stages that divide
-    the devices, are at most the number of micro-batches and can run with the schedule; and over all
-    schedules with `schedule="auto"`.
+    """Return the fastest candidate that fits into memory, over numbers of stages and schedules.
 
-    Each number of stages has its own operator strategies, and its stages are balanced by time. All
-    are fitted into memory in a single best-first search, in which the step time without a memory
-    limit is the lower bound of each.
+    Numbers of stages must divide the devices, be at most the number of micro-batches, and run with
+    the schedule. Several schedules are tried with `schedule="auto"` only.
+
+    Operators are sharded anew for each number of stages, and stages are balanced by time. A single
+    best-first search fits all of them into memory; the step time without a memory limit is the
+    lower bound of each number of stages.
 
     Args:
-        best: fastest candidate with its number of stages and schedule, if that is known already.
+        decide: searches with given options and returns candidates.
+        best: the fastest candidate with its own number of stages and schedule, if it is known.
         ranking: receives the fastest candidate of each kind; see `fastest_within_memory`.
 
     Raises:
-        MemoryLimitError: no number of stages fits; the error of the number that needs least.
-        PlanError, StrategyError: the model cannot be planned with any number of stages.
+        MemoryLimitError: if no number of stages fits; the error of the number that needs least
+            memory.
+        PlanError, StrategyError: if the model cannot be planned with any number of stages.
     """
-    bounded_options: list[StageOptions] = []
+    stage_options: list[StageOptions] = []
     errors: list[PlanError | StrategyError] = []
     all_options = list(_with_stages(options))
-    open_options = [each for each in all_options if best is None or not _is_planned(each, best)]
-    numbers = sorted({_fixed_stages(each) for each in all_options})
+    new_options = [each for each in all_options if best is None or not _has_stages(best, each)]
+    numbers = sorted({_num_stages(each) for each in all_options})
     log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
     # First one search for each, without fitting it into memory: a lower bound of its step time.
-    for number, with_stages in enumerate(open_options):
-        report = nested_progress(options.on_progress, "", number, len(open_options))
+    for index, staged in enumerate(new_options):
+        report = nested_progress(options.on_progress, "", index, len(new_options))
         try:
-            decided_candidates = decide(replace(_fastest_options(with_stages), on_progress=report))
-            min_seconds = min(candidate.aligned.seconds for candidate in decided_candidates)
+            candidates = decide(replace(_options_of_lower_bound(staged), on_progress=report))
+            min_seconds = min(candidate.aligned.seconds for candidate in candidates)
         except (PlanError, StrategyError) as error:
             errors.append(error)
-            log.info("%s: %s", _stages_text(with_stages), error)
+            log.info("%s: %s", _stages_text(staged), error)
             if ranking is not None:
-                ranking.leave_out(requested_kind(with_stages), LeftOut.because(one_line(error)))
+                ranking.leave_out(requested_kind(staged), LeftOut.because(one_line(error)))
             continue
-        bounded_options.append(StageOptions(with_stages, min_seconds))
-        log.info(
-            "%s: at least %.4g s per step",
-            _stages_text(with_stages),
-            bounded_options[-1].min_seconds,
-        )
-    if not bounded_options and best is None:
+        stage_options.append(StageOptions(staged, min_seconds))
+        log.info("%s: at least %.4g s per step", _stages_text(staged), min_seconds)
+    if not stage_options and best is None:
         raise errors[0]
+    # Slower candidates than the known one need not be fitted into memory.
     below = float("inf") if best is None else best.seconds
-    fastest = (
-        fastest_within_memory(bounded_options, decide, below, ranking) if bounded_options else None
-    ) or best
+    fastest = best
+    if stage_options:
+        fastest = fastest_within_memory(stage_options, decide, below, ranking) or best
     assert fastest is not None
     log.info("%s: %.4g s per step", _stages_text(fastest.options), fastest.seconds)
     return fastest
 
 
 def _with_stages(options: PlanOptions) -> Iterator[PlanOptions]:
-    """Options with each number of stages and each schedule to try."""
+    """Yield the options with each schedule and each number of stages to try."""
     has_schedule = options.schedule != AUTO
     for schedule in (options.schedule,) if has_schedule else SCHEDULES:
         scheduled = replace(options, schedule=schedule)
@@ -88,13 +88,13 @@ def _with_stages(options: PlanOptions) -> Iterator[PlanOptions]:
                 yield replace(scheduled, stages=stages)
 
 
-def _is_planned(options: PlanOptions, best: Candidate) -> bool:
-    """Whether `best` has the stages and the schedule of `options`."""
-    pipeline = best.pipeline
+def _has_stages(candidate: Candidate, options: PlanOptions) -> bool:
+    """Whether a candidate has the number of stages and the schedule of `options`."""
+    pipeline = candidate.pipeline
     return (options.stages, options.schedule) == (pipeline.stages, pipeline.schedule)
 
 
-def _fixed_stages(options: PlanOptions) -> int:
+def _num_stages(options: PlanOptions) -> int:
     assert isinstance(options.stages, int)
     return options.stages
 
@@ -104,17 +104,18 @@ def _stages_text(options: PlanOptions) -> str:
     return f"{options.stages} stages{schedule}"
 
 
-def _fastest_options(options: PlanOptions) -> PlanOptions:
-    """Options whose step time is a lower bound under any memory limit."""
-    # All changes that save memory slow a step down, except sharding the optimizer: each device then
-    # updates fewer parameters. So that one is made here.
+def _options_of_lower_bound(options: PlanOptions) -> PlanOptions:
+    """Return options whose step time is a lower bound under any memory limit."""
+    # All changes that save memory slow a step down, except sharding the optimizer state: each
+    # device then updates fewer parameters. So the optimizer state is sharded here.
     coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff
     sharding = options.sharding or OptimizerParallel()
     return replace(options, mem_coeff=coefficient, hsdp=sharding)
 
 
 def stage_counts(options: PlanOptions) -> Iterator[int]:
-    """Numbers of stages to try with the schedule; only the requested one unless it is 'auto'."""
+    """Yield the numbers of stages to try with the schedule; only the requested one unless it is
+    'auto'."""
     if isinstance(options.stages, int):
         yield options.stages
         return
@@ -127,28 +128,31 @@ def stage_counts(options: PlanOptions) -> Iterator[int]:
 
 
 def max_stages(options: PlanOptions) -> int:
-    """Largest number of stages to try."""
+    """Return the largest number of stages to try."""
+    # With fewer micro-batches than stages, some stage is always idle.
     return min(options.devices, options.num_micro_batches, options.max_stages or options.devices)
 
 
 def suggest_stages(options: PlanOptions, chosen: Candidate, decide: Decide) -> None:
-    """Warn if another number of stages is predicted to be faster than the requested one. Has no
-    effect without a cluster."""
+    """Warn if another number of stages is predicted to be faster than the requested one.
+
+    Does nothing without a cluster, as no step time is predicted then.
+    """
     if options.cluster is None:
-        log.info("suggest_stages has no effect without a cluster")
+        log.info("`suggest_stages` has no effect without a cluster: name one with `cluster`")
         return
-    auto_options = replace(options, stages=AUTO)
+    searched = replace(options, stages=AUTO)
     try:
-        best = with_best_stages(auto_options, decide, chosen)
+        best = with_best_stages(searched, decide, chosen)
     except KeyboardInterrupt:
         raise PlanInterrupted(chosen.plan) from None
     if best.pipeline.stages != chosen.pipeline.stages:
         log.warning(
-            "on %s %d pipeline stages have the shortest predicted step time, %.4g s, of 1 to %d"
-            " stages; %s are requested",
-            auto_options.resolved_cluster.name,
+            "on cluster %s %d pipeline stages have the shortest predicted step time of 1 to %d"
+            " stages, %.4g s; %s are requested",
+            searched.resolved_cluster.name,
             best.pipeline.stages,
-            best.seconds,
             max_stages(options),
+            best.seconds,
             chosen.pipeline.stages,
         )

@@ -1,4 +1,4 @@
-"""The device memory of the named cluster as the default memory limit."""
+"""Apply the memory of the named cluster's devices as the default memory limit."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ log = logging.getLogger("shardwright.search")
 def within_device_memory(
     options: PlanOptions, decide: Callable[[PlanOptions], Candidate]
 ) -> Candidate:
-    """Plan without a limit, and again with the cluster's device memory as limit if that result
-    does not fit into it. Options with an explicit limit or without a cluster are planned once.
+    """Plan without a memory limit and, if the result does not fit into the cluster's devices, again
+    with their memory as the limit.
+
+    Options with an explicit limit or without a cluster are planned once.
 
     Args:
         decide: returns the best candidate for given options.
 
     Raises:
-        MemoryLimitError: no plan fits; names the smallest limit that one would fit.
+        MemoryLimitError: if no plan fits; names the smallest limit with which one would.
     """
     limit = options.default_limit
     if limit is None:
         return decide(options)
     requested = decide(replace(options, memory_limit=NO_LIMIT))
-    # The lower bound needs no dry run; only where it does not rule the plan out is one made.
+    # The lower bound needs no dry run, which is made only if the bound does not rule the plan out.
     needed = max(least_memory(requested.partitioned, options.optimizer))
     if needed <= limit:
         needed = requested.memory().peak
@@ -42,15 +44,15 @@ def within_device_memory(
     except MemoryLimitError as error:
         raise MemoryLimitError(
             f"{error}; the limit is the device memory of cluster {cluster!r}:"
-            " memory_limit='none' plans without one",
+            " set memory_limit='none' to plan without one",
             error.needed,
         ) from None
-    # A search may shard and recompute as it likes. In the other modes the user has decided, so a
-    # plan that deviates is a warning.
+    # A mode that weighs memory leaves sharding and recomputation to the search. In the other modes
+    # the user has decided, so that a plan with further changes deserves a warning.
     log.log(
         logging.INFO if options.weighs_memory else logging.WARNING,
-        "as requested a device needs at least %s, but one of cluster %r has %s: planned with %s\n"
-        "to plan as requested, set memory_limit='none'",
+        "the requested plan needs at least %s per device, but a device of cluster %r has %s:"
+        " planned with %s\nto plan as requested, set memory_limit='none'",
         binary(needed),
         cluster,
         binary(limit),

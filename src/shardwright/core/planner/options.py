@@ -1,13 +1,13 @@
 """The options of a plan as one frozen dataclass: type, default and valid values of each.
 
-`sw.plan`, `sw.best_plans` and `sw.AutoParallel` list them as parameters and build this dataclass
+`sw.plan`, `sw.best_plans` and `sw.AutoParallel` have them as parameters and build this dataclass
 from them; the docstring of `plan` describes each. The class of an option says where it applies:
 
 | class | its fields are |
 |---|---|
 | `FileOptions` | parameters of all three, and keys of the section `parallel` of a configuration |
 | `KeywordOptions` | parameters of all three |
-| `PlanOptions` | parameters of `plan` and `best_plans` |
+| `PlanOptions` | parameters of `plan` and `best_plans` only |
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AUTO_RECOMPUTE = AUTO_MEM_COEFF = "auto"
 
 MEM_COEFFS = tuple(0.1 * 4.0**power for power in range(-2, 9))
 """Values tried for `mem_coeff="auto"`, from 0.00625 to 6553.6. Below this range even the gradient
-all-reduce of a small layer outweighs any sharding; above it plans stop changing."""
+all-reduce of a small layer costs more than any sharding saves; above it plans do not change."""
 
 COUNT = must_be("a whole number of at least 1", is_count)
 COUNT_OR_AUTO = must_be(
@@ -56,6 +56,7 @@ POSITIVE_OR_AUTO = must_be(
     "a positive number, or 'auto'", lambda value: value == AUTO_MEM_COEFF or is_positive(value)
 )
 NO_LIMIT = "none"
+"""Value of `memory_limit` that plans without a limit; None means the limit of the cluster."""
 SIZE_OR_NONE = must_be(
     "a number of bytes, or a text like '24GiB' or '2GB', or 'none' for no limit",
     lambda value: value == NO_LIMIT or parse_bytes(value) is not None,
@@ -95,9 +96,9 @@ class FileOptions:
         """Build the options from the `locals()` of a function that has them as parameters."""
         return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
-    def keywords(self, of: type[FileOptions]) -> dict[str, Any]:
-        """Values of those options that are fields of the class `of`, by name."""
-        return {option.name: getattr(self, option.name) for option in fields(of)}
+    def keywords(self, options_class: type[FileOptions]) -> dict[str, Any]:
+        """Return the values of the options that are fields of `options_class`, by name."""
+        return {option.name: getattr(self, option.name) for option in fields(options_class)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ class KeywordOptions(FileOptions):
     on_progress: OnProgress = field(default=ignore_progress, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Frozen fields are replaced by normalized values: plans and errors show names.
+        # Options are compared and hashed as keys of caches, so each has one form: a dtype its name.
         if isinstance(self.compute_dtype, torch.dtype):
             object.__setattr__(self, "compute_dtype", str(self.compute_dtype).split(".")[1])
         # Of the instance's class: `PlanOptions` has more fields than this one.
@@ -129,7 +130,7 @@ class KeywordOptions(FileOptions):
                 raise StrategyError(requirement.error(name, value))
         if self.recompute not in (None, AUTO_RECOMPUTE):
             raise StrategyError(
-                f"recompute={self.recompute!r}: valid are None and {AUTO_RECOMPUTE!r}\n"
+                f"recompute={self.recompute!r}: must be None or {AUTO_RECOMPUTE!r}\n"
                 "to recompute modules of your choice, call sw.recompute(module)"
             )
         check_dataset_strategy(self.dataset_strategy)
@@ -140,7 +141,7 @@ class KeywordOptions(FileOptions):
                     "remove one of the two"
                 )
         # `OptimizerParallel` validates its fields when built, so this is where `hsdp` is checked.
-        object.__setattr__(self, "hsdp", _optimizer_parallel(self.hsdp))
+        object.__setattr__(self, "hsdp", _parse_hsdp(self.hsdp))
 
     @property
     def sharding(self) -> OptimizerParallel | None:
@@ -151,8 +152,10 @@ class KeywordOptions(FileOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(KeywordOptions):
-    """All options of a plan. `AutoParallel` takes neither of these fields: it has `parallel_mode`,
-    and plans for one device per process.
+    """All options of a plan.
+
+    `AutoParallel` does not take the fields of this class: it has `parallel_mode`, and plans for one
+    device per process.
 
     Raises:
         StrategyError: if an option has an invalid value.
@@ -173,23 +176,24 @@ class PlanOptions(KeywordOptions):
         if self.cost_model is None:
             by_time = self.cluster is not None or requires_pricing
             object.__setattr__(self, "cost_model", "time" if by_time else "symbolic")
-        # 'auto' compares predicted seconds, for which this machine will do.
-        by_seconds = self.chooses_pipeline or self.chooses_micro_batches
-        if self.cluster is None and (self.cost_model == "time" or by_seconds):
+        # Numbers of stages and of micro-batches are compared by predicted seconds, whatever cost
+        # model the search uses.
+        compares_seconds = self.chooses_pipeline or self.chooses_micro_batches
+        if self.cluster is None and (self.cost_model == "time" or compares_seconds):
             object.__setattr__(self, "cluster", LOCAL)
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             object.__setattr__(self, "cluster", load_cluster(self.cluster))
-        # A mode that does not use `mem_coeff` gives the same plan for every value.
+        # The mode ignores `mem_coeff`, so trying several values would give one plan several times.
         if self.has_auto_mem_coeff and not self.weighs_memory:
             object.__setattr__(self, "mem_coeff", self.mem_coeffs[0])
         self._check_limit()
 
     def _check_limit(self) -> None:
-        needs_limit = {
+        is_auto = {
             "mem_coeff": self.has_auto_mem_coeff,
             "recompute": self.recompute is not None,
         }
-        for name in (name for name, needs in needs_limit.items() if needs):
+        for name in (name for name, chosen_by_limit in is_auto.items() if chosen_by_limit):
             if self.memory_limit == NO_LIMIT:
                 raise StrategyError(
                     f"{name}='auto' and memory_limit={NO_LIMIT!r}: 'auto' chooses the value from"
@@ -202,7 +206,7 @@ class PlanOptions(KeywordOptions):
             )
 
     def in_words(self, recompute: bool = False) -> str:
-        """Summary of the options that attempts vary: `hsdp level1, mem_coeff=0.1, 2 stages`.
+        """Return a summary of the options that attempts vary: `hsdp level1, mem_coeff=0.1`.
 
         Args:
             recompute: whether the planner may recompute operators that the user has not marked.
@@ -224,8 +228,10 @@ class PlanOptions(KeywordOptions):
 
     @property
     def limit(self) -> int | None:
-        """Memory limit that the search must respect, in bytes per device. None without one, and
-        where only `default_limit` applies, which is checked after a search without a limit."""
+        """Memory limit of the search in bytes per device; None for a search without a limit.
+
+        Also None if only `default_limit` applies, which is checked after a search without a limit.
+        """
         if self.memory_limit == NO_LIMIT:
             return None
         if self.memory_limit is None and self.recompute is None:
@@ -239,9 +245,8 @@ class PlanOptions(KeywordOptions):
 
     @property
     def default_limit(self) -> int | None:
-        """Device memory of the named cluster in bytes, if no limit is requested; None on `local`,
-        whose processes share the memory of one machine."""
-        # Processes on this machine share its memory, so that no one of them has a limit.
+        """Memory per device of the named cluster in bytes; None if a limit is requested, and for
+        the cluster `local`, whose processes share the memory of one machine."""
         is_named = self.cluster is not None and self.resolved_cluster.name != LOCAL
         has_limit = self.memory_limit is not None or self.limit is not None
         return self.device_memory if is_named and not has_limit else None
@@ -273,13 +278,13 @@ class PlanOptions(KeywordOptions):
 
     @property
     def fixed_mem_coeff(self) -> float:
-        """The requested `mem_coeff`; must not be 'auto'."""
+        """The requested `mem_coeff`, which must not be 'auto'."""
         assert not isinstance(self.mem_coeff, str)
         return self.mem_coeff
 
     @property
     def search_options(self) -> dict[str, Any]:
-        """Options of the mode's search, as recorded in the plan."""
+        """Options of the mode's search by name, as recorded in the plan; {} if it has none."""
         if not self.weighs_memory:
             return {}
         cost_model = {"cost_model": self.cost_model}
@@ -289,12 +294,12 @@ class PlanOptions(KeywordOptions):
 
     @property
     def resolved_cluster(self) -> Cluster:
-        """The cluster; it must have been named."""
+        """The loaded cluster; `cluster` must not be None."""
         assert isinstance(self.cluster, Cluster)
         return self.cluster
 
     def pricing(self, pipeline: PipelineSpec) -> Pricing | None:
-        """Inputs of the time cost model; None with the symbolic cost model."""
+        """Return the inputs of the cost model `time`; None with `cost_model="symbolic"`."""
         if self.cost_model != "time":
             return None
         return Pricing(
@@ -305,7 +310,7 @@ class PlanOptions(KeywordOptions):
         )
 
 
-def _optimizer_parallel(hsdp: Any) -> OptimizerParallel | None:
+def _parse_hsdp(hsdp: Any) -> OptimizerParallel | None:
     # False as well as None, so that scripts can pass the value of a flag.
     if hsdp is None or hsdp is False:
         return None

@@ -29,10 +29,10 @@ class Pipeline(ModuleWrapper):
 
     Args:
         net: model that returns its loss.
-        micro_batches: number of micro-batches; at least the number of stages.
-        stage_config: stage number of each named module in `net`; by default the planner assigns
-            stages.
-        loss_reduction: `mean` returns the loss of the whole batch; `sum` the sum of the losses of
+        micro_batches: number of micro-batches per batch; at least the number of stages.
+        stage_config: index of the stage of each module of `net`, by module name; by default the
+            planner assigns stages.
+        loss_reduction: `mean` for the loss of the whole batch, `sum` for the sum of the losses of
             the micro-batches.
 
     Raises:
@@ -48,12 +48,12 @@ class Pipeline(ModuleWrapper):
     ) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
-            raise StrategyError(f"Pipeline takes a module, not {net!r}")
+            raise StrategyError(f"Pipeline: `net` must be an nn.Module, not {net!r}")
         if not COUNT.accepts(micro_batches):
             raise StrategyError(COUNT.error("micro_batches", micro_batches))
         if loss_reduction not in REDUCTIONS:
             raise StrategyError(
-                f"loss_reduction={loss_reduction!r}\nvalid are {', '.join(REDUCTIONS)}"
+                f"loss_reduction={loss_reduction!r}: must be one of {', '.join(REDUCTIONS)}"
             )
         self.micro_batches = micro_batches
         self.stage_config = None if stage_config is None else dict(stage_config)
@@ -68,10 +68,11 @@ class Pipeline(ModuleWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         results = []
-        for number in range(self.micro_batches):
-            micro_batch_leaves = micro_batch(leaves, number, self.micro_batches)
-            args_of_piece, kwargs_of_piece = pytree.tree_unflatten(micro_batch_leaves, spec)
-            results.append(self.net(*args_of_piece, **kwargs_of_piece))
+        # The reference that plans are compared with: the same micro-batches, on one device.
+        for index in range(self.micro_batches):
+            micro_leaves = micro_batch(leaves, index, self.micro_batches)
+            micro_args, micro_kwargs = pytree.tree_unflatten(micro_leaves, spec)
+            results.append(self.net(*micro_args, **micro_kwargs))
         if not isinstance(results[0], torch.Tensor) or results[0].ndim:
             raise StrategyError(
                 "Pipeline: the model must return its loss, a tensor of one element without"
@@ -87,7 +88,7 @@ def merged_options(options: PlanOptions, pipeline: Pipeline) -> PlanOptions:
     Raises:
         StrategyError: if options and pipeline contradict each other.
     """
-    # 1 is the default of the option: then the pipeline's number counts.
+    # 1 is the default of the option, so it cannot be told from no request.
     if options.micro_batches not in (1, pipeline.micro_batches):
         raise StrategyError(
             f"micro_batches={options.micro_batches} contradicts Pipeline(net,"
@@ -107,7 +108,7 @@ def merged_options(options: PlanOptions, pipeline: Pipeline) -> PlanOptions:
 def micro_batch_example(
     args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, micro_batches: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call for one micro-batch.
+    """Return the arguments of a call for the first micro-batch.
 
     Args:
         args, kwargs: arguments of the call for the whole batch.
@@ -117,15 +118,17 @@ def micro_batch_example(
     """
     leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     leaves = micro_batch(leaves, 0, micro_batches)
-    args_of_piece, kwargs_of_piece = pytree.tree_unflatten(leaves, spec)
-    return args_of_piece, kwargs_of_piece
+    micro_args, micro_kwargs = pytree.tree_unflatten(leaves, spec)
+    return micro_args, micro_kwargs
 
 
 def pipeline_spec(
     options: PlanOptions, graph: Graph, modules: Iterable[str], loss_reduction: str
 ) -> PipelineSpec:
-    """Build the pipeline of a captured model. Operators are assigned to chunks only if
-    `stage_config` is given; otherwise `chunk_of` is empty, and stages are balanced later.
+    """Build the pipeline of a captured model.
+
+    Operators are assigned to chunks only if `stage_config` is given; otherwise `chunk_of` is empty,
+    and stages are balanced after the search, which decides how long operators take.
 
     Args:
         modules: module names that are valid in `stage_config` although they have no operators.
@@ -143,13 +146,15 @@ def pipeline_spec(
         )
         if options.stages not in (1, stages):
             raise StrategyError(
-                f"stages={options.stages}, but stage_config names {stages}\nremove one of the two"
+                f"stages={options.stages}, but stage_config has {stages} stages\n"
+                "remove one of the two"
             )
-        _check_numbers(options, stages)
+        _check_pipeline_sizes(options, stages)
     else:
         assert isinstance(options.stages, int)
         stages = options.stages
-        _check_numbers(options, stages)
+        _check_pipeline_sizes(options, stages)
+        # V-shaped and interleaved schedules need several chunks per stage.
         chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
         chunk_of = {}
     # Without stages there is nothing to schedule: the schedule keeps its default in plans.
@@ -160,7 +165,12 @@ def pipeline_spec(
     )
 
 
-def _check_numbers(options: PlanOptions, stages: int) -> None:
+def _check_pipeline_sizes(options: PlanOptions, stages: int) -> None:
+    """Check that the numbers of devices, stages and micro-batches suit each other.
+
+    Raises:
+        StrategyError: if they do not; names valid numbers.
+    """
     devices, count = options.devices, options.num_micro_batches
     if devices % stages:
         valid = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
@@ -175,9 +185,9 @@ def _check_numbers(options: PlanOptions, stages: int) -> None:
         )
     spec = PipelineSpec(stages, count, options.schedule)
     if stages > 1 and not spec.can_run(count):
-        nearest = [n for n in range(stages, 4 * count) if spec.can_run(n)]
-        nearest = sorted(sorted(nearest, key=lambda n: abs(n - count))[:4])
+        near = [n for n in range(stages, 4 * count) if spec.can_run(n)]
+        near = sorted(sorted(near, key=lambda n: abs(n - count))[:4])
         raise StrategyError(
-            f"{options.schedule} over {stages} stages cannot run {count} micro-batches in rounds"
-            f" of equal length\nnearest valid numbers are {', '.join(map(str, nearest))}"
+            f"schedule {options.schedule!r} over {stages} stages cannot run {count} micro-batches"
+            f" in rounds of equal length\nthe nearest valid numbers are {', '.join(map(str, near))}"
         )

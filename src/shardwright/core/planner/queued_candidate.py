@@ -1,4 +1,4 @@
-"""Candidates in the queue of the memory search, and what they can recompute in order to fit."""
+"""Candidates in the queue of the memory search, and the recomputation with which they may fit."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shardwright.core.search.recompute.search import RecomputeSearch, max_peak_r
 
 @dataclass(frozen=True)
 class QueuedCandidate:
-    """A candidate that may have to recompute in order to fit, and what is known of its memory.
+    """A candidate that may need recomputation to fit, with the memory bounds found so far.
 
     Args:
-        min_memory: lower bound per stage, in bytes per device, whatever is recomputed.
-        must_recompute: whether it does not fit as it is, by an estimate or a dry run.
+        min_memory: lower bound of each stage in bytes per device, with any recomputation.
+        must_recompute: whether it does not fit without recomputation, by an estimate or a dry run.
         recompute_search: search for the least recomputation that fits; None before it has begun.
-        trust_estimate: whether an estimate may replace the dry run with all recomputed.
-        fits: whether `candidate` recomputes enough, as dry runs have shown.
-        block_depth: depth in the module tree whose blocks do not free enough; None if that is not
-            known of any.
+        trust_estimate: whether an estimate may replace the dry run with everything recomputed.
+        fits: whether `candidate` fits, as dry runs have shown.
+        block_depth: depth in the module tree whose blocks do not free enough; None if no depth has
+            been found not to.
         min_recomputed_memory: lower bound with all blocks at `block_depth` recomputed, in bytes per
             device.
     """
@@ -43,19 +43,20 @@ class QueuedCandidate:
 
     @property
     def lower_bound(self) -> int:
-        """Bytes that a device needs at least, on any stage."""
+        """Lower bound on the memory of the largest stage, in bytes per device."""
         return max(self.min_recomputed_memory, *self.min_memory)
 
 
 @dataclass
 class RecomputeCache:
-    """Recomputation options shared by candidates, and how far dry runs exceeded estimates.
+    """Recomputation levels shared by candidates, and ratios of measured to estimated memory.
 
     Args:
-        levels_by_cuts: recomputation options, by cuts and stages.
-        depths_by_chunks: depths in the module tree of the blocks that compete, by number of chunks.
-        measured_ratios: largest ratio of measured to estimated memory, by stages, schedule and
-            sharding level.
+        levels_by_cuts: recomputation levels, by device matrix, cuts, stages and schedule.
+        depths_by_chunks: groups of depths in the module tree (`RecomputeBlocks.depths`), by number
+            of chunks.
+        measured_ratios: largest ratio of measured to estimated peak memory, by number of stages,
+            schedule and ZeRO level.
     """
 
     levels_by_cuts: dict[object, RecomputeLevels] = field(default_factory=dict)
@@ -63,35 +64,47 @@ class RecomputeCache:
     measured_ratios: dict[object, float] = field(default_factory=dict)
 
     def recompute_levels(self, candidate: Candidate) -> RecomputeLevels:
-        """Recomputation options of a candidate; they do not depend on the sharding level."""
+        """Return the recomputation levels of a candidate, which do not depend on the ZeRO level."""
         graph, pipeline, cuts = candidate.model.graph, candidate.pipeline, candidate.decisions.cuts
-        key = candidate.mesh, _hashable(cuts), pipeline.stages, pipeline.schedule
+        key = candidate.mesh, _hashable_cuts(cuts), pipeline.stages, pipeline.schedule
         if key not in self.levels_by_cuts:
             options, prices = candidate.options, DEFAULT_PRICES
             if options.cluster is not None:
                 dtype = graph.compute_dtype or torch.float32
                 prices = RecomputePrices.on(options.resolved_cluster, dtype)
-            arguments = graph, candidate.mesh, candidate.decisions, pipeline
+            # Shared by all cuts with as many chunks, as finding depths takes an estimate for each.
             recompute_levels = RecomputeLevels(
-                *arguments, prices, self.depths_by_chunks.get(pipeline.num_chunks)
+                graph,
+                candidate.mesh,
+                candidate.decisions,
+                pipeline,
+                prices,
+                self.depths_by_chunks.get(pipeline.num_chunks),
             )
-            # Estimated once, as the depths that compete hardly depend on the cuts.
             self.depths_by_chunks[pipeline.num_chunks] = recompute_levels.depths
             self.levels_by_cuts[key] = recompute_levels
         return self.levels_by_cuts[key]
 
     def search(self, queued: QueuedCandidate, depth: int, limit: int) -> RecomputeSearch:
-        """Begin the search for the least recomputation that fits into `limit` bytes, of blocks at
-        a depth in the module tree."""
+        """Return the search for the least recomputation that fits, with blocks at a depth in the
+        module tree.
+
+        Args:
+            limit: memory limit in bytes per device.
+        """
         candidate = queued.candidate
         pipeline, sharding = candidate.pipeline, candidate.decisions.sharding
         level = None if sharding is None else sharding.level
         ratio_key = pipeline.stages, pipeline.schedule, level
         ratio = self.measured_ratios.get(ratio_key)
         stages = self.recompute_levels(candidate).at_depth(depth)
-        arguments = candidate.decisions, candidate.memory, limit, queued.min_memory
         recompute_search = RecomputeSearch(
-            stages, *arguments, max_peak_ratio(ratio) if queued.trust_estimate else None
+            stages,
+            candidate.decisions,
+            candidate.memory,
+            limit,
+            queued.min_memory,
+            max_peak_ratio(ratio) if queued.trust_estimate else None,
         )
         if not recompute_search.estimate_fits:
             self.measured_ratios[ratio_key] = max(ratio or 0.0, recompute_search.measured_ratio)
@@ -99,14 +112,14 @@ class RecomputeCache:
 
 
 def memory_and_time_key(candidate: Candidate, attempt: Attempt) -> object:
-    """Hashable key that is equal for candidates with equal memory and step time."""
+    """Return a hashable key that is equal for candidates with equal memory and step time."""
     decisions = candidate.decisions
     # A sharding level that shards nothing, as on one device, makes no difference.
     level = decisions.sharding if candidate.shards_storage else None
     storage = tuple(sorted(decisions.storage.items())), level
     pipeline = candidate.pipeline.stages, candidate.pipeline.schedule
-    return storage, _hashable(decisions.cuts), pipeline, attempt.recompute
+    return storage, _hashable_cuts(decisions.cuts), pipeline, attempt.recompute
 
 
-def _hashable(cuts: Mapping[str, Cuts]) -> object:
+def _hashable_cuts(cuts: Mapping[str, Cuts]) -> object:
     return tuple((name, tuple(cut.items())) for name, cut in cuts.items())

@@ -1,4 +1,4 @@
-"""Valid values of an option: a phrase for errors and a predicate, for keywords and files alike."""
+"""Valid values of options: a phrase for errors and a predicate, for keywords and files alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Requirement:
 
     Args:
         words: valid values as a phrase that follows "expected" in errors of configuration files.
-        accepts: predicate for valid values. None is valid wherever the option's type includes it.
+        accepts: returns whether a value is valid. None is valid if the option's type includes it.
         hint: phrase that follows `option=value: ` in errors of keyword arguments.
     """
 
@@ -27,32 +27,32 @@ class Requirement:
     hint: str
 
     def error(self, name: str, value: Any) -> str:
-        """Error text for an invalid `value` of the keyword argument `name`."""
+        """Return the error text for an invalid `value` of the keyword argument `name`."""
         return f"{name}={value!r}: {self.hint}"
 
 
 def must_be(words: str, accepts: Callable[[Any], bool]) -> Requirement:
-    """Requirement with an error such as `stages=0: must be a whole number of at least 1`."""
+    """Return a requirement with errors like `stages=0: must be a whole number of at least 1`."""
     return Requirement(words, accepts, f"must be {words}")
 
 
 def one_of(choices: Iterable[str]) -> Requirement:
-    """Requirement with an error such as `order='size': valid are weight, topology`."""
-    names = tuple(choices)
+    """Return a requirement with errors like `order='size': must be one of weight, topology`."""
     # `'a', 'b' or 'c'`; a single name has no "or".
+    names = tuple(choices)
     quoted = [f"'{name}'" for name in names]
     words = " or ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
-    return Requirement(words, lambda value: value in names, f"valid are {', '.join(names)}")
+    return Requirement(words, lambda value: value in names, f"must be one of {', '.join(names)}")
 
 
 def is_count(value: Any) -> bool:
-    """Whether `value` is an integer of at least 1; bools are not."""
+    """Whether `value` is an integer of at least 1, and not a bool."""
     # YAML's `yes` and a flag in the wrong place are bools, which Python counts as integers.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def is_positive(value: Any) -> bool:
-    """Whether `value` is a positive finite number; bools are not."""
+    """Whether `value` is a positive finite number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
 
 
@@ -64,7 +64,7 @@ def parse_bytes(size: int | str) -> int | None:
 
 @cache
 def requirements(options: type) -> dict[str, Requirement]:
-    """Requirements of the annotated fields of an options class, by field name."""
+    """Return the requirements of the annotated fields of an options class, by field name."""
     by_name: dict[str, Requirement] = {}
     for name, hint in get_type_hints(options, include_extras=True).items():
         if get_origin(hint) is Annotated:

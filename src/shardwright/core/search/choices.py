@@ -89,7 +89,7 @@ def choices(
     return tuple(_choices_by_time(graph, mesh, decisions, pricing, mem_coeff))
 
 
-def _axis_choice(
+def _build_axis_choice(
     names: tuple[str, ...],
     axis: str,
     chosen: str,
@@ -208,7 +208,7 @@ def _choices_by_time(
             ) -> float:
                 return total(costs[factor], knobs)
 
-            yield _axis_choice(
+            yield _build_axis_choice(
                 tuple(names[index]), name, chosen, other_factors, cost, symbolic=False
             )
 
@@ -280,7 +280,7 @@ def _symbolic_choices(
 
             other_factors = [factor for factor in op_costs if factor != chosen]
             names = tuple(indexed.names[op] for op in ops)
-            yield _axis_choice(names, name, chosen, other_factors, cost, symbolic=True)
+            yield _build_axis_choice(names, name, chosen, other_factors, cost, symbolic=True)
 
 
 def _choices_with_undecided(level: AxisLevel, choice: list[int], op: int) -> list[int]:

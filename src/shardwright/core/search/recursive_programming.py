@@ -1,4 +1,4 @@
-"""The default mode: axis by axis, by time on a known cluster, else by symbolic cost."""
+"""The default search mode: axis by axis, by predicted time on a cluster, else by symbolic cost."""
 
 from __future__ import annotations
 

@@ -80,5 +80,5 @@ def test_a_mode_without_costs_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="shardwright.search"):
         plan(log_costs=True, mode="data_parallel")
     assert [r.message for r in caplog.records] == [
-        "mode='data_parallel' weighs no costs: none are logged"
+        "mode='data_parallel' does not compare costs, so that log_costs=True logs none"
     ]

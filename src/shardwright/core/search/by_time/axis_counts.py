@@ -137,14 +137,16 @@ class CountedRedistributionBound:
         key = source.shape, source.tobytes(), target.tobytes(), differentiable
         if (key, num_bytes) not in self._cached_tables:
             if key not in self._cached_rates:
-                self._cached_rates[key] = self._with_gradient(source, target, differentiable)
+                self._cached_rates[key] = self._forward_and_backward_rates(
+                    source, target, differentiable
+                )
             seconds_per_byte, latency = self._cached_rates[key]
             if num_bytes < self._few_elements_bytes:
                 latency = np.minimum(latency, np.float32(self._latency[0]))
             self._cached_tables[key, num_bytes] = np.float32(num_bytes) * seconds_per_byte + latency
         return self._cached_tables[key, num_bytes]
 
-    def _with_gradient(
+    def _forward_and_backward_rates(
         self, source: Counts, target: Counts, differentiable: bool
     ) -> tuple[LayoutTable, LayoutTable]:
         seconds_per_byte, latency = self._seconds_per_byte_and_latency(source, target)

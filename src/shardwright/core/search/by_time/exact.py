@@ -227,7 +227,7 @@ class _JointTables:
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
         if len(self._redistributions) + len(rows) * len(columns) > MAX_REDISTRIBUTIONS:
             raise TablesTooLargeError(
-                f"more than {MAX_REDISTRIBUTIONS:,} redistributions to search for"
+                f"the tables need more than {MAX_REDISTRIBUTIONS:,} redistributions"
             )
         costs = np.array(
             [[weights.of(self._redistribution_cost(edge, a, b)) for b in columns] for a in rows]

@@ -155,7 +155,7 @@ class _Neighborhood:
 
     def _cut_generator(self, cuts: list[Cuts]) -> NearbyCuts:
         shared = [
-            SharedTensor(self._dims(own_end), self._layout(other_end, cuts))
+            SharedTensor(self._dims_at(own_end), self._layout_at(other_end, cuts))
             for edge in self.edges
             for other_end in edge.ends()
             if other_end.variable != self.index
@@ -167,12 +167,12 @@ class _Neighborhood:
         joined = rule.joined if rule is not None else {}
         return NearbyCuts(self.objective.model.mesh, limits, shared, joined)
 
-    def _dims(self, end: EdgeEnd) -> Dims:
+    def _dims_at(self, end: EdgeEnd) -> Dims:
         rule = self.variable.rule
         assert rule is not None
         return (rule.inputs, rule.outputs)[end.is_output][end.tensor_index]
 
-    def _layout(self, end: EdgeEnd, cuts: list[Cuts]) -> TensorLayout:
+    def _layout_at(self, end: EdgeEnd, cuts: list[Cuts]) -> TensorLayout:
         variable = self.objective.problem.variables[end.variable]
         layouts = self.objective.layouts(variable, cuts[end.variable])
         return layouts[end.is_output][end.tensor_index]

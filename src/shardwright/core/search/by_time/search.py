@@ -84,7 +84,7 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
     if pricing is None:
         raise StrategyError(
             "a search by seconds needs a cluster: the request has no pricing\n"
-            "set SearchRequest.pricing"
+            "set `SearchRequest.pricing`"
         )
     problem = search_problem(request.graph, request.pinned, request.outputs, request.arrivals, fold)
     weight = pricing.parameter_weight(request.mem_coeff)

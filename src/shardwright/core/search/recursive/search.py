@@ -107,7 +107,7 @@ class Recursion:
             level.choice[op] = choice
         # Pins first, so that they count as decided neighbors of all others.
         level.propagate(pinned)
-        for op in self._undecided_in_order(level):
+        for op in self._undecided_ops_in_order(level):
             alternatives = self.alternatives(level, op)
             # `min` takes the first of equal totals; `alternatives` is in the order that breaks
             # ties.
@@ -120,7 +120,7 @@ class Recursion:
         self.shard_counts = level.next_shard_counts()
         return level.choice
 
-    def _undecided_in_order(self, level: AxisLevel) -> list[int]:
+    def _undecided_ops_in_order(self, level: AxisLevel) -> list[int]:
         """Return the undecided main operators in visiting order: contractions, then embeddings.
 
         Embeddings come last because their cost does not include the operators that would follow
