@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from shardwright import __version__, errors
-from shardwright.core.torch_internals.modules import log_only
+from shardwright.core.torch_internals.modules import set_log_level
 from shardwright.errors import ShardwrightError
 from shardwright.run.launch.rank_failure import RankFailedError, StoppedError
 
@@ -73,7 +73,7 @@ def main() -> None:
     """
     # Warnings of torch while it captures: the error of a failed capture repeats them, and after a
     # successful capture they do not matter.
-    log_only(logging.ERROR)
+    set_log_level(logging.ERROR)
     try:
         app()
     except ShardwrightError as error:

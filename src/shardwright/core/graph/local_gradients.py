@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from shardwright.core.torch_internals.distributed import by_rank, of_ranks, on_simulated_rank
+from shardwright.core.torch_internals.distributed import by_rank, on_simulated_rank, tensor_of_ranks
 from shardwright.core.torch_internals.tensors import requires_grad, storage_id
 
 ShapesAndDtypes = Sequence[tuple[tuple[int, ...], torch.dtype]]
@@ -197,7 +197,7 @@ class _OnEachRank(torch.autograd.Function):
         ctx.save_for_backward(*(t if i in saved else None for i, t in enumerate(tensors)))
         first = ctx.runs[ranks[0]][1]
         results = tuple(
-            of_ranks({rank: ctx.runs[rank][1][index].detach() for rank in ranks})
+            tensor_of_ranks({rank: ctx.runs[rank][1][index].detach() for rank in ranks})
             for index in range(len(first))
         )
         ctx.mark_non_differentiable(
@@ -251,4 +251,4 @@ def _gradient_of_ranks(
         for rank, of_inputs in gradients_of_rank.items()
         if (gradient := of_inputs[index]) is not None
     }
-    return of_ranks(gradients) if gradients else None
+    return tensor_of_ranks(gradients) if gradients else None

@@ -10,7 +10,7 @@ import torch
 
 from shardwright.core.torch_internals.dtensor import (
     explain_mixing,
-    handle,
+    set_operator_handler,
 )
 from shardwright.core.torch_internals.operators import OpOverload
 from shardwright.errors import MixedTensorsError, PlanError
@@ -54,9 +54,9 @@ user code call."""
 def explain_unsupported_operators() -> None:
     """Make errors of DTensors in this process name the remedy."""
     for operator, remedy in REMEDIES.items():
-        handle(operator, partial(_explain_errors, operator, remedy))
+        set_operator_handler(operator, partial(_explain_errors, operator, remedy))
     for operator in COLLECTIVES:
-        handle(operator, partial(_refuse_collective, operator))
+        set_operator_handler(operator, partial(_refuse_collective, operator))
     explain_mixing(_mixed_tensors_error, except_in=OPTIMIZER_STEP_OPERATORS)
 
 

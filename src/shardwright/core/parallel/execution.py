@@ -67,7 +67,7 @@ from shardwright.core.runtime.micro_batches import (
 )
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
-from shardwright.core.torch_internals.modules import view_of
+from shardwright.core.torch_internals.modules import alias_module
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Execution:
         self.initialization: Initialization | None = None
         """Pending initialization of parameters from the meta device; None once they have values."""
         self._compiler: Callable[[Program], Program] | None = None
-        self._user_module = view_of(module)
+        self._user_module = alias_module(module)
         self.partitioned = partitioned = self._with_local_maps(partitioned)
         graph = partitioned.graph
         self._parameters_as_planned = PlannedParameters(module, graph.frozen)

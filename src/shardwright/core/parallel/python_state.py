@@ -34,7 +34,7 @@ from shardwright.core.torch_internals.hooks import (
     any_global_hook,
     backward_hooks,
     forward_hooks,
-    hooks_registered,
+    num_registered_hooks,
 )
 from shardwright.core.torch_internals.modules import own_buffers, own_modules
 from shardwright.errors import PlanError
@@ -168,7 +168,7 @@ class PythonState:
         """
         if self._parents != self._planned_children:
             self._refuse_replaced()
-        if hooks_registered() != self._registered:
+        if num_registered_hooks() != self._registered:
             self._check_hooks()
             self._see()
         elif not self._is_unchanged():
@@ -216,7 +216,7 @@ class PythonState:
 
         Most steps find none, so the loops over all modules run in C (`map`, `itemgetter`).
         """
-        self._registered = hooks_registered()
+        self._registered = num_registered_hooks()
         by_module: dict[str, list[str]] = {}
         objects: dict[int, Any] = {}
         of_class: dict[tuple[type, str], Any] = {}

@@ -21,9 +21,9 @@ from shardwright.core.runtime.parameter_hooks import has_hooks
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import plain_torch_function
 from shardwright.core.torch_internals.dtensor import (
+    dtensor_of_class,
     local_part_of,
     local_tensor,
-    of_class,
     share_version_counter,
     spec_of,
     with_spec,
@@ -135,7 +135,7 @@ class UninitializedShard(Uninitialized, DTensor):
     @classmethod
     def of(cls, local: Tensor, like: DTensor, pending: PendingInit) -> UninitializedShard:
         """A shard in the memory of `local` with the mesh, placements and shape of `like`."""
-        result = of_class(cls, local, spec_of(like))
+        result = dtensor_of_class(cls, local, spec_of(like))
         assert isinstance(result, UninitializedShard)
         return result._set(pending, None)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import stored_shards
-from shardwright.core.torch_internals.tensors import each_norm, scale_all_
+from shardwright.core.torch_internals.tensors import norms_of_each, scale_all_
 
 
 def clip_grad_norm_(
@@ -43,7 +43,7 @@ def clip_grad_norm_(
     # In float64: squares of many gradients would overflow or lose digits in the dtype of gradients.
     squares = torch.zeros((), dtype=torch.float64, device=devices.device)
     if counted:
-        norms = torch.stack(each_norm([shards[name] for name in counted]))
+        norms = torch.stack(norms_of_each([shards[name] for name in counted]))
         replicas = [_num_replicas(gradients[name]) for name in counted]
         weights = torch.tensor(replicas, dtype=torch.float64, device=norms.device)
         squares = (norms.double().square() / weights).sum()

@@ -26,7 +26,7 @@ from shardwright.core.torch_internals.distributed import (
     group_named,
     group_timeout,
     name_of_local_group,
-    splits,
+    supports_split_group,
 )
 from shardwright.errors import PlanError
 
@@ -307,7 +307,7 @@ def _new_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessG
     if len(ranks[0]) == world.size():
         return world
     # NCCL splits a communicator at less cost than it creates one.
-    if splits(world):
+    if supports_split_group(world):
         return dist.split_group(world, ranks, timeout=world_timeout())
     if sum(map(len, ranks)) == world.size() and _can_create_own_group_only(device):
         # Each rank creates its own group only, instead of all groups one after the other.

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.torch_internals.dtensor import handle, local_part_of, local_tensor
+from shardwright.core.torch_internals.dtensor import (
+    local_part_of,
+    local_tensor,
+    set_operator_handler,
+)
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -26,9 +30,9 @@ RANDOM_OPERATORS = (
 
 def correct_results() -> None:
     """Make DTensors of this process return correct sums and draw the numbers of one device."""
-    handle(aten._local_scalar_dense.default, _full_item)
+    set_operator_handler(aten._local_scalar_dense.default, _full_item)
     for operator in RANDOM_OPERATORS:
-        handle(operator, partial(_draw_full_tensor, operator))
+        set_operator_handler(operator, partial(_draw_full_tensor, operator))
 
 
 def _full_item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

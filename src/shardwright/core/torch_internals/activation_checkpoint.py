@@ -1,4 +1,4 @@
-"""Interception of `torch.utils.checkpoint` while a model is traced."""
+"""Intercept `torch.utils.checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch.utils import checkpoint
 
 @contextmanager
 def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Context in which `checkpoint(function, …, use_reentrant=False)` only calls the function.
+    """A context in which `checkpoint(function, …, use_reentrant=False)` only calls the function.
 
-    Each call runs in a new `context()`, which tags its operators for recomputation by the plan.
+    Args:
+        context: makes the context of each call, which tags its operators for recomputation by the
+            plan.
     """
 
     def around_call(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -31,7 +33,8 @@ def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -
 
 
 class _NonReentrant:
-    """In place of `CheckpointFunction`, by which `checkpoint` is reentrant."""
+    """Replacement of `CheckpointFunction`, with which reentrant calls of `checkpoint` are
+    non-reentrant."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -44,21 +47,25 @@ class _NonReentrant:
 
 @contextmanager
 def recomputed_in(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Lets what is called in it under `checkpoint` be recomputed in a context of its own in the
+    """A context in which functions called by `checkpoint` are recomputed in `context()` during the
     backward pass.
 
-    Reentrant calls become non-reentrant ones, which compute the same: a backward pass of their own
-    would reach parameters of the program around them, and reduce their gradients one by one.
+    Reentrant calls become non-reentrant, with equal results: the separate backward pass of a
+    reentrant call would reach parameters of the program around it, and reduce their gradients one
+    by one.
+
+    Args:
+        context: makes the context of each recomputation.
     """
     original: Any = checkpoint._checkpoint_without_reentrant_generator
     reentrant = checkpoint.CheckpointFunction
 
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def recomputed(*inputs: Any, **keywords: Any) -> Any:
+        def recompute(*inputs: Any, **keywords: Any) -> Any:
             with context():
                 return function(*inputs, **keywords)
 
-        return original(recomputed, *args, **kwargs)
+        return original(recompute, *args, **kwargs)
 
     vars(checkpoint)["_checkpoint_without_reentrant_generator"] = generator
     vars(checkpoint)["CheckpointFunction"] = _NonReentrant

@@ -1,4 +1,4 @@
-"""Interception of custom autograd functions and of backward passes."""
+"""Intercept custom autograd functions and backward passes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from torch.autograd import function as functions
 from torch.autograd.function import _SingleLevelFunction
 
 Apply = Callable[[type[Function], tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
-"""Applies a custom autograd function to positional and keyword arguments; the last argument calls
-PyTorch's own implementation."""
+"""Applies a custom autograd function; called with the function, its positional and its keyword
+arguments, and a function that calls PyTorch's own implementation."""
 
 
 @contextmanager
 def functions_applied_by(apply: Apply) -> Iterator[None]:
-    """Context in which `apply` handles all calls of custom autograd functions.
+    """A context in which `apply` handles all calls of custom autograd functions.
 
     Replacing `Function.apply` would miss names bound to it earlier (`ste = STE.apply`). So the two
-    functions that it calls are replaced: one outside and one inside of `torch.func` transforms.
+    functions that it calls are replaced: one for calls outside and one for calls inside of
+    `torch.func` transforms.
     """
 
-    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_outside(cls: Any, *args: Any, **kwargs: Any) -> Any:
         original = super(_SingleLevelFunction, cls).apply
         return apply(cls, args, kwargs, lambda: original(*args, **kwargs))
 
-    def applied_in_transform(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_in_transform(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(cls, args, kwargs, lambda: custom_function_call(cls, *args, **kwargs))
 
     with (
-        patch.object(_SingleLevelFunction, "apply", classmethod(applied)),
-        patch.object(functions, "custom_function_call", applied_in_transform),
+        patch.object(_SingleLevelFunction, "apply", classmethod(apply_outside)),
+        patch.object(functions, "custom_function_call", apply_in_transform),
     ):
         yield
 
@@ -54,7 +55,7 @@ def in_differentiating_transform() -> bool:
 
 
 def gradient_edge_of(tensor: Any) -> tuple[Any, int]:
-    """Returns node (None for a leaf) and output index of a tensor or `GradientEdge`."""
+    """Return the autograd node (None for a leaf) and output index of a tensor or `GradientEdge`."""
     if isinstance(tensor, graph.GradientEdge):
         return tensor.node, tensor.output_nr
     return tensor.grad_fn, tensor.output_nr
@@ -63,16 +64,19 @@ def gradient_edge_of(tensor: Any) -> tuple[Any, int]:
 def check_before_grad(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
     """Call `check` before every `torch.autograd.grad`, and every `backward` with `inputs`.
 
-    Permanent for the process. `check` receives the outputs and inputs, tensors or `GradientEdge`s.
-    """
-    run: Callable[..., Any] = graph._engine_run_backward
+    Permanent for the process.
 
-    @wraps(run)
-    def checked(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    Args:
+        check: called with the outputs and the inputs, which are tensors or `GradientEdge`s.
+    """
+    run_backward: Callable[..., Any] = graph._engine_run_backward
+
+    @wraps(run_backward)
+    def check_and_run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         if inputs:
             check(outputs, inputs)
-        return run(outputs, *args, **kwargs)
+        return run_backward(outputs, *args, **kwargs)
 
     for module in (graph, torch.autograd):
-        vars(module)["_engine_run_backward"] = checked
+        vars(module)["_engine_run_backward"] = check_and_run

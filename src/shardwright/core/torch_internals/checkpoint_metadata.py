@@ -1,4 +1,4 @@
-"""Safe loading of the pickled metadata of torch.distributed.checkpoint."""
+"""Load the pickled metadata of torch.distributed.checkpoint without running code."""
 
 from __future__ import annotations
 
@@ -23,33 +23,36 @@ from torch.serialization import _get_layout
 
 METADATA_FILE = ".metadata"
 
-_CLASSES = (
+_ALLOWED_CLASSES = (
     *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
     *(TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, _get_layout),
 )
-_ALLOWED: dict[tuple[str, str], Any] = {
+_ALLOWED_OBJECTS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
-    **{(each.__module__, each.__qualname__): each for each in _CLASSES},
-    # The path of the checkpoint; some versions of Python define the classes in `pathlib._local`.
+    **{(each.__module__, each.__qualname__): each for each in _ALLOWED_CLASSES},
+    # Metadata has the path of the checkpoint; some Python versions define it in `pathlib._local`.
     **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
     **{(module, "WindowsPath"): PureWindowsPath for module in ("pathlib", "pathlib._local")},
 }
+"""Objects that metadata may refer to, by (module, name)."""
 
 
 def loads_metadata(content: bytes) -> Metadata:
     """Load the content of a `.metadata` file.
 
     Raises:
-        ValueError: if the bytes are malformed, or refer to an object that metadata does not need
-            and that could run code.
+        ValueError: if the bytes are malformed, or refer to an object that metadata does not need,
+            since it could run code.
     """
     try:
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
-    except Exception as error:  # Malformed bytes can raise anything.
+    except Exception as error:  # malformed bytes may cause any error
         raise ValueError(str(error) or type(error).__name__) from error
     tables = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
     if not isinstance(metadata, Metadata) or not all(isinstance(each, dict) for each in tables):
-        raise ValueError(f"it holds a {type(metadata).__name__}, not the metadata of a checkpoint")
+        raise ValueError(
+            f"it contains a {type(metadata).__name__}, not the metadata of a checkpoint"
+        )
     return metadata
 
 
@@ -57,9 +60,9 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) not in _ALLOWED:
+        if (module, name) not in _ALLOWED_OBJECTS:
             raise pickle.UnpicklingError(
                 f"it refers to {module}.{name}, which the metadata of a checkpoint does not need,"
                 " and which could run code"
             )
-        return _ALLOWED[module, name]
+        return _ALLOWED_OBJECTS[module, name]

@@ -1,4 +1,4 @@
-"""Tensor subclasses in compiled functions."""
+"""Keep tensor subclasses out of compiled functions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from torch import Tensor
 from torch._dynamo.config import nontraceable_tensor_subclasses
 
 
-def run_uncompiled_with(kind: type[Tensor]) -> None:
-    """Let `torch.compile` fall back to eager mode for functions of tensors of this class."""
-    nontraceable_tensor_subclasses.add(kind)
+def run_uncompiled_with(tensor_class: type[Tensor]) -> None:
+    """Let `torch.compile` fall back to eager mode for functions of tensors of a class."""
+    nontraceable_tensor_subclasses.add(tensor_class)

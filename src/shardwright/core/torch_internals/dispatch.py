@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import (
 from shardwright.core.torch_internals.operators import unregister
 
 plain_torch_function = torch._C._disabled_torch_function_impl
-"""A `__torch_function__` for subclasses of `Tensor` that do not override it."""
+"""A `__torch_function__` that overrides nothing, for subclasses of `Tensor`."""
 
 without_torch_function = torch._C.DisableTorchFunction
-"""Context without `__torch_function__`, of subclasses and of modes."""
+"""Context without `__torch_function__` of subclasses and of modes."""
 
 without_torch_dispatch = torch._C._DisableTorchDispatch
-"""Context without `__torch_dispatch__`, of subclasses and of modes."""
+"""Context without `__torch_dispatch__` of subclasses and of modes."""
 
 without_torch_function_of_subclasses = torch._C.DisableTorchFunctionSubclass
 """Context without `__torch_function__` of subclasses; modes stay active."""
@@ -36,7 +36,7 @@ without_dispatch_modes = _disable_current_modes
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Context that suspends the current function modes; modes entered inside are active."""
+    """A context that suspends the current function modes; modes entered inside are active."""
     with ExitStack() as popped:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             popped.enter_context(_pop_mode_temporarily())
@@ -46,8 +46,8 @@ def without_function_modes() -> Iterator[None]:
 class PlainDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Base class of dispatch modes for code that is never compiled.
 
-    Otherwise PyTorch wraps `__torch_dispatch__` to keep `torch.compile` out, which on the meta
-    device takes as long as the operator itself.
+    For other modes PyTorch wraps `__torch_dispatch__` to keep `torch.compile` out, which on the
+    meta device takes as long as the operator itself.
     """
 
     @classmethod
@@ -56,27 +56,28 @@ class PlainDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """Returns the active dispatch modes, the innermost last."""
+    """Return the active dispatch modes, the innermost last."""
     return _get_current_dispatch_mode_stack()
 
 
 @contextmanager
 def autograd_in_operators() -> Iterator[None]:
-    """Context in which autograd also records inside the implementation of an operator."""
+    """A context in which autograd also records inside the implementation of an operator."""
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
         yield
 
 
 def names_with_autocast(key: str) -> list[str]:
-    """Returns the names of the operators with a kernel for an autocast key (`"AutocastCPU"`)."""
+    """Return the names of the operators with a kernel for an autocast key such as
+    `"AutocastCPU"`."""
     names = torch._C._dispatch_get_all_op_names()
     return [n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key)]
 
 
 @contextmanager
 def autocast_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[None]:
-    """Context in which autocast on the CPU runs these kernels, given by operator name."""
+    """A context in which autocast on the CPU runs the given kernels, by operator name."""
     library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
@@ -89,22 +90,22 @@ def autocast_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[N
 
 
 Region = tuple[str, bool]
-"""The device type of an autocast region, and whether it is enabled."""
+"""(device type of an autocast region, whether it is enabled)."""
 
 
 def region_of(autocast: torch.autocast) -> Region:
-    """Returns the device type and state of an autocast context."""
+    """Return the device type of an autocast context, and whether it is enabled."""
     return autocast.device, autocast._enabled
 
 
 def set_region(autocast: torch.autocast, region: Region) -> None:
-    """Change the device type and state of an autocast context that is not active."""
+    """Set the device type of an autocast context that is not entered, and whether it is enabled."""
     autocast.device, autocast._enabled = region
 
 
 @contextmanager
 def below_autocast() -> Iterator[None]:
-    """Context for calling the operator itself from its autocast kernel."""
+    """A context in which an autocast kernel can call the operator that it implements."""
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(key), without_torch_function():
         yield

@@ -21,10 +21,11 @@ from torch.distributed._local_tensor import LocalTensorMode as LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
 FAKE = "fake"
-"""The backend of a process group without other processes."""
+"""Name of the backend of a process group without other processes."""
 
 functional_collectives = torch.ops._c10d_functional
-"""Collectives that return new tensors, ready after `wait_tensor`; traceable by `torch.compile`."""
+"""Collectives that return new tensors, which are ready after `wait_tensor`; `torch.compile` can
+trace them."""
 
 
 def is_collective(operator: Any) -> bool:
@@ -38,46 +39,47 @@ def is_group_call(operator: Any) -> bool:
 
 
 class GroupClock:
-    """Context that counts the creation of process groups and measures its CPU seconds."""
+    """Context that counts the calls that create process groups and measures their CPU seconds."""
 
     def __init__(self) -> None:
         self.calls, self.seconds = 0, 0.0
 
     def __enter__(self) -> GroupClock:
-        self.make = distributed_c10d._new_group_with_tag
-        distributed_c10d._new_group_with_tag = self.timed
+        self.original = distributed_c10d._new_group_with_tag
+        distributed_c10d._new_group_with_tag = self.create_timed
         return self
 
     def __exit__(self, *_: object) -> None:
-        distributed_c10d._new_group_with_tag = self.make
+        distributed_c10d._new_group_with_tag = self.original
 
-    def timed(self, *args: Any, **kwargs: Any) -> Any:
+    def create_timed(self, *args: Any, **kwargs: Any) -> Any:
         started = time.process_time()
         try:
-            return self.make(*args, **kwargs)
+            return self.original(*args, **kwargs)
         finally:
             self.calls += 1
             self.seconds += time.process_time() - started
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Returns the process group that functional collectives identify by `name`."""
+    """Return the process group that functional collectives identify by `name`."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
 
 
 def name_of_local_group(ranks: list[int]) -> str:
-    """Returns the name that PyTorch gives a group created by its own ranks only."""
+    """Return the name that PyTorch gives a process group that only its own ranks create."""
     return str(distributed_c10d._hash_ranks_to_str(ranks))
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns the timeout of collectives of `group`; None if its backend does not have one."""
+    """Return the timeout of collectives of `group`; None if its backend has no timeout."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
 
-def splits(group: dist.ProcessGroup) -> bool:
-    """Whether `split_group` supports `group`, which creates all subgroups in one call."""
+def supports_split_group(group: dist.ProcessGroup) -> bool:
+    """Whether `torch.distributed.split_group`, which creates all subgroups in one call, supports
+    `group`."""
     device = group.bound_device_id
     return device is not None and group._get_backend(device).supports_splitting
 
@@ -88,12 +90,12 @@ def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:
 
 
 def by_rank(tensor: Tensor) -> dict[int, Tensor] | None:
-    """Returns the tensor of each simulated rank; None for a tensor that all ranks share."""
+    """Return the tensor of each simulated rank, by rank; None for a tensor that all ranks share."""
     return dict(tensor._local_tensors) if isinstance(tensor, LocalTensor) else None
 
 
-def of_ranks(tensors: Mapping[int, Tensor]) -> Tensor:
-    """The tensor that is another on each simulated rank."""
+def tensor_of_ranks(tensors: Mapping[int, Tensor]) -> Tensor:
+    """Make a tensor that differs between simulated ranks, from the tensor of each rank."""
     with get_local_tensor_mode_list()[-1].disable():
         result: Tensor = LocalTensor(dict(tensors))  # type: ignore[no-untyped-call]
         return result
@@ -102,7 +104,7 @@ def of_ranks(tensors: Mapping[int, Tensor]) -> Tensor:
 @contextmanager
 def on_simulated_rank(rank: int) -> Iterator[None]:
     """A context in which code runs on ordinary tensors as one of the simulated ranks, and draws
-    that rank's random numbers."""
+    this rank's random numbers."""
     mode = get_local_tensor_mode_list()[-1]
     with mode.disable():
         states, generator = mode._per_rank_rng_states, torch.default_generator

@@ -22,39 +22,40 @@ from shardwright.core.torch_internals.operators import (
 from shardwright.core.torch_internals.tensors import as_subclass
 
 StridedShard = _StridedShard
-"""The placement of a dimension that an inner mesh axis shards before this one: its blocks are
-`split_factor` apart. Without it mesh axes could shard a dimension only from left to right."""
+"""Placement of a mesh axis that shards a dimension after an axis further right: the blocks of a
+rank are `split_factor` apart. `Shard` can only express that axes shard from left to right."""
 
 
-MIXED = "got mixed torch.Tensor and DTensor"
-"""The beginning of PyTorch's error if an operator gets both DTensors and ordinary tensors."""
+MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
+"""Part of PyTorch's error for an operator that gets both DTensors and ordinary tensors."""
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Returns the local tensor; `to_local()` would add an autograd node."""
+    """Return the local tensor; `to_local()` would add an autograd node."""
     return tensor._local_tensor
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Returns mesh, placements and the global shape, strides and dtype."""
+    """Return the mesh, the placements, and the global shape, strides and dtype of a DTensor."""
     return tensor._spec
 
 
 def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Make a DTensor without gradient from a local tensor.
 
-    `DTensor.from_local` takes longer than a small operator.
+    Much faster than `DTensor.from_local`, which takes longer than a small operator.
     """
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def local_chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """Returns offsets and sizes, in the full tensor, of the local chunks."""
+    """Return the offsets and sizes of the local chunks in the full tensor."""
     return tensor.__create_chunk_list__()  # type: ignore[no-any-return,no-untyped-call]
 
 
 def local_part_of(full: Tensor, tensor: Tensor) -> Tensor:
-    """Slice a full tensor to the shard that this rank has of `tensor`; does not communicate."""
+    """Slice a full tensor to this rank's shard of `tensor`, without communication; returns it
+    unchanged if `tensor` is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return full
     (chunk,) = local_chunks(tensor)
@@ -65,11 +66,11 @@ def local_part_of(full: Tensor, tensor: Tensor) -> Tensor:
 def share_version_counter(parameter: DTensor) -> nn.Parameter:
     """Make a copy of a DTensor parameter that shares the version counter of its local tensor.
 
-    An in-place change of one then counts as one of the other, so that a backward pass raises if the
-    parameter was changed after its local tensor was saved.
+    An in-place change of the parameter then also changes the version of the local tensor, so that a
+    backward pass raises if the parameter was changed after its local tensor was saved.
     """
     local = parameter._local_tensor
-    if type(local) is not Tensor:  # of simulated ranks
+    if type(local) is not Tensor:  # simulated ranks
         return cast(nn.Parameter, parameter)
     result = as_subclass(DTensor, local)
     result.data = parameter
@@ -78,29 +79,40 @@ def share_version_counter(parameter: DTensor) -> nn.Parameter:
     return cast(nn.Parameter, result)
 
 
-def of_class(kind: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A tensor of a class that is derived from `DTensor`."""
+def dtensor_of_class(tensor_class: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Make a tensor of a subclass of `DTensor` from a local tensor."""
     result = with_spec(local, spec)
-    result.__class__ = kind
+    result.__class__ = tensor_class
     return result
 
 
 def change_results(operator: OpOverload, change: Callable[[Any, Sequence[Any]], Any]) -> None:
-    """Let an operator of DTensors return `change(results, args)`.
+    """Change the results of an operator when it is called with DTensors.
 
     Permanent for the process; a second change of the same operator is ignored.
+
+    Args:
+        operator: the ATen operator.
+        change: called with the results and the positional arguments; returns the new results.
     """
 
     def handler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return change(operator(*args, **kwargs), args)
 
-    handle(operator, handler)
+    set_operator_handler(operator, handler)
 
 
-def handle(operator: OpOverload, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Let `call` compute an operator of DTensors; inside of `call` the operator is PyTorch's own.
+def set_operator_handler(
+    operator: OpOverload, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+) -> None:
+    """Replace the implementation of an operator for DTensors.
 
     Permanent for the process; a second handler of the same operator is ignored.
+
+    Args:
+        operator: the ATen operator.
+        call: called with the positional and the keyword arguments. While it runs, the operator has
+            PyTorch's own implementation.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
@@ -115,20 +127,23 @@ def handle(operator: OpOverload, call: Callable[[tuple[Any, ...], dict[str, Any]
 
 
 def refuse_pickling(check: Callable[[DTensor], None]) -> None:
-    """Call `check`, which may raise, before a DTensor is pickled or saved as safetensors.
+    """Call `check` before a DTensor is pickled or saved as safetensors.
 
-    `copy.copy` and `copy.deepcopy` still work. Permanent for the process; a second check is
+    `copy.copy` and `copy.deepcopy` do not call it. Permanent for the process; a second check is
     ignored.
+
+    Args:
+        check: called with the tensor; may raise an error.
     """
     reduce: Any = DTensor.__reduce_ex__
     if hasattr(reduce, "checks_pickling"):
         return
 
-    def pickled(tensor: DTensor, protocol: Any) -> Any:
+    def check_and_reduce(tensor: DTensor, protocol: Any) -> Any:
         check(tensor)
         return reduce(tensor, protocol)
 
-    def copied(tensor: DTensor) -> Any:
+    def copy(tensor: DTensor) -> Any:
         rebuild, arguments = reduce(tensor, 4)
         return rebuild(*arguments)
 
@@ -136,18 +151,18 @@ def refuse_pickling(check: Callable[[DTensor], None]) -> None:
         check(tensor)
         return Tensor.storage(tensor)  # type: ignore[no-untyped-call]
 
-    vars(pickled)["checks_pickling"] = True
-    # safetensors asks for `storage` where `untyped_storage()` has no memory.
-    methods = {"__reduce_ex__": pickled, "__copy__": copied, "storage": storage}
+    vars(check_and_reduce)["checks_pickling"] = True
+    # safetensors calls `storage` if `untyped_storage()` has no memory.
+    methods = {"__reduce_ex__": check_and_reduce, "__copy__": copy, "storage": storage}
     for name, method in methods.items():
         setattr(DTensor, name, method)
 
 
-def _take_whole_gradients(number: Tensor) -> None:
-    """Convert the gradient of an ordinary tensor to an ordinary tensor if it is a DTensor."""
-    if number.requires_grad and not hasattr(number, "takes_whole_gradients"):
-        number.takes_whole_gradients = True  # type: ignore[attr-defined]
-        number.register_hook(  # type: ignore[no-untyped-call]
+def _convert_gradients_to_full(tensor: Tensor) -> None:
+    """Convert the gradient of an ordinary tensor to a full tensor if it is a DTensor."""
+    if tensor.requires_grad and not hasattr(tensor, "converts_gradients"):
+        tensor.converts_gradients = True  # type: ignore[attr-defined]
+        tensor.register_hook(  # type: ignore[no-untyped-call]
             lambda g: g.full_tensor() if isinstance(g, DTensor) else None
         )
 
@@ -157,64 +172,64 @@ def explain_mixing(
 ) -> None:
     """Replace PyTorch's error for operators that mix DTensors and ordinary tensors.
 
-    Raises `error(operator)` if the ordinary tensor has more than one element, and `error(name)` if
-    a DTensor is converted to an array or a list. Tensors of one element, such as a loss, can be
-    mixed with DTensors; their gradient is an ordinary tensor. Permanent for the process.
+    An operator raises `error(operator)` if the ordinary tensor has more than one element, and
+    `numpy` and `tolist` of a DTensor raise `error(name)`. Tensors of one element, such as a loss,
+    can be mixed with DTensors; their gradient is an ordinary tensor. Permanent for the process.
 
     Args:
-        except_in: names of frequent operators that are not slowed down by a handler: only the
-            methods of the same name are replaced. These compute on local tensors if the tensors
-            have equal layouts.
+        error: makes the error for an operator or the name of a method.
+        except_in: names of frequent operators that a handler would slow down: only their methods
+            are replaced, and compute on local tensors if all tensors have equal layouts.
     """
 
-    def explained(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_explained(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             for argument in args:
                 for leaf in argument if isinstance(argument, list | tuple) else (argument,):
                     if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-                        _take_whole_gradients(leaf)
+                        _convert_gradients_to_full(leaf)
         try:
             return operator(*args, **kwargs)
         except RuntimeError as mixed:
-            if MIXED not in str(mixed):
+            if MIXED_TENSORS not in str(mixed):
                 raise
             raise error(operator) from mixed
 
     for operator in operators_of_several_tensors():
         if operator_name(operator) not in except_in:
-            handle(operator, partial(explained, operator))
+            set_operator_handler(operator, partial(run_explained, operator))
 
-    def refused(name: str, *_: object, **__: object) -> Any:
+    def refuse(name: str, *_: object, **__: object) -> Any:
         raise error(name)
 
     for name in ("numpy", "tolist"):
-        setattr(DTensor, name, partialmethod(partial(refused, name)))
+        setattr(DTensor, name, partialmethod(partial(refuse, name)))
     for name in (*except_in, "__iadd__", "__imul__", "__truediv__", "sqrt"):
-        setattr(DTensor, name, _method(name, error))
-    _explain_changed_numbers(error)
+        setattr(DTensor, name, _make_explained_method(name, error))
+    _explain_in_place_mixing(error)
 
 
-def _explain_changed_numbers(error: Callable[[OpOverload], Exception]) -> None:
+def _explain_in_place_mixing(error: Callable[[OpOverload], Exception]) -> None:
     """Raise `error(operator)` if an in-place operator of an ordinary tensor gets a DTensor."""
     tail = DTensor._op_dispatcher._dispatch_fast_path_python_tail
 
     @wraps(tail)
-    def explained(operator: OpOverload, args: tuple[Any, ...], *rest: Any) -> Any:
+    def run_explained(operator: OpOverload, args: tuple[Any, ...], *rest: Any) -> Any:
         in_place = rest[-2]
         if in_place and not isinstance(args[0], DTensor | list | tuple):
             raise error(operator)
         return tail(operator, args, *rest)
 
-    vars(DTensor._op_dispatcher).setdefault(tail.__name__, explained)
+    vars(DTensor._op_dispatcher).setdefault(tail.__name__, run_explained)
 
 
-def _method(name: str, error: Callable[[str], Exception]) -> Callable[..., Any]:
+def _make_explained_method(name: str, error: Callable[[str], Exception]) -> Callable[..., Any]:
     """Make a replacement of a method that raises `error(name)` if tensors are mixed."""
     method = getattr(Tensor, name)
 
-    # A function: `torch.compile` cannot follow other callables.
+    # A function, since `torch.compile` cannot trace other callables.
     @wraps(method)
-    def of_tensor(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+    def run_explained(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return method(tensor, *args, **kwargs)
         local_args = _local_arguments(tensor, args, kwargs)
@@ -223,20 +238,21 @@ def _method(name: str, error: Callable[[str], Exception]) -> Callable[..., Any]:
         try:
             return method(tensor, *args, **kwargs)
         except RuntimeError as mixed:
-            if MIXED not in str(mixed):
+            if MIXED_TENSORS not in str(mixed):
                 raise
             raise error(name) from mixed
 
-    return of_tensor
+    return run_explained
 
 
 def _local_arguments(
     tensor: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any] | None:
-    """The local tensors, if an elementwise operator can be applied to them directly.
+    """The arguments of an elementwise operator as local tensors; None if it needs DTensor's
+    dispatch.
 
-    That is faster than DTensor's dispatch, and equal if all have the same layout, none is a partial
-    sum, and autograd does not record. None otherwise.
+    Computing on local tensors is faster, and gives the same result if all tensors have the same
+    layout, none is a partial sum, and autograd does not record.
     """
     spec, local = tensor._spec, tensor._local_tensor
     if torch.is_grad_enabled() or tensor.is_inference():
@@ -249,7 +265,7 @@ def _local_arguments(
         return None
     local_args: list[Any] = [local]
     for argument in args:
-        if isinstance(argument, DTensor) and _same_layout(argument._spec, spec):
+        if isinstance(argument, DTensor) and _have_same_layout(argument._spec, spec):
             argument = argument._local_tensor
             if argument.dtype != local.dtype:
                 return None
@@ -259,7 +275,7 @@ def _local_arguments(
     return local_args
 
 
-def _same_layout(first: DTensorSpec, second: DTensorSpec) -> bool:
+def _have_same_layout(first: DTensorSpec, second: DTensorSpec) -> bool:
     return first is second or (
         first.mesh is second.mesh
         and first.placements == second.placements
@@ -268,7 +284,8 @@ def _same_layout(first: DTensorSpec, second: DTensorSpec) -> bool:
 
 
 def _with_local_result(tensor: DTensor, result: Tensor) -> Any:
-    """Returns a DTensor like `tensor`, or `tensor` itself after an in-place operator."""
+    """Convert a local result to a DTensor with the layout of `tensor`; returns `tensor` itself
+    after an in-place operator."""
     if result is tensor._local_tensor:
         increment_version(tensor)
         return tensor

@@ -1,4 +1,4 @@
-"""The hooks of modules, tensors and autograd nodes."""
+"""Access to the hooks of modules, tensors and autograd nodes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Hooks = MutableMapping[int, Callable[..., Any]]
 """Hooks by the id of their handle."""
 
 HooksOfModules = Mapping[str, tuple[Hooks, Hooks]]
-"""The hooks before and after `forward`, by the path of the module."""
+"""(hooks before `forward`, hooks after `forward`) of each module, by path."""
 
 
 def forward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:
-    """Returns the hooks before and after `forward`."""
+    """Return the hooks before and after `forward` of a module."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
 def hooks_of_modules(module: nn.Module) -> HooksOfModules:
-    """Returns the forward hooks of a module and its submodules."""
+    """Return the forward hooks of a module and its submodules, without modules that have none."""
     children = ((path, forward_hooks(child)) for path, child in module.named_modules())
     return {path: hooks for path, hooks in children if any(hooks)}
 
@@ -48,7 +48,7 @@ def add_forward_hooks(module: nn.Module, other: nn.Module) -> None:
 
 
 def backward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:
-    """Returns the hooks before and after the backward pass of a module."""
+    """Return the hooks before and after the backward pass of a module."""
     return module._backward_pre_hooks, module._backward_hooks
 
 
@@ -58,50 +58,51 @@ def any_global_hook() -> bool:
 
 
 def gradient_hooks(parameter: Tensor) -> Mapping[int, Callable[..., Any]]:
-    """Returns the hooks of `register_hook`."""
+    """Return the hooks of a leaf that `register_hook` has registered."""
     return parameter._backward_hooks or {}
 
 
 def hooks_of_tensor(tensor: Tensor) -> Mapping[str, Hooks]:
-    """Returns the hooks of a non-leaf tensor, by the method that registers them.
+    """Return the hooks of a non-leaf tensor, by the method that registers them.
 
-    The dictionaries are live: hooks that are registered later appear in them. Registers a hook that
-    does nothing, since only a handle gives access to the dictionary.
+    The dictionaries are live: hooks that are registered later appear in them. A hook without effect
+    is registered, since only its handle gives access to the dictionary.
     """
-    return _registered({"register_hook": tensor.register_hook})
+    return _hook_dictionaries({"register_hook": tensor.register_hook})
 
 
 def hooks_of_result(tensor: Tensor) -> Mapping[str, Hooks]:
-    """Returns the hooks of a non-leaf tensor and those of its `grad_fn`, like `hooks_of_tensor`."""
+    """Return the hooks of a non-leaf tensor and of its `grad_fn`, by the method that registers
+    them; live like those of `hooks_of_tensor`."""
     node: Any = tensor.grad_fn
     node_methods = {
         "grad_fn.register_hook": node.register_hook,
         "grad_fn.register_prehook": node.register_prehook,
     }
-    return {**hooks_of_tensor(tensor), **_registered(node_methods)}
+    return {**hooks_of_tensor(tensor), **_hook_dictionaries(node_methods)}
 
 
-def _registered(methods: Mapping[str, Callable[..., Any]]) -> Mapping[str, Hooks]:
+def _hook_dictionaries(methods: Mapping[str, Callable[..., Any]]) -> Mapping[str, Hooks]:
     return {name: method(_no_op).hooks_dict_ref() for name, method in methods.items()}
 
 
 def _no_op(*_: object) -> None:
-    """Keep the gradient."""
+    """A hook that leaves the gradient unchanged."""
 
 
 def accumulation_hooks(parameter: Tensor) -> Mapping[int, Callable[..., Any]]:
-    """Returns the hooks of `register_post_accumulate_grad_hook`."""
+    """Return the hooks that `register_post_accumulate_grad_hook` has registered."""
     return parameter._post_accumulate_grad_hooks or {}
 
 
-def hooks_registered() -> int:
-    """Returns the number of hooks of any kind registered in this process so far."""
+def num_registered_hooks() -> int:
+    """Return the number of hooks of any kind registered in this process so far."""
     return RemovableHandle.next_id
 
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """Context without saved-tensor hooks, under which `torch.func` transforms refuse to run."""
+    """A context without saved-tensor hooks, with which `torch.func` transforms refuse to run."""
     autograd: Any = torch._C._autograd
     popped = []
     while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:

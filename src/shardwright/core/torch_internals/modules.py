@@ -1,4 +1,4 @@
-"""Internals of modules: their dictionaries of state, their calls; and PyTorch's logging."""
+"""Internals of modules: their state dictionaries and calls; and PyTorch's logging."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ detects_causal_mask = transformer._detect_is_causal_mask.__code__
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Returns the module's own dictionary of its children."""
+    """Return a module's live dictionary of its children."""
     return module._modules
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns the module's own dictionary of its parameters, without those of children."""
+    """Return a module's live dictionary of its parameters, without those of its children."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Returns the module's own dictionary of its buffers, without those of children."""
+    """Return a module's live dictionary of its buffers, without those of its children."""
     return module._buffers
 
 
@@ -40,8 +40,8 @@ class TensorSlots:
     """The attributes of a module's submodules that contain some of its parameters and buffers.
 
     Args:
-        owners: for each tensor the submodules that own it, with its name there; several if tied.
-        recurrent: recurrent submodules, which also keep their parameters in a list.
+        owners: (submodule, name of the attribute) of each tensor; several if the tensor is tied.
+        recurrent: recurrent submodules, which also have their parameters in a list.
     """
 
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
@@ -49,65 +49,72 @@ class TensorSlots:
 
     @classmethod
     def of(cls, module: nn.Module, names: Sequence[Sequence[str]]) -> TensorSlots:
-        """Find the slots of tensors by their names in `module`, all names for a tied tensor."""
+        """Find the attributes that contain some tensors of a module.
 
-        def slot(name: str) -> tuple[nn.Module, str]:
+        Args:
+            module: the module.
+            names: all names of each tensor in `module`.
+        """
+
+        def owner_of(name: str) -> tuple[nn.Module, str]:
             path, _, leaf = name.rpartition(".")
             return module.get_submodule(path), leaf
 
-        owners = tuple(tuple(map(slot, aliases)) for aliases in names)
+        owners = tuple(tuple(map(owner_of, aliases)) for aliases in names)
         recurrent = tuple(m for m in module.modules() if isinstance(m, nn.RNNBase))
         return cls(owners, recurrent)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns the current tensor of each slot."""
-        firsts = (owners[0] for owners in self.owners)
-        return [{**owner._parameters, **owner._buffers}[name] for owner, name in firsts]  # type: ignore[misc]
+        """Return the current value of each tensor."""
+        first_owners = (owners[0] for owners in self.owners)
+        return [{**owner._parameters, **owner._buffers}[name] for owner, name in first_owners]  # type: ignore[misc]
 
     @contextmanager
     def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Context in which the slots contain `tensors` instead."""
-        held: list[tuple[dict[str, Any], str, Any]] = []
-        flat = [module._flat_weights for module in self.recurrent]
+        """A context in which the attributes contain `tensors` instead."""
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
+        flat_weights = [module._flat_weights for module in self.recurrent]
         try:
             for owners, tensor in zip(self.owners, tensors, strict=True):
                 for owner, name in owners:
-                    own: dict[str, Any] = owner._parameters
-                    own = own if name in own else owner._buffers
-                    held.append((own, name, own[name]))
-                    own[name] = tensor
+                    attributes: dict[str, Any] = owner._parameters
+                    attributes = attributes if name in attributes else owner._buffers
+                    replaced.append((attributes, name, attributes[name]))
+                    attributes[name] = tensor
             for module in self.recurrent:
                 module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
             yield
         finally:
-            for own, name, tensor in reversed(held):
-                own[name] = tensor
-            for module, weights in zip(self.recurrent, flat, strict=True):
+            for attributes, name, tensor in reversed(replaced):
+                attributes[name] = tensor
+            for module, weights in zip(self.recurrent, flat_weights, strict=True):
                 module._flat_weights = weights
 
 
-def view_of(module: nn.Module) -> nn.Module:
-    """Another object of the present class of `module` that shares all of its state: the methods of
-    this class remain in reach when `module` gets another one."""
-    view = object.__new__(type(module))
-    object.__setattr__(view, "__dict__", vars(module))
-    return view
+def alias_module(module: nn.Module) -> nn.Module:
+    """Make another object that shares all state of `module` and has its current class.
+
+    The methods of this class remain callable through it after the class of `module` is replaced.
+    """
+    alias = object.__new__(type(module))
+    object.__setattr__(alias, "__dict__", vars(module))
+    return alias
 
 
 def drop_buffer_assignments_of_export() -> None:
     """Remove the hook with which `torch.export` appends copies for buffers assigned by `forward`.
 
-    It does so for the root module only, whereas capture handles the buffers of all modules. The
-    handle with which `torch.export` removes the hook later ignores that it is gone.
+    `torch.export` does so for the root module only, whereas capture handles the buffers of all
+    modules. When it removes the hook later, it ignores that the hook is missing.
     """
     hooks = registration._global_buffer_registration_hooks
-    for number, hook in list(hooks.items()):
+    for handle_id, hook in list(hooks.items()):
         if hook.__module__.startswith("torch._functorch."):
-            del hooks[number]
+            del hooks[handle_id]
 
 
 def state_names(module: nn.Module) -> set[str]:
-    """Returns the names of parameters and persistent buffers in the state dict; calls no hooks."""
+    """Return the names of parameters and persistent buffers in the state dict; calls no hooks."""
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for path, child in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -145,31 +152,31 @@ def restore_flat_weights(module: nn.RNNBase) -> None:
     module._init_flat_weights()
 
 
-def observe_calls(module: nn.Module, called: Callable[[], object]) -> Callable[[], None]:
-    """Call `called` before each call of `module`; copies of the module are not observed.
+def observe_calls(module: nn.Module, callback: Callable[[], object]) -> Callable[[], None]:
+    """Call `callback` before each call of `module`; copies of the module are not observed.
 
-    Not a hook, since the model's hooks are captured and checked.
+    Does not register a hook, since the model's hooks are captured and checked.
 
     Returns:
         A function that ends the observation, to be called once.
     """
-    module_ref, before = weakref.ref(module), module._compiled_call_impl
+    module_ref, previous_call = weakref.ref(module), module._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        called()
+        callback()
         module = module_ref()
         assert module is not None
-        return (before or module._call_impl)(*args, **kwargs)
+        return (previous_call or module._call_impl)(*args, **kwargs)
 
-    def end() -> None:
+    def stop() -> None:
         module = module_ref()
         if module is not None and module._compiled_call_impl is call:
-            module._compiled_call_impl = before
+            module._compiled_call_impl = previous_call
 
     module._compiled_call_impl = call
-    return end
+    return stop
 
 
-def log_only(level: int) -> None:
+def set_log_level(level: int) -> None:
     """Set the level of all loggers of PyTorch."""
     torch._logging.set_logs(all=level)  # type: ignore[attr-defined]

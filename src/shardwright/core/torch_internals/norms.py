@@ -1,4 +1,4 @@
-"""Interception of the functions of `torch.nn.utils` that compute one norm of many tensors."""
+"""Intercept the functions of `torch.nn.utils` that compute one norm of several tensors."""
 
 from __future__ import annotations
 
@@ -13,41 +13,43 @@ import torch
 from torch import Tensor, nn
 
 NormCheck = Callable[[str, Sequence[Tensor], "nn.Module | None"], None]
-"""Receives the name of the function, its tensors, and the module if the argument was a call of its
-`parameters()`."""
+"""Called with the name of the function, its tensors, and the module whose `parameters()` they are,
+or None if unknown."""
 
-WRAPPED = "func"
-"""The free variable of a public function that holds its implementation."""
+IMPLEMENTATION_VARIABLE = "func"
+"""Free variable of a public function that contains its implementation."""
 
 
 def before_norms(check: NormCheck) -> None:
     """Call `check` before `clip_grad_norm_` and `get_total_norm` of a list of tensors.
 
-    Calls with a single tensor, and those in compiled functions, are not checked. Permanent for the
+    Calls with a single tensor, and calls in compiled functions, are not checked. Permanent for the
     process; a second check is ignored.
     """
+    # Whether the running call was checked: `clip_grad_norm_` calls `get_total_norm`.
     checked = ContextVar("checked", default=False)
     for function in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm):
         cell = _implementation_cell(function)
         if not hasattr(cell.cell_contents, "checks_norms"):
             name = function.__name__.lstrip("_")
-            cell.cell_contents = _checking(cell.cell_contents, name, check, checked)
+            cell.cell_contents = _with_check(cell.cell_contents, name, check, checked)
 
 
 def _implementation_cell(function: Callable[..., Any]) -> CellType:
     """The closure cell with the implementation of a public function.
 
-    Replacing its content also affects code that has already imported the function, which replacing
-    the attribute of the module would not.
+    Replacing its content also affects code that has already imported the function, unlike replacing
+    the attribute of the module.
     """
     closure = function.__closure__
     assert closure is not None, f"{function} is expected to wrap another function"
-    return closure[function.__code__.co_freevars.index(WRAPPED)]
+    return closure[function.__code__.co_freevars.index(IMPLEMENTATION_VARIABLE)]
 
 
-def _checking(
+def _with_check(
     implementation: Callable[..., Any], name: str, check: NormCheck, checked: ContextVar[bool]
 ) -> Callable[..., Any]:
+    """Wrap the implementation of the function `name`, so that it calls `check` first."""
     parameter = next(iter(signature(implementation).parameters))
 
     @wraps(implementation)
@@ -59,7 +61,7 @@ def _checking(
         if not isinstance(argument, Tensor):
             module, tensors = module_of_parameters(argument), list(argument)
             check(name, tensors, module)
-            # Still a generator if it was one: PyTorch warns about empty generators.
+            # Pass a generator if it was one: PyTorch warns about empty generators only.
             argument = (tensor for tensor in tensors) if isgenerator(argument) else tensors
         token = checked.set(True)
         try:
@@ -74,7 +76,8 @@ def _checking(
 
 
 def module_of_parameters(tensors: object) -> nn.Module | None:
-    """Returns the module if `tensors` is the generator of its `parameters()`, children included."""
+    """Return the module of which `tensors` is the generator `parameters()`, with the parameters of
+    its children; None for other objects."""
     if not isgenerator(tensors) or tensors.gi_code is not nn.Module.parameters.__code__:
         return None
     arguments = getgeneratorlocals(tensors)

@@ -13,24 +13,25 @@ from torch._ops import OpOverload as OpOverload
 from torch.library import Library
 
 assert_tensor = torch._assert
-"""`assert` as a function, visible to function modes."""
+"""`assert` as a function, which function modes intercept."""
 
 pack_padded_sequence = torch._pack_padded_sequence
 """The implementation of `torch.nn.utils.rnn.pack_padded_sequence` and `pack_sequence`."""
 
 
 def schema_of(overload: OpOverload) -> FunctionSchema:
-    """Returns the schema of an operator: names, types, defaults, aliasing and mutation."""
+    """Return the schema of an operator: names, types, defaults, aliasing and mutation of its
+    arguments."""
     return overload._schema
 
 
 def operator_name(overload: OpOverload) -> str:
-    """`mean` of `aten.mean.dim`."""
+    """Return the name without namespace and overload: `mean` for `aten.mean.dim`."""
     return overload._opname
 
 
 def overload_name(overload: OpOverload) -> str:
-    """`dim` of `aten.mean.dim`."""
+    """Return the name of the overload: `dim` for `aten.mean.dim`."""
     return overload._overloadname
 
 
@@ -39,7 +40,7 @@ def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
     name = overload.name()  # type: ignore[no-untyped-call]
     for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd):
         if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-            # Function modes, such as that of `make_fx`, would call the operator itself.
+            # Function modes, such as that of `make_fx`, would record the operator itself.
             with torch._C.DisableTorchFunction():
                 return overload._op_dk(key, *args, **kwargs)
     raise NotImplementedError(f"{overload} has no composite kernel")
@@ -47,7 +48,7 @@ def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def operators_of_several_tensors() -> tuple[OpOverload, ...]:
-    """Returns the ATen operators with a list of tensors, or more than one tensor, as arguments."""
+    """Return the ATen operators whose arguments are a list of tensors, or more than one tensor."""
     operators = []
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, qualified = name.partition("::")

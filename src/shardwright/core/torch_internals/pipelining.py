@@ -29,31 +29,36 @@ __all__ = [
 
 SENDS_ONLY_GRADIENTS = not hasattr(PipelineStage, "get_outputs_meta")
 """Whether `PipelineStage` handles values without gradient at stage boundaries, also in a split
-backward pass: that of 2.13 does, that of 2.11 does not."""
+backward pass. True in PyTorch 2.13, false in 2.11."""
 
 
 def pipeline_stage(
     module: nn.Module,
-    number: int,
-    count: int,
+    stage_index: int,
+    num_stages: int,
     device: torch.device,
     arriving: tuple[Tensor, ...],
     leaving: tuple[Tensor, ...],
     group: dist.ProcessGroup | None,
     dw_builder: Callable[[], Callable[..., None]] | None,
 ) -> PipelineStage:
-    """Make the stage of chunk `number` of `count`.
+    """Make the PyTorch stage of a model chunk.
 
     Args:
-        arriving, leaving: meta tensors of the values received and sent; only those that require a
-            gradient get one back.
+        module: the chunk.
+        stage_index: index of the chunk.
+        num_stages: number of chunks of the model.
+        device: the device on which the chunk runs.
+        arriving, leaving: meta tensors of the values received and sent; gradients are exchanged
+            only for those that require a gradient.
+        group: the process group of the pipeline.
         dw_builder: returns the function that computes the weight gradients, see `PipelineStage`;
-            with None PyTorch splits the backward pass itself.
+            None lets PyTorch split the backward pass.
     """
     stage = (PipelineStage if SENDS_ONLY_GRADIENTS else SelectiveStage)(
         module,
-        number,
-        count,
+        stage_index,
+        num_stages,
         device,
         input_args=arriving,
         output_args=leaving,
@@ -66,19 +71,19 @@ def pipeline_stage(
 
 
 class SelectiveStage(PipelineStage):
-    """A stage for 2.11 that sends and receives the tensors that one of 2.13 does.
+    """A stage for PyTorch 2.11 that sends and receives the same tensors as a stage of 2.13.
 
-    2.11 treats all received tensors, integers included, as leaves that require gradients, and fails
-    if one has none.
+    The stage of 2.11 treats all received tensors, including integers, as leaves that require
+    gradients, and fails if one of them has no gradient.
     """
 
     arriving: tuple[Tensor, ...]
     leaving: tuple[Tensor, ...]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        before = self.stage_index - 1
-        self.grad_send_info = [before if like.requires_grad else None for like in self.arriving]
-        # With a backward pass it would set `requires_grad` on all receive buffers.
+        previous = self.stage_index - 1
+        self.grad_send_info = [previous if value.requires_grad else None for value in self.arriving]
+        # With `has_backward`, PyTorch sets `requires_grad` on all receive buffers.
         has_backward, self.has_backward = self.has_backward, False
         try:
             return super()._prepare_forward_infra(*args, **kwargs)
@@ -91,28 +96,29 @@ class SelectiveStage(PipelineStage):
         return [message for message in messages if message.peer != dist.get_rank()]
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        for tensor, like in zip(args, self.arriving, strict=True):
-            tensor.requires_grad_(self.has_backward and like.requires_grad)
+        for tensor, value in zip(args, self.arriving, strict=True):
+            tensor.requires_grad_(self.has_backward and value.requires_grad)
         return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
-            # The gradients of received values come before those of other arguments. A missing one
-            # is zero: the previous stage waits for it.
+            # The cache has the gradients of received values first, then those of other arguments.
+            # Send zeros for a missing gradient, since the previous stage waits for it.
+            gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(
-                torch.zeros_like(like, device=self.device)
-                if like.requires_grad and gradient is None
+                torch.zeros_like(value, device=self.device)
+                if value.requires_grad and gradient is None
                 else gradient
-                for like, gradient in zip(self.arriving, self.bwd_cache[bwd_chunk_id], strict=False)
+                for value, gradient in zip(self.arriving, gradients, strict=False)
             )
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         messages = super().get_bwd_recv_ops(bwd_chunk_id)
         return [
             message
-            for message, like in zip(messages, self.leaving, strict=False)
-            if like.requires_grad
+            for message, value in zip(messages, self.leaving, strict=False)
+            if value.requires_grad
         ]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:

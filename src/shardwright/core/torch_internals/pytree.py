@@ -1,6 +1,7 @@
 """PyTorch's pytrees: nested containers as a list of leaves and a structure.
 
-Not another library's, since `torch.export` describes arguments and results by these structures.
+`torch.export` describes arguments and results by these structures, so no other pytree library is
+used.
 """
 
 from __future__ import annotations
@@ -27,31 +28,33 @@ from torch.utils._pytree import treespec_dumps as treespec_dumps
 
 from shardwright.core.torch_internals.tensors import version
 
-_TYPES = (bool, dict, float, int, list, set, str, tuple)
-_FACTORIES = {(each.__module__, each.__name__) for each in _TYPES}
+_BUILTIN_TYPES = (bool, dict, float, int, list, set, str, tuple)
+_ALLOWED_FACTORIES = {(each.__module__, each.__name__) for each in _BUILTIN_TYPES}
+"""(module, name) of default factories of a `defaultdict` that may be loaded."""
 
 
 def treespec_loads(text: str) -> TreeSpec:
     """Load a structure that `treespec_dumps` wrote.
 
     Raises:
-        ValueError: if the text is malformed, or could run code: it names default factories other
-            than built-in types, or enumerations of modules that are not imported.
+        ValueError: if the text is malformed, or could run code: it has default factories other than
+            built-in types, or enumerations of modules that are not imported.
     """
     try:
         _, structure = json.loads(text)
         _check_names(structure)
         return _pytree.treespec_loads(text)
-    except Exception as error:  # Malformed text can raise anything.
+    except Exception as error:  # malformed text may cause any error
         raise ValueError(f"not the structure of a call: {error}") from error
 
 
 def _check_names(structure: dict[str, Any]) -> None:
-    """Reject names that could run code: PyTorch imports the modules named in a structure."""
+    """Raise ValueError if a structure contains names that could run code, since PyTorch imports the
+    modules of the names in it."""
     context = structure["context"]
     if isinstance(context, dict) and "default_factory_name" in context:
         factory = context["default_factory_module"], context["default_factory_name"]
-        if factory not in _FACTORIES:
+        if factory not in _ALLOWED_FACTORIES:
             raise ValueError(f"it refers to the function {'.'.join(factory)}")
     if isinstance(context, str) and structure["type"] is not None:
         json.loads(context, object_hook=_check_enumeration)
@@ -68,7 +71,7 @@ def register_dataclasses(value: Any) -> None:
     """Register the dataclasses in `value` as pytree nodes (`torch.export.register_dataclass`).
 
     Dataclasses that cannot be rebuilt from their fields, because `__init__` or `__post_init__` does
-    more than store them, stay leaves.
+    more than store them, remain leaves.
     """
     for leaf in tree_leaves(value):
         cls = type(leaf)
@@ -80,16 +83,17 @@ def register_dataclasses(value: Any) -> None:
 
 
 def _can_rebuild(cls: type, parts: dict[str, Any]) -> bool:
+    """Whether a dataclass called with its fields has the same fields, and changes none in place."""
     before = _identities(parts)
     try:
         rebuilt = cls(**parts)
-    except Exception:  # The user's `__init__` can raise anything.
+    except Exception:  # the user's `__init__` may raise any error
         return False
     has_same_fields = all(getattr(rebuilt, name) is part for name, part in parts.items())
     return has_same_fields and _identities(parts) == before
 
 
 def _identities(parts: dict[str, Any]) -> list[tuple[int, int]]:
-    """Identity and version of each leaf, to detect changes in place."""
+    """(id, version) of each leaf, to detect changes in place."""
     leaves = tree_leaves(parts)
     return [(id(leaf), version(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]

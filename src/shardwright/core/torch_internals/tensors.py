@@ -31,7 +31,8 @@ grad_getter = Tensor.grad.__get__  # type: ignore[union-attr]
 class compare_tensors_by_identity(TorchFunctionMode):  # noqa: N801
     """Context in which `==` compares tensors by identity, without reading values.
 
-    Containers compare their items by `is` first, so only different tensors arrive here.
+    Containers compare their items by `is` first, so that `==` is called for different tensors only,
+    and returns False.
     """
 
     def __torch_function__(
@@ -41,36 +42,37 @@ class compare_tensors_by_identity(TorchFunctionMode):  # noqa: N801
 
 
 def underlying_device(tensor: Tensor) -> torch.device:
-    """Returns the device of the storage, even if a subclass overrides `device`."""
+    """Return the device of a tensor's storage, even if a subclass overrides `device`."""
     device: torch.device = Tensor.device.__get__(tensor)
     return device
 
 
 storage_id: Callable[[Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
-"""The identity of a tensor's storage, also of fake and meta tensors. A freed storage's may be
-reused."""
+"""The identity of a tensor's storage, also of fake and meta tensors. After a storage is freed, its
+identity may be reused."""
 
 requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 """Whether a tensor requires a gradient."""
 
 getters_without_overrides = torch._C.DisableTorchFunctionSubclass
-"""Context without `__torch_function__` of subclasses: it takes most of the time of a getter of a
-DTensor, which overrides none."""
+"""Context without `__torch_function__` of subclasses, which takes most of the time of a DTensor's
+getters, although DTensor overrides none of them."""
 
 version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
-"""The version counter: the number of in-place changes."""
+"""The version counter of a tensor: the number of its in-place changes."""
 
 
-def as_subclass(kind: type[Subclass], tensor: Tensor) -> Subclass:
+def as_subclass(tensor_class: type[Subclass], tensor: Tensor) -> Subclass:
     """Make a detached tensor of a subclass that shares the storage of `tensor`."""
-    return torch.Tensor._make_subclass(kind, tensor)
+    return torch.Tensor._make_subclass(tensor_class, tensor)
 
 
 def prioritize_gradient(tensor: Tensor) -> Tensor:
     """Let the backward pass propagate the gradient of `tensor` as soon as it is complete.
 
-    The engine runs ready nodes by descending sequence number, the time of their creation, so that
-    the node of an early tensor waits for all later ones. Leaves have the highest number.
+    The engine runs ready nodes by descending sequence number, which is their order of creation, so
+    that the node of an early tensor waits for all later nodes. This gives the node of `tensor` the
+    highest number, which leaves have.
     """
     if tensor.grad_fn is not None:
         tensor.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[attr-defined]
@@ -78,25 +80,25 @@ def prioritize_gradient(tensor: Tensor) -> Tensor:
 
 
 def conjugated(tensor: Tensor) -> Tensor:
-    """Returns a lazily conjugated view."""
+    """Return a lazily conjugated view of a tensor."""
     return torch._conj(tensor)
 
 
 def negated(tensor: Tensor) -> Tensor:
-    """Returns a lazily negated view."""
+    """Return a lazily negated view of a tensor."""
     return torch._neg_view(tensor)
 
 
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, in one kernel if the device supports it."""
+    """Copy each source into its target, in place; in one kernel if the device supports it."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def each_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the 2-norm of each tensor."""
+def norms_of_each(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the 2-norm of each tensor, as scalar tensors."""
     return tuple(torch._foreach_norm(list(tensors)))
 
 
 def scale_all_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor by `factor`, in place."""
+    """Multiply each tensor by the scalar tensor `factor`, in place."""
     torch._foreach_mul_(list(tensors), factor)

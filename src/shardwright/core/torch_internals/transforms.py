@@ -1,4 +1,4 @@
-"""Interception of `torch.func` transforms while a model is traced."""
+"""Intercept `torch.func` transforms while a model is traced."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _vjp: Callable[..., Any] = eager_transforms._vjp_with_argnums
 _functionalized: str = eager_transforms._wrap_all_tensors_to_functional.__name__
 
 Calling = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Calls a function with positional and keyword arguments."""
+"""Calls a function, given with its positional and keyword arguments."""
 
 
 @contextmanager
 def transforms_called_by(call: Calling) -> Iterator[None]:
-    """Context in which `call` runs every outermost transformed function.
+    """A context in which `call` runs every outermost transformed function.
 
     These are the functions that `vmap`, `grad`, `grad_and_value`, `jvp`, `vjp` and transforms built
-    on them return; nested transforms are PyTorch's own. Calling a function transformed by
+    on them return. PyTorch runs nested transforms. Calling a function transformed by
     `functionalize` raises CaptureError.
     """
     inside = False
@@ -62,7 +62,7 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
         return outermost(lambda p, t: _jvp(f, p, t, argnums, **options), primals, tangents)
 
     def vjp(f: Any, *primals: Any, **options: Any) -> Any:
-        """The pullback runs the function again; operators that it does not need are dead code."""
+        """Run `vjp` with a pullback that runs `f` again; its unneeded operators are dead code."""
         if inside:
             return _vjp(f, *primals, **options)
 
@@ -79,7 +79,7 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
     def functionalize(*_: Any) -> NoReturn:
         raise CaptureError(
             "`torch.func.functionalize` cannot be captured\n"
-            "call the function itself: its in-place changes are captured as they are"
+            "call the function without it: in-place changes can be captured"
         )
 
     with ExitStack() as patches:
