@@ -49,7 +49,7 @@ class PlannedLoader:
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, the index of the next sample in its order, and the parameters of the order."""
-        return {"epoch": self._epoch, "sample": self._sample, **self._order}
+        return {"epoch": self._epoch, "sample": self._sample, **self._order_parameters}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from a position that `state_dict` returned.
@@ -57,7 +57,7 @@ class PlannedLoader:
         Raises:
             DataError: if the position belongs to another order of samples.
         """
-        for name, value in self._order.items():
+        for name, value in self._order_parameters.items():
             if state.get(name) != value:
                 raise DataError(
                     f"the position belongs to another order of samples: its {name!r} is "
@@ -67,7 +67,7 @@ class PlannedLoader:
         self._epoch, self._sample = state["epoch"], state["sample"]
 
     @property
-    def _order(self) -> dict[str, int]:
+    def _order_parameters(self) -> dict[str, int]:
         """The parameters of the sample order."""
         sampler = self.sampler
         return {"samples": sampler.samples, "seed": sampler.seed, "shuffle": int(sampler.shuffle)}

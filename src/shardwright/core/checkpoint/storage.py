@@ -107,7 +107,7 @@ class PublishingWriter(FileSystemWriter):
             file.write(replace(self._info, files=files).to_json())
             file.flush()
             os.fsync(file.fileno())
-        _remove(self._folder)
+        _remove_checkpoint(self._folder)
         partial.rename(self._folder)
         self._remove_oldest()
 
@@ -122,7 +122,7 @@ class PublishingWriter(FileSystemWriter):
         current = int(self._folder.name.removeprefix("step-"))
         earlier = [step for step in complete_steps(self._folder.parent) if step <= current]
         for step in earlier[: -self._keep]:
-            _remove(self._folder.with_name(f"step-{step}"))
+            _remove_checkpoint(self._folder.with_name(f"step-{step}"))
 
 
 class OneRankPlanner(DefaultSavePlanner):
@@ -189,7 +189,7 @@ def clear_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def _remove(folder: Path) -> None:
+def _remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint; renames it first, so that it does not look complete after a crash."""
     if folder.exists():
         removed = folder.with_name(f"{folder.name}.removed")

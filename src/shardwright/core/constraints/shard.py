@@ -181,7 +181,7 @@ def pins_of(graph: Graph) -> Pins:
                 f"{op.name} has two conflicting pins, {strategies[op.name]} and {strategy}\n"
                 "keep one of them"
             )
-    return Pins(strategies, _parameter_plans(graph))
+    return Pins(strategies, _parameter_entries(graph))
 
 
 def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
@@ -255,8 +255,8 @@ def _main_operators(graph: Graph, path: str) -> list[Operator]:
 
 
 def _call_suffix(name: str, path: str) -> str:
-    """The part of an operator's name that tells the call of its module: `""` for the first call,
-    `@2` for the second."""
+    """The part of an operator's name that identifies the call of its module: `""` for the first
+    call, `@2` for the second."""
     suffix = name.removeprefix(path)
     return suffix.partition(".")[0] if path and suffix.startswith("@") else ""
 
@@ -314,7 +314,7 @@ def _no_operator_message(graph: Graph, path: str, pin: Pin) -> str:
     )
 
 
-def _parameter_plans(graph: Graph) -> dict[str, Entry]:
+def _parameter_entries(graph: Graph) -> dict[str, Entry]:
     parameters = {value.name for value in graph.parameters}
     entries: dict[str, Entry] = {}
     for path, pin in _pinned_modules(graph):

@@ -52,11 +52,11 @@ def strategies_to_text(strategies: Mapping[str, FileEntry]) -> str:
         for k, entry in strategies.items()
     ]
     layouts = [f"  {json.dumps(n)}: {json.dumps(x.to_dict())}" for x, n in names.items()]
-    sections = [f' "version": {VERSION}', _section("layouts", layouts)]
-    return "{\n" + ",\n".join([*sections, _section("strategies", lines)]) + "\n}\n"
+    sections = [f' "version": {VERSION}', _section_text("layouts", layouts)]
+    return "{\n" + ",\n".join([*sections, _section_text("strategies", lines)]) + "\n}\n"
 
 
-def _section(name: str, lines: list[str]) -> str:
+def _section_text(name: str, lines: list[str]) -> str:
     inner = ",\n".join(lines)
     return f' "{name}": {{\n{inner}\n }}' if lines else f' "{name}": {{}}'
 

@@ -43,7 +43,9 @@ def saved_tensors(op: Op) -> SavedTensors:
     """
     if op not in _CACHED_RESULTS:
         differentiable = any(value.differentiable for value in op.inputs)
-        _CACHED_RESULTS[op] = _run_on_fakes(_SavedKey.of(op)) if differentiable else SavedTensors()
+        _CACHED_RESULTS[op] = (
+            _run_on_fakes(_OperatorKey.of(op)) if differentiable else SavedTensors()
+        )
     return _CACHED_RESULTS[op]
 
 
@@ -51,7 +53,7 @@ _CACHED_RESULTS: WeakKeyDictionary[Op, SavedTensors] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
-class _SavedKey:
+class _OperatorKey:
     """Cache key of an operator.
 
     Args:
@@ -65,7 +67,7 @@ class _SavedKey:
     op: Op = field(compare=False)
 
     @classmethod
-    def of(cls, op: Op) -> _SavedKey:
+    def of(cls, op: Op) -> _OperatorKey:
         return cls(
             op.target, repr(pytree.tree_map_only(Value, _value_type, (op.args, op.kwargs))), op
         )
@@ -76,7 +78,7 @@ def _value_type(value: Value) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _run_on_fakes(key: _SavedKey) -> SavedTensors:
+def _run_on_fakes(key: _OperatorKey) -> SavedTensors:
     op = key.op
     fake, inputs = FakeTensorMode(), list[Tensor]()
 
@@ -105,7 +107,12 @@ def _run_on_fakes(key: _SavedKey) -> SavedTensors:
 
 
 def _classify(packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]) -> SavedTensors:
-    """Sort saved tensors into inputs, outputs and others, by storage."""
+    """Classify saved tensors as inputs, outputs and others, by storage.
+
+    Args:
+        packed: the tensors that autograd has saved, in any order.
+        inputs, outputs: the tensor inputs and outputs of the operator.
+    """
     location_of: dict[int, tuple[str, int]] = {}
     for role, tensors in (("input", inputs), ("output", outputs)):
         for index, tensor in enumerate(tensors):

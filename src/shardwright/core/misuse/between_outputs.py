@@ -240,16 +240,16 @@ def _check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     with without_torch_function_of_subclasses():
         marks = (_mark_of_edge(*gradient_edge_of(each)) for each in inputs)
         requested = {mark for mark in marks if mark is not None}
-        later = next(_computed_from(requested, outputs), None) if requested else None
+        later = next(_visited_dependents(requested, outputs), None) if requested else None
     if later is not None:
         output = next(mark for mark in later.computed_from if mark in requested)
         call = "`torch.autograd.grad` (or `backward(inputs=...)`)"
         raise PlanError(_message(call, output, later))
 
 
-def _computed_from(requested: set[OutputMark], outputs: Sequence[Any]) -> Iterator[OutputMark]:
-    """Yield the marked outputs that a backward pass from `outputs` visits and whose gradient does
-    not reach a requested output."""
+def _visited_dependents(requested: set[OutputMark], outputs: Sequence[Any]) -> Iterator[OutputMark]:
+    """Yield the outputs computed from a requested output that a backward pass from `outputs`
+    visits."""
     stack = [gradient_edge_of(each) for each in outputs]
     nodes, edges = set[Any](), set[tuple[Any, int]]()
     while stack:

@@ -51,11 +51,11 @@ class BatchSizes:
 
     Args:
         local: rows that this rank passed.
-        whole: rows of the global batch.
+        total: rows of the global batch.
     """
 
     local: int
-    whole: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class BatchCall:
         """Shapes of the tensors of the global batch, resized to `rows` rows, by tensor id."""
         return {
             id(tensor): _resized_shape(
-                tensor.shape, self.batch_dims[id(tensor)], self.sizes.whole, rows
+                tensor.shape, self.batch_dims[id(tensor)], self.sizes.total, rows
             )
             for tensor in self.tensors
             if id(tensor) in self.batch_dims
@@ -140,15 +140,15 @@ class BatchCall:
         """Shapes of the other tensors as long as the batch, such as gathered labels, resized to
         `rows` rows, by tensor id."""
         return {
-            id(other): _resized_shape(other.shape, (0,), self.sizes.whole, rows)
+            id(other): _resized_shape(other.shape, (0,), self.sizes.total, rows)
             for other in self.others
-            if other.ndim and self._is_batch_dim(self.sizes.whole, other.shape[0])
+            if other.ndim and self._is_batch_dim(self.sizes.total, other.shape[0])
         }
 
     def _is_batch_dim(self, rows: int, size: int) -> bool:
         """Whether a batch dimension would have size `size` if the batch had `rows` rows."""
         return any(
-            size * self.sizes.whole == tensor.shape[dim] * rows
+            size * self.sizes.total == tensor.shape[dim] * rows
             for tensor in self.tensors
             for dim in self.batch_dims.get(id(tensor), ())
         )
@@ -164,7 +164,7 @@ class BatchCall:
         sizes = {size for tensor in self.tensors for size in tensor.shape}
         primes = (
             prime
-            for prime in _primes_above(max(self.sizes.whole, 10))
+            for prime in _primes_above(max(self.sizes.total, 10))
             if all(size % prime for size in sizes if size)
         )
         return next(primes), next(primes)
@@ -176,7 +176,7 @@ class BatchCall:
         for tensor in self.tensors:
             if id(tensor) in self.batch_dims and tensor.shape == result.shape:
                 return self.batch_dims[id(tensor)]
-        return dim_of_size(result.shape, self.sizes.whole)
+        return dim_of_size(result.shape, self.sizes.total)
 
 
 def batch_dims_of_new_tensors(

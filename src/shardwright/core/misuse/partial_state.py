@@ -41,12 +41,12 @@ def _check_complete(tensor: DTensor) -> None:
     if stages is None:
         return
     if not all(placement.is_replicate() for placement in tensor.placements):
-        _refuse(SHARD)
+        _refuse_saving(SHARD)
     elif stages > 1:
-        _refuse(STAGE)
+        _refuse_saving(STAGE)
 
 
-def _refuse(part: str) -> None:
+def _refuse_saving(part: str) -> None:
     """Raise PlanError unless the caller combines the parts of all ranks."""
     if is_called_by(SAVES_FROM_ALL_RANKS) or (part == STAGE and is_called_by(SENDS_TO_RANKS)):
         return
@@ -90,7 +90,7 @@ class StageTensor(Tensor):
     """A tensor from an incomplete state dict, or computed from one; rejects pickling."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse(STAGE)
+        _refuse_saving(STAGE)
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> Tensor:
@@ -115,14 +115,14 @@ class StageTensor(Tensor):
         It falls back to `storage` if `untyped_storage` raises, so both methods call this.
         """
         if is_called_by("safetensors"):
-            _refuse(STAGE)
+            _refuse_saving(STAGE)
 
 
 class StageState(dict[str, Any]):
     """The state dict of an optimizer of one pipeline stage; rejects pickling."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse(STAGE)
+        _refuse_saving(STAGE)
         return dict, (dict(self),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageState:

@@ -71,7 +71,7 @@ class PlannedParameters:
         """
         with compare_tensors_by_identity():
             if self._registered != self._planned:
-                self._refuse_replaced()
+                self._refuse_replaced_parameters()
         for name, parameter, _, storage in next(self._checked_in_call):
             if storage_id(parameter) != storage:
                 raise PlanError(
@@ -84,7 +84,7 @@ class PlannedParameters:
                 return ()
         return tuple(p.name for p in self.all if p.parameter.requires_grad is not p.trained)
 
-    def _refuse_replaced(self) -> None:
+    def _refuse_replaced_parameters(self) -> None:
         for path, registered, planned in zip(
             self._paths, self._registered, self._planned, strict=True
         ):

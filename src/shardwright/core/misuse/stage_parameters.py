@@ -39,7 +39,7 @@ class StageParameters(NamedTuple):
 
 
 @cache
-def _stages() -> WeakKeyDictionary[nn.Module, StageParameters]:
+def _pipelined_models() -> WeakKeyDictionary[nn.Module, StageParameters]:
     """The pipelined models of this process."""
     return WeakKeyDictionary()
 
@@ -62,7 +62,7 @@ def watch_stage(
         for name, parameter in whole.named_parameters(remove_duplicate=False)
         if set(stages.get(first[id(parameter)], (0,))) != {stage}
     )
-    _stages()[module] = StageParameters(tuple(module.parameters()), elsewhere)
+    _pipelined_models()[module] = StageParameters(tuple(module.parameters()), elsewhere)
     before_norms(_check_norm)
     _watch_optimizers()
 
@@ -80,7 +80,7 @@ def _check_norm(function: str, tensors: Sequence[Tensor], source: nn.Module | No
             has all parameters of `source` and no other stage has any.
     """
     argument_ids = {_memory_id(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
-    for module, (parameters, elsewhere) in _stages().items():
+    for module, (parameters, elsewhere) in _pipelined_models().items():
         stage_ids = {_memory_id(p) for p in parameters}
         stage_ids |= {_memory_id(p.grad) for p in parameters if p.grad is not None}
         if argument_ids & stage_ids and not _is_complete(source, module, elsewhere):
@@ -125,7 +125,7 @@ def _watch_optimizers() -> None:
     def before_step(optimizer: Optimizer, *_: object) -> None:
         if optimizer in checked:
             return
-        stage_ids = {id(p) for stage in _stages().values() for p in stage.parameters}
+        stage_ids = {id(p) for stage in _pipelined_models().values() for p in stage.parameters}
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         is_of_stage = not stage_ids.isdisjoint(map(id, parameters))
         if is_of_stage and isinstance(optimizer, LBFGS):

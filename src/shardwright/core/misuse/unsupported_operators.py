@@ -52,7 +52,7 @@ user code call."""
 
 
 def explain_unsupported_operators() -> None:
-    """Make errors of DTensors in this process name the remedy."""
+    """Add remedies to the errors of all DTensors in this process."""
     for operator, remedy in REMEDIES.items():
         set_operator_handler(operator, partial(_explain_errors, operator, remedy))
     for operator in COLLECTIVES:

@@ -74,7 +74,7 @@ class OutputBatch:
 
     def dims_in(self, shape: Sequence[int]) -> BatchDims:
         """The dimension of an output that is assumed to be the batch; empty without one."""
-        return dim_of_size(shape, self.sizes.whole)
+        return dim_of_size(shape, self.sizes.total)
 
 
 def output_batches(
@@ -148,7 +148,13 @@ class WholeBatchTensor(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, batch: OutputBatch, dims: BatchDims) -> WholeBatchTensor:
-        """Wrap a tensor, sharing its memory and its autograd graph."""
+        """Convert a tensor, sharing its memory and its autograd graph.
+
+        Args:
+            tensor: an output, or a tensor computed from one.
+            batch: the batch of the output.
+            dims: batch dimensions of `tensor`.
+        """
         with without_torch_function_of_subclasses():
             result: WholeBatchTensor = tensor.as_subclass(cls)
         result.batch, result.batch_dims = batch, dims
@@ -181,7 +187,8 @@ class WholeBatchTensor(Tensor):
 
 
 def to_plain_tensor(tensor: Tensor) -> Tensor:
-    """The tensor as a plain `Tensor`, without its batch."""
+    """Convert a `WholeBatchTensor` to an ordinary tensor, sharing its memory; other tensors are
+    returned unchanged."""
     if not isinstance(tensor, WholeBatchTensor):
         return tensor
     with without_torch_function_of_subclasses():
@@ -214,14 +221,14 @@ def _batch_call(
 def _refuse_shards(call: BatchCall, arguments: Sequence[Tensor]) -> None:
     """Raise DataError if the function would pair rows of the global batch with those of a shard."""
     with without_torch_function_of_subclasses():
-        shards = call.paired_shards() or _index_shards(call)
+        shards = call.paired_shards() or _shards_used_as_indices(call)
     if shards:
         output = next(tensor for tensor in arguments if id(tensor) in call.batch_dims)
         assert isinstance(output, WholeBatchTensor) and output.batch is not None
-        _refuse(call, output.batch, output, shards)
+        _raise_pairing_error(call, output.batch, output, shards)
 
 
-def _index_shards(call: BatchCall) -> tuple[Tensor, ...]:
+def _shards_used_as_indices(call: BatchCall) -> tuple[Tensor, ...]:
     """The indices of `output[torch.arange(len(labels)), labels]` if both have the rows of a shard.
 
     This runs with any sizes, so `paired_shards` does not find it, but every rank would read the
@@ -240,7 +247,7 @@ def _index_shards(call: BatchCall) -> tuple[Tensor, ...]:
     return shards if reads_rows and len(shards) > 1 else ()
 
 
-def _refuse(
+def _raise_pairing_error(
     call: BatchCall, batch: OutputBatch, output: Tensor, shards: Sequence[Tensor]
 ) -> NoReturn:
     shapes = " and ".join(str(list(shard.shape)) for shard in shards)
@@ -248,7 +255,7 @@ def _refuse(
     raise DataError(
         f"{resolve_name(call.function) or call.function}{user_line()} combines {batch.output},"
         f" of shape {list(output.shape)}, with a tensor of shape {shapes}: with this"
-        f" `dataset_strategy` this rank passed {sizes.local} of {sizes.whole} rows, but outputs"
+        f" `dataset_strategy` this rank passed {sizes.local} of {sizes.total} rows, but outputs"
         f" have all rows\n{REMEDY}"
     )
 

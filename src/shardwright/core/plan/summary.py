@@ -237,7 +237,7 @@ def _table(blocks: list[_Block], timed: bool, width: int) -> list[str]:
 
 
 def _cap_names(names: list[str]) -> list[str]:
-    """The first `MAX_LISTED_NAMES` names, followed by the number of the rest."""
+    """Shorten a list of names to the first `MAX_LISTED_NAMES`, followed by `N more`."""
     remaining = len(names) - MAX_LISTED_NAMES
     return [*names[:MAX_LISTED_NAMES], f"{remaining} more"] if remaining > 1 else names
 

@@ -68,7 +68,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def at_dots(text: str, width: int) -> list[str]:
-    """Break names into lines, behind a dot, a comma or a space if possible.
+    """Break names into lines of at most `width` characters; prefers dots, commas and spaces.
 
     >>> at_dots("model.layers.{0..79}.self_attn.q_proj", 22)
     ['model.layers.{0..79}.', 'self_attn.q_proj']

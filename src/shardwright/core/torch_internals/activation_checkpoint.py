@@ -32,7 +32,7 @@ def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -
         checkpoint._checkpoint_without_reentrant_generator = original
 
 
-class _NonReentrant:
+class _NonReentrantCheckpoint:
     """Replacement of `CheckpointFunction`, with which reentrant calls of `checkpoint` are
     non-reentrant."""
 
@@ -68,7 +68,7 @@ def recomputed_in(context: Callable[[], AbstractContextManager[None]]) -> Iterat
         return original(recompute, *args, **kwargs)
 
     vars(checkpoint)["_checkpoint_without_reentrant_generator"] = generator
-    vars(checkpoint)["CheckpointFunction"] = _NonReentrant
+    vars(checkpoint)["CheckpointFunction"] = _NonReentrantCheckpoint
     try:
         yield
     finally:

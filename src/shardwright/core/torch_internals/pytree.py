@@ -84,16 +84,16 @@ def register_dataclasses(value: Any) -> None:
 
 def _can_rebuild(cls: type, parts: dict[str, Any]) -> bool:
     """Whether a dataclass called with its fields has the same fields, and changes none in place."""
-    before = _identities(parts)
+    before = _ids_and_versions(parts)
     try:
         rebuilt = cls(**parts)
     except Exception:  # the user's `__init__` may raise any error
         return False
     has_same_fields = all(getattr(rebuilt, name) is part for name, part in parts.items())
-    return has_same_fields and _identities(parts) == before
+    return has_same_fields and _ids_and_versions(parts) == before
 
 
-def _identities(parts: dict[str, Any]) -> list[tuple[int, int]]:
+def _ids_and_versions(parts: dict[str, Any]) -> list[tuple[int, int]]:
     """(id, version) of each leaf, to detect changes in place."""
     leaves = tree_leaves(parts)
     return [(id(leaf), version(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]
