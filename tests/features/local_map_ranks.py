@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -235,6 +236,33 @@ def changed_buffers_are_equal_on_all_ranks() -> None:
     assert planned.norm.num_batches_tracked.item() == 1
 
 
+def copies_averages_and_other_lengths_are_those_of_one_device() -> None:
+    torch.manual_seed(0)
+    outer = nn.ModuleDict({"net": Model(Selected())})
+    net, single = outer["net"], copy.deepcopy(outer["net"])
+    sw.local_map(net.get_submodule("layer"), "b _h -> b _h")
+    plan = sw.plan(net, batch(), devices=dist.get_world_size(), hsdp=LEVELS[1])
+    assert sw.parallelize(net, plan) is outer["net"]
+    before = copy.deepcopy(net)
+    average = get_ema_multi_avg_fn(0.5)
+    ours, theirs = (AveragedModel(each, multi_avg_fn=average) for each in (net, single))
+    for each, averaged in ((net, ours), (single, theirs)):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        for _ in range(2):
+            each(*batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            averaged.update_parameters(each)  # type: ignore[no-untyped-call]
+    assert not torch.equal(before(*batch()), net(*batch()))
+    ours.eval()
+    for rows in (8, 4, 3, 1):
+        part = tuple(tensor[:rows] for tensor in batch())
+        with torch.no_grad():
+            torch.testing.assert_close(ours(*part), theirs(*part))
+            with sw.whole(net) as model:
+                torch.testing.assert_close(model(*part), single(*part))
+
+
 def a_wrong_result_is_refused() -> None:
     ranks = dist.get_world_size()
 
@@ -261,6 +289,7 @@ CHECKS = (
     a_whole_model_gives_the_gradients_of_one_device,
     a_function_gives_partial_sums,
     changed_buffers_are_equal_on_all_ranks,
+    copies_averages_and_other_lengths_are_those_of_one_device,
     a_wrong_result_is_refused,
 )
 

@@ -85,10 +85,16 @@ def eager(initialize: Callable[[Any], None] = init_weights, **options: Any) -> S
     return net
 
 
-def meta(**options: Any) -> Any:
-    """Planned in stages on the meta device."""
+def meta(local: bool = False, **options: Any) -> Any:
+    """Planned in stages on the meta device.
+
+    Args:
+        local: whether each block is a `local_map`.
+    """
     with torch.device("meta"):
         net = Staged(**options)
+    for block in net.blocks if local else ():
+        sw.local_map(block, "b _s _h -> b _s _h")
     plan = sw.plan(
         sw.Pipeline(net, 2), batch(), devices=dist.get_world_size(), stages=2, mem_coeff=1000.0
     )
@@ -173,7 +179,7 @@ def check_loaded_without_initialization(
 
 def check_one_module_after_another() -> None:
     """Initialized where nothing says that it has ended: replayed by the first step."""
-    net, wanted = meta(), eager(initialize_modules)
+    net, wanted = meta(local=True), eager(initialize_modules)
     # Made before the parameters have values; those of other stages are in it, too.
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     initialize_modules(net)
