@@ -435,7 +435,7 @@ def _write_profile(plan: Plan, measured: Measured, logs: LogFolder) -> None:
 
 @contextmanager
 def _print_checkpoint_warnings(print_line: Callable[[str], None]) -> Iterator[None]:
-    """Context in which warnings about checkpoints are passed to `print_line`, others not."""
+    """Context that passes warnings about checkpoints to `print_line`; others appear as usual."""
     with warnings.catch_warnings():
         show_other = warnings.showwarning
 

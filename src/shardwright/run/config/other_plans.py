@@ -64,7 +64,7 @@ class AlternativePlanner:
         """Plan with half the memory, twice the devices, half the batch, and twice the batch.
 
         Yields:
-            For each of the four changes its name, and the plan, or the error message without one.
+            The name of each change, and its plan, or the error message if there is no plan.
         """
         devices, batch_size = self.plan.devices, self.run.config.data.batch_size
         limit = self.plan.memory_limit
@@ -81,7 +81,7 @@ class AlternativePlanner:
         """Plan each of `PRESETS`, without a search and without a memory limit.
 
         Yields:
-            The name of the preset, and its plan, or the error message without one.
+            The name of each preset, and its plan, or the error message if there is no plan.
         """
         for name, hsdp in PRESETS.items():
             yield self._plan_with_options(name, self.plan.devices, hsdp=hsdp, **NO_SEARCH)
@@ -90,7 +90,7 @@ class AlternativePlanner:
         """Plan the fastest strategy of each of the `top` best kinds, except `plan` itself.
 
         Yields:
-            The kind of strategy, and its plan, or the reason why this kind has no plan.
+            Each kind of strategy, and its plan, or the reason why this kind has no plan.
 
         Raises:
             ShardwrightError: the run names no cluster, so step times cannot be predicted.
