@@ -116,7 +116,7 @@ class IndivisibleError(StrategyError):
 
 
 class MixedSamplesError(StrategyError):
-    """Several micro-batches for a loss that is not a weighted sum of their losses."""
+    """Several micro-batches for a loss that micro-batches cannot compute term by term."""
 
 
 class MemoryLimitError(ShardwrightError):

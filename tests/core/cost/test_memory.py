@@ -13,8 +13,7 @@ from benchmarks.allocations import peak_of_later_steps
 import shardwright as sw
 from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
 from shardwright.core.cost.memory import Memory, StageMemory, binary, least_memory, memory
-from shardwright.core.graph.graph import Graph
-from shardwright.core.graph.loss_weighting import LossWeighting
+from shardwright.core.graph.graph import Graph, WholeBatch
 from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
@@ -34,7 +33,7 @@ def llama_graph(layers: int, micro_batches: int = 1, dtype: str = "float32") -> 
     sizes = {**SIZES, "layers": layers, "batch": SIZES["batch"] // micro_batches}
     net, args, kwargs = llama(**sizes)
     graph = sw.capture(net, args, kwargs, None if dtype == "float32" else torch.bfloat16)
-    return replace(graph, loss_weighting=LossWeighting())
+    return replace(graph, whole_batch=WholeBatch())
 
 
 def measured(model: Model, plan: sw.Plan, optimizer: type[torch.optim.Optimizer]) -> int:

@@ -36,16 +36,17 @@ from shardwright.core.graph.float64 import (
 )
 from shardwright.core.graph.graph import Graph, Op
 from shardwright.core.graph.local_map import is_opaque
-from shardwright.core.parallel.loss_weights import LossWeights
+from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.parallel.simulate_pipeline import simulate_stages
 from shardwright.core.parallel.simulate_ranks import Outcome, simulate, simulate_step
-from shardwright.core.parallel.train_step import loss_of
+from shardwright.core.parallel.train_step import check_whole_batch, loss_of, loss_weight
+from shardwright.core.parallel.whole_batch_values import WholeBatchValues
+from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.partitioned import Partitioned, random_operators
 from shardwright.core.plan import Plan
-from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_loss_weighting
 from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.micro_batches import SPLIT_NOTE, micro_batch, with_samples
+from shardwright.core.runtime.micro_batches import SPLIT_NOTE, micro_batch, of_micro_batches
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, PlanError
 
@@ -170,26 +171,26 @@ def check(
     net = net.net if isinstance(net, Pipeline) else net
     # A plan that was loaded from a file has no graph.
     captured, means = plan.graph, plan.pipeline.averages_micro_batches
-    if captured is None or (means and captured.loss_weighting is None):
-        captured = _capture_micro_batch(net, args, kwargs, plan)
+    if captured is None or (means and captured.whole_batch is None):
+        captured = _capture_micro_batch(net, args, kwargs, plan, plan.computed_in)
     plan.check_fits(captured)
     if means:
-        check_mean_of_samples(captured, plan.pipeline.micro_batches)
-    values = _values(net)
+        check_whole_batch(captured, plan.pipeline.micro_batches)
+    values, call = _values(net), (args, kwargs)
     # In float32 the rounding of a reduction over ranks would hide a missing term.
     leaves = pytree.tree_map_only(Tensor, in_float64, pytree.tree_leaves((args, kwargs or {})))
     # The caller's random numbers and cached tensors (tables of positions, masks) must not change.
     with float64_by_default(), torch.random.fork_rng(), without_new_cached_tensors():
         module = module_in_float64(net, values)
-        first_micro_batch = micro_batch(leaves, 0, plan.pipeline.micro_batches)
         # A capture in float64 has the numbers that depend on the dtype, such as `finfo(dtype).eps`.
         with _errors_in_float64(plan.pipeline.micro_batches), CastsToFloat64():
-            double_graph = capture(
-                copy.deepcopy(module), *pytree.tree_unflatten(first_micro_batch, captured.in_spec)
+            double_args, double_kwargs = pytree.tree_unflatten(leaves, captured.in_spec)
+            double_graph = _capture_micro_batch(
+                copy.deepcopy(module), double_args, double_kwargs, plan, None
             )
         if not paired_operators(captured, double_graph):
             # The model is in another mode than planned, or was changed since.
-            plan.check_fits(_capture_micro_batch(net, args, kwargs, plan))
+            plan.check_fits(_capture_micro_batch(net, *call, plan, plan.computed_in))
         partitioned = plan.partition(graph_in_float64(captured, double_graph))
         state = {name: in_float64(tensor) for name, tensor in values.items()}
         return _compare(partitioned, module, state, leaves)
@@ -221,14 +222,9 @@ def _compare(
     graph, pipeline = partitioned.graph, partitioned.pipeline
     count = pipeline.micro_batches
     micro_batch_leaves = [micro_batch(leaves, number, count) for number in range(count)]
-    weights: Sequence[float | Tensor] = [1.0] * count
     # Called for its error: micro-batches train one loss.
     if count > 1:
         loss_of(graph)
-        if pipeline.loss_reduction == "mean":
-            weights = LossWeights(graph, Devices.of_rank(partitioned.mesh, 0))(
-                micro_batch_leaves, state
-            )
     # The reference is the whole batch: micro-batches must not change the loss.
     calls = micro_batch_leaves if pipeline.loss_reduction == "sum" else [leaves]
     eager = EagerTraining(module, graph, calls, trains_loss=count > 1)
@@ -275,7 +271,13 @@ def _compare(
             "has no tag for it: ranks would draw different numbers\n"
             "define the operator with `tags=torch.Tag.nondeterministic_seeded`"
         )
-    one_device = interpreted(graph, micro_batch_leaves, weights, output_gradients)
+    alone = replace(partitioned, decisions=Decisions(cuts={}, storage={}))
+    whole_batch_values = WholeBatchValues(alone, Devices.of_rank(partitioned.mesh, 0))(
+        leaves, state
+    )
+    one_device = interpreted(
+        graph, micro_batch_leaves, whole_batch_values, loss_weight(partitioned), output_gradients
+    )
     interpreted_steps = train_program(one_device, graph, state)
     with Rounding():
         perturbed_steps = train_program(one_device, graph, state)
@@ -306,22 +308,25 @@ def _values(net: nn.Module) -> dict[str, Tensor]:
 
 
 def _capture_micro_batch(
-    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, plan: Plan
+    net: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    plan: Plan,
+    compute_dtype: torch.dtype | None,
 ) -> Graph:
-    """Capture the model for one micro-batch."""
+    """Capture the model for one micro-batch of the plan."""
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
     def captured(leaves: list[Any]) -> Graph:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return capture(net, args, kwargs, plan.computed_in)
+        return capture(net, args, kwargs, compute_dtype)
 
-    graph = captured(micro_batch(leaves, 0, plan.pipeline.micro_batches))
+    piece = micro_batch(leaves, 0, plan.pipeline.micro_batches)
+    graph = captured(piece)
     if not plan.pipeline.averages_micro_batches:
         return graph
-    return with_loss_weighting(
-        graph,
-        plan.pipeline.micro_batches,
-        lambda samples: captured(with_samples(leaves, samples)),
+    return with_whole_batch(
+        graph, plan.pipeline.micro_batches, lambda count: captured(of_micro_batches(piece, count))
     )
 
 

@@ -17,18 +17,22 @@ from shardwright.core.capture.capture import capture
 from shardwright.core.constraints.shard import pins_of
 from shardwright.core.cost.cluster import LOCAL
 from shardwright.core.graph.graph import Graph
-from shardwright.core.graph.loss_weighting import LossWeighting
+from shardwright.core.micro_batches.whole_batch import with_whole_batch
+from shardwright.core.parallel.train_step import check_whole_batch
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import LeftOut
 from shardwright.core.planner.best_candidate import best_candidate
 from shardwright.core.planner.candidate import Candidate, CapturedModel
 from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
-from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_loss_weighting
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.pipeline import Pipeline, merged_options, micro_batch_example
 from shardwright.core.planner.ranking import Ranking, requested_kind
 from shardwright.core.runtime.accelerator import device_of_group
-from shardwright.core.runtime.micro_batches import SPLIT_NOTE, valid_num_micro_batches, with_samples
+from shardwright.core.runtime.micro_batches import (
+    SPLIT_NOTE,
+    of_micro_batches,
+    valid_num_micro_batches,
+)
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, StrategyError, with_note
 from shardwright.progress import nested_progress
@@ -101,7 +105,6 @@ def decide_model(
         options, loss_reduction, net = merged_options(options, net), net.loss_reduction, net.net
     if not options.chooses_micro_batches:
         return _decide(options, net, args, kwargs, loss_reduction, ranking)
-    weighting: LossWeighting | str | None = None
     if isinstance(net, Graph):
         raise StrategyError(
             "micro_batches='auto' needs a model: a graph is captured for one size of micro-batch"
@@ -110,14 +113,10 @@ def decide_model(
     numbers = valid_num_micro_batches(pytree.tree_leaves((args, dict(kwargs or {}))))
 
     def decided(number: int) -> Candidate:
-        nonlocal weighting
         phase = f"{number} micro-batches", numbers.index(number), len(numbers)
         report = nested_progress(options.on_progress, *phase)
         fixed = replace(options, micro_batches=number, on_progress=report)
-        candidate = _decide(fixed, net, args, kwargs, loss_reduction, ranking, weighting)
-        # The weighting does not depend on the number, and to find it captures the model again.
-        weighting = candidate.model.graph.loss_weighting
-        return candidate
+        return _decide(fixed, net, args, kwargs, loss_reduction, ranking)
 
     return with_best_micro_batches(numbers, decided)
 
@@ -129,28 +128,16 @@ def _decide(
     kwargs: dict[str, Any] | None,
     loss_reduction: str,
     ranking: Ranking | None,
-    weighting: LossWeighting | str | None = None,
 ) -> Candidate:
-    """Best candidate for a fixed number of micro-batches. Raises: as `plan`.
-
-    Args:
-        weighting: the `Graph.loss_weighting` found for another number of micro-batches.
-    """
+    """Best candidate for a fixed number of micro-batches. Raises: as `plan`."""
     graph = _capture_micro_batch(options, net, args, kwargs)
     if options.num_micro_batches > 1 and loss_reduction == "mean":
-        names = weighting.names if isinstance(weighting, LossWeighting) else ()
-        # Code that branches on the batch size may give a graph with other operators.
-        if weighting is None or not graph.has_names(names):
-            graph = _with_loss_weighting(options, net, args, kwargs, graph)
-        else:
-            graph = replace(graph, loss_weighting=weighting)
+        graph = _with_whole_batch(options, net, args, kwargs, graph)
         try:
-            check_mean_of_samples(graph, options.num_micro_batches)
+            check_whole_batch(graph, options.num_micro_batches)
         except StrategyError:
             if ranking is not None:
-                reason = LeftOut.because(
-                    "the loss of the batch is no weighted sum of those of micro-batches"
-                )
+                reason = LeftOut.because("micro-batches do not make the loss of the batch")
                 ranking.leave_out(requested_kind(replace(options, stages=1)), reason)
             raise
     model = CapturedModel(
@@ -208,25 +195,26 @@ def _capture_module(
     )
 
 
-def _with_loss_weighting(
+def _with_whole_batch(
     options: PlanOptions,
     net: nn.Module | Graph,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     graph: Graph,
 ) -> Graph:
-    """Return the graph of a micro-batch with its `loss_weighting`: how the losses of micro-batches
-    add up to that of the batch, found by capturing other batch sizes."""
+    """The graph of a micro-batch whose loss is a term of that of the batch. A given graph is
+    returned as it is: it does not show what of the loss depends on the size of the batch."""
     if isinstance(net, Graph):
-        analyzed = graph.loss_weighting is not None
-        return graph if analyzed else with_loss_weighting(graph, options.num_micro_batches)
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
+        return graph
+    count = options.num_micro_batches
+    example = micro_batch_example(args, kwargs, count)
+    leaves, spec = pytree.tree_flatten(example)
 
-    def captured(samples: int) -> Graph:
-        example = pytree.tree_unflatten(with_samples(leaves, samples), spec)
-        return _capture_module(options, net, *example)
+    def captured(number: int) -> Graph:
+        batch = pytree.tree_unflatten(of_micro_batches(leaves, number), spec)
+        return _capture_module(options, net, *batch)
 
-    return with_loss_weighting(graph, options.num_micro_batches, captured)
+    return with_whole_batch(graph, count, captured)
 
 
 def _compute_dtype(options: PlanOptions) -> torch.dtype | None:

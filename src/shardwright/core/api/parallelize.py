@@ -17,15 +17,16 @@ from shardwright.core.capture.attributes import has_attributes
 from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.capture import capture
 from shardwright.core.graph.graph import Graph
+from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.misuse.original import OriginalModel
 from shardwright.core.parallel.module import parallel_module
+from shardwright.core.parallel.train_step import check_whole_batch
 from shardwright.core.partition.fold_axes import dtensor_axes
 from shardwright.core.plan import Plan
-from shardwright.core.planner.mean_of_samples import check_mean_of_samples, with_loss_weighting
 from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.accelerator import device_of_group, use_device
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.micro_batches import with_samples
+from shardwright.core.runtime.micro_batches import of_micro_batches
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError, ShardwrightError
 
@@ -119,10 +120,10 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
             return graph
         leaves, spec = pytree.tree_flatten(example)
 
-        def captured_for_samples(samples: int) -> Graph:
-            return captured_for(*pytree.tree_unflatten(with_samples(leaves, samples), spec))
+        def of_batch(number: int) -> Graph:
+            return captured_for(*pytree.tree_unflatten(of_micro_batches(leaves, number), spec))
 
-        return with_loss_weighting(graph, plan.pipeline.micro_batches, captured_for_samples)
+        return with_whole_batch(graph, plan.pipeline.micro_batches, of_batch)
 
     try:
         # A plan made in this process has its graph, a loaded one does not: then rank 0 captures the
@@ -141,13 +142,13 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         if graph is not None and not autocast.acts_as(graph.autocast_on):
             graph = None
         means = plan.pipeline.averages_micro_batches
-        if graph is not None and means and graph.loss_weighting is None:
+        if graph is not None and means and graph.whole_batch is None:
             graph = None
         if graph is None or not has_attributes(net, graph.attributes):
             graph = captured()
         plan.check_fits(graph)
         if means:
-            check_mean_of_samples(graph, plan.pipeline.micro_batches)
+            check_whole_batch(graph, plan.pipeline.micro_batches)
         _check_parameters(net, plan)
     except ShardwrightError as error:
         if not without_other_ranks:

@@ -23,8 +23,8 @@ from shardwright.core.api.lone_rank import LoneRank, Traffic, fake_process_group
 from shardwright.core.checkpoint.checkpoint import Checkpoints
 from shardwright.core.cost.memory import memory
 from shardwright.core.cost.tensor_tracking import PARAMETERS, FusedAttention
-from shardwright.core.parallel.loss_weights import weighing_bytes
 from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.parallel.whole_batch_values import prologue_bytes
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.accelerator import AllocatedPeak, accelerator_type
 from shardwright.core.runtime.dtensor import detached_local
@@ -57,7 +57,7 @@ class RankRehearsal:
         groups: number of calls that created process groups.
         traffic: traffic of the last training step, by collective.
         sent_bytes: bytes sent in each step.
-        planned_bytes: predicted bytes per step, with those for the weights of micro-batches.
+        planned_bytes: predicted bytes per step, those to gather inputs of the whole batch included.
         parameter_bytes, optimizer_bytes: bytes of the rank's shards.
         peak_bytes: peak bytes of live tensors in a step.
         planned_peak: predicted peak bytes.
@@ -202,10 +202,8 @@ def rehearse_rank(
 
 
 def _planned_bytes(net: ParallelModule) -> int:
-    stage, last = net.execution.devices.stage, net.execution.partitioned.chunks[-1].stage
-    # The last stage computes the loss, and reduces what its micro-batches are weighted by.
-    weighing = weighing_bytes(net.execution.partitioned) if stage == last else 0
-    return sum(net.execution.partitioned.step_bytes[stage]) + weighing
+    stage, partitioned = net.execution.devices.stage, net.execution.partitioned
+    return sum(partitioned.step_bytes[stage]) + prologue_bytes(partitioned, stage)
 
 
 @dataclass

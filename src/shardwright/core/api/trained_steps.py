@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from shardwright.core.graph.float64 import EverythingInFloat64
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.interpreter import interpret
-from shardwright.core.parallel.loss_weights import weighted
 from shardwright.core.parallel.simulate_ranks import Outcome
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import TorchDispatchMode
@@ -269,25 +268,32 @@ def train_program(run: StepFunction, graph: Graph, state: Mapping[str, Tensor]) 
 def interpreted(
     graph: Graph,
     micro_batches: Sequence[Sequence[Any]],
-    weights: Sequence[float | Tensor],
+    whole_batch_values: Sequence[Mapping[str, Tensor]],
+    weight: float,
     root_gradients: Sequence[Tensor | None],
 ) -> StepFunction:
-    """A step that interprets the graph on one device, operator by operator."""
+    """A step that interprets the graph on one device, operator by operator.
+
+    Args:
+        whole_batch_values: for each micro-batch what it reads of the whole batch, by the names of
+            buffers.
+        weight: of the loss of each micro-batch.
+    """
 
     def run(state: Mapping[str, Tensor]) -> Outcome:
         # Leaves of this step, in which the gradients of its micro-batches accumulate.
         leaves = {name: t.detach().requires_grad_(t.requires_grad) for name, t in state.items()}
         current, updates = dict(leaves), dict[str, Tensor]()
         losses, roots = [], list[Tensor]()
-        for leaves_of_micro_batch, weight in zip(micro_batches, weights, strict=True):
+        for leaves_of_micro_batch, values in zip(micro_batches, whole_batch_values, strict=True):
             args, kwargs = pytree.tree_unflatten(list(leaves_of_micro_batch), graph.in_spec)
-            results, changed = interpret(graph, current, current, args, kwargs)
+            results, changed = interpret(graph, current, {**current, **values}, args, kwargs)
             updates |= changed
             current |= changed
             outputs = zip(graph.outputs, pytree.tree_leaves(results), strict=True)
             roots = [tensor for value, tensor in outputs if isinstance(value, Value)]
             if len(micro_batches) > 1:
-                losses.append(weighted(roots[graph.output_values.index(graph.loss)], weight))
+                losses.append(roots[graph.output_values.index(graph.loss)] * weight)
         if losses:
             roots = [torch.stack(losses).sum()]
         backward(roots, root_gradients)

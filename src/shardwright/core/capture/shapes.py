@@ -33,12 +33,13 @@ class Captures:
     """The captures of one module.
 
     Args:
-        graph: of a call that was captured.
+        graph: of a call that was captured; that of a micro-batch within its batch is no example.
         state: of the module then: equal for calls that differ in nothing else.
     """
 
     def __init__(self, graph: Graph, state: Hashable) -> None:
-        self._kinds = {_kind(graph.inputs, graph.in_spec, state): _Kind(graph)}
+        known = () if graph.is_term_of_batch else (graph,)
+        self._kinds = {_kind(graph.inputs, graph.in_spec, state): _Kind(*known)}
 
     def graph(
         self, call: CapturedCall, compute_dtype: torch.dtype | None, state: Hashable

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwright.core.deferred import copies_of_attributes
-from shardwright.core.graph.graph import Graph, Op, Value
+from shardwright.core.graph.graph import Graph, Op, Value, WholeBatch
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import TorchDispatchMode
 
@@ -64,7 +64,14 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
         updates=tuple((new[a], new[b]) for a, b in graph.updates),
         loss=None if graph.loss is None else new[graph.loss],
         other_losses=tuple(new[v] for v in graph.other_losses),
+        whole_batch=_in_float64((twin or graph).whole_batch),
     )
+
+
+def _in_float64(whole_batch: WholeBatch | str | None) -> WholeBatch | str | None:
+    if not isinstance(whole_batch, WholeBatch) or whole_batch.prologue is None:
+        return whole_batch
+    return replace(whole_batch, prologue=graph_in_float64(whole_batch.prologue))
 
 
 def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:

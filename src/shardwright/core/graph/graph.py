@@ -13,11 +13,10 @@ from enum import Enum
 from functools import cached_property
 from html import escape
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from shardwright.core.graph.loss_weighting import LossWeighting
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, operator_name, schema_of
 
@@ -170,6 +169,34 @@ class Op:
         return f"{self.name}: {target_name(self.target)}"
 
 
+SampleReduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """How the graph of a micro-batch computes its term of the loss of the whole batch.
+
+    Args:
+        reduction: the loss of the batch is the sum or the mean of those of its micro-batches.
+        prologue: a graph of the whole batch whose outputs depend on no parameter, such as the
+            number of valid targets; run once per step, before the first micro-batch.
+        values: for each output of the prologue the name of the buffer as which the micro-batch
+            reads it, and the dimension in which it is sharded into micro-batches, if it is.
+        outputs: names of the returned values that are means or sums over samples too.
+        rewritten: whether operators differ from those of the captured micro-batch.
+    """
+
+    reduction: SampleReduction = "mean"
+    prologue: Graph | None = None
+    values: tuple[tuple[str, int | None], ...] = ()
+    outputs: tuple[tuple[str, SampleReduction], ...] = ()
+    rewritten: bool = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.values)
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A captured model, for fixed input shapes.
@@ -199,9 +226,9 @@ class Graph:
         attributes: (module path, name, text) of each plain attribute that `forward` reads; the
             text is `""` unless the attribute consists of numbers and strings.
         autocast_on: the device type of the captured autocast regions; None without any.
-        loss_weighting: for the graph of a micro-batch, how the losses of equal micro-batches add up
-            to the loss of the batch; a string is the reason why they do not, None means that it
-            has not been analyzed.
+        whole_batch: for the graph of a micro-batch, what it reads of the whole batch so that its
+            loss is a term of that of the batch; a string is the reason why there is no such term,
+            None means that it has not been analyzed.
     """
 
     ops: tuple[Op, ...]
@@ -223,7 +250,7 @@ class Graph:
     compute_dtype: torch.dtype | None = None
     attributes: tuple[tuple[str, str, str], ...] = ()
     autocast_on: str | None = None
-    loss_weighting: LossWeighting | str | None = None
+    whole_batch: WholeBatch | str | None = None
 
     def _repr_html_(self) -> str:
         """A table of the operators, for notebooks."""
@@ -262,9 +289,18 @@ class Graph:
     def output_values(self) -> tuple[Value, ...]:
         return tuple(leaf for leaf in self.outputs if isinstance(leaf, Value))
 
-    def has_names(self, names: Iterable[str]) -> bool:
-        """Whether all `names` are names of operators or activations."""
-        return {value.name for value in self.producer}.union(self.by_name).issuperset(names)
+    @property
+    def is_term_of_batch(self) -> bool:
+        """Whether its loss is that of a micro-batch within its batch, not of a call by itself."""
+        return isinstance(self.whole_batch, WholeBatch) and self.whole_batch.rewritten
+
+    @property
+    def module_buffers(self) -> tuple[Value, ...]:
+        """The buffers of the module, without what the prologue of a step computes."""
+        if not isinstance(self.whole_batch, WholeBatch):
+            return self.buffers
+        computed = self.whole_batch.names
+        return tuple(value for value in self.buffers if value.name not in computed)
 
     @property
     def trained(self) -> tuple[Value, ...]:

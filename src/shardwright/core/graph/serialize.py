@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from shardwright.core.graph import custom_ops
-from shardwright.core.graph.graph import Graph, Kind, Op, Value
-from shardwright.core.graph.loss_weighting import LossWeighting
+from shardwright.core.graph.graph import Graph, Kind, Op, Value, WholeBatch
 from shardwright.core.torch_internals.operators import OpOverload
 from shardwright.core.torch_internals.pytree import TreeSpec, treespec_dumps, treespec_loads
 
-FORMAT = 2
+FORMAT = 3
 """Format version; increment it with every change to the format."""
 
 _JSON_TYPES = (type(None), bool, int, float, str)
@@ -95,7 +94,7 @@ class _Writer:
         for name, (leaf_type, to_text, _) in _LEAF_FORMATS.items():
             if isinstance(obj, leaf_type):
                 return [name, to_text(obj)]
-        if isinstance(obj, (Value, Op, Graph, LossWeighting)):
+        if isinstance(obj, (Value, Op, Graph, WholeBatch)):
             if isinstance(obj, Value):
                 self._value_indices[obj] = len(self._value_indices)
             parts: Iterable[Any] = (getattr(obj, each.name) for each in fields(obj))
@@ -144,7 +143,7 @@ def _make_op(*parts: Any) -> Op:
 _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "Op": _make_op,
     "Graph": Graph,
-    "LossWeighting": LossWeighting,
+    "WholeBatch": WholeBatch,
     "dict": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
     "list": lambda *parts: list(parts),
     "tuple": lambda *parts: parts,

@@ -18,6 +18,7 @@ from shardwright.core.capture.shapes import Captures
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.local_map import bind_modules
 from shardwright.core.lower.program import Program, lower
+from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.misuse.batch_guard import BatchGuard
 from shardwright.core.misuse.before_backward import (
     before_backward,
@@ -37,7 +38,6 @@ from shardwright.core.misuse.whole_batch import (
 )
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import PlannedCall, key_of
-from shardwright.core.parallel.loss_weights import weighted_like
 from shardwright.core.parallel.output_tensor import in_parts
 from shardwright.core.parallel.python_state import PythonState
 from shardwright.core.parallel.tensor_places import TensorPlaces
@@ -45,6 +45,7 @@ from shardwright.core.parallel.train_step import (
     GradientAccumulation,
     StepInputs,
     TrainStep,
+    check_whole_batch,
     loss_of,
 )
 from shardwright.core.parallel.uninitialized import Initialization
@@ -64,6 +65,7 @@ from shardwright.core.runtime.micro_batches import (
     global_leaves,
     micro_batch,
     num_micro_batches_of_call,
+    of_micro_batches,
 )
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
@@ -123,13 +125,16 @@ class Execution:
         leaves = tuple(key_of(leaf) for leaf in graph.inputs)
         state = self._state.key(), (), None
         self._planned_situation: tuple[Any, ...] = (*state, graph.in_spec, leaves)
+        # A call with the shapes of a micro-batch has a loss of its own.
+        prefix = ("micro-batch",) if graph.is_term_of_batch else ()
+        self._planned_program: tuple[Any, ...] = (*prefix, *self._planned_situation)
         self._captures = Captures(graph, state)
         self._bind_planned()
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """What this rank runs in the mode and for the shapes of the plan; `print` shows them."""
-        return (self._forwards[self._planned_situation].program,)
+        return (self._forwards[self._planned_program].program,)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call and return what the model returns.
@@ -230,7 +235,7 @@ class Execution:
         if self.initialization is None:
             return
         graph = self.partitioned.graph
-        used = {value.name for value in (*graph.parameters, *graph.buffers)}
+        used = {value.name for value in (*graph.parameters, *graph.module_buffers)}
         self.initialization.check_has_values(self.module, used)
         self.initialization.take_values(self.module)
         self.initialization.end(self.module)
@@ -259,8 +264,7 @@ class Execution:
         module = self.module
         self._parameters_as_planned = PlannedParameters(module, self.partitioned.graph.frozen)
         self._forwards = {
-            key: replace(b, places=TensorPlaces.of(module, b.graph.parameters, b.graph.buffers))
-            for key, b in self._forwards.items()
+            key: replace(b, places=self._places(b.graph)) for key, b in self._forwards.items()
         }
         self._train_steps = {
             key: replace(b, places=self._places_of_step(b.step.partitioned))
@@ -273,17 +277,20 @@ class Execution:
 
     def _bind_planned(self) -> None:
         """Make the program for the situation of the plan, before the first call."""
-        self._forwards[self._planned_situation] = self._bind_program(self.partitioned)
+        self._forwards[self._planned_program] = self._bind_program(self.partitioned)
 
     def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
         graph, (whole,) = partitioned.graph, partitioned.chunks
-        places = TensorPlaces.of(self.module, graph.parameters, graph.buffers)
+        places = self._places(graph)
         recomputes, devices = bool(partitioned.decisions.recompute), self._along(partitioned)
         draws, program = bool(random_operators(graph)), lower(whole, devices)
         # Outputs of the whole batch are marked by one more autograd function.
         marked = bool(self.partitioned.decisions.arrivals)
         off_path = OutputsOffPath(graph, program.communication, all_off_path=marked)
         return BoundProgram(graph, program, places, recomputes, draws, devices, off_path)
+
+    def _places(self, graph: Graph) -> TensorPlaces:
+        return TensorPlaces.of(self.module, graph.parameters, graph.module_buffers)
 
     def _compiled(self, bound: BoundProgram) -> BoundProgram:
         if self._compiler is None:
@@ -308,13 +315,10 @@ class Execution:
         self._guard.begin(key, inputs, numbers)
         if key not in self._train_steps:
             partitioned = self.partitioned
-            if situation != self._planned_situation:
-                partitioned = self._capture(*pytree.tree_unflatten(piece, spec))
-                graph = weighted_like(self.partitioned.graph, partitioned.graph)
-                partitioned = replace(partitioned, graph=graph)
-            if count != partitioned.pipeline.micro_batches:
-                pipeline = replace(partitioned.pipeline, micro_batches=count)
-                partitioned = replace(partitioned, pipeline=pipeline)
+            planned = situation == self._planned_situation
+            if not planned or count != partitioned.pipeline.micro_batches:
+                of_args, of_kwargs = pytree.tree_unflatten(piece, spec)
+                partitioned = self._capture(of_args, of_kwargs, count)
             self._make_room(self._train_steps)
             self._train_steps[key] = self._bind_step(partitioned)
         return _used(self._train_steps, key), inputs
@@ -367,12 +371,18 @@ class Execution:
         """The caller's autocast region. Programs run outside of it: their casts are operators."""
         return Autocast.around(self.devices.device)
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], micro_batches: int = 1
+    ) -> Partitioned:
         """Capture the model in another situation than planned, and adapt the plan's decisions.
+
+        Args:
+            args, kwargs: a call, with one of `micro_batches` micro-batches.
 
         Raises:
             PlanError: if a tensor has another dtype than planned.
             CaptureError: if the model cannot be captured in this situation.
+            MixedSamplesError: if micro-batches do not make the loss of the batch.
         """
         planned, template = self.partitioned, self.template
         call = CapturedCall(template, args, kwargs, self._autocast)
@@ -380,9 +390,18 @@ class Execution:
         self._state.copy_to(template)
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
-        # The user's saved-tensor hooks must not see the tensors of capture.
-        with without_saved_tensor_hooks():
-            graph = self._captures.graph(call, planned.graph.compute_dtype, self._module_state())
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+
+        def captured(count: int) -> Graph:
+            batch = pytree.tree_unflatten(of_micro_batches(leaves, count), spec)
+            of_args, of_kwargs = batch
+            return self._captured(CapturedCall(template, of_args, of_kwargs, self._autocast))
+
+        graph = self._captured(call)
+        pipeline = replace(planned.pipeline, micro_batches=micro_batches)
+        if pipeline.averages_micro_batches:
+            graph = with_whole_batch(graph, micro_batches, captured)
+            check_whole_batch(graph, micro_batches)
         self._state.watch(graph.attributes)
         log.info(
             "captured the model for %s, training=%s, in %.1f s",
@@ -391,8 +410,15 @@ class Execution:
         graph = bind_modules(graph, self._user_module)
         mesh, decisions = split_axes(planned.mesh, planned.decisions)
         decisions = adapt_decisions(decisions, graph, mesh)
-        captured = Partitioned(graph, mesh, decisions, self._pipeline_of(graph))
-        return fold_axes(captured, unjoined_mesh=planned.mesh)
+        pipeline = replace(self._pipeline_of(graph), micro_batches=micro_batches)
+        partitioned = Partitioned(graph, mesh, decisions, pipeline)
+        return fold_axes(partitioned, unjoined_mesh=planned.mesh)
+
+    def _captured(self, call: CapturedCall) -> Graph:
+        # The user's saved-tensor hooks must not see the tensors of capture.
+        with without_saved_tensor_hooks():
+            dtype = self.partitioned.graph.compute_dtype
+            return self._captures.graph(call, dtype, self._module_state())
 
     def _with_local_maps(self, partitioned: Partitioned) -> Partitioned:
         """The same, with the modules that run as they are those of `module`."""
@@ -401,8 +427,9 @@ class Execution:
 
     def _make_room(self, bound: dict[tuple[Any, ...], Any]) -> None:
         """Drop the least recently used programs, except those of the planned situation."""
+        planned = self._planned_situation
         others = [
-            key for key in bound if key[: len(self._planned_situation)] != self._planned_situation
+            key for key in bound if key != self._planned_program and key[: len(planned)] != planned
         ]
         for key in others[: max(0, len(bound) + 1 - MOST_SITUATIONS)]:
             del bound[key]

@@ -294,7 +294,7 @@ def _of_other_stages(
         return {}
     graph = partitioned.graph
     of_stage = {v.name for values in partitioned.tensors_of(devices.stage) for v in values}
-    used = {v.name for v in (*graph.parameters, *graph.buffers)}
+    used = {v.name for v in (*graph.parameters, *graph.module_buffers)}
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
     # Tensors that no operator reads belong to the first stage.
     return {n: t for n, t in tensors.items() if n not in of_stage and (n in used or devices.stage)}

@@ -131,14 +131,16 @@ class PipelineExecution(Execution):
                     )
         return RankStages(partitioned, self._along(partitioned))
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partitioned:
+    def _capture(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], micro_batches: int = 1
+    ) -> Partitioned:
         for name, parameter, trained, *_ in self._parameters_as_planned.all:
             if parameter.requires_grad is not trained:
                 raise PlanError(
                     f"requires_grad of {name!r} has changed since the model was planned: with"
                     " pipeline stages, plan and parallelize the model again"
                 )
-        return super()._capture(args, kwargs)
+        return super()._capture(args, kwargs, micro_batches)
 
     def _pipeline_of(self, graph: Graph) -> PipelineSpec:
         pipeline = self.partitioned.pipeline
@@ -162,21 +164,23 @@ class PipelineExecution(Execution):
     ) -> Tensor:
         """Return an output for the whole batch on every rank.
 
-        Tensors with the rows of the batch are concatenated, the loss is reduced, and of others the
-        first micro-batch's is taken.
+        Tensors with the rows of the batch are concatenated, the loss and other means or sums over
+        samples are reduced, and of others the first micro-batch's is taken.
         """
         partitioned = stages.partitioned
         chunk = next(c for c in partitioned.chunks if value.name in {v.name for v in c.returned})
         rows = [v.shape[0] for v in partitioned.graph.input_values if v.shape]
         joined = bool(value.shape) and bool(rows) and value.shape[0] == rows[0]
+        joined = joined and stages.reduction_of(value) is None
         count = stages.micro_batches if joined else 1
         shape = (value.shape[0] * count, *value.shape[1:]) if joined else value.shape
         if chunk.stage == self.devices.stage:
             pieces = [
                 self._gathered(stages, chunk, value, tensor) for tensor in local_outputs[value.name]
             ]
-            if value is partitioned.graph.loss:
-                whole = stages.reduced(pieces)
+            weight = stages.reduction_of(value)
+            if weight is not None:
+                whole = torch.stack(pieces).sum(0) * weight
             else:
                 whole = self._in_order(torch.cat(pieces), count) if joined else pieces[0]
             whole = whole.contiguous()

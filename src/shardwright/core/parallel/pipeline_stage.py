@@ -31,9 +31,13 @@ from torch.profiler import record_function
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.lower.program import Program, lower
-from shardwright.core.parallel.loss_weights import LossWeights, arrival_axes, weighted
-from shardwright.core.parallel.train_step import StepInputs, StepResults
+from shardwright.core.parallel.train_step import StepInputs, StepResults, loss_weight
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
+from shardwright.core.parallel.whole_batch_values import (
+    WholeBatchValues,
+    prologue_axes,
+    whole_batch_of,
+)
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.partition.partitioned import Partitioned
@@ -59,17 +63,23 @@ class StepContext:
         pieces: leaves of the call's arguments, for each micro-batch.
         buffers: buffers by name; chunks put updated values here.
         seed: random seed of the step.
+        of_batch: for each micro-batch what it reads of the whole batch, by the names of buffers.
         returned: results of all micro-batches for each returned value; None in training.
     """
 
     pieces: Sequence[Sequence[Any]]
     buffers: dict[str, Tensor]
     seed: int
+    of_batch: Sequence[Mapping[str, Tensor]]
     returned: dict[str, list[Tensor]] | None = None
 
     @classmethod
-    def of(cls, inputs: StepInputs, micro_batches: int) -> StepContext:
-        return cls(inputs.micro_batches(micro_batches), dict(inputs.buffers), inputs.seed)
+    def of(
+        cls, inputs: StepInputs, micro_batches: int, whole_batch: WholeBatchValues
+    ) -> StepContext:
+        of_batch = whole_batch(inputs.leaves, inputs.buffers)
+        pieces = inputs.micro_batches(micro_batches)
+        return cls(pieces, dict(inputs.buffers), inputs.seed, of_batch)
 
 
 class StageModule(nn.Module):
@@ -103,7 +113,7 @@ class StageModule(nn.Module):
         received = border(arrived)
         outputs, updates = self.program(
             self.unsharded.tensors(),
-            self.step.buffers,
+            {**self.step.buffers, **self.step.of_batch[micro_batch]},
             self.read(micro_batch, received),
             micro_batch_seed(self.step.seed, micro_batch),
         )
@@ -150,7 +160,6 @@ class RankStages:
     devices: Devices
     modules: tuple[StageModule, ...] = field(init=False)
     _shared: dict[str, dist.ProcessGroup] = field(init=False)
-    _weight: Sequence[float | Tensor] = ()
     _training: PipelineSchedule | None = None
     _forward: PipelineSchedule | None = None
 
@@ -161,7 +170,9 @@ class RankStages:
             StageModule(chunk, lower(chunk, self.devices, unsharded=True), graph)
             for chunk in self.partitioned.chunks_of(self.devices.stage)
         )
-        self._weights = LossWeights(graph, self.devices, self._arrival_axes)
+        read = (v for module in self.modules for v in module.chunk.graph.buffers)
+        self._whole_batch = WholeBatchValues(self.partitioned, self.devices, read)
+        self._weight = loss_weight(self.partitioned)
         self._stages: list[PipelineStageBase] = [self._stage(m) for m in self.modules]
 
     @property
@@ -176,10 +187,6 @@ class RankStages:
     def _last_stage(self) -> int:
         return self.partitioned.chunks[-1].stage
 
-    @property
-    def _arrival_axes(self) -> tuple[int, ...]:
-        return arrival_axes(self.partitioned.graph, self.partitioned.decisions)
-
     def compile(self, compiler: Callable[[Program], Program]) -> None:
         if self.pipeline.schedule_spec.splits_backward:
             raise PlanError(
@@ -191,7 +198,6 @@ class RankStages:
 
     def train(self, inputs: StepInputs) -> StepResults:
         step = self._begin(inputs)
-        self._weights.check_none_left_out(self._weight)
         if self._training is None:
             self._training = self._schedule(self._weighted)
         losses: list[Tensor] = []
@@ -225,19 +231,20 @@ class RankStages:
                 module.unsharded.end_step()
         return step.returned, inputs.changed(step.buffers)
 
-    def reduced(self, losses: Sequence[Tensor]) -> Tensor:
-        """The loss of the batch from those of its micro-batches, on the last stage."""
-        return torch.stack([self._weighted(loss, n) for n, loss in enumerate(losses)]).sum()
+    def reduction_of(self, value: Value) -> float | None:
+        """Weight of each micro-batch's in the value of the batch; None for others than means and
+        sums over samples."""
+        if value is self.partitioned.graph.loss:
+            return self._weight
+        reductions = dict(whole_batch_of(self.partitioned.graph).outputs)
+        weights = {"mean": 1 / self.micro_batches, "sum": 1.0}
+        return weights.get(reductions.get(value.name, ""))
 
     def _weighted(self, loss: Tensor, number: Tensor | int) -> Tensor:
-        return weighted(loss, self._weight[int(number)])
+        return loss * self._weight
 
     def _begin(self, inputs: StepInputs) -> StepContext:
-        step = StepContext.of(inputs, self.micro_batches)
-        if self.pipeline.loss_reduction == "sum":
-            self._weight = [1.0] * self.micro_batches
-        elif self.devices.stage == self._last_stage or self._weights.leaves_out:
-            self._weight = self._weights(step.pieces, step.buffers)
+        step = StepContext.of(inputs, self.micro_batches, self._whole_batch)
         for module in self.modules:
             module.begin_step(step, inputs)
         return step
@@ -246,8 +253,8 @@ class RankStages:
 
     def _create_groups(self) -> None:
         """Create the groups of all stages, in the same order on every rank. Collective."""
-        needed, counted = groups_of(self.partitioned), self._arrival_axes
-        for axes in dict.fromkeys((*needed, *([counted] if counted else []))):
+        needed = groups_of(self.partitioned)
+        for axes in dict.fromkeys((*needed, *prologue_axes(self.partitioned))):
             self.devices.group(axes)
         self._shared = {}
         parameters = self.partitioned.graph.parameters

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from shardwright.core.lower.program import lower
-from shardwright.core.parallel.loss_weights import LossWeights, arrival_axes
 from shardwright.core.parallel.pipeline_stage import StageModule, StepContext
 from shardwright.core.parallel.simulate_ranks import ByteCounter, Outcome, simulated_ranks
-from shardwright.core.parallel.train_step import StepInputs, StepResults
+from shardwright.core.parallel.train_step import StepInputs, StepResults, loss_weight
+from shardwright.core.parallel.whole_batch_values import WholeBatchValues
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
@@ -67,23 +67,19 @@ class _Chain:
             for chunk in partitioned.chunks
         ]
         self.sent = [[0, 0] for _ in range(pipeline.stages)]
-        self._weights = LossWeights(graph, devices, arrival_axes(graph, partitioned.decisions))
+        self._whole_batch = WholeBatchValues(partitioned, devices)
 
     def train(self, inputs: StepInputs) -> StepResults:
         """As `RankStages.train`."""
         count = self.partitioned.pipeline.micro_batches
-        step = StepContext.of(inputs, count)
-        means = self.partitioned.pipeline.loss_reduction == "mean"
-        weights: Sequence[float | Tensor] = [1.0] * count
-        if means:
-            weights = self._weights(step.pieces, step.buffers)
-            self._weights.check_none_left_out(weights)
+        step = StepContext.of(inputs, count, self._whole_batch)
+        weight = loss_weight(self.partitioned)
         for module in self.modules:
             with self._counted(module.chunk, 0):
                 module.begin_step(step, inputs)
         runs = [self._forward(number) for number in range(count)]
         losses = []
-        for run, weight in zip(runs, weights, strict=True):
+        for run in runs:
             loss = run[-1].left[0] * weight
             losses.append(loss.detach())
             self._backward(run, loss)

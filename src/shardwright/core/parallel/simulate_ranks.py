@@ -120,7 +120,7 @@ class Ranks:
         """
         graph = self.partitioned.graph
         shards = {v.name: self._placed(parameters[v.name], v) for v in graph.parameters}
-        state = {v.name: self._placed(buffers[v.name], v) for v in graph.buffers}
+        state = {v.name: self._placed(buffers[v.name], v) for v in graph.module_buffers}
         leaves = [
             self._placed(leaf, value).requires_grad_(value.differentiable)
             if isinstance(value, Value)

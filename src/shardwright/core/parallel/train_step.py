@@ -1,8 +1,8 @@
 """Training steps: forward and backward over all micro-batches of a batch.
 
 `TrainStep` is what every module runs. `GradientAccumulation` is that of a model in one stage, one
-micro-batch after another; with several stages it is `RankStages` (`pipeline_stage.py`). Both weigh
-the losses of micro-batches with `LossWeights` (`loss_weights.py`).
+micro-batch after another; with several stages it is `RankStages` (`pipeline_stage.py`). In both,
+micro-batches read what `WholeBatchValues` computes of the whole batch (`whole_batch_values.py`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.lower.program import Program, lower
-from shardwright.core.parallel.loss_weights import LossWeights, arrival_axes, weighted
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
+from shardwright.core.parallel.whole_batch_values import WholeBatchValues, whole_batch_of
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.collectives import wait
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import micro_batch
 from shardwright.core.runtime.random import micro_batch_seed
-from shardwright.errors import PlanError
+from shardwright.errors import MixedSamplesError, PlanError
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,34 @@ def loss_of(graph: Graph) -> Value:
     return graph.loss
 
 
+def check_whole_batch(graph: Graph, micro_batches: int) -> None:
+    """Raises an error unless micro-batches make the loss of the whole batch.
+
+    Raises:
+        PlanError: if the model returns several losses.
+        MixedSamplesError: if they do not; names the operator that mixes samples, and its line.
+    """
+    if graph.loss is None:
+        return
+    loss_of(graph)
+    if isinstance(graph.whole_batch, str):
+        raise MixedSamplesError(
+            f"micro_batches={micro_batches}: micro-batches do not make the loss of the batch:"
+            f" {graph.whole_batch}\n"
+            "return a sum of means and sums over samples, each divided by what follows from the"
+            " inputs; plan with micro_batches=1 (recompute='auto' saves memory); or, to"
+            " train the sum of the micro-batches' losses, plan"
+            f" sw.Pipeline(net, {micro_batches}, loss_reduction='sum')"
+        )
+
+
+def loss_weight(partitioned: Partitioned) -> float:
+    """Weight of the loss of each micro-batch in that of the batch."""
+    pipeline = partitioned.pipeline
+    averages = whole_batch_of(partitioned.graph).reduction == "mean"
+    return 1 / pipeline.micro_batches if averages and pipeline.averages_micro_batches else 1.0
+
+
 def _described(graph: Graph, value: Value) -> str:
     op = graph.producer.get(value)
     return f"{value.name!r} ({op.source})" if op is not None and op.source else repr(value.name)
@@ -113,9 +141,9 @@ class GradientAccumulation:
         (whole,) = partitioned.chunks
         self.program = lower(whole, devices, self.micro_batches > 1, pending_loss=True)
         self.unsharded = UnshardedParameters(self.program)
-        self._weights = LossWeights(graph, devices, arrival_axes(graph, partitioned.decisions))
+        self._whole_batch = WholeBatchValues(partitioned, devices)
         self._waits = devices.waits
-        self._sums = pipeline.loss_reduction == "sum"
+        self._weight = loss_weight(partitioned)
         self._place = next(i for i, value in enumerate(graph.outputs) if value is loss)
 
     def compile(self, compiler: Callable[[Program], Program]) -> None:
@@ -130,23 +158,20 @@ class GradientAccumulation:
         pieces = inputs.micro_batches(self.micro_batches)
         buffer_updates = self.partitioned.graph.updates
         self.unsharded.begin_step(inputs.shards)
-        weights: Sequence[float | Tensor] = [1.0] * len(pieces)
-        if not self._sums:
-            weights = self._weights(pieces, inputs.buffers)
+        of_batch = self._whole_batch(inputs.leaves, inputs.buffers)
         state, losses = dict(inputs.buffers), []
-        for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
+        for number, (piece, values) in enumerate(zip(pieces, of_batch, strict=True)):
             parameters = self.unsharded.tensors()
             outputs, updates = self.program(
-                parameters, state, piece, micro_batch_seed(inputs.seed, number)
+                parameters, {**state, **values}, piece, micro_batch_seed(inputs.seed, number)
             )
             loss: Tensor = outputs[self._place]
             # Others, such as logits, need not stay through the backward pass.
             del outputs
-            left_out = self._weights.leaves_out and isinstance(weight, Tensor) and weight == 0
-            if loss.requires_grad and not left_out:
-                loss.backward(torch.ones_like(loss) * weight)  # type: ignore[no-untyped-call]
-            losses.append((loss.detach(), weight))
+            if loss.requires_grad:
+                loss.backward(torch.full_like(loss, self._weight))  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
             state.update((b.name, t) for (b, _), t in zip(buffer_updates, updates, strict=True))
         # All ranks meet here first: no backward pass waits for the loss of others.
-        ended = [weighted(wait(loss, self._waits), weight) for loss, weight in losses]
+        ended = [wait(loss, self._waits) * self._weight for loss in losses]
         return torch.stack(ended).sum(), inputs.changed(state)

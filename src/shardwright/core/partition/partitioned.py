@@ -105,7 +105,7 @@ class Partitioned:
         buffers: dict[Value, None] = {}
         for chunk in self.chunks_of(stage):
             parameters |= dict.fromkeys(chunk.graph.parameters)
-            buffers |= dict.fromkeys(chunk.graph.buffers)
+            buffers |= dict.fromkeys(chunk.graph.module_buffers)
         return list(parameters), list(buffers)
 
     @cached_property

@@ -25,7 +25,7 @@ def with_best_micro_batches(
     micro-batches.
 
     Numbers with which the model cannot be planned are skipped. So are all numbers but 1 if the loss
-    is not a weighted sum of the losses of micro-batches (`mean_of_samples.py`).
+    cannot be computed by micro-batches (`core/micro_batches`).
 
     Each number is planned independently, as if it were requested, because the graph, the memory of
     activations and the number of stages without idle time depend on it. So the result is never

@@ -54,12 +54,16 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
     return result
 
 
-def with_samples(leaves: Sequence[Any], samples: int) -> list[Any]:
-    """Empty leaves with the shapes and dtypes of a call, but `samples` samples."""
+def of_micro_batches(leaves: Sequence[Any], count: int) -> list[Any]:
+    """Empty leaves of a call with a batch of `count` micro-batches.
+
+    Args:
+        leaves: those of one micro-batch.
+    """
     return [
-        torch.empty(samples, *leaf.shape[1:], dtype=leaf.dtype, device=leaf.device).requires_grad_(
-            leaf.requires_grad
-        )
+        torch.empty(
+            (leaf.shape[0] * count, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device
+        ).requires_grad_(leaf.requires_grad)
         if cut
         else leaf
         for leaf, cut in zip(leaves, split_mask(leaves), strict=True)

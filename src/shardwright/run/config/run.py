@@ -24,17 +24,17 @@ from shardwright.core.constraints.load_strategies import load_strategies
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.deferred import no_init_parameters
 from shardwright.core.graph.graph import Graph
+from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import RankedPlans
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
-from shardwright.core.planner.mean_of_samples import with_loss_weighting
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking, options_to_rank
 from shardwright.core.runtime.micro_batches import (
     micro_batch,
+    of_micro_batches,
     valid_num_micro_batches,
-    with_samples,
 )
 from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models.expert_sharding import pin_expert
@@ -290,11 +290,11 @@ class Run:
             CaptureError: the model cannot be captured.
         """
         graph = self._capture_or_load(model, batch)
-        # Captures with other numbers of samples too, to find how their losses are weighted.
-        return with_loss_weighting(
+        # Captures with other numbers of samples too, to find what depends on the batch size.
+        return with_whole_batch(
             graph,
             self.config.parallel.num_micro_batches,
-            lambda samples: self._capture_or_load(model, with_samples(batch, samples)),
+            lambda count: self._capture_or_load(model, of_micro_batches(batch, count)),
         )
 
     def _capture_or_load(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:

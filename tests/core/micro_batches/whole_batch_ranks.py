@@ -1,4 +1,4 @@
-"""What `test_mean_of_samples.py` runs on each of two ranks: micro-batches train the loss of the
+"""What `test_whole_batch.py` runs on each of two ranks: micro-batches train the loss of the
 whole batch, or are refused."""
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"micro_batches": 4},
     {"micro_batches": 4, "stages": 2},
 )
+SCHEDULES = ("gpipe", "interleaved_1f1b", "zero_bubble_v", "interleaved_zero_bubble")
 EXACT: dict[str, Loss] = {
     "labels of two samples are ignored": lambda z, y: F.cross_entropy(z, y, ignore_index=0),
     "smoothed and scaled": lambda z, y: (
@@ -38,6 +39,18 @@ EXACT: dict[str, Loss] = {
     "a sum": lambda z, y: F.cross_entropy(z, y, reduction="sum"),
     "a masked mean": lambda z, y: (z.square().mean(1) * (y > 0)).sum() / (y > 0).sum().clamp(min=1),
     "where": lambda z, y: torch.where(y > 0, z.square().mean(1), 0).sum() / (y > 0).sum().add(1),
+    "terms with different divisors": lambda z, y: (
+        F.cross_entropy(z, y, ignore_index=0)
+        + (z.square().mean(1) * (y > 1)).sum() / (y > 1).sum()
+        + z.square().mean()
+        + z.sin().sum() / 7
+    ),
+    "a loss for each sample, over the number of labels": lambda z, y: (
+        z.square().mean(1) * (y > 0) / (y > 0).sum()
+    ).sum(),
+    "advantages normalized by the batch": lambda z, y: (
+        z.mean(1) * (y - y.double().mean()) / (y.double().std() + 1e-3)
+    ).mean(),
 }
 EMPTY: dict[str, Loss] = {
     "a masked mean": lambda z, y: (z.square().mean(1) * (y > 0)).sum() / (y > 0).sum(),
@@ -46,14 +59,10 @@ EMPTY: dict[str, Loss] = {
 """Losses that divide by 0 in micro-batches of two samples, such as the first."""
 REFUSED: dict[str, Loss] = {
     "a learned mask": lambda z, y: (z.square() * (z > 0)).sum() / (z > 0).sum(),
-    "ignored labels and another term": lambda z, y: (
-        F.cross_entropy(z, y, ignore_index=0) + z.square().mean()
-    ),
     "a root": lambda z, y: F.mse_loss(z, z.detach() + 1).sqrt(),
     "a spread": lambda z, y: z.std(0).mean(),
     "a largest": lambda z, y: z.square().mean(1).max(),
     "pairs": lambda z, y: F.cross_entropy(z @ z.t(), torch.arange(len(z))),
-    "a mean times the batch size": lambda z, y: F.cross_entropy(z, y) * len(z),
 }
 
 
@@ -85,23 +94,9 @@ def built(loss: Loss) -> tuple[Net, Tensor, Tensor]:
 
 
 def check_micro_batches_train_the_loss_of_the_batch() -> None:
-    for loss in (*EXACT.values(), WeightedLoss()):
+    for loss in (*EXACT.values(), *EMPTY.values(), WeightedLoss()):
         for way in WAYS:
             check_exact(loss, way)
-
-
-def check_micro_batches_without_samples_are_left_out() -> None:
-    for loss in EMPTY.values():
-        for way in WAYS[:2]:
-            check_exact(loss, way)
-
-
-def check_a_pipeline_refuses_micro_batches_without_samples_on_all_ranks() -> None:
-    for loss in EMPTY.values():
-        net, x, y = built(loss)
-        planned = sw.parallelize(net, sw.plan(net, (x, y), devices=2, **WAYS[2]), copy=True)
-        said = refused(lambda planned=planned, x=x, y=y: planned.train_step(x, y))
-        assert "micro-batch 0 of 4 has no samples to divide by" in said, said
 
 
 def check_a_batch_of_another_size_is_weighted_too() -> None:
@@ -111,11 +106,42 @@ def check_a_batch_of_another_size_is_weighted_too() -> None:
         torch.testing.assert_close(planned.train_step(x[:4], y[:4]), net(x[:4], y[:4]).detach())
 
 
-def check_a_loss_that_depends_on_the_batch_size_otherwise_is_refused() -> None:
-    net, x, y = built(lambda z, y: z.square().sum() / min(len(z), 4))
+def check_numbers_that_depend_on_the_batch_size_are_those_of_each_batch() -> None:
+    net, x, y = built(lambda z, y: z.square().sum() / min(len(z), 4) + 1 / len(z))
     planned = sw.parallelize(net, sw.plan(net, (x, y), devices=2, micro_batches=2), copy=True)
+    for samples in (8, 4, 2, 6):
+        loss = planned.train_step(x[:samples], y[:samples])
+        torch.testing.assert_close(loss, net(x[:samples], y[:samples]).detach())
+
+
+def check_all_schedules_train_the_loss_of_the_batch() -> None:
+    for schedule in SCHEDULES:
+        check_exact(EXACT["terms with different divisors"], {**WAYS[2], "schedule": schedule})
+
+
+def check_each_rank_may_pass_its_own_rows() -> None:
+    for name in ("terms with different divisors", "advantages normalized by the batch"):
+        net, x, y = built(EXACT[name])
+        for way in WAYS[:2]:
+            plan = sw.plan(net, (x, y), devices=2, dataset_strategy="data_parallel", **way)
+            planned = sw.parallelize(net, plan, copy=True)
+            own = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+            torch.testing.assert_close(planned.train_step(x[own], y[own]), net(x, y).detach())
+
+
+def check_a_call_with_the_shape_of_a_micro_batch_has_a_loss_of_its_own() -> None:
+    net, x, y = built(EXACT["terms with different divisors"])
+    planned = sw.parallelize(net, sw.plan(net, (x, y), devices=2, micro_batches=2), copy=True)
+    torch.testing.assert_close(planned(x[2:6], y[2:6]).detach(), net(x[2:6], y[2:6]).detach())
     torch.testing.assert_close(planned.train_step(x, y), net(x, y).detach())
-    assert "4 was planned, and is 2 now" in refused(lambda: planned.train_step(x[:4], y[:4]))
+
+
+def check_a_pipeline_evaluates_the_loss_of_the_batch() -> None:
+    net, x, y = built(EXACT["terms with different divisors"])
+    planned = sw.parallelize(net, sw.plan(net, (x, y), devices=2, **WAYS[2]), copy=True)
+    with torch.no_grad():
+        torch.testing.assert_close(planned(x, y), net(x, y))
+        torch.testing.assert_close(planned.eval()(x[:4], y[:4]), net(x[:4], y[:4]))
 
 
 def check_exact(loss: Loss, way: dict[str, Any]) -> None:
@@ -138,7 +164,7 @@ def check_other_losses_are_refused_on_all_ranks() -> None:
                 lambda net=net, x=x, y=y, way=way: sw.plan(net, (x, y), devices=2, **way)
             )
             assert f"micro_batches={way['micro_batches']}: " in said and said.count("\n") == 1, said
-            assert "mean_of_samples_ranks.py:" in said, said
+            assert "whole_batch_ranks.py:" in said, said
 
 
 def check_plans_of_files_are_refused_too() -> None:
@@ -175,10 +201,12 @@ def refused(call: Callable[[], Any]) -> str:
 
 CHECKS = (
     check_micro_batches_train_the_loss_of_the_batch,
-    check_micro_batches_without_samples_are_left_out,
+    check_all_schedules_train_the_loss_of_the_batch,
     check_a_batch_of_another_size_is_weighted_too,
-    check_a_loss_that_depends_on_the_batch_size_otherwise_is_refused,
-    check_a_pipeline_refuses_micro_batches_without_samples_on_all_ranks,
+    check_numbers_that_depend_on_the_batch_size_are_those_of_each_batch,
+    check_each_rank_may_pass_its_own_rows,
+    check_a_call_with_the_shape_of_a_micro_batch_has_a_loss_of_its_own,
+    check_a_pipeline_evaluates_the_loss_of_the_batch,
     check_other_losses_are_refused_on_all_ranks,
     check_plans_of_files_are_refused_too,
     check_sums_of_micro_batches_are_trained_where_they_are_asked_for,

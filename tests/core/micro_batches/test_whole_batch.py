@@ -1,4 +1,4 @@
-"""Losses that are means over samples, and those that are not, compared with what pieces give."""
+"""Losses of micro-batches add up to that of the batch, with its gradients, or are refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import transformers
 from torch import Tensor, nn
 
 import shardwright as sw
-from core.planner.mean_of_samples_ranks import CHECKS
-from shardwright.core.graph.graph import Graph
-from shardwright.core.graph.loss_weighting import LossWeighting
-from shardwright.core.parallel.loss_weights import LossWeights
-from shardwright.core.planner.mean_of_samples import (
-    check_mean_of_samples,
-    loss_weighting,
-    with_loss_weighting,
-)
+from core.micro_batches.whole_batch_ranks import CHECKS
+from shardwright.core.graph.graph import Graph, WholeBatch
+from shardwright.core.graph.interpreter import interpret
+from shardwright.core.micro_batches.whole_batch import with_whole_batch
+from shardwright.core.parallel.whole_batch_values import WholeBatchValues
+from shardwright.core.partition.decisions import Decisions
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.devices import Devices
 from shardwright.models import Dimensions, build
 from torchrun import checks_on_ranks
@@ -54,6 +53,7 @@ def token(h: Tensor, token: Tensor) -> Tensor:
     return torch.cat([token.expand(h.shape[0], 1, 6), h], 1)
 
 
+CLASSES = torch.arange(1.0, 7)
 MEANS: dict[str, Loss] = {
     "a mean": lambda parts, h, y: h.square().mean(),
     "a mean of means": lambda parts, h, y: h.square().mean(2).mean(0).mean(),
@@ -90,7 +90,7 @@ MEANS: dict[str, Loss] = {
     ),
     "a contraction within samples": lambda parts, h, y: (h @ h.mT).square().mean(),
 }
-WEIGHTED: dict[str, Loss] = {
+TERMS: dict[str, Loss] = {
     "a sum": lambda parts, h, y: h.square().sum(),
     "class weights": lambda parts, h, y: F.cross_entropy(
         rows(h), y, torch.tensor([1.0, 2, 3, 4, 5, 6], dtype=h.dtype)
@@ -128,7 +128,57 @@ WEIGHTED: dict[str, Loss] = {
     "a sum over a given number": lambda parts, h, y: (
         F.cross_entropy(rows(h), y, reduction="sum") / 7
     ),
+    "places in the batch": lambda parts, h, y: (rows(h) * torch.arange(h.shape[0])[:, None]).mean(),
+    "a cross entropy that shares ignored targets": lambda parts, h, y: (
+        F.cross_entropy(rows(h), y, ignore_index=0) + h.square().mean()
+    ),
+    "a mean times the batch size": lambda parts, h, y: h.square().mean() * len(h),
+    "a mean by a root of the batch size": lambda parts, h, y: h.square().mean() / len(h) ** 0.5,
+    "a mean plus the batch size": lambda parts, h, y: h.square().mean() + len(h),
+    "a mean times ones": lambda parts, h, y: h.square().mean() * torch.ones(len(h)).sum(),
+    "samples by the batch size": lambda parts, h, y: (h / len(h)).square().mean(),
+    "a sum plus a penalty by the batch size": lambda parts, h, y: (
+        (h.square().sum() + parts["linear"].weight.square().sum()) / len(h)
+    ),
+    "weights by their norm": lambda parts, h, y: (
+        rows(h).square().mean(1) * (torch.ones(len(h)) / torch.ones(len(h)).norm())
+    ).mean(),
+    "ignored targets, class weights, a mean and a penalty": lambda parts, h, y: (
+        F.cross_entropy(rows(h), y, ignore_index=0)
+        + F.cross_entropy(h.mT, y[:, None].expand(-1, 3), CLASSES.to(h), ignore_index=1) / 2
+        + h.square().mean() * 3
+        + 0.1 * parts["linear"].weight.square().sum()
+        + 2
+    ),
+    "a masked mean, a sum over a number and a sum": lambda parts, h, y: (
+        (rows(h).mean(1) * (y > 1)).sum() / (y > 1).sum() - h.sin().sum() / 11 + h.exp().sum()
+    ),
+    "two masked means": lambda parts, h, y: sum(
+        (rows(h).exp().mean(1) * (y == label)).sum() / (y == label).sum() for label in range(5)
+    ),
+    "a loss for each sample, over the number of all labels": lambda parts, h, y: (
+        h.square().mean((1, 2)) * y / y.sum()
+    ).sum(),
+    "advantages normalized by the batch": lambda parts, h, y: (
+        rows(h).mean(1) * (y - y.double().mean()) / (y.double().std() + 1e-3)
+    ).mean(),
+    "a weight by rank in the batch": lambda parts, h, y: (
+        rows(h).mean(1) * y.argsort().argsort()
+    ).mean(),
+    "a quotient unless there is nothing to divide by": lambda parts, h, y: (
+        torch.where((y > 3).sum() > 0, h.square().sum() / (y > 3).sum(), torch.zeros_like(h.sum()))
+        + h.exp().mean()
+    ),
 }
+COUNTED = (
+    "cross entropy",
+    "a scaled cross entropy",
+    "a sum over the batch size",
+    "a sum times a share",
+    "a batchmean",
+)
+"""Means over samples that micro-batches compute as sums."""
+REFUSED_BY_SAMPLE: tuple[str, ...] = ()
 OTHERS: dict[str, Loss] = {
     "a root of a mean": lambda parts, h, y: h.square().mean().sqrt(),
     "a product of means": lambda parts, h, y: h.square().mean() * h.exp().mean(),
@@ -140,30 +190,18 @@ OTHERS: dict[str, Loss] = {
     "a batch norm": lambda parts, h, y: parts["batch_norm"](rows(h)).exp().mean(),
     "a softmax over samples": lambda parts, h, y: (h.softmax(0) * h).mean(),
     "sums before samples": lambda parts, h, y: h.cumsum(0).square().mean(),
-    "places in the batch": lambda parts, h, y: (rows(h) * torch.arange(h.shape[0])[:, None]).mean(),
     "a part of the batch": lambda parts, h, y: h[:2].square().mean(),
     "neighbors": lambda parts, h, y: (h * h.roll(1, 0)).mean(),
     "a largest": lambda parts, h, y: h.amax(0).mean(),
-    "a masked mean": lambda parts, h, y: (h * (h > 0)).sum() / (h > 0).sum(),
+    "a mask that depends on parameters": lambda parts, h, y: (h * (h > 0)).sum() / (h > 0).sum(),
     "one by a mean": lambda parts, h, y: 1 / h.square().mean(),
     "deviations": lambda parts, h, y: (h - h.mean(0)).square().mean(),
-    "a cross entropy that shares ignored targets": lambda parts, h, y: (
-        F.cross_entropy(rows(h), y, ignore_index=0) + h.square().mean()
-    ),
-    "a mean times the batch size": lambda parts, h, y: h.square().mean() * len(h),
-    "a mean by a root of the batch size": lambda parts, h, y: h.square().mean() / len(h) ** 0.5,
-    "a mean plus the batch size": lambda parts, h, y: h.square().mean() + len(h),
-    "a mean times ones": lambda parts, h, y: h.square().mean() * torch.ones(len(h)).sum(),
-    "samples by the batch size": lambda parts, h, y: (h / len(h)).square().mean(),
     "a shift by half of the batch": lambda parts, h, y: (h * h.roll(len(h) // 2, 0)).mean(),
     "a mean of those that are numbers": lambda parts, h, y: rows(h).log().nanmean(),
     "a median": lambda parts, h, y: rows(h).median(0).values.mean(),
     "the hardest": lambda parts, h, y: rows(h).square().mean(1).topk(2).values.mean(),
     "a norm": lambda parts, h, y: rows(h).norm(),
     "a correlation of features": lambda parts, h, y: (rows(h).t() @ rows(h)).square().mean(),
-    "a sum plus a penalty by the batch size": lambda parts, h, y: (
-        (h.square().sum() + parts["linear"].weight.square().sum()) / len(h)
-    ),
     "other samples of the batch": lambda parts, h, y: (h * h[torch.arange(len(h)).flip(0)]).mean(),
     "positives of a bank": lambda parts, h, y: (
         (rows(h) @ torch.cat([parts["linear"].weight] * 2).t())
@@ -173,9 +211,6 @@ OTHERS: dict[str, Loss] = {
     "the labelled half": lambda parts, h, y: h[torch.arange(len(h) // 2)].square().mean(),
     "a mean for each sample": lambda parts, h, y: h.square().mean().expand(len(h)).sum(),
     "a part of a mean": lambda parts, h, y: h.square().mean(0).flatten()[: len(h)].sum(),
-    "weights by their norm": lambda parts, h, y: (
-        rows(h).square().mean(1) * (torch.ones(len(h)) / torch.ones(len(h)).norm())
-    ).mean(),
     "a branch on the batch size": lambda parts, h, y: (
         h.square().mean() if len(h) < 8 else h.sin().mean()
     ),
@@ -190,66 +225,74 @@ def with_gradient(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([loss.detach().reshape(1), gradient.flatten()])
 
 
-def of_whole_and_pieces(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of the whole batch, and the mean of those of its halves."""
-    halves = zip(x.chunk(2), y.chunk(2), strict=True)
-    pieces = torch.stack([with_gradient(model, *half) for half in halves])
-    return with_gradient(model, x, y), pieces.mean(0)
+def in_micro_batches(graph: Graph, model: nn.Module, leaves: list[Tensor], count: int) -> Tensor:
+    """Loss and gradient from the graph of a micro-batch, interpreted."""
+    layout = sw.Layout((1,), ("d",))
+    pipeline = PipelineSpec(micro_batches=count)
+    partitioned = Partitioned(graph, layout, Decisions({}, {}), pipeline)
+    of_batch = WholeBatchValues(partitioned, Devices.of_rank(layout, 0))(leaves, {})
+    parameters, total = dict(model.named_parameters()), torch.zeros(1, dtype=torch.float64)
+    assert isinstance(graph.whole_batch, WholeBatch)
+    weight = 1 / count if graph.whole_batch.reduction == "mean" else 1.0
+    for number, values in enumerate(of_batch):
+        piece = tuple(leaf.chunk(count)[number] for leaf in leaves)
+        loss, _ = interpret(graph, parameters, values, piece)
+        (gradient,) = torch.autograd.grad(loss, parameters["parts.linear.weight"])
+        total = total + torch.cat([loss.detach().reshape(1), gradient.flatten()]) * weight
+    return total
 
 
 def batch(samples: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 3, 6), torch.tensor([0, 1, 2, 3, 4, 5, 0, 0])[:samples]
 
 
-def weighting(model: nn.Module, samples: int) -> LossWeighting | str | None:
-    """How the losses of micro-batches of a number of samples are weighted, or why not."""
-    graph = sw.capture(model, batch(samples))
-    captured = with_loss_weighting(graph, 8 // samples, lambda n: sw.capture(model, batch(n)))
-    return captured.loss_weighting
-
-
-@pytest.mark.parametrize("name", [*MEANS, *OTHERS])
-def test_a_mean_is_what_the_mean_of_pieces_equals(name: str) -> None:
-    torch.manual_seed(0)
-    model = Model({**MEANS, **OTHERS}[name])
-    whole, pieces = of_whole_and_pieces(model, *batch())
-    assert torch.allclose(whole, pieces, atol=1e-5, equal_nan=True) == (name in MEANS)
-    assert isinstance(weighting(model, 4), LossWeighting) == (name in MEANS)
-
-
-@pytest.mark.parametrize("name", WEIGHTED)
-def test_weights_make_the_loss_of_the_batch_of_those_of_micro_batches(name: str) -> None:
-    torch.manual_seed(0)
-    model = Model(WEIGHTED[name]).double()
+def of_micro_batch(model: nn.Module, samples: int) -> Graph:
+    """The graph of a micro-batch of so many of 8 samples."""
     x, y = batch()
-    x = x.double()
-    graph = sw.capture(model, (x[:4], y[:4]))
-    graph = with_loss_weighting(graph, 2, lambda n: sw.capture(model, (x[:n], y[:n])))
-    assert isinstance(graph.loss_weighting, LossWeighting)
-    halves = list(zip(x.chunk(2), y.chunk(2), strict=True))
-    weights = LossWeights(graph, Devices.of_rank(sw.Layout((1,), ("d",)), 0))(halves, {})
-    whole, *pieces = (with_gradient(model, *each) for each in [(x, y), *halves])
-    total = sum(weight * piece for weight, piece in zip(weights, pieces, strict=True))
-    torch.testing.assert_close(total, whole)
-    assert not torch.allclose(sum(pieces) / 2, whole), "equal weights would do"
+    x = x.to(next(model.parameters()).dtype)
+
+    def captured(count: int) -> Graph:
+        return sw.capture(model, (x[: count * samples], y[: count * samples]))
+
+    return with_whole_batch(captured(1), 8 // samples, captured)
 
 
-@pytest.mark.parametrize("name", ["a mean", "an own log probability", "a token of all"])
-def test_micro_batches_of_one_sample_are_followed_in_larger_ones(name: str) -> None:
-    assert isinstance(weighting(Model(MEANS[name]), 1), LossWeighting)
+def model_of(name: str) -> Model:
+    torch.manual_seed(0)
+    return Model({**MEANS, **TERMS, **OTHERS}[name]).double()
+
+
+@pytest.mark.parametrize("samples", [4, 2, 1])
+@pytest.mark.parametrize("name", [*MEANS, *TERMS])
+def test_micro_batches_make_the_loss_of_the_batch(name: str, samples: int) -> None:
+    model = model_of(name)
+    x, y = batch()
+    graph = of_micro_batch(model, samples)
+    if samples == 1 and isinstance(graph.whole_batch, str):
+        assert name in REFUSED_BY_SAMPLE, graph.whole_batch
+        return
+    assert isinstance(graph.whole_batch, WholeBatch), graph.whole_batch
+    found = in_micro_batches(graph, model, [x.double(), y], 8 // samples)
+    torch.testing.assert_close(found, with_gradient(model, x.double(), y))
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_over_samples_leaves_the_graph_as_it_is(name: str) -> None:
+    graph = of_micro_batch(model_of(name), 4)
+    assert graph.is_term_of_batch == (name in COUNTED)
+    assert isinstance(graph.whole_batch, WholeBatch)
+    assert graph.whole_batch.reduction == ("sum" if name in COUNTED else "mean")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_mixes_samples_is_refused(name: str) -> None:
+    assert isinstance(of_micro_batch(model_of(name), 4).whole_batch, str)
 
 
 def test_what_mixes_samples_is_named_with_its_line() -> None:
-    why = weighting(Model(OTHERS["a spread"]), 4)
+    why = of_micro_batch(model_of("a spread"), 4).whole_batch
     assert isinstance(why, str)
-    assert re.fullmatch(r"aten.std.dim in 'std' \(test_mean_of_samples.py:\d+\) mixes samples", why)
-
-
-def test_a_graph_alone_is_judged_by_its_operators() -> None:
-    good, bad = (sw.capture(Model(loss), batch()) for loss in (MEANS["mse"], OTHERS["pairs"]))
-    check_mean_of_samples(good, 2)
-    with pytest.raises(sw.StrategyError, match=r"micro_batches=2: .*aten.matmul.default.* mixes"):
-        check_mean_of_samples(bad, 2)
+    assert re.fullmatch(r"aten.std.dim in 'std' \(test_whole_batch.py:\d+\) mixes samples", why)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
@@ -271,8 +314,9 @@ def test_language_models_have_means(family: str) -> None:
         with torch.device("meta"):
             return sw.capture(build(sizes), (ids, ids))
 
-    assert isinstance(loss_weighting(graph(2), graph(4)), LossWeighting)
-    assert isinstance(with_loss_weighting(graph(1), 2, graph).loss_weighting, LossWeighting)
+    for samples in (1, 2):
+        split = with_whole_batch(graph(samples), 2, lambda n, b=samples: graph(n * b))
+        assert isinstance(split.whole_batch, WholeBatch)
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "llama"])
@@ -297,7 +341,7 @@ def test_models_of_transformers_with_masks_have_means(family: str) -> None:
         call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
         return sw.capture(model, (), call)
 
-    assert isinstance(with_loss_weighting(graph(1), 4, graph).loss_weighting, LossWeighting)
+    assert isinstance(with_whole_batch(graph(1), 4, graph).whole_batch, WholeBatch)
 
 
 test_on_two_ranks = checks_on_ranks(CHECKS, 2)

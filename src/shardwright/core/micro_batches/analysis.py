@@ -1,0 +1,390 @@
+"""Follows the samples of a batch from the inputs of a graph to its loss.
+
+A micro-batch is a shard in time: the rules that say what an operator computes on a shard of a
+factor say what it computes on a micro-batch. Means and sums over samples that follow from inputs
+alone, such as the number of valid labels, are computed once for the whole batch; those that depend
+on parameters may only pass through linear operators until the loss is one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwright.core.graph.custom_ops import MEAN
+from shardwright.core.graph.graph import Graph, Op, SampleReduction, Value
+from shardwright.core.graph.local_map import LocalCall
+from shardwright.core.micro_batches.micro_batch_graph import MicroBatchGraph, count_of_targets
+from shardwright.core.micro_batches.paired_graphs import PairedGraphs
+from shardwright.core.micro_batches.sample_states import (
+    AVERAGE,
+    POSITIONS,
+    SUM,
+    UNKNOWN,
+    WHOLE,
+    SampleState,
+    UnsplittableError,
+    sample_dim_of_index,
+)
+from shardwright.core.rules import is_random, rule_of
+from shardwright.core.rules.notation import call_arguments
+from shardwright.core.rules.rule import Dims, ShardingRule
+
+COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")
+"""Losses whose mean divides by the number of valid targets, or the sum of their class weights."""
+
+CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"})
+"""Operators whose results are equal for all samples if they read none."""
+
+LINEAR = frozenset(
+    {
+        *("mul", "div", "neg", "to", "_to_copy", "detach", "clone", "alias", "sum", "mean"),
+        *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "t", "transpose"),
+        *("expand", "select", "slice", "unbind", "split", "index_select", "diagonal"),
+        *("linear", "matmul", "mm", "mv", "bmm", "dot"),
+    }
+)
+"""Operators f with f(sum of x) = sum of f(x) for one operand x."""
+
+ADDITIVE = frozenset({"add", "sub", "rsub", "cat", "stack", "where"})
+"""Operators of which this is true for all operands together."""
+
+RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "to", "_to_copy", "alias"})
+
+
+@dataclass
+class Analysis:
+    """Abstract interpretation of the graph of a batch: the `SampleState` of each value.
+
+    Args:
+        pair: graphs of the batch and of a micro-batch.
+        count: number of micro-batches.
+        states: state of each value.
+        free: values that follow from inputs, buffers and constants alone, without random numbers.
+        outside: values that the prologue computes for all samples.
+        result: the changes to the graph of the micro-batch.
+    """
+
+    pair: PairedGraphs
+    count: int
+    states: dict[Value, SampleState] = field(default_factory=dict)
+    free: set[Value] = field(default_factory=set)
+    outside: set[Value] = field(default_factory=set)
+    result: MicroBatchGraph = field(init=False)
+
+    def __post_init__(self) -> None:
+        graph = self.pair.whole
+        self.result = MicroBatchGraph(self.pair, self.count)
+        updated = {before for before, _ in graph.updates}
+        arriving = (*graph.input_values, *graph.buffers, *graph.constants)
+        self.states.update((value, WHOLE) for value in (*arriving, *graph.parameters))
+        self.free = {v for v in arriving if not v.requires_grad and v not in updated}
+        for value in graph.input_values:
+            dims = self._varying_dims(value)
+            if len(dims) == 1:
+                (self.states[value],) = dims
+        for value, tensor in graph.constants.items():
+            own = self.pair.twin_values.get(value)
+            other = None if own is None else self.pair.twin.constants[own]
+            if other is None or not torch.equal(tensor, other):
+                self.outside.add(value)
+
+    def run(self) -> Graph:
+        """The graph of a micro-batch.
+
+        Raises:
+            UnsplittableError: names the first operator that no micro-batches can compute.
+        """
+        graph = self.pair.whole
+        assert graph.loss is not None
+        on_path = set(_ancestors(graph, graph.loss))
+        for op in graph.ops:
+            self._follow(op, op in on_path)
+        state = self.states[graph.loss]
+        reductions: dict[Value, SampleReduction] = {}
+        for value in graph.output_values:
+            of_value = self.states[value]
+            if value is not graph.loss and of_value in (AVERAGE, SUM):
+                reductions[value] = of_value
+        reduction: SampleReduction = SUM if state == SUM else AVERAGE
+        return self.result.result(reduction, reductions)
+
+    def _follow(self, op: Op, on_path: bool) -> None:
+        """Determines the states of an operator's outputs from those of its inputs."""
+        # The Python of a local map may do anything.
+        free = self.free.issuperset(op.inputs)
+        free = free and not is_random(op) and not isinstance(op.target, LocalCall)
+        if free:
+            self.free.update(op.outputs)
+        try:
+            self._check_known(op)
+            states = self._states(op, free)
+        except UnsplittableError:
+            if not free and on_path:
+                raise
+            states = [WHOLE if free else UNKNOWN] * len(op.outputs)
+            self.outside.update(op.outputs if free else ())
+            for value in op.outputs:
+                self.result.replaced.pop(value, None)
+        for value, state in zip(op.outputs, states, strict=True):
+            self.states[value] = state
+            if free and state in (SUM, AVERAGE):
+                self.states[value] = WHOLE
+                self.outside.add(value)
+
+    def _check_known(self, op: Op) -> None:
+        if any(self.states[value] == UNKNOWN for value in op.inputs):
+            raise UnsplittableError(op, "reads what mixes samples")
+
+    def _states(self, op: Op, free: bool) -> list[SampleState]:
+        """States of the outputs of an operator.
+
+        Raises:
+            UnsplittableError: if it mixes samples.
+        """
+        read = {self.states[value] for value in op.inputs}
+        if POSITIONS in read:
+            state = self._state_from_positions(op)
+            if state is not None:
+                return [state] * len(op.outputs)
+            positions = [v for v in op.inputs if self.states[v] == POSITIONS]
+            self.outside.update(positions)
+            read = read - {POSITIONS} | {WHOLE}
+        if any(isinstance(state, int) for state in read):
+            states = self._states_from_samples(op)
+        elif read.intersection((SUM, AVERAGE)):
+            states = self._states_from_reduced(op)
+        else:
+            states = self._states_from_whole(op, free)
+        for value, state in zip(op.outputs, states, strict=True):
+            if state != POSITIONS and self._varying_dims(value) != (
+                {state} if isinstance(state, int) else set()
+            ):
+                raise UnsplittableError(op, "makes a shape that depends on the batch size")
+        return states
+
+    def _varying_dims(self, value: Value) -> set[int]:
+        """Dimensions whose size depends on the batch size; {-1} if their number does."""
+        twin = self.pair.twin_values.get(value, value)
+        if len(value.shape) != len(twin.shape):
+            return {-1}
+        pairs = zip(value.shape, twin.shape, strict=True)
+        return {dim for dim, (size, twin_size) in enumerate(pairs) if size != twin_size}
+
+    # Operators on what is the same for all samples
+
+    def _states_from_whole(self, op: Op, free: bool) -> list[SampleState]:
+        if free and not self.outside.isdisjoint(op.inputs):
+            self.outside.update(op.outputs)
+            return [WHOLE] * len(op.outputs)
+        if not op.outputs or not any(self._varying_dims(value) for value in op.outputs):
+            self.result.emit(op, [None] * len(op.inputs), self.outside)
+            return [WHOLE] * len(op.outputs)
+        if self._is_arange_over_samples(op):
+            return [POSITIONS]
+        states: list[SampleState] = []
+        for value in op.outputs:
+            dims = self._varying_dims(value)
+            if len(dims) != 1 or not self._is_constant_along(value, *dims):
+                raise UnsplittableError(op, "makes a shape that depends on the batch size")
+            states += dims
+        self.result.emit(op, [None] * len(op.inputs), self.outside)
+        return states
+
+    def _is_arange_over_samples(self, op: Op) -> bool:
+        """Whether an operator is `arange(len(x))`, as in `logits[arange(len(x)), last]`."""
+        if op.short_name != "arange" or self.pair.changed_numbers(op):
+            return False
+        arguments = call_arguments(op)
+        begins = arguments.get("start") in (0, None) and arguments.get("step") in (1, None)
+        return begins and op.output.shape == (self._num_samples(),)
+
+    def _num_samples(self) -> int:
+        pairs = ((v, self.states[v]) for v in self.pair.whole.input_values)
+        return next((v.shape[dim] for v, dim in pairs if isinstance(dim, int)), 1)
+
+    def _is_constant_along(self, value: Value, dim: int) -> bool:
+        """Whether a value that depends on no sample is equal at all positions of a dimension."""
+        if dim < 0:
+            return False
+        op = self.pair.whole.producer.get(value)
+        rule = None if op is None else rule_of(op)
+        if op is None or self.pair.changed_numbers(op) or not self.outside.isdisjoint(op.inputs):
+            return False
+        if op.short_name in ("expand", "repeat"):
+            source = op.inputs[0]
+            from_end = dim - len(value.shape)
+            if from_end < -len(source.shape) or source.shape[from_end] == 1:
+                return True
+        if rule is None:
+            return False
+        if op.short_name in CONSTANT or (rule.random and not op.inputs):
+            return True
+        factor = rule.outputs[op.outputs.index(value)][dim]
+        if factor is None or rule.reductions(op, {factor: 2}):
+            return False
+        read = zip(op.inputs, rule.inputs, strict=True)
+        carriers = [(v, dims) for v, dims in read if factor in dims]
+        return bool(carriers) and all(
+            dims.count(factor) == 1 and self._is_constant_along(v, dims.index(factor))
+            for v, dims in carriers
+        )
+
+    def _state_from_positions(self, op: Op) -> SampleState | None:
+        """State of the output of an operator on positions of samples: a reshape keeps them, and
+        indexing by them takes one element, or one slice, of each sample."""
+        if op.short_name in RESHAPES and len(op.inputs) == 1:
+            return POSITIONS
+        if op.short_name == "index" and isinstance(op.args[1], (list, tuple)):
+            sample_dim = sample_dim_of_index(op, self.states)
+            if sample_dim is not None and self.outside.isdisjoint(op.inputs):
+                self.result.emit(op, [None] * len(op.inputs))
+                return sample_dim
+        return None
+
+    # Operators on samples
+
+    def _states_from_samples(self, op: Op) -> list[SampleState]:
+        if any(self.states[value] in (SUM, AVERAGE) for value in op.inputs):
+            raise UnsplittableError(op, "reads a sum over all samples that depends on parameters")
+        rule = rule_of(op)
+        factor = None if rule is None else self._sample_factor(op, rule)
+        if rule is None or factor is None:
+            raise UnsplittableError(op, "mixes samples")
+        dims = [
+            place.index(factor) if self._is_sliced(value, place, factor) else None
+            for value, place in zip(op.inputs, rule.inputs, strict=True)
+        ]
+        self.result.emit(op, dims, self.outside)
+        reduced: list[SampleState]
+        if isinstance(op.target, LocalCall):
+            reduced = [AVERAGE if op.target.is_mean(n) else SUM for n in range(len(op.outputs))]
+        elif all(factor in place for place in rule.outputs):
+            reduced = [SUM] * len(op.outputs)
+        else:
+            reduced = [self._reduced_state(op, rule, factor)] * len(op.outputs)
+        return [
+            place.index(factor) if factor in place else state
+            for place, state in zip(rule.outputs, reduced, strict=True)
+        ]
+
+    def _sample_factor(self, op: Op, rule: ShardingRule) -> str | None:
+        """The factor of the sample dimension; None if the operator mixes samples."""
+        factors: set[str | None] = set()
+        for value, place in zip(op.inputs, rule.inputs, strict=True):
+            state = self.states[value]
+            if isinstance(state, int):
+                factors.add(place[state])
+        if len(factors) != 1 or None in factors:
+            return None
+        (factor,) = factors
+        assert factor is not None
+        if any(place.count(factor) > 1 for place in (*rule.inputs, *rule.outputs)):
+            return None
+        for value, place in zip(op.inputs, rule.inputs, strict=True):
+            # What depends on no sample must treat all alike: positional embeddings along the batch
+            # would differ between a micro-batch and the batch.
+            if self._is_sliced(value, place, factor) and value not in self.outside:
+                return None
+        divides = rule.capacity.get(factor, 0) % self.count == 0
+        # A reduction within the operator, such as that of batch norm, runs over all samples. That
+        # of a mean over targets is its divisor.
+        reduces = not _is_mean_over_targets(op) and rule.reductions(op, {factor: 2})
+        return factor if divides and not reduces else None
+
+    def _is_sliced(self, value: Value, place: Dims, factor: str) -> bool:
+        """Whether a micro-batch reads its part of a value that depends on no sample."""
+        sliced = self.states[value] in (WHOLE, POSITIONS) and factor in place
+        return sliced and value.shape[place.index(factor)] > 1
+
+    def _reduced_state(self, op: Op, rule: ShardingRule, factor: str) -> SampleState:
+        """State of an output that lacks the sample dimension."""
+        if _is_mean_over_targets(op):
+            self._divide_by_count(op)
+            return SUM
+        reduction = call_arguments(op).get("reduction")
+        averages = op.short_name == "mean" or reduction == MEAN
+        # The kernel of a shard, such as that of rows of a table, may be another than the operator.
+        computes_as_it_is = rule.kernel is None or reduction is not None or averages
+        if factor not in rule.reduced or rule.reductions(op, {factor: 2}) or not computes_as_it_is:
+            raise UnsplittableError(op, "reduces samples to other than their mean or sum")
+        return AVERAGE if averages else SUM
+
+    def _divide_by_count(self, op: Op) -> None:
+        arguments = call_arguments(op)
+        counted = [v for v in (arguments["target"], arguments["weight"]) if v is not None]
+        if not self.free.issuperset(counted):
+            raise UnsplittableError(
+                op,
+                "divides by a number of targets, or a sum of class weights, that does not follow"
+                " from the inputs",
+            )
+        if all(value in self.free for value in op.inputs):
+            return  # The prologue computes it.
+        count, ops = count_of_targets(op)
+        self.result.counts += ops
+        self.result.sum_over_targets(op, count)
+
+    # Operators on means and sums
+
+    def _states_from_reduced(self, op: Op) -> list[SampleState]:
+        if op.short_name in CONSTANT:
+            self.result.emit(op, [None] * len(op.inputs), self.outside)
+            return [WHOLE] * len(op.outputs)
+        nonlinear = UnsplittableError(op, "is not linear in a mean or sum over samples")
+        name, arguments = op.short_name, call_arguments(op)
+        reduced = [v for v in op.inputs if self.states[v] in (SUM, AVERAGE)]
+        if not all(value.dtype.is_floating_point for value in op.outputs):
+            raise nonlinear
+        if name in ADDITIVE:
+            condition = [arguments["condition"]] if name == "where" else []
+            if any(value in reduced for value in condition):
+                raise nonlinear
+            state = self._add(op, [v for v in op.inputs if v not in condition])
+            return [state] * len(op.outputs)
+        alone = len(reduced) == 1 and arguments.get("rounding_mode") is None
+        # A quotient is linear in its numerator, a linear layer without bias in its input.
+        alone = alone and (name != "div" or op.args[0] is reduced[0])
+        alone = alone and (name != "linear" or arguments["bias"] is None)
+        if name not in LINEAR or not alone:
+            raise nonlinear
+        self.result.emit(op, [None] * len(op.inputs), self.outside)
+        return [self.states[reduced[0]]] * len(op.outputs)
+
+    def _add(self, op: Op, operands: list[Value]) -> SampleState:
+        """State of a sum of operands: a term without samples counts once in all micro-batches."""
+        if all(self.states[value] != SUM for value in operands):
+            # mean(x) + c is the mean of x + c.
+            self.result.emit(op, [None] * len(op.inputs), self.outside)
+            return AVERAGE
+        shared = [value for value in operands if self.states[value] != SUM]
+        for value in shared:
+            if value in self.outside:
+                self.result.replaced[value] = self.result.take(value, None)
+        arguments = call_arguments(op)
+        numbers = {
+            name: arguments[name] / self.count
+            for name in ("self", "input", "other")
+            if isinstance(arguments.get(name), (int, float)) and arguments[name]
+        }
+        outside = self.outside.difference(shared)
+        self.result.emit(op, [None] * len(op.inputs), outside, shared, numbers)
+        return SUM
+
+
+def _is_mean_over_targets(op: Op) -> bool:
+    """Whether an operator is a mean over integer targets that are not ignored."""
+    if op.short_name not in COUNTED_LOSSES:
+        return False
+    arguments = call_arguments(op)
+    return arguments["reduction"] == MEAN and not arguments["target"].dtype.is_floating_point
+
+
+def _ancestors(graph: Graph, value: Value) -> list[Op]:
+    needed, ops = {value}, []
+    for op in reversed(graph.ops):
+        if needed.intersection(op.outputs):
+            ops.append(op)
+            needed.update(op.inputs)
+    return ops

@@ -1,0 +1,307 @@
+"""Rewrites the graph of a micro-batch so that its loss is a term of the loss of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwright.core.graph.graph import Graph, Kind, Op, SampleReduction, Value, WholeBatch
+from shardwright.core.micro_batches.paired_graphs import PairedGraphs, merged_arguments
+from shardwright.core.micro_batches.sample_states import UnsplittableError
+from shardwright.core.rules.loss import SUM as SUM_REDUCTION
+from shardwright.core.rules.loss import accumulation_dtype
+from shardwright.core.rules.notation import call_arguments, schema_parameters
+from shardwright.core.torch_internals import pytree
+
+aten = torch.ops.aten
+
+ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow"})
+
+
+class MicroBatchGraph:
+    """Collects the changes to the graph of a micro-batch.
+
+    Args:
+        pair: graphs of the batch and of a micro-batch. Operators and values are those of the batch
+            unless said otherwise.
+        count: number of micro-batches.
+    """
+
+    def __init__(self, pair: PairedGraphs, count: int) -> None:
+        self.pair, self.count = pair, count
+        self.replaced: dict[Value, Value] = {}
+        """The value of a micro-batch, where it is not that of the captured graph."""
+        self.shares: dict[Value, Value] = {}
+        self.taken: dict[tuple[Value, int | None], Value] = {}
+        """Outputs of the prologue, and the dimension in which each is sharded, with the buffers as
+        which micro-batches read them."""
+        self.counts: list[Op] = []
+        """Operators of the prologue that the graph of the batch does not have."""
+        self._ops: dict[Op, list[Op]] = {}
+        self._names = {value.name for value in pair.micro.values()} | set(pair.micro.by_name)
+
+    # Values
+
+    def take(self, value: Value, dim: int | None) -> Value:
+        """A buffer with the output of the prologue, or with its part for one micro-batch."""
+        if (value, dim) not in self.taken:
+            shape = list(value.shape)
+            if dim is not None:
+                shape[dim] //= self.count
+            name = self._unique(f"whole_batch.{value.name}")
+            self.taken[value, dim] = Value(name, tuple(shape), value.dtype, Kind.BUFFER)
+        return self.taken[value, dim]
+
+    def share(self, value: Value, reader: Op) -> Value:
+        """A value times 1 / number of micro-batches, which all micro-batches add up to once."""
+        if value not in self.shares:
+            source = self._own(value, reader)
+            args = (source, 1 / self.count)
+            dtype = source.dtype if source.dtype.is_floating_point else reader.output.dtype
+            self.shares[value] = self._after(reader, aten.mul.Tensor, args, source, dtype, "share")
+        return self.shares[value]
+
+    def _own(self, value: Value, reader: Op) -> Value:
+        own = self.replaced.get(value, self.pair.values.get(value))
+        if own is None:
+            raise UnsplittableError(reader, "reads what a micro-batch of one sample lacks")
+        return own
+
+    def _unique(self, name: str) -> str:
+        while name in self._names:
+            name += "_"
+        self._names.add(name)
+        return name
+
+    # Operators
+
+    def emit(
+        self,
+        op: Op,
+        dims: Sequence[int | None],
+        outside: Iterable[Value] = (),
+        shared: Iterable[Value] = (),
+        numbers: Mapping[str, float] | None = None,
+    ) -> None:
+        """Compute `op` in each micro-batch: on its own sizes, with the numbers of the batch.
+
+        Args:
+            dims: for each input the dimension in which an output of the prologue is sharded.
+            outside: inputs that the prologue computes.
+            shared: inputs of which each micro-batch takes its share.
+            numbers: arguments by name.
+        """
+        outside, shared = set(outside), set(shared)
+
+        def read(value: Value, index: int) -> Value | None:
+            if value in outside:
+                return self.take(value, dims[index])
+            return self.share(value, op) if value in shared else self.replaced.get(value)
+
+        own = self.pair.ops.get(op)
+        if own is None:
+            changes = {*outside, *shared, *self.replaced}.intersection(op.inputs) or numbers
+            if changes or self.pair.changed_numbers(op):
+                self._insert(op, read, numbers or {})
+            return
+        args, kwargs, changed = merged_arguments(op, own, read)
+        for name, number in (numbers or {}).items():
+            args, kwargs = with_argument(own, args, kwargs, name, number)
+        if changed or numbers:
+            self._replace(op, replace(own, args=args, kwargs=kwargs))
+
+    def _insert(
+        self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, float]
+    ) -> None:
+        """Compute an operator that a micro-batch of one sample lacks, such as `x / len(x)`."""
+        if op.short_name not in ARITHMETIC or len(op.outputs) > 1:
+            raise UnsplittableError(op, "is not called for a micro-batch of one sample")
+        args, kwargs, _ = merged_arguments(op, op, lambda v, n: read(v, n) or self._own(v, op))
+        for name, number in numbers.items():
+            args, kwargs = with_argument(op, args, kwargs, name, number)
+        inserted = replace(op, args=args, kwargs=kwargs)
+        shape = torch.broadcast_shapes(*(value.shape for value in inserted.inputs))  # type: ignore[no-untyped-call]
+        name = self._unique(op.output.name)
+        output = replace(op.output, name=name, shape=tuple(shape))
+        self._ops.setdefault(op, []).append(replace(inserted, name=name, outputs=(output,)))
+        self.replaced[op.output] = output
+
+    def sum_over_targets(self, op: Op, count: Value) -> None:
+        """Turn a mean over targets into their sum divided by their number in the batch."""
+        own = self.pair.ops.get(op)
+        if own is None:
+            raise UnsplittableError(op, "is not called for a micro-batch of one sample")
+        made = self._ops[op][-1] if op in self._ops else own
+        args, kwargs = with_argument(own, made.args, made.kwargs, "reduction", SUM_REDUCTION)
+        summed = self._replace(op, replace(made, args=args, kwargs=kwargs))
+        arguments = (summed.output, self.take(count, None))
+        dtype, wide = summed.output.dtype, count.dtype
+        mean = self._after(op, aten.div.Tensor, arguments, summed.output, wide, "mean")
+        if wide != dtype:
+            mean = self._after(op, aten.to.dtype, (mean, dtype), mean, dtype, "mean_cast")
+        self.replaced[op.output] = mean
+
+    def _replace(self, op: Op, made: Op) -> Op:
+        outputs = tuple(replace(value) for value in self.pair.ops[op].outputs)
+        made = replace(made, outputs=outputs)
+        emitted = self._ops.setdefault(op, [])
+        emitted[:] = [each for each in emitted if each.name != made.name]
+        emitted.append(made)
+        self.replaced.update(zip(op.outputs, outputs, strict=True))
+        return made
+
+    def _after(
+        self,
+        op: Op,
+        target: Any,
+        args: tuple[Any, ...],
+        source: Value,
+        dtype: torch.dtype,
+        suffix: str,
+    ) -> Value:
+        """The output of a new operator among those that replace `op`."""
+        near = self.pair.ops.get(op, op)
+        name = self._unique(f"{near.name}_{suffix}")
+        output = replace(source, name=name, dtype=dtype, kind=Kind.ACTIVATION, outer_dtype=None)
+        made = replace(near, name=name, target=target, args=args, kwargs={}, outputs=(output,))
+        self._ops.setdefault(op, []).append(replace(made, flattened=1))
+        return output
+
+    # Results
+
+    def result(self, reduction: SampleReduction, outputs: Mapping[Value, SampleReduction]) -> Graph:
+        """The graph of a micro-batch.
+
+        Args:
+            reduction: how the losses of micro-batches make that of the batch.
+            outputs: returned values that are means or sums over samples.
+        """
+        graph, loss_of_micro_batch = self.pair.micro, self.pair.micro.loss
+        assert loss_of_micro_batch is not None
+        pairs = zip(self.pair.whole.output_values, graph.output_values, strict=True)
+        ends_of = {own: self.replaced.get(value, own) for value, own in pairs}
+        ends = tuple(ends_of[value] for value in graph.output_values)
+        ops = list(_needed(self._in_order(), (*ends, *(new for _, new in graph.updates))))
+        ops = _with_unique_names(ops, {op for ops in self._ops.values() for op in ops})
+        read = {value for op in ops for value in op.inputs} | set(ends)
+        taken = {key: value for key, value in self.taken.items() if value in read}
+        pairs = zip(self.pair.whole.output_values, ends, strict=False)
+        names = {value: end.name for value, end in pairs}
+        constants = {v: t for v, t in graph.constants.items() if v in read}
+        return replace(
+            graph,
+            ops=tuple(ops),
+            outputs=tuple(
+                ends_of[leaf] if isinstance(leaf, Value) else leaf for leaf in graph.outputs
+            ),
+            buffers=(*graph.buffers, *taken.values()),
+            constants=constants,
+            loss=ends_of[loss_of_micro_batch],
+            whole_batch=WholeBatch(
+                reduction,
+                self._prologue([value for value, _ in taken]) if taken else None,
+                tuple((value.name, dim) for (_, dim), value in taken.items()),
+                tuple((names[value], each) for value, each in outputs.items()),
+                rewritten=bool(self._ops),
+            ),
+        )
+
+    def _in_order(self) -> list[Op]:
+        """Operators of the micro-batch, each followed by those that replace it."""
+        following: dict[Op | None, list[Op]] = {}
+        before = None
+        for op in self.pair.whole.ops:
+            before = self.pair.ops.get(op, before)
+            following.setdefault(before, []).extend(self._ops.get(op, ()))
+        first = following.get(None, [])
+        return [*first, *(e for op in self.pair.micro.ops for e in (op, *following.get(op, ())))]
+
+    def _prologue(self, values: Sequence[Value]) -> Graph:
+        whole = self.pair.whole
+        ops = tuple(_needed((*whole.ops, *self.counts), values))
+        read = {value for op in ops for value in op.inputs} | set(values)
+        return replace(
+            whole,
+            ops=ops,
+            outputs=tuple(values),
+            out_spec=pytree.tree_structure(tuple(values)),
+            parameters=(),
+            buffers=tuple(v for v in whole.buffers if v in read),
+            constants={v: t for v, t in whole.constants.items() if v in read},
+            updates=(),
+            tied={},
+            loss=None,
+            other_losses=(),
+            frozen=(),
+            module_tags={},
+            call_tags=(),
+            attributes=(),
+        )
+
+
+def _needed(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
+    """The operators from which `values` follow, in order."""
+    needed, kept = set(values), []
+    for op in reversed(list(ops)):
+        if needed.intersection(op.outputs):
+            kept.append(op)
+            needed.update(op.inputs)
+    return kept[::-1]
+
+
+def _with_unique_names(ops: list[Op], made: set[Op]) -> list[Op]:
+    """Rename operators, and their values, that are needed beside those that replace them."""
+    names = {op.name for op in ops if op in made}
+    renamed: dict[Value, Value] = {}
+    result = []
+    for op in ops:
+        args, kwargs = op.arguments(lambda value: renamed.get(value, value))
+        if op.name in names and op not in made:
+            for value in op.outputs:
+                renamed[value] = replace(value, name=f"{value.name}_of_micro_batch")
+            outputs = tuple(renamed[value] for value in op.outputs)
+            name = f"{op.name}_of_micro_batch"
+            op = replace(op, name=name, args=args, kwargs=kwargs, outputs=outputs)
+        elif not renamed.keys().isdisjoint(op.inputs):
+            op = replace(op, args=args, kwargs=kwargs)
+        result.append(op)
+    return result
+
+
+def with_argument(
+    op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, argument: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of `op` with one replaced, positional ones in their place."""
+    position = list(schema_parameters(op.target)).index(name)
+    if position < len(args):
+        return (*args[:position], argument, *args[position + 1 :]), dict(kwargs)
+    return args, {**kwargs, name: argument}
+
+
+def count_of_targets(op: Op) -> tuple[Value, list[Op]]:
+    """What a mean over targets divides by, the number of valid ones or the sum of their classes'
+    weights, with the operators that compute it."""
+    arguments, ops = call_arguments(op), list[Op]()
+    target, weight = arguments["target"], arguments["weight"]
+    dtype = accumulation_dtype(op.output.dtype)
+
+    def add(target: Any, *args: Any, like: Value, dtype: torch.dtype, shape: Any = None) -> Value:
+        name = f"{op.name}_count_{len(ops)}"
+        shape = like.shape if shape is None else shape
+        output = Value(name, tuple(shape), dtype)
+        ops.append(Op(name, target, args, {}, (output,), op.module, op.source))
+        return output
+
+    ignored = add(aten.eq.Scalar, target, arguments["ignore_index"], like=target, dtype=torch.bool)
+    if weight is None:
+        numbers = add(aten.logical_not.default, ignored, like=target, dtype=torch.bool)
+    else:
+        # Ignored targets may be out of range, such as -100.
+        valid = add(aten.masked_fill.Scalar, target, ignored, 0, like=target, dtype=target.dtype)
+        weights = add(aten.index.Tensor, weight, [valid], like=target, dtype=weight.dtype)
+        numbers = add(aten.masked_fill.Scalar, weights, ignored, 0, like=target, dtype=weight.dtype)
+    wide = add(aten.to.dtype, numbers, dtype, like=target, dtype=dtype)
+    return add(aten.sum.default, wide, like=target, dtype=dtype, shape=()), ops

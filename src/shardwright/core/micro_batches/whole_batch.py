@@ -1,0 +1,51 @@
+"""Makes the loss of a micro-batch a term of the loss of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from shardwright.core.graph.graph import Graph
+from shardwright.core.micro_batches.analysis import Analysis
+from shardwright.core.micro_batches.paired_graphs import PairedGraphs, different_operator
+from shardwright.core.micro_batches.sample_states import UnsplittableError
+
+
+def with_whole_batch(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) -> Graph:
+    """Returns the graph of a micro-batch with `Graph.whole_batch` set.
+
+    Args:
+        micro_batches: number of micro-batches of the batch.
+        captured: captures the same model for a batch of so many micro-batches.
+
+    Raises:
+        CaptureError: if the model cannot be captured for the whole batch.
+    """
+    if micro_batches == 1 or graph.loss is None:
+        return graph
+    try:
+        for value, _ in graph.updates:
+            return replace(graph, whole_batch=f"each micro-batch updates {value.name!r}")
+        pair = _paired(graph, micro_batches, captured)
+        return Analysis(pair, micro_batches).run()
+    except UnsplittableError as mixed:
+        return replace(graph, whole_batch=str(mixed))
+
+
+def _paired(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) -> PairedGraphs:
+    whole = captured(micro_batches)
+    twin, different = graph, different_operator(graph, whole)
+    if different is not None and _has_one_sample(graph, whole, micro_batches):
+        # Dimensions of size 1 are captured differently: they are broadcast, or dropped from views.
+        # So the batch is compared with one of another size.
+        twin = captured(4 if micro_batches == 2 else 2)
+        different = different_operator(twin, whole)
+    if different is not None:
+        raise UnsplittableError(*different)
+    return PairedGraphs(whole, graph, twin)
+
+
+def _has_one_sample(graph: Graph, whole: Graph, micro_batches: int) -> bool:
+    pairs = zip(graph.input_values, whole.input_values, strict=True)
+    sizes = (pair for a, b in pairs for pair in zip(a.shape, b.shape, strict=True))
+    return any(pair == (1, micro_batches) for pair in sizes)

@@ -1,0 +1,152 @@
+"""What micro-batches read of the whole batch, such as the number of its valid targets.
+
+The prologue of a step (`Graph.whole_batch`) depends on no parameter, so every rank that reads its
+outputs computes them itself. Inputs that arrive sharded are gathered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.graph import Graph, Value, WholeBatch
+from shardwright.core.graph.interpreter import run
+from shardwright.core.layout.layout import TensorLayout
+from shardwright.core.partition.decisions import CutAxes
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.runtime.collectives import all_gather
+from shardwright.core.runtime.devices import Devices
+from shardwright.errors import PlanError
+
+Buffers = dict[str, Tensor]
+
+
+def whole_batch_of(graph: Graph) -> WholeBatch:
+    """How micro-batches make the loss of the batch; as means over samples if nothing is known."""
+    return graph.whole_batch if isinstance(graph.whole_batch, WholeBatch) else WholeBatch()
+
+
+class WholeBatchValues:
+    """Computes the outputs of the prologue, on each rank that reads them.
+
+    Args:
+        partitioned: the whole model, for one micro-batch.
+        read: the buffers that this rank's chunks read.
+    """
+
+    def __init__(
+        self, partitioned: Partitioned, devices: Devices, read: Iterable[Value] | None = None
+    ) -> None:
+        self._devices, self._mesh = devices, partitioned.mesh
+        self._arrivals = partitioned.decisions.arrivals
+        self._count = partitioned.pipeline.micro_batches
+        whole_batch = whole_batch_of(partitioned.graph)
+        names = whole_batch.names if read is None else {value.name for value in read}
+        self._prologue = whole_batch.prologue if names & whole_batch.names else None
+        self._values = whole_batch.values
+        self._inputs = () if self._prologue is None else _inputs(self._prologue)
+        self._rows = _shards_of_batch(partitioned) if self._prologue is not None else 1
+
+    def __call__(self, leaves: Sequence[Any], buffers: Mapping[str, Tensor]) -> list[Buffers]:
+        """Returns for each micro-batch what it reads, by the names of buffers.
+
+        Args:
+            leaves: of the call with the whole batch, as this rank receives them.
+            buffers: those of the module.
+        """
+        if self._prologue is None:
+            return [{} for _ in range(self._count)]
+        with torch.no_grad():
+            outputs = self._outputs(self._prologue, leaves, buffers)
+        pairs = list(zip(self._values, outputs, strict=True))
+        return [
+            {name: self._part(tensor, dim, number) for (name, dim), tensor in pairs}
+            for number in range(self._count)
+        ]
+
+    def _outputs(
+        self, graph: Graph, leaves: Sequence[Any], buffers: Mapping[str, Tensor]
+    ) -> list[Tensor]:
+        device = self._devices.device
+        tensors = {value: self._whole(value, leaves[index]) for index, value in self._inputs}
+        tensors |= {v: _whole_buffer(v, buffers) for v in graph.buffers}
+        tensors = {v: t if v.outer_dtype is None else t.to(v.dtype) for v, t in tensors.items()}
+        tensors |= {v: t.to(device) for v, t in graph.constants.items()}
+        for op in graph.ops:
+            tensors.update(zip(op.outputs, run(op, tensors, device), strict=True))
+        return [tensors[value] for value in graph.output_values]
+
+    def _whole(self, value: Value, leaf: Tensor) -> Tensor:
+        """An input for the whole batch, of which this rank may have received a shard."""
+        for dim, axes in enumerate(self._arrivals.get(value.name, ())):
+            if axes:
+                leaf = all_gather(dim, self._devices.group(axes))(leaf.detach())
+        return leaf.detach()
+
+    def _part(self, tensor: Tensor, dim: int | None, number: int) -> Tensor:
+        """The part of a micro-batch: where ranks pass their own rows, some rows of each rank."""
+        if dim is None:
+            return tensor
+        shape = tensor.shape
+        of_ranks = tensor.reshape(*shape[:dim], self._rows, self._count, -1, *shape[dim + 1 :])
+        return of_ranks.select(dim + 1, number).flatten(dim, dim + 1)
+
+
+def _inputs(prologue: Graph) -> tuple[tuple[int, Value], ...]:
+    """The inputs that a prologue reads, each with its position among the leaves of a call."""
+    read = {value for op in prologue.ops for value in op.inputs} | set(prologue.output_values)
+    leaves = enumerate(prologue.inputs)
+    return tuple((n, leaf) for n, leaf in leaves if isinstance(leaf, Value) and leaf in read)
+
+
+def _whole_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
+    """A buffer of the module.
+
+    Raises:
+        PlanError: if this rank has a part of it, or none.
+    """
+    buffer = buffers.get(value.name)
+    if buffer is None or tuple(buffer.shape) != value.shape:
+        raise PlanError(
+            f"the loss of the whole batch needs the buffer {value.name!r}, of which this rank has"
+            " a part or none\nplan with micro_batches=1, or without stages"
+        )
+    return buffer
+
+
+def _shards_of_batch(partitioned: Partitioned) -> int:
+    """Number of ranks that each pass their own rows of the batch."""
+    arrivals = partitioned.decisions.arrivals
+    layouts = (TensorLayout(partitioned.mesh, axes) for axes in arrivals.values() if axes)
+    return max((layout.shard_counts[0] for layout in layouts), default=1)
+
+
+def prologue_axes(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
+    """Axes over which the inputs of the prologue are gathered."""
+    axes = (of_dim for cut, _ in _gathered(partitioned) for of_dim in cut if of_dim)
+    return tuple(dict.fromkeys(axes))
+
+
+def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
+    """Bytes that a device of a stage sends in a step to gather the inputs of the prologue. A plan
+    does not count them."""
+    mesh, total = partitioned.mesh, 0
+    read = {v.name for chunk in partitioned.chunks_of(stage) for v in chunk.graph.buffers}
+    if read.isdisjoint(whole_batch_of(partitioned.graph).names):
+        return 0
+    for cut, value in _gathered(partitioned):
+        shards = mesh.size(tuple(axis for axes in cut for axis in axes))
+        total += value.numel * value.stored_dtype.itemsize * (shards - 1) // shards
+    return total
+
+
+def _gathered(partitioned: Partitioned) -> list[tuple[CutAxes, Value]]:
+    prologue = whole_batch_of(partitioned.graph).prologue
+    pipeline, arrivals = partitioned.pipeline, partitioned.decisions.arrivals
+    if prologue is None or pipeline.micro_batches == 1:
+        return []
+    pairs = ((arrivals.get(value.name, ()), value) for _, value in _inputs(prologue))
+    return [(cut, value) for cut, value in pairs if any(cut)]
