@@ -222,3 +222,28 @@ def test_functions_that_read_what_is_trained_are_refused() -> None:
         with pytest.raises(sw.StrategyError, match="is not among its arguments"):
             sw.local_map(function, "b _h -> b _h")
     sw.local_map(lambda x: SOFTMAX(x), "b _h -> b _h")
+
+
+def test_declared_buffers_may_change() -> None:
+    """Those of a part that needs values cannot be seen."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            needs_values(x)
+            y: Tensor = self.linear(x)
+            return y
+
+    net = Around(Normed(), plain)
+    sw.local_map(net.layer, "b _h -> b _h")
+    message = r"changes its buffer '(.*)' in place.*\n.*`buffers=\('\1',\)`"
+    with pytest.raises(sw.CaptureError, match=message):
+        sw.check(net, ARGS, None, sw.plan(net, ARGS, devices=2))
+    names = [name for name, _ in net.layer.named_buffers()]
+    sw.local_map(net.layer, "b _h -> b _h", buffers=names)
+    check_plans(net)
+    with pytest.raises(sw.StrategyError, match="'u' is no buffer of the Normed\nits buffers are"):
+        sw.local_map(net.layer, "b _h -> b _h", buffers=("u",))

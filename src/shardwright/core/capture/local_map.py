@@ -40,6 +40,7 @@ def local_map(
     partial: Partial | Sequence[Partial] = None,
     dtypes: torch.dtype | Sequence[torch.dtype] | None = None,
     random: bool | None = None,
+    buffers: Sequence[str] = (),
     flops: float | None = None,
     saved_bytes: float | None = None,
 ) -> Target:
@@ -67,6 +68,8 @@ def local_map(
         dtypes: of the results, where the target cannot run on tensors without values and they are
             not that of the first floating-point input.
         random: whether it draws random numbers from `torch`, where that cannot be seen so either.
+        buffers: names of the buffers of a module that it changes, where that cannot be seen so
+            either. New values become the mean over shards, counters those of the first.
         flops, saved_bytes: of its forward pass on the whole batch: floating-point operations, and
             bytes that are kept for the backward pass. By default they are counted on tensors
             without values, or else taken from its inputs and results.
@@ -93,7 +96,7 @@ def local_map(
         )
     options = _options(notation, partial, dtypes, random, flops, saved_bytes)
     if isinstance(target, nn.Module):
-        attach(target, LocalMapTag(options))
+        attach(target, LocalMapTag(options, _known_buffers(target, buffers)))
         return target
     _check_closure(target)
     function: Any = LocalFunction(target, options)
@@ -105,6 +108,7 @@ class LocalMapTag(ModuleTag):
     """Marks a module as a `local_map`."""
 
     options: Options
+    buffers: frozenset[str] = frozenset()
 
     def trace(self, module: nn.Module, place: ModulePlace) -> None:
         named = _all_names(module)
@@ -115,7 +119,9 @@ class LocalMapTag(ModuleTag):
         body = ModuleBody(weakref.ref(place.root), place.path, names, count, text)
         sampled = ModuleBody(lambda: sample, "", names, count, text)
         statistics = tuple(
-            number for number, (name, *_) in enumerate(names) if _is_statistic(module, name)
+            number
+            for number, (name, *_) in enumerate(names)
+            if name in self.buffers or _is_statistic(module, name)
         )
         part = LocalPart(str(place), self.options, body, sampled, statistics)
 
@@ -125,6 +131,21 @@ class LocalMapTag(ModuleTag):
             return part.traced(args, kwargs, [tensors[name] for name, *_ in names])
 
         module.forward = forward
+
+
+def _known_buffers(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
+    """
+    Raises:
+        StrategyError: if a name is of no buffer.
+    """
+    own = dict(module.named_buffers())
+    for name in names:
+        if name not in own:
+            raise StrategyError(
+                f"local_map: {name!r} is no buffer of the {type(module).__name__}\n"
+                f"its buffers are {', '.join(own) or 'none'}"
+            )
+    return frozenset(names)
 
 
 def is_local_map(module: nn.Module) -> bool:

@@ -386,7 +386,14 @@ class LocalCall:
         num_arguments = len(self.declaration.inputs)
         tensor_name = f"input {index}"
         if index >= num_arguments and isinstance(self.body, ModuleBody):
-            tensor_name = f"its {self.body.names[index - num_arguments][0]!r}"
+            name = self.body.names[index - num_arguments][0]
+            if index - num_arguments >= self.body.parameters:
+                return (
+                    f"local_map {self.name!r} changes its buffer {name!r} in place, which other "
+                    "ranks would not see\n"
+                    f"declare it, to average its new values over shards: `buffers=({name!r},)`"
+                )
+            tensor_name = f"its {name!r}"
         return (
             f"local_map {self.name!r} changes {tensor_name} in place, which other ranks would not"
             " see\nchange a copy (`x = x.clone()`), or call the layer that does it outside of"
