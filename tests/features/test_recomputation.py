@@ -24,7 +24,7 @@ from random_plans import check_random_plan, random_plan, random_recompute
 from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
 from shardwright.core.api.save_graphs import program_text
 from shardwright.core.constraints.recompute import recompute_of
-from shardwright.core.lower.emit import Line, nested, write_body
+from shardwright.core.lower.emit import Line, nest_segments, write_body
 from shardwright.core.partition.decisions import LEVELS, OptimizerParallel
 
 MODELS: tuple[Callable[[], Model], ...] = (
@@ -191,7 +191,7 @@ def test_lines_between_go_before_a_segment_or_after_it() -> None:
         line("c", "aw", "s"),
         line("d", "bc"),
     ]
-    arranged = nested(lines, ["d"], lambda wanted: wanted, "again")
+    arranged = nest_segments(lines, ["d"], lambda wanted: wanted, "again")
     assert [made.names for made in arranged] == [("w",), ("a", "c"), ("b",), ("d",)]
     assert list(write_body(arranged, ["d"])) == [
         "    w = f()",

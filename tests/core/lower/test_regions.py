@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwright.core.lower.emit import Line, write_body
-from shardwright.core.lower.regions import regions
+from shardwright.core.lower.regions import find_regions
 
 
 def line(name: str, function: str, *reads: str) -> Line:
@@ -23,7 +23,7 @@ def layers(*functions: str) -> list[Line]:
 
 
 def test_equal_layers_become_calls_with_their_parameters() -> None:
-    split = regions(layers("f", "f", "f"), ["loss"])
+    split = find_regions(layers("f", "f", "f"), ["loss"])
     assert split is not None
     assert split.arguments == ("x", "w0") and split.returns == ("z0",)
     assert [each.text for each in split.body] == ["y0 = f(x, w0)", "z0 = add(x, y0)"]
@@ -35,13 +35,13 @@ def test_equal_layers_become_calls_with_their_parameters() -> None:
 
 def test_what_a_layer_hands_on_to_any_later_line_is_returned_by_all() -> None:
     lines = layers("f", "f", "f")
-    split = regions([*lines[:-1], line("loss", "sum", "z2", "y1")], ["loss"])
+    split = find_regions([*lines[:-1], line("loss", "sum", "z2", "y1")], ["loss"])
     assert split is not None and split.returns == ("y0", "z0")
 
 
 def test_layers_that_differ_are_no_regions() -> None:
-    assert regions(layers("f"), ["loss"]) is None
-    split = regions(layers("f", "g", "h"), ["loss"])
+    assert find_regions(layers("f"), ["loss"]) is None
+    split = find_regions(layers("f", "g", "h"), ["loss"])
     assert split is None
 
 
@@ -49,11 +49,11 @@ def test_a_variable_with_the_name_of_an_operator_is_not_taken_for_it() -> None:
     lines = [Line(("x",), "inputs[0]", ())]
     for name, before in (("relu", "x"), ("gelu", "relu"), ("silu", "gelu")):
         lines.append(Line((name,), f"aten.{name}.default({before})", (before,)))
-    assert regions(lines, ["silu"]) is None
+    assert find_regions(lines, ["silu"]) is None
 
 
 def test_layers_that_read_other_variables_than_their_own_are_no_regions() -> None:
     lines = layers("f", "f")
     crossed = [lines[0], *lines[1:4], lines[4], line("y1", "f", "z0", "w0"), *lines[6:]]
-    split = regions(crossed, ["loss"])
+    split = find_regions(crossed, ["loss"])
     assert split is None or split.arguments == ("x", "w0")

@@ -23,14 +23,14 @@ from torchrun import run_checks
 
 SEEDS = range(3)
 ROUNDING = 0.03
-"""Of bfloat16, which sums over shards in another order."""
+"""Tolerance for bfloat16: sums over shards have another order."""
 
 CANCELLING = 0.15
-"""The same where a gradient is a small difference: before a normalization."""
+"""Tolerance for gradients that are small differences, as before a normalization."""
 
 
 class Convolutions(nn.Module):
-    """With statistics, which stay in single precision, and autocast inside."""
+    """A model with batch statistics in float32 and an autocast region in `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def check_gradients(net: nn.Module, eager: nn.Module, tolerance: float) -> None:
-    """Each relative to its own norm, or to the largest of all."""
+    """Differences of gradients, relative to their own norm or to the largest norm."""
     wanted = {name: p.grad for name, p in eager.named_parameters()}
     largest = max(g.norm() for g in wanted.values() if g is not None)
     for name, parameter in net.named_parameters():
@@ -76,7 +76,7 @@ def check_gradients(net: nn.Module, eager: nn.Module, tolerance: float) -> None:
 def compare(
     net: nn.Module, eager: nn.Module, call: Mapping[str, Any], region: Callable[[], Any]
 ) -> tuple[Any, Any]:
-    """The outputs of both in a region, of the same dtypes and nearly equal, as are gradients."""
+    """Check that outputs and gradients in an autocast region have equal dtypes and close values."""
     results = []
     for each in (net, eager):
         each.zero_grad()

@@ -78,7 +78,7 @@ def check_searched_plans() -> None:
 
 
 def check_random_plans() -> None:
-    """Random storage too: parameters sharded where they are used whole, axes in any order."""
+    """Random plans with random storage: shards of replicated parameters, axes in any order."""
     for seed in range(3):
         net, args, kwargs = gpt2(layers=1)
         plan = random_plan(sw.capture(net, args, kwargs), 4, seed)
@@ -103,7 +103,7 @@ def check_parameters_are_shards() -> None:
 
 
 def check_deferred_parameters() -> None:
-    """Built without values, with the optimizer, and with tied weights."""
+    """Deferred parameters with an optimizer made before, and tied weights."""
     net, args, kwargs = gpt2(layers=1)
     with sw.no_init_parameters():
         deferred, _, _ = gpt2(layers=1)
@@ -228,7 +228,7 @@ def check_calls_of_many_shapes_are_compared_in_bounded_memory() -> None:
 
 
 def check_recomputed() -> None:
-    """Layers computed again with their redistributions and gathers, eager; a model compiled."""
+    """Recomputed layers with their redistributions and gathers, eager and compiled."""
     net, args, kwargs = llama()
     sw.recompute(net.model.layers)
     plan = sw.plan(net, args, kwargs, devices=4, mem_coeff=10.0, hsdp={"level": "level3"})
@@ -246,7 +246,7 @@ def check_recomputed() -> None:
 
 
 def check_other_modes_and_batches() -> None:
-    """After a step in training: eval, and a last batch that nothing divides."""
+    """After a training step: `eval()`, and a last batch that no axis divides."""
     net, (images, labels), _ = resnet(batch=8, blocks=(1,))
     for mem_coeff in (0.01, 10.0):
         plan = sw.plan(net, (images, labels), devices=4, mem_coeff=mem_coeff)
@@ -265,7 +265,7 @@ def check_other_modes_and_batches() -> None:
 
 
 def check_dropout_on_ranks_seeded_apart() -> None:
-    """Whole on every rank, so that all must draw one mask."""
+    """Replicated activations, for which all ranks must draw one mask."""
     net, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(64)
     plan = sw.plan(net, (x,), devices=4, mode="stand_alone")
     torch.manual_seed(dist.get_rank())
@@ -277,7 +277,7 @@ def check_dropout_on_ranks_seeded_apart() -> None:
 
 
 def check_inputs_that_arrive_cut() -> None:
-    """Each rank gives its own part, to one program, to micro-batches, and to pipeline stages."""
+    """Each rank passes a local batch: in one program, with micro-batches, with pipeline stages."""
     torch.manual_seed(0)
     net = sw.WithLoss(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), nn.MSELoss())
     batch, other = ((torch.randn(rows, 6), torch.randn(rows, 4)) for rows in (16, 8))
@@ -321,7 +321,7 @@ class Optional(nn.Module):
 
 
 def check_calls_with_other_arguments() -> None:
-    """Each rank gives the whole batch or its part, with and without a target."""
+    """Each rank passes the global or a local batch, with and without a target."""
     net, (x, target) = Optional(), batch_of(8)
     for strategy in ("full_batch", "data_parallel"):
         plan = sw.plan(net, (x,), {"target": target}, devices=4, dataset_strategy=strategy)
@@ -346,7 +346,7 @@ def check_calls_with_other_arguments() -> None:
 
 
 class Head(nn.Module):
-    """Returns a loss, and an output that is left in pieces."""
+    """Returns a loss and a sharded output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +359,7 @@ class Head(nn.Module):
 
 
 class Attention(nn.Module):
-    """Treats long sequences otherwise than short ones."""
+    """Branches on the length of the sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ class Attention(nn.Module):
 
 
 def check_many_sizes() -> None:
-    """Those of one trace, and those that other branches need."""
+    """Sizes that share a trace, and sizes that take other branches."""
     net = Attention()
     plan = sw.plan(net, (torch.zeros(8, 16, dtype=torch.int64),), devices=4)
     assert any(plan.cuts.values())
@@ -444,7 +444,7 @@ CHECKS = (
     check_calls_of_many_shapes_are_compared_in_bounded_memory,
 )
 SLOW_CHECKS = (check_random_plans, check_compiled, check_recomputed)
-"""What simulated ranks prove too."""
+"""Checks that simulated ranks cover as well."""
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ Train = Callable[[Outputs], None]
 
 
 class ActorCritic(nn.Module):
-    """A policy with a loss, values without one, and what else a model may return."""
+    """A policy and value model with a loss, and outputs of other kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ActorCritic(nn.Module):
 
 
 class Losses(ActorCritic):
-    """Two losses, none of which is called so."""
+    """Returns two losses, neither under the key 'loss'."""
 
     def forward(self, x: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         outputs = super().forward(x, actions)
@@ -112,7 +112,7 @@ def built(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 
 def plans(net: nn.Module) -> list[sw.Plan]:
-    """With optimizer parallel, then recomputed too, and two random ones."""
+    """Plans with ZeRO, with ZeRO and recomputation, and two random plans."""
     level3 = {"level": "level3", "threshold": 0}
     made = [sw.plan(net, batch(), devices=4, hsdp=level3)]
     for module in net.children():
@@ -123,7 +123,7 @@ def plans(net: nn.Module) -> list[sw.Plan]:
 
 
 def compare(parallel: nn.Module, net: nn.Module, name: str) -> None:
-    """Gradients, and which parameters have none."""
+    """Gradients by name; None for parameters without."""
     for path, parameter in parallel.named_parameters():
         wanted = net.get_parameter(path).grad
         assert (parameter.grad is None) == (wanted is None), (name, path)
@@ -143,7 +143,7 @@ def check_any_outputs_may_be_trained() -> None:
 
 
 def check_outputs_trained_by_turns_with_an_optimizer() -> None:
-    """Weight decay and momentum leave alone what has no gradient."""
+    """Weight decay and momentum do not change parameters without gradient."""
     for plan in plans(built(ActorCritic)[0])[::2]:
         net, other = built(ActorCritic)
         parallel = sw.parallelize(net, plan, copy=True)
@@ -171,7 +171,7 @@ def check_several_losses_and_none() -> None:
 
 
 def check_gradients_of_inputs() -> None:
-    """An input that is trained, as the output of another model, was none in the plan."""
+    """An input requires a gradient, as the output of another model does, unlike in the plan."""
     for plan in plans(built(ActorCritic)[0])[::3]:
         net, other = built(ActorCritic)
         parallel = sw.parallelize(net, plan, copy=True)
@@ -195,7 +195,7 @@ def check_a_step_of_several_losses_is_refused() -> None:
         try:
             call()
         except sw.PlanError as error:
-            assert "trains one loss, but the model returns 2 numbers" in str(error), error
+            assert "trains one loss, but the model returns 2 scalars" in str(error), error
         else:
             raise AssertionError("one of two losses was trained")
 
@@ -213,7 +213,7 @@ class Complex(nn.Module):
 
 
 def check_complex_parameters() -> None:
-    """Sums and exchanges of complex numbers, which not every backend knows."""
+    """Reductions and exchanges of complex numbers, which not every backend supports."""
     for plan in plans(built(Complex)[0]):
         net, other = built(Complex)
         parallel = sw.parallelize(net, plan, copy=True)
@@ -223,7 +223,7 @@ def check_complex_parameters() -> None:
 
 
 def check_a_backward_pass_never_uses_values_that_were_changed_after_forward() -> None:
-    """As autograd, it refuses to; where parameters were gathered, their copies are unchanged."""
+    """Raises like autograd; gathered parameters are copies, and unchanged."""
     refused = 0
     for plan in plans(built(ActorCritic)[0]):
         net, other = built(ActorCritic)

@@ -52,7 +52,7 @@ class Orphans(nn.Module):
 
 
 class FrozenStart(nn.Module):
-    """Nothing before the middle has a gradient, as where only adapters are trained."""
+    """A model whose first half has no gradient, as when only adapters are trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class FrozenStart(nn.Module):
 
 
 class Twice(nn.Module):
-    """A layer that is called twice within a part."""
+    """A layer that is called twice within a chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Twice(nn.Module):
 
 
 class EarlyLoss(nn.Module):
-    """Something is returned that is made after the loss."""
+    """Returns an output that is computed after the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class EarlyLoss(nn.Module):
 
 
 class MixedCrossing(nn.Module):
-    """Whole numbers and a tensor that is not trained cross, next to one that is."""
+    """Integers and a tensor without gradient cross stages beside one with a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class MixedCrossing(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Twice the same dropout."""
+    """Applies one dropout module twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Dropping(nn.Module):
 
 
 def batch(rows: int = 8) -> Batch:
-    """Tokens and labels; whole micro-batches have few labels, or none."""
+    """Tokens and labels; some micro-batches have few valid labels, or none."""
     ids = torch.randint(0, 16, (rows, 6), generator=torch.Generator().manual_seed(3))
     labels = ids.flip(1).clone()
     labels[: rows // 3, 1:] = -100

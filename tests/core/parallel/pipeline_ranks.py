@@ -65,7 +65,7 @@ def loss_of(net: nn.Module, args: Any, kwargs: Any) -> Tensor:
 
 
 def reference_step(net: nn.Module, args: Any, kwargs: Any, pieces: int) -> Tensor:
-    """One device's step: the sum of the losses of so many equal pieces of the batch."""
+    """One device's step: the sum of the losses of equal pieces of the batch."""
     losses = []
     batches = zip(*(x.chunk(pieces) for x in args), strict=True) if args else [()]
     for piece in batches:
@@ -159,7 +159,7 @@ def check_a_loss_before_the_last_stage() -> None:
 
 
 def check_bfloat16(schedules: Sequence[tuple[int, str]] = SCHEDULES[:1]) -> None:
-    """Computed in bfloat16, near what single precision gives."""
+    """Computed in bfloat16, close to float32."""
     for stages, schedule in schedules:
         nets = tuple(net.float() for net in built(FrozenStart))
         plan = planned(nets[0], batch(), stages, schedule, compute_dtype="bfloat16")
@@ -171,7 +171,7 @@ def check_bfloat16_in_every_schedule() -> None:
 
 
 def check_own_parts_of_the_batch() -> None:
-    """Each device of a stage is given its own rows; outputs come back in the order of the batch."""
+    """Each device of a stage passes a local batch; outputs have the order of the global batch."""
     nets, args = built(EarlyLoss), batch(16)
     config = {"one": 0, "two": 0, "three": 1}
     own = {"dataset_strategy": "data_parallel", "micro_batches": 2, "stage_config": config}
@@ -205,7 +205,7 @@ def check_random_models() -> None:
 
 
 def check_only_what_is_planned_is_sent() -> None:
-    """Gradients come back of what has one, not of whole numbers and of what is not trained."""
+    """Stages send back gradients of trained values only, not of integers or frozen ones."""
     names = ["frozen", "one", "two", "three", "last"]
     for schedule, turn in (
         ("1f1b", [0, 0, 1, 1, 1]),
@@ -309,7 +309,7 @@ def check_what_is_refused() -> None:
         other, planned(other, (x,), 2, "1f1b", stage_config=config), copy=True
     )
     for call, message in (
-        (lambda: parallel(*batch()), "train it with train_step"),
+        (lambda: parallel(*batch()), "train it with `net.train_step"),
         (lambda: parallel.train_step(batch()[0]), "missing a required argument"),
         (
             lambda: sw.parallelize(net, sw.plan(net, batch(), devices=2), copy=True),
@@ -346,7 +346,7 @@ SLOW_CHECKS = (
     check_compiled,
     check_outputs_reach_every_rank,
 )
-"""What simulated stages prove too, and what differs from `CHECKS` by the schedule alone."""
+"""Checks that simulated stages cover as well, or that differ from `CHECKS` in the schedule only."""
 
 
 if __name__ == "__main__":

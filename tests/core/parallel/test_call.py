@@ -115,7 +115,7 @@ def test_of_many_shapes_the_one_not_used_for_longest_is_forgotten_and_captured_a
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(execution, "MOST_SITUATIONS", 3)
+    monkeypatch.setattr(execution, "MAX_CACHED_PROGRAMS", 3)
     net, parallel = planned(X, labels=LABELS)
     for rows in (1, 2, 3, 4, 3, 1, 3, 6):
         x = torch.randn(rows, 4)

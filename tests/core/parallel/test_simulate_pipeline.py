@@ -26,7 +26,7 @@ from shardwright.core.plan import make_plan
 
 
 def in_random_parts(graph: Graph, pipeline: PipelineSpec, draw: random.Random) -> dict[str, int]:
-    """Operators in order, cut at random places."""
+    """Consecutive operators, split into chunks at random positions."""
     places = sorted(draw.sample(range(1, len(graph.ops)), pipeline.num_chunks - 1))
     return {op.name: sum(i >= p for p in places) for i, op in enumerate(graph.ops)}
 
@@ -147,7 +147,7 @@ def test_the_loss_may_be_made_before_the_last_stage() -> None:
 
 
 def test_every_stage_sends_what_is_planned() -> None:
-    """A wrong crossing layout would show as other bytes."""
+    """A wrong layout between stages would change the bytes sent."""
     net, args = Tied(), batch()
     plan = sw.plan(net, args, devices=4, stages=2, micro_batches=2)
     assert [(row.stage, row.to_stage) for row in plan.crossings] == [(0, 1)]

@@ -18,7 +18,7 @@ MICRO_BATCHES = 4
 
 
 def built(recomputed: bool = False) -> tuple[ParallelModule, tuple[Any, ...], dict[str, Any]]:
-    """Stored in single precision, computed in bfloat16."""
+    """A model stored in float32 and computed in bfloat16."""
     net, args, kwargs = llama(batch=8)
     if recomputed:
         sw.recompute(net.model.layers)
@@ -36,7 +36,7 @@ def piece(call: Any, number: int) -> Any:
 
 
 class Casts(TorchDispatchMode):
-    """Counts by shape what is made bfloat16."""
+    """Counts casts to bfloat16 by shape."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

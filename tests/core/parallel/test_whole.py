@@ -50,7 +50,7 @@ def test_a_model_that_is_not_planned_is_whole() -> None:
 
 def test_a_model_that_may_be_released_is_not_held_twice() -> None:
     def peak(**options: bool) -> float:
-        """Bytes that `parallelize` holds at most, in multiples of the parameters."""
+        """Peak bytes of `parallelize`, in multiples of the parameters."""
         net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(32)))
         size = sum(parameter.nbytes for parameter in net.parameters())
         plan = sw.plan(net, (torch.ones(1, 64),), devices=1)

@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """Initialized as torchtitan's models are, after they were sharded."""
+    """Initialized after sharding, as torchtitan's models are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def meta(options: dict[str, Any]) -> Any:
-    """Planned on the meta device."""
+    """A model that is planned on the meta device."""
     with torch.device("meta"):
         net = Language()
     plan = sw.plan(net, batch(), devices=dist.get_world_size(), **options)

@@ -111,15 +111,17 @@ def check_training_inside_is_refused() -> None:
     with sw.whole(net):
         loss = net(*batch())[1]
         assert loss is not None
-        with pytest.raises(sw.PlanError, match=r"cannot be trained inside of `shardwright.whole`"):
+        with pytest.raises(sw.PlanError, match=r"cannot be trained inside `shardwright.whole`"):
             loss.backward()
-        with pytest.raises(sw.PlanError, match=r"cannot be trained inside of `shardwright.whole`"):
+        with pytest.raises(sw.PlanError, match=r"cannot be trained inside `shardwright.whole`"):
             net.train_step(*batch())  # type: ignore[operator]
     loss = net(*batch())[1]
     assert loss is not None
     loss.backward()
     optimizer = torch.optim.AdamW(net.parameters())
-    refused = pytest.raises(sw.PlanError, match=r"an optimizer changed .* call `step` outside")
+    refused = pytest.raises(
+        sw.PlanError, match=r"an optimizer changed .*\ncall `optimizer\.step\(\)` outside"
+    )
     with refused, sw.whole(net):
         optimizer.step()
 
@@ -129,7 +131,7 @@ def check_a_replaced_parameter_is_refused() -> None:
     with pytest.raises(sw.PlanError, match=r"'embed\.weight' was replaced inside"), sw.whole(net):
         net.head.weight = nn.Parameter(net.head.weight.detach().clone())
         net.embed.weight = net.head.weight
-    refused = pytest.raises(sw.PlanError, match=r"was written inside of .*rank0_only")
+    refused = pytest.raises(sw.PlanError, match=r"was written inside .*rank0_only")
     with refused, sw.whole(net, rank0_only=True), torch.no_grad():
         net.embed.weight.zero_()
     torch.testing.assert_close(net(*batch())[1], language()(*batch())[1])
@@ -139,7 +141,7 @@ def check_a_part_that_is_called_by_itself_says_what_to_do() -> None:
     net = language()
     parallel = sw.parallelize(net, sw.plan(net, batch(), devices=4, mem_coeff=10.0), copy=True)
     with pytest.raises(
-        sw.PlanError, match=r"Embedding inside of .* called by itself[\s\S]*whole\(net"
+        sw.PlanError, match=r"submodule `Embedding` .* called by itself[\s\S]*whole\(net"
     ):
         parallel.embedding_of(batch()[0])  # type: ignore[operator]
 

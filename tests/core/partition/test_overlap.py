@@ -104,7 +104,7 @@ def order_of(plan: sw.Plan, net: nn.Module) -> tuple[list[str], list[str]]:
     """What one step runs, forward and backward."""
     with simulated_ranks(plan.partitioned) as ranks:
         program = lower(plan.partitioned.chunks[0], ranks.devices)
-        placed = ranks.place_all(dict(net.named_parameters()), {}, [X])
+        placed = ranks.shard_inputs(dict(net.named_parameters()), {}, [X])
         for shard in placed[0].values():
             shard.requires_grad_()
         with Record() as forward:

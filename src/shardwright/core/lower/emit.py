@@ -38,9 +38,10 @@ class Source:
     lines: list[Line] = field(default_factory=list)
     _taken: set[str] = field(default_factory=set)
 
-    def name(self, wanted: str) -> str:
+    def name(self, hint: str) -> str:
         """Reserves an unused variable name: `layers.0.mlp` → `layers_0_mlp`."""
-        stem = re.sub(r"\W+", "_", wanted).strip("_") or "value"
+        stem = re.sub(r"\W+", "_", hint).strip("_") or "value"
+        # `0.weight` of an `nn.Sequential` is no identifier, nor is `lambda`.
         if stem[0].isdigit() or keyword.iskeyword(stem):
             stem = f"_{stem}"
         candidate, number = stem, 1
@@ -49,12 +50,14 @@ class Source:
         self._taken.add(candidate)
         return candidate
 
-    def refer(self, wanted: str, target: Any) -> str:
+    def refer(self, hint: str, target: Any) -> str:
         """Adds an object to the scope and returns its name; the same name for the same object."""
-        wanted = re.sub(r"\W+", "_", wanted)
+        hint = re.sub(r"\W+", "_", hint)
         for number in range(len(self.scope) + 1):
-            candidate = wanted if number == 0 else f"{wanted}_{number}"
+            candidate = hint if number == 0 else f"{hint}_{number}"
             if candidate in self.scope:
+                # Equal layers share functions, so that their lines differ in variables only
+                # (`regions.py`).
                 if self.scope[candidate] is target:
                     return candidate
             elif candidate not in self._taken:
@@ -75,7 +78,7 @@ class Source:
         line = Line(tuple(names), expression, tuple(reads), comment, unpack, segment, label=label)
         self.lines.append(line)
 
-    def nested(self, outputs: Sequence[str], checkpoint: RecomputeFunction) -> list[Line]:
+    def nest_segments(self, outputs: Sequence[str], checkpoint: RecomputeFunction) -> list[Line]:
         """Lines of the function, with each recomputed segment as an inner function.
 
         Args:
@@ -84,11 +87,15 @@ class Source:
         """
         if all(line.segment is None for line in self.lines):
             return self.lines
-        return nested(self.lines, outputs, self.name, self.refer(checkpoint.__name__, checkpoint))
+        return nest_segments(
+            self.lines, outputs, self.name, self.refer(checkpoint.__name__, checkpoint)
+        )
 
     def compile(self, text: str, name: str) -> Callable[..., Any]:
         """Compiles `text` and returns the function `name` that it defines."""
         scope = {**self.scope, TEXT: text}
+        # The file name is not that of a file: errors of collectives are recognized by it, and read
+        # the line from `TEXT` (`runtime/collective_errors.py`).
         exec(compile(text, f"<{name}>", "exec"), scope)
         function: Callable[..., Any] = scope[name]
         return function
@@ -104,8 +111,10 @@ def expression(argument: Any, variable: Callable[[Value], str]) -> str:
         inner = ", ".join(expression(a, variable) for a in argument)
         return f"({inner},)" if len(argument) == 1 else f"({inner})"
     if isinstance(argument, float) and not math.isfinite(argument):
+        # `repr` of infinity is `inf`, a name that the text does not define.
         return f"float('{argument}')"
     if isinstance(argument, torch.device):
+        # `repr` of a device is `device(...)`, without `torch`.
         return f"torch.device('{argument}')"
     return repr(argument)
 
@@ -134,9 +143,10 @@ class Line:
 
     @property
     def text(self) -> str:
+        # `x, = f()` takes the element; `x = f()` would be the sequence.
         comma = "," if self.unpack and len(self.names) == 1 else ""
-        within = f"with {NAMED_RANGE}({self.label!r}): " if self.label else ""
-        return f"{within}{', '.join(self.names)}{comma} = {self.expression}"
+        range_prefix = f"with {NAMED_RANGE}({self.label!r}): " if self.label else ""
+        return f"{range_prefix}{', '.join(self.names)}{comma} = {self.expression}"
 
 
 def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]:
@@ -152,13 +162,14 @@ def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]
             yield f"    def {line.function}({', '.join(line.reads)}):"
             yield from (f"    {inner}" for inner in write_body(line.body, line.names))
             yield f"        return {', '.join(line.names)}"
+        # Results that nothing reads are deleted at once, such as the indices of a max pooling.
         used = dict.fromkeys((*line.reads, *line.names))
-        dead = [n for n in used if n in assigned and last[n] == number and n not in outputs]
-        yield f"    {line.text}" + (f"; del {', '.join(dead)}" if dead else "")
+        finished = [n for n in used if n in assigned and last[n] == number and n not in outputs]
+        yield f"    {line.text}" + (f"; del {', '.join(finished)}" if finished else "")
 
 
-def nested(
-    lines: Sequence[Line], outputs: Collection[str], name: Callable[[str], str], call: str
+def nest_segments(
+    lines: Sequence[Line], outputs: Collection[str], name: Callable[[str], str], runner: str
 ) -> list[Line]:
     """Replaces the lines of each segment by one that calls an inner function of them.
 
@@ -167,9 +178,10 @@ def nested(
     Args:
         outputs: variables that are read after the last line.
         name: reserves an unused name.
-        call: name of the function that runs inner functions so that the backward pass reruns them.
+        runner: name of the function that runs inner functions with recomputation.
     """
     last = {line.segment: number for number, line in enumerate(lines)}
+    # An inner function returns only what others read: the rest is recomputed, not saved.
     readers: dict[str, set[str | None]] = {n: {None} for n in outputs}
     for line in lines:
         for n in line.reads:
@@ -185,7 +197,7 @@ def nested(
         # Segments are lines of one function, so lines between its first and last must move.
         before, inside, after = _split_at_segment(lines[position : last[segment] + 1], segment)
         function = name(f"compute_{segment}")
-        result += [*before, _segment_call(inside, readers, function, call), *after]
+        result += [*before, _segment_call(inside, readers, function, runner), *after]
         position = last[segment] + 1
     return result
 
@@ -202,6 +214,8 @@ def _split_at_segment(
         assert line.segment in (None, segment), f"{line.segment} lies within {segment}"
         if line.segment is not None:
             inside.append(line)
+        # Independent lines stay ahead of the segment: gathers and starts of collectives, whose
+        # overlap would be lost behind it.
         elif assigned.isdisjoint(line.reads):
             before.append(line)
             continue
@@ -212,19 +226,19 @@ def _split_at_segment(
 
 
 def _segment_call(
-    inside: Sequence[Line], readers: Mapping[str, set[str | None]], function: str, call: str
+    inside: Sequence[Line], readers: Mapping[str, set[str | None]], function: str, runner: str
 ) -> Line:
     """Line that defines and calls a function of the lines `inside`.
 
     Args:
         readers: segments that read each variable; None stands for lines outside of all segments.
     """
-    own = {inside[0].segment}
+    own_segment = {inside[0].segment}
     assigned = dict.fromkeys(n for line in inside for n in line.names)
     inputs = tuple(dict.fromkeys(n for line in inside for n in line.reads if n not in assigned))
     return Line(
-        names=tuple(n for n in assigned if readers.get(n, own) - own),
-        expression=f"{call}({', '.join([function, *inputs])})",
+        names=tuple(n for n in assigned if readers.get(n, own_segment) - own_segment),
+        expression=f"{runner}({', '.join([function, *inputs])})",
         reads=inputs,
         comment=f"{inside[0].segment}: recomputed in the backward pass",
         function=function,

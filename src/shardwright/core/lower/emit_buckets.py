@@ -39,7 +39,7 @@ class BucketLines:
     their gradients go through the bucket.
     """
 
-    flow: Communication
+    communication: Communication
     devices: Devices
     unsharded: bool
     source: Source
@@ -53,78 +53,87 @@ class BucketLines:
     )
 
     def __post_init__(self) -> None:
-        self.bound = tuple(bind_bucket(bucket, self.devices) for bucket in self.flow.buckets)
+        self.bound = tuple(
+            bind_bucket(bucket, self.devices) for bucket in self.communication.buckets
+        )
         if self.devices.named_ranges:
             self.bound = tuple(RangedBucket.of(b, self.devices.matrix) for b in self.bound)
-        for bucket in self.flow.buckets:
+        for bucket in self.communication.buckets:
             for member in bucket.members:
+                # By identity, since a parameter that is read in two layouts is a member of two
+                # buckets.
                 self._bucket_of[member.value, _ids(member.transfers)] = (bucket, member)
-        if any(bucket.regathers and bucket.segment is None for bucket in self.flow.buckets):
+        if any(
+            bucket.regathers and bucket.segment is None for bucket in self.communication.buckets
+        ):
             self.regather = BackwardRegather()
 
     def enter(self) -> None:
         """Emits the first lines of a program, whose backward runs last."""
-        for bound in self._own_buckets:
+        for bound in self._program_buckets:
+            # Lines at the top run last in the backward pass: reductions overlap all of it.
             if not bound.bucket.gathers or bound.replicas is not None:
-                self._enter(bound)
+                self._emit_enter(bound)
         # The first gather has no earlier bucket whose use it could overlap.
-        first = next((b.bucket for b in self._own_buckets if _can_prefetch(b.bucket)), None)
+        first = next((b.bucket for b in self._program_buckets if _can_prefetch(b.bucket)), None)
         if first is not None:
-            self._start(first)
+            self._emit_start(first)
 
     @cached_property
-    def _own_buckets(self) -> tuple[BoundBucket, ...]:
+    def _program_buckets(self) -> tuple[BoundBucket, ...]:
         """Buckets that this program gathers or reduces itself."""
-        return tuple(each for each in self.bound if self._is_own(each.bucket))
+        return tuple(each for each in self.bound if self._is_in_program(each.bucket))
 
-    def _is_own(self, bucket: Bucket) -> bool:
+    def _is_in_program(self, bucket: Bucket) -> bool:
         return not (self.unsharded and bucket.reduces_once)
 
-    def _enter(self, bound: BoundBucket) -> str:
+    def _emit_enter(self, bound: BoundBucket) -> str:
         number = bound.bucket.number
         name = self._entered[bound.bucket] = self.source.name(f"bucket_{number}")
         function = self.source.refer(f"enter_{number}", EnterBucket(bound))
         shards = ", ".join(f"parameters[{m.value.name!r}]" for m in bound.bucket.members)
-        self.source.add([name], f"{function}({shards})", [], _comment(bound))
+        self.source.add([name], f"{function}({shards})", [], _bucket_comment(bound))
         return name
 
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
         """Variable of a parameter after the steps that its bucket makes; None without a bucket."""
-        length = num_bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
-        if not length:
+        num_bucketed = num_bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
+        if not num_bucketed:
             return None
-        bucket, member = self._bucket_of[value, _ids(route[:length])]
+        bucket, member = self._bucket_of[value, _ids(route[:num_bucketed])]
         if member not in self._members:
-            if self._is_own(bucket):
-                self._finish(bucket)
+            if self._is_in_program(bucket):
+                self._emit_finish(bucket)
             else:
                 name = self._members[member] = self.source.name(member.name)
-                self.source.add([name], f"parameters[{used_name(member)!r}]", [])
+                self.source.add([name], f"parameters[{used_member_key(member)!r}]", [])
         return self._members[member]
 
-    def _start(self, bucket: Bucket) -> None:
+    def _emit_start(self, bucket: Bucket) -> None:
         if bucket in self._started:
             return
-        entered = self._entered.get(bucket) or self._enter(self.bound[bucket.number])
+        # Buckets that are only gathered enter beside their gather; see the class docstring.
+        entered = self._entered.get(bucket) or self._emit_enter(self.bound[bucket.number])
         bound, number = self.bound[bucket.number], bucket.number
         name = self._started[bucket] = self.source.name(f"bucket_{number}")
+        # Gathered once per step by `UnshardedParameters`; the bucket only reduces gradients.
         if self.unsharded and bucket.level == "level2":
-            function = self.source.refer(f"hold_{number}", ReuseGathered(bound))
-            call = f"{function}({entered}, parameters[{held_name(bucket)!r}])"
+            function = self.source.refer(f"reuse_{number}", ReuseGathered(bound))
+            call = f"{function}({entered}, parameters[{gathered_bucket_key(bucket)!r}])"
         else:
             call = f"{self.source.refer(f'start_{number}', StartGather(bound))}({entered})"
         self.source.add([name], call, [entered], segment=bucket.segment)
 
-    def _finish(self, bucket: Bucket) -> None:
+    def _emit_finish(self, bucket: Bucket) -> None:
         bound, number = self.bound[bucket.number], bucket.number
         is_cached = self.unsharded and bucket.level == "level2"
         if bucket.gathers:
-            self._start(bucket)
+            self._emit_start(bucket)
             # Before the wait, so that the next gather overlaps the use of this bucket.
             following = self._next_prefetch(bucket)
             if following is not None:
-                self._start(following)
-        before = self._started.get(bucket) or self._entered[bucket]
+                self._emit_start(following)
+        bucket_variable = self._started.get(bucket) or self._entered[bucket]
         if bucket.gathers and not is_cached:
             # The rerun of a segment gathers its buckets itself.
             regather = self.regather if bucket.regathers and bucket.segment is None else None
@@ -132,16 +141,17 @@ class BucketLines:
         else:
             function = self.source.refer(f"finish_{number}", UseAsStored(bound, is_cached))
         names = [self.source.name(member.name) for member in bucket.members]
-        call = f"{function}({before})"
-        self.source.add(names, call, [before], unpack=True, segment=bucket.segment)
+        call = f"{function}({bucket_variable})"
+        self.source.add(names, call, [bucket_variable], unpack=True, segment=bucket.segment)
+        # All members at once, so that later uses of any of them emit nothing.
         self._members.update(zip(bucket.members, names, strict=True))
 
     def _next_prefetch(self, bucket: Bucket) -> Bucket | None:
         """The bucket to prefetch: the next one that is gathered ahead of use."""
         if bucket.segment is not None:
             return None
-        later = (b.bucket for b in self._own_buckets if b.bucket.number > bucket.number)
-        return next(filter(_can_prefetch, later), None)
+        later_buckets = (b.bucket for b in self._program_buckets if b.bucket.number > bucket.number)
+        return next(filter(_can_prefetch, later_buckets), None)
 
 
 def _can_prefetch(bucket: Bucket) -> bool:
@@ -149,17 +159,17 @@ def _can_prefetch(bucket: Bucket) -> bool:
     return bucket.gathers and bucket.segment is None
 
 
-def used_name(member: Member) -> str:
+def used_member_key(member: Member) -> str:
     """Key of a member in the layout in which it is used, in `UnshardedParameters.tensors`."""
     return f"{member.name} as used"
 
 
-def cast_name(value: Value) -> str:
+def cast_key(value: Value) -> str:
     """Key of a cast parameter without a bucket, in `UnshardedParameters.tensors`."""
     return f"{value.name} as {str(value.dtype).removeprefix('torch.')}"
 
 
-def held_name(bucket: Bucket) -> str:
+def gathered_bucket_key(bucket: Bucket) -> str:
     """Key of all members of a gathered `level2` bucket, in `UnshardedParameters.tensors`."""
     return f"bucket {bucket.number}"
 
@@ -168,14 +178,14 @@ def _ids(transfers: Sequence[Transfer]) -> tuple[int, ...]:
     return tuple(id(transfer) for transfer in transfers)
 
 
-def _comment(bound: BoundBucket) -> str:
+def _bucket_comment(bound: BoundBucket) -> str:
     """`bucket 0 of 3 parameters: vary over dp, all_gather over fsdp / reduce_scatter`."""
-    bucket, words = bound.bucket, []
+    bucket, steps = bound.bucket, []
     for step in bucket.steps:
-        over = step.source.layout.named(step.axes)
-        back = f" / {step.backward}" if step.backward is not None else ""
-        words.append(f"{step.kind} over {over}{back}")
+        axes = step.source.layout.named(step.axes)
+        gradient = f" / {step.backward}" if step.backward is not None else ""
+        steps.append(f"{step.kind} over {axes}{gradient}")
     count = len(bucket.members)
     regathers = ", gathered again in the backward pass" if bucket.regathers else ""
     parameters = f"{count} parameter{'s' if count > 1 else ''}"
-    return f"bucket {bucket.number} of {parameters}: {', '.join(words)}{regathers}"
+    return f"bucket {bucket.number} of {parameters}: {', '.join(steps)}{regathers}"

@@ -13,7 +13,7 @@ from shardwright.core.partition.overlap import Overlap
 from shardwright.core.partition.transfer import Transfer
 from shardwright.core.runtime.collectives import BoundCollective, bind, start_all_reduce
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.named_ranges import around_both
+from shardwright.core.runtime.named_ranges import wrap_step
 from shardwright.core.runtime.overlap import DelayGradient, FinishCollective, StartCollective
 
 
@@ -24,81 +24,88 @@ class TransferLines:
     Args:
         overlaps: transfers with separate start and finish.
         pending: transfer of the loss that is started but not finished, if any.
-        weight: returns the variable of a linear layer's weight.
+        weight_of: returns the variable of a linear layer's weight.
         delayed: variables of weights whose gradients are delayed, by linear layer.
     """
 
-    flow: Communication
+    communication: Communication
     devices: Devices
     source: Source
     overlaps: Mapping[Transfer, Overlap]
     pending: Transfer | None
-    weight: Callable[[Op], str]
+    weight_of: Callable[[Op], str]
     delayed: dict[Op, str] = field(default_factory=dict)
     _started: dict[Transfer, str] = field(default_factory=dict)
-    _converted: dict[Transfer, str] = field(default_factory=dict)
+    _variables: dict[Transfer, str] = field(default_factory=dict)
     _bound: dict[Any, Any] = field(default_factory=dict)
-    _early: dict[Value, list[Transfer]] = field(default_factory=dict)
+    _starts_after: dict[Value, list[Transfer]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for transfer, overlap in self.overlaps.items():
+            # A transfer with nothing beside it starts where it finishes, in `_emit_transfer`.
             if overlap.overlapping_ops and transfer is not self.pending:
-                self._early.setdefault(transfer.value, []).append(transfer)
+                self._starts_after.setdefault(transfer.value, []).append(transfer)
 
     def start(self, value: Value, name: str) -> None:
         """Emits the start of overlapped transfers of a value that was just computed."""
-        for transfer in self._early.get(value, ()):
-            self._start(transfer, name)
+        for transfer in self._starts_after.get(value, ()):
+            self._emit_start(transfer, name)
 
     def convert(self, name: str, route: Sequence[Transfer]) -> str:
         """Emits the transfers of a route from the variable `name`; returns the last variable."""
         for transfer in route:
-            if transfer not in self._converted:
-                self._converted[transfer] = self._convert(transfer, name)
-            name = self._converted[transfer]
+            # Readers of a value in one layout share its transfers: `q`, `k` and `v` read one
+            # `vary`, and their gradients are all-reduced once.
+            if transfer not in self._variables:
+                self._variables[transfer] = self._emit_transfer(transfer, name)
+            name = self._variables[transfer]
         return name
 
-    def _convert(self, transfer: Transfer, before: str) -> str:
+    def _emit_transfer(self, transfer: Transfer, variable: str) -> str:
         if transfer not in self.overlaps or transfer is self.pending:
             prefix = "start" if transfer is self.pending else ""
-            return self._line(transfer, prefix, self._function(transfer), before)
+            return self._emit_call(transfer, prefix, self._function(transfer), variable)
         if transfer not in self._started:
-            self._start(transfer, before)
+            self._emit_start(transfer, variable)
         # Between start and finish, so that in the backward pass, in reverse order, weight gradients
         # are computed while the gradient of the input is communicated.
         for op in self.overlaps[transfer].delayed_linears:
-            self._delay(op, transfer)
+            self._emit_delay(op, transfer)
         pending = self._started[transfer]
-        return self._line(transfer, "finish", self._half(transfer, FinishCollective), pending)
+        return self._emit_call(
+            transfer, "finish", self._overlap_function(transfer, FinishCollective), pending
+        )
 
-    def _start(self, transfer: Transfer, before: str) -> None:
-        function = self._half(transfer, StartCollective)
-        self._started[transfer] = self._line(transfer, "start", function, before)
+    def _emit_start(self, transfer: Transfer, variable: str) -> None:
+        function = self._overlap_function(transfer, StartCollective)
+        self._started[transfer] = self._emit_call(transfer, "start", function, variable)
 
-    def _delay(self, op: Op, transfer: Transfer) -> None:
+    def _emit_delay(self, op: Op, transfer: Transfer) -> None:
         """Emits the point at which the backward pass computes a linear layer's weight gradient."""
-        weight = self.weight(op)
-        shape = self.flow.initial_layouts[op.output].shard_shape(op.output.shape)
-        x_shape = self.flow.input_layouts[op.name][0].shard_shape(op.inputs[0].shape)
+        weight = self.weight_of(op)
+        shape = self.communication.initial_layouts[op.output].shard_shape(op.output.shape)
+        x_shape = self.communication.input_layouts[op.name][0].shard_shape(op.inputs[0].shape)
+        # Shared by layers of equal shapes, so that repeated blocks have equal text.
         function = self._bound.setdefault((x_shape, shape), DelayGradient(x_shape, shape))
         call = f"{self.source.refer('delay_gradient', function)}({weight})"
         name = self.delayed[op] = self.source.name(weight)
         self.source.add([name], call, [weight], segment=transfer.segment)
 
-    def _line(self, transfer: Transfer, prefix: str, function: Any, before: str) -> str:
+    def _emit_call(self, transfer: Transfer, prefix: str, function: Any, variable: str) -> str:
         step = transfer.step
-        over = self.devices.matrix.named(step.axes, "_")
+        axes = self.devices.matrix.named(step.axes, "_")
         dims = "_to_".join(f"dim{d}" for d in (step.dim, step.to_dim) if d is not None)
-        wanted = "_".join(part for part in (prefix, step.kind, dims, over) if part)
+        name_hint = "_".join(part for part in (prefix, step.kind, dims, axes) if part)
+        # Two all-gathers over the same axes may differ in their gradients.
         if step.kind == "all_gather" and step.backward == "reduce_scatter":
-            wanted += "_varying"
-        redistribution = self.source.refer(wanted, function)
+            name_hint += "_varying"
+        redistribution = self.source.refer(name_hint, function)
         name = self.source.name(transfer.value.name)
-        call = f"{redistribution}({before})"
-        self.source.add([name], call, [before], segment=transfer.segment)
+        call = f"{redistribution}({variable})"
+        self.source.add([name], call, [variable], segment=transfer.segment)
         return name
 
-    def _half(
+    def _overlap_function(
         self, transfer: Transfer, half: type[StartCollective] | type[FinishCollective]
     ) -> Any:
         function = self._function(transfer)
@@ -115,8 +122,8 @@ class TransferLines:
             binding = start_all_reduce if pending else bind
             bound = binding(step, self.devices)
             if self.devices.named_ranges:
-                layout, back = self.devices.matrix, None if pending else step.backward
-                bound = around_both(bound, step.forward, back, step.axes, layout)
+                layout, backward = self.devices.matrix, None if pending else step.backward
+                bound = wrap_step(bound, step.forward, backward, step.axes, layout)
             self._bound[key] = bound
         function: BoundCollective = self._bound[key]
         return function

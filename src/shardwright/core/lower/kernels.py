@@ -16,7 +16,7 @@ from shardwright.core.rules.rule import Cuts, Local, Reduce, ShardingRule
 from shardwright.core.runtime.collectives import bound_reduction
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.equal_replicas import EqualReplicas
-from shardwright.core.runtime.named_ranges import around_reduction
+from shardwright.core.runtime.named_ranges import wrap_reduction
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 
@@ -26,7 +26,7 @@ class Kernels:
 
     devices: Devices
     cuts: Mapping[str, Cuts]
-    flow: Communication
+    communication: Communication
     _kernels: dict[Op, Callable[..., Any]] = field(default_factory=dict)
 
     def of(self, op: Op) -> Callable[..., Any]:
@@ -34,8 +34,9 @@ class Kernels:
         its own target."""
         if op not in self._kernels:
             self._kernels[op] = op.target
-            rule, cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
-            if rule is not None and rule.kernel is not None and cut:
+            rule, is_cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
+            # An operator that is not cut runs unchanged, with the bits of one device.
+            if rule is not None and rule.kernel is not None and is_cut:
                 self._kernels[op] = rule.kernel(op, self._local(op, rule))
             if isinstance(op.target, LocalCall):
                 self._kernels[op] = self._user_code(op, op.target.name)
@@ -44,22 +45,26 @@ class Kernels:
     def _user_code(self, op: Op, name: str) -> Callable[..., Any]:
         """Kernel of a `local_map`. On axes that do not shard it, ranks must return equal results,
         which `EqualReplicas` checks."""
-        function, matrix = self._kernels[op], self.devices.matrix.device_matrix
-        cut = {axis for axes in self.cuts.get(op.name, {}).values() for axis in axes}
-        axes = tuple(axis for axis in range(len(matrix)) if axis not in cut)
+        function, device_matrix = self._kernels[op], self.devices.matrix.device_matrix
+        cut_axes = {axis for axes in self.cuts.get(op.name, {}).values() for axis in axes}
+        axes = tuple(axis for axis in range(len(device_matrix)) if axis not in cut_axes)
+        # Without process groups, a program is only printed or dry-run.
         if axes and self.devices.connected:
             function = EqualReplicas(function, self.devices.group(axes), name)
+        # `local_map` promises to run the user's code as it is, and Dynamo may not support it.
         disable: Any = torch.compiler.disable
         disabled: Callable[..., Any] = disable(function, reason=f"{name} is a local_map")
         return disabled
 
     def _local(self, op: Op, rule: ShardingRule) -> Local:
-        cuts, made = self.cuts.get(op.name, {}), self.flow.initial_layouts
-        functions = tuple(self._reduce(inner) for inner in self.flow.reductions.get(op.name, ()))
+        cuts, layouts = self.cuts.get(op.name, {}), self.communication.initial_layouts
+        functions = tuple(
+            self._reduce(inner) for inner in self.communication.reductions.get(op.name, ())
+        )
         return Local(
             shard_counts=rule.shard_counts(self.devices.matrix, cuts),
             index=lambda factor: self.devices.index(tuple(cuts.get(factor, ()))),
-            output_shapes=tuple(made[value].shard_shape(value.shape) for value in op.outputs),
+            output_shapes=tuple(layouts[value].shard_shape(value.shape) for value in op.outputs),
             reduce=functions,
         )
 
@@ -67,7 +72,7 @@ class Kernels:
         reduction, axes = inner.reduction, inner.axes
         reduce = bound_reduction(self.devices, axes, reduction.kind, reduction.varying)
         if self.devices.named_ranges:
-            return around_reduction(reduce, reduction, axes, self.devices.matrix)
+            return wrap_reduction(reduce, reduction, axes, self.devices.matrix)
         return reduce
 
 
@@ -75,19 +80,21 @@ def returns_many(op: Op) -> bool:
     """Whether the target returns a sequence of tensors, possibly with a single element."""
     if isinstance(op.target, OpOverload):
         returns = schema_of(op.target).returns
+        # `split` returns a list, also one of a single tensor.
         return len(returns) > 1 or str(returns[0].type) == "List[Tensor]"
     return len(op.outputs) > 1
 
 
-def leaves_out_results(op: Op) -> bool:
+def returns_nones(op: Op) -> bool:
     """Whether the target returns None for some tensors, as a backward operator does for an input
     that needs no gradient."""
     if not isinstance(op.target, OpOverload):
         return False
     returns = schema_of(op.target).returns
+    # The schema has a result for every input, and the graph only the tensors.
     return all(str(r.type) == "Tensor" for r in returns) and len(returns) != len(op.outputs)
 
 
-def made_results(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def drop_nones(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Runs a function and drops the Nones from its results."""
     return tuple(result for result in function(*args, **kwargs) if result is not None)

@@ -18,13 +18,13 @@ from torch.profiler import record_function
 from shardwright.core.graph.graph import Graph, Kind, Op, Value, ops_from_inputs
 from shardwright.core.graph.saved_tensors import returned_before_update, saved_before_update
 from shardwright.core.lower.emit import NAMED_RANGE, Source, expression, write_body
-from shardwright.core.lower.emit_buckets import BucketLines, cast_name
+from shardwright.core.lower.emit_buckets import BucketLines, cast_key
 from shardwright.core.lower.emit_transfers import TransferLines
 from shardwright.core.lower.kernels import (
     Kernels,
-    leaves_out_results,
-    made_results,
+    drop_nones,
     returns_many,
+    returns_nones,
 )
 from shardwright.core.lower.regions import Compiler, compile_regions
 from shardwright.core.partition.chunk import Chunk
@@ -103,6 +103,8 @@ class Program:
             The leaves of the model's outputs, and the new values of the graph's `updates`, in the
             layouts of the old ones.
         """
+        # Without gradients nothing is saved for backward, and each bucket is freed after its last
+        # use.
         if self.regather is None or not torch.is_grad_enabled():
             return self.function(parameters, buffers, inputs, seed)
         with self.regather.run():
@@ -136,9 +138,9 @@ class _Lowering:
     source: Source = field(default_factory=Source)
     variables: dict[Value, str] = field(default_factory=dict)
     transfers: TransferLines = field(init=False)
-    fused: dict[Value, Op] = field(default_factory=dict)
+    deferred_linears: dict[Value, Op] = field(default_factory=dict)
     kernels: Kernels = field(init=False)
-    started: dict[Op, str] = field(default_factory=dict)
+    started_kernels: dict[Op, str] = field(default_factory=dict)
     casts: list[Value] = field(default_factory=list)
     read_after_update: frozenset[Value] = frozenset()
 
@@ -151,55 +153,58 @@ class _Lowering:
         return self.chunk.decisions.cuts
 
     @property
-    def flow(self) -> Communication:
+    def communication(self) -> Communication:
         return self.chunk.communication
 
     def program(self) -> Program:
         # Reserved, so that no variable hides an argument of the program.
         for name in ("parameters", "buffers", "inputs", "seed", "device"):
             self.source.name(name)
-        self.buckets = BucketLines(self.flow, self.devices, self.unsharded, self.source)
-        self.kernels = Kernels(self.devices, self.cuts, self.flow)
+        self.buckets = BucketLines(self.communication, self.devices, self.unsharded, self.source)
+        self.kernels = Kernels(self.devices, self.cuts, self.communication)
         self.transfers = TransferLines(
-            self.flow,
+            self.communication,
             self.devices,
             self.source,
             self.chunk.overlaps,
             self._pending_loss(),
-            self._weight,
+            self._weight_variable,
         )
         if self.devices.named_ranges:
             self.source.refer(NAMED_RANGE, record_function)
-        recomputed = (self.graph.by_name[name] for name in self.flow.segment_of)
+        recomputed = (self.graph.by_name[name] for name in self.communication.segment_of)
         self.read_after_update = frozenset(value for op in recomputed for value in op.inputs)
+        # Buffers are updated in place after the program has run. A value that is read later has to
+        # be cloned: by a recomputed operator, from saved tensors, or as an output.
         self.read_after_update |= saved_before_update(self.graph)
         self.read_after_update |= returned_before_update(self.graph)
-        early = self._start_ahead()
+        # Before the first gather, since their all-reduces are small and need inputs only.
+        emitted_early = self._emit_early_starts()
         self.buckets.enter()
         for op in self.graph.ops:
-            if op in early:
+            if op in emitted_early:
                 continue
-            if self._waits_for_bias(op):
-                self.fused[op.output] = op
+            if self._is_fused_with_bias(op):
+                self.deferred_linears[op.output] = op
             else:
-                self._operator(op)
-        routes = self.flow.output_routes
+                self._emit_operator(op)
+        routes = self.communication.output_routes
         outputs = [
-            self._converted(leaf, routes[leaf]) if isinstance(leaf, Value) else repr(leaf)
+            self._redistributed(leaf, routes[leaf]) if isinstance(leaf, Value) else repr(leaf)
             for leaf in self.graph.outputs
         ]
         updates = [
-            self._converted(value, self.flow.update_routes[before])
+            self._redistributed(value, self.communication.update_routes[before])
             for before, value in self.graph.updates
         ]
         returns = f"[{', '.join(outputs)}], [{', '.join(updates)}]"
-        lines = self.source.nested([*outputs, *updates], self._checkpoint())
+        lines = self.source.nest_segments([*outputs, *updates], self._checkpoint())
         body = write_body(lines, [*outputs, *updates])
         text = "\n".join([HEADER, *body, f"    return {returns}\n"])
         return Program(
             text,
             self.source.compile(text, "program"),
-            self.flow,
+            self.communication,
             self.graph.parameters,
             self.buckets.bound,
             self.unsharded,
@@ -213,7 +218,7 @@ class _Lowering:
         generator, whose state it has to restore; on several, each draw has its own seed."""
         if self.devices.is_distributed:
             return recompute_segment
-        recomputed = (self.graph.by_name[name] for name in self.flow.segment_of)
+        recomputed = (self.graph.by_name[name] for name in self.communication.segment_of)
         return recompute_drawing_segment if any(map(is_random, recomputed)) else recompute_segment
 
     # Values
@@ -224,26 +229,27 @@ class _Lowering:
             name = self.variables[value] = self.source.name(value.name)
             is_cast = value.dtype != value.stored_dtype
             cast = f".to({value.dtype})" if is_cast else ""
-            if value in self.flow.update_routes and value in self.read_after_update:
+            if value in self.communication.update_routes and value in self.read_after_update:
                 # The old value is read after the update: by the backward pass, or by the caller.
                 cast = ".clone()"
             if value.kind is Kind.PARAMETER and self.unsharded and is_cast:
                 self.casts.append(value)
-                self.source.add([name], f"parameters[{cast_name(value)!r}]", [])
+                self.source.add([name], f"parameters[{cast_key(value)!r}]", [])
             elif value.kind is Kind.PARAMETER:
                 self.source.add([name], f"parameters[{value.name!r}]{cast}", [])
             elif value.kind is Kind.BUFFER:
                 self.source.add([name], f"buffers[{value.name!r}]{cast}", [])
             elif value.kind is Kind.INPUT:
-                number = next(i for i, leaf in enumerate(self.graph.inputs) if leaf is value)
-                self.source.add([name], f"inputs[{number}]{cast}", [])
+                index = next(i for i, leaf in enumerate(self.graph.inputs) if leaf is value)
+                self.source.add([name], f"inputs[{index}]{cast}", [])
             elif value.kind is Kind.CONSTANT:
+                # Moved once, when the program is made, instead of in every call.
                 tensor = self.graph.constants[value].to(self.devices.device)
                 constant = self.source.refer(f"constant_{len(self.source.scope)}", tensor)
                 self.source.add([name], constant, [])
         return self.variables[value]
 
-    def _converted(self, value: Value, route: Sequence[Transfer]) -> str:
+    def _redistributed(self, value: Value, route: Sequence[Transfer]) -> str:
         """Variable that holds `value` after the transfers of `route`."""
         name = self.buckets.member(value, route)
         if name is None:
@@ -255,50 +261,55 @@ class _Lowering:
     def _pending_loss(self) -> Transfer | None:
         """The all-reduce of the loss that is not finished in the program, if there is one."""
         loss = self.graph.loss
+        # If the loss is read by another operator, that waits for it anyway.
         if not self.pending_loss or loss is None or self.graph.consumers[loss]:
             return None
-        route = self.flow.output_routes[loss]
+        route = self.communication.output_routes[loss]
         return route[-1] if route and route[-1].step.kind == "all_reduce" else None
 
-    def _weight(self, op: Op) -> str:
-        return self._converted(op.inputs[1], self.flow.routes[op.name, 1])
+    def _weight_variable(self, op: Op) -> str:
+        return self._redistributed(op.inputs[1], self.communication.routes[op.name, 1])
 
     # Operators
 
-    def _start_ahead(self) -> set[Op]:
+    def _emit_early_starts(self) -> set[Op]:
         """Emits the first halves of two-phase kernels at the top of the program, where they depend
         on inputs only, so that no device waits for others there. Returns the operators emitted."""
-        early: set[Op] = set()
+        emitted_early: set[Op] = set()
         for op in self.graph.ops:
             kernel = self.kernels.of(op)
-            if not isinstance(kernel, TwoPhaseKernel) or self._segment(op) is not None:
+            # A recomputed segment is one function, of which no line can be moved to the top.
+            if not isinstance(kernel, TwoPhaseKernel) or self._segment_name(op) is not None:
                 continue
-            makers = ops_from_inputs(self.graph, [op.inputs[i] for i in kernel.reads])
-            if makers is None or any(self._segment(maker) is not None for maker in makers):
+            producers = ops_from_inputs(self.graph, [op.inputs[i] for i in kernel.reads])
+            if producers is None or any(
+                self._segment_name(producer) is not None for producer in producers
+            ):
                 continue
-            for maker in makers:
-                if maker not in early:
-                    self._operator(maker)
-            early.update(makers)
-            routes = [(op.inputs[i], self.flow.routes[op.name, i]) for i in kernel.reads]
-            reads = [self._converted(value, route) for value, route in routes]
-            name = self.started[op] = self.source.name(f"{op.name}_ahead")
+            for producer in producers:
+                if producer not in emitted_early:
+                    self._emit_operator(producer)
+            emitted_early.update(producers)
+            routes = [(op.inputs[i], self.communication.routes[op.name, i]) for i in kernel.reads]
+            reads = [self._redistributed(value, route) for value, route in routes]
+            name = self.started_kernels[op] = self.source.name(f"{op.name}_ahead")
             start = self.source.refer(f"start_{op.short_name}", kernel.start)
             self.source.add([name], f"{start}({', '.join(reads)})", reads, f"{op.name}: ahead")
-        return early
+        return emitted_early
 
-    def _operator(self, op: Op) -> None:
+    def _emit_operator(self, op: Op) -> None:
         input_variables: dict[int, str] = {}
         variables = []
         for index, value in enumerate(op.inputs):
-            if value in self.fused:
-                self._emit_inputs(self.fused[value])
+            # Those of the linear layer come first, as in the graph: overlap depends on the order.
+            if value in self.deferred_linears:
+                self._emit_inputs(self.deferred_linears[value])
                 continue
-            route = self.flow.routes[op.name, index]
-            variables.append(self._converted(value, route))
+            route = self.communication.routes[op.name, index]
+            variables.append(self._redistributed(value, route))
             input_variables[index] = variables[-1]
-        if op.inputs and op.inputs[0] in self.fused:
-            self._with_bias(self.fused.pop(op.inputs[0]), op, input_variables[1])
+        if op.inputs and op.inputs[0] in self.deferred_linears:
+            self._emit_with_bias(self.deferred_linears.pop(op.inputs[0]), op, input_variables[1])
             return
         rule = rule_of(op)
         args, kwargs = self._arguments(op, rule)
@@ -308,6 +319,7 @@ class _Lowering:
             return input_variables[next(counter)]
 
         function = self._function(op, rule)
+        # Its weight gradient overlaps a collective of the backward pass (`runtime/overlap.py`).
         if op in self.transfers.delayed:
             function, input_variables[1] = (
                 self.source.refer("linear", delayed_linear),
@@ -318,13 +330,13 @@ class _Lowering:
         texts += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
         if self.devices.is_distributed and is_random(op):
             texts.insert(0, "seed")
-        if op in self.started:
-            texts.insert(0, self.started[op])
-            variables.append(self.started[op])
+        if op in self.started_kernels:
+            texts.insert(0, self.started_kernels[op])
+            variables.append(self.started_kernels[op])
         names = [self.source.name(value.name) for value in op.outputs]
         self.variables.update(zip(op.outputs, names, strict=True))
         call, comment = f"{function}({', '.join(texts)})", self._comment(op, rule)
-        segment, label = self._segment(op), self._label(op)
+        segment, label = self._segment_name(op), self._label(op)
         self.source.add(names, call, variables, comment, returns_many(op), segment, label)
         for value, name in zip(op.outputs, names, strict=True):
             self.transfers.start(value, name)
@@ -332,16 +344,17 @@ class _Lowering:
     def _label(self, op: Op) -> str:
         return op.name if self.devices.named_ranges else ""
 
-    def _segment(self, op: Op) -> str | None:
-        segment = self.flow.segment_of.get(op.name)
+    def _segment_name(self, op: Op) -> str | None:
+        segment = self.communication.segment_of.get(op.name)
         return segment.name if segment is not None else None
 
     def _arguments(self, op: Op, rule: ShardingRule | None) -> tuple[list[Any], dict[str, Any]]:
         """Arguments of the operator, with output sizes replaced by local sizes."""
         args, kwargs = list(op.args), dict(op.kwargs)
         if rule is not None and rule.sizes is not None:
+            # `view(b, s, d)` of a shard has local sizes.
             args[rule.sizes] = list(
-                self.flow.initial_layouts[op.output].shard_shape(op.output.shape)
+                self.communication.initial_layouts[op.output].shard_shape(op.output.shape)
             )
         if op.takes_device:
             kwargs["device"] = self.devices.device
@@ -350,24 +363,28 @@ class _Lowering:
     def _function(self, op: Op, rule: ShardingRule | None) -> str:
         """Name of the function that computes `op` on local tensors."""
         function = self.kernels.of(op)
-        if op in self.started:
+        if op in self.started_kernels:
             assert isinstance(function, TwoPhaseKernel)
             function = function.finish
         if self.devices.is_distributed and is_random(op):
-            layout = self.flow.initial_layouts[op.output]
+            layout = self.communication.initial_layouts[op.output]
+            # Ranks with different shards, or different terms of a sum, draw different numbers;
+            # replicas draw the same.
             sharded = (axis for dim in layout.axes for axis in dim)
             axes = tuple(dict.fromkeys((*sharded, *sorted(layout.partial))))
             function = Seeded(function, stream_number(op.name), self.devices.index(axes))
             return self.source.refer(f"seeded_{op.short_name}", function)
         if function is op.target and isinstance(function, OpOverload):
-            if leaves_out_results(op):
+            if returns_nones(op):
                 name = f"results_of_{op.short_name}"
-                return self.source.refer(name, partial(made_results, function))
+                return self.source.refer(name, partial(drop_nones, function))
             if function.namespace == "aten":
                 return str(function)
             if function.namespace == "shardwright":
                 return f"torch.ops.{function}"
-            layouts = ((v, self.flow.initial_layouts[v]) for v in op.outputs)
+            # A custom operator of the user: a wrong fake implementation shows here
+            # (`runtime/fake_implementations.py`).
+            layouts = ((v, self.communication.initial_layouts[v]) for v in op.outputs)
             output_specs = tuple((layout.shard_shape(v.shape), v.dtype) for v, layout in layouts)
             return self.source.refer(
                 f"own_{op.short_name}", CheckedCustomOp(function, output_specs)
@@ -390,33 +407,35 @@ class _Lowering:
     # Capture splits biases from linear layers, as a bias must be added to a partial sum only once.
     # Where no redistribution lies between, the two are merged again into one kernel.
 
-    def _waits_for_bias(self, op: Op) -> bool:
+    def _is_fused_with_bias(self, op: Op) -> bool:
         if op.target is not aten.linear.default or len(op.inputs) != 2:
             return False
-        uses = self.graph.consumers[op.output]
-        if len(uses) != 1 or op.output in self.graph.output_values:
+        consumers = self.graph.consumers[op.output]
+        if len(consumers) != 1 or op.output in self.graph.output_values:
             return False
-        add, index = uses[0]
+        add, index = consumers[0]
         return (
             add.target is aten.add.Tensor
             and index == 0
             and not add.kwargs
             and len(add.inputs) == 2
+            # `F.linear` takes a vector as bias. A partial sum must be reduced before the bias is
+            # added, or each of its terms would add it.
             and add.inputs[1].shape == op.output.shape[-1:]
             and add.inputs[1].dtype == op.output.dtype
-            and not self.flow.initial_layouts[op.output].partial
-            and not self.flow.routes[add.name, 0]
-            and self._segment(op) == self._segment(add)
+            and not self.communication.initial_layouts[op.output].partial
+            and not self.communication.routes[add.name, 0]
+            and self._segment_name(op) == self._segment_name(add)
         )
 
     def _emit_inputs(self, layer: Op) -> list[str]:
         """Emits the inputs of a linear layer before those of its bias; returns their variables."""
         return [
-            self._converted(value, self.flow.routes[layer.name, index])
+            self._redistributed(value, self.communication.routes[layer.name, index])
             for index, value in enumerate(layer.inputs)
         ]
 
-    def _with_bias(self, layer: Op, add: Op, bias: str) -> None:
+    def _emit_with_bias(self, layer: Op, add: Op, bias: str) -> None:
         reads, function = self._emit_inputs(layer), "aten.linear.default"
         if layer in self.transfers.delayed:
             function, reads[1] = (
@@ -426,7 +445,7 @@ class _Lowering:
         name = self.variables[add.output] = self.source.name(layer.output.name)
         comment = f"{self._comment(layer, rule_of(layer))}; with {add.name}"
         reads.append(bias)
-        call, segment = f"{function}({', '.join(reads)})", self._segment(layer)
+        call, segment = f"{function}({', '.join(reads)})", self._segment_name(layer)
         label = self._label(layer)
         self.source.add([name], call, reads, comment, segment=segment, label=label)
         self.transfers.start(add.output, name)

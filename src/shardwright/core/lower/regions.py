@@ -17,7 +17,7 @@ REGION = "region"
 """Name of the function of a block in the program."""
 
 _VARIABLE = re.compile(r"(?<![\w.'])[A-Za-z_]\w*(?!=)\b")
-_READS_PARAMETERS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|hold|finish)_\d+\(")
+_READS_PARAMETERS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|reuse|finish)_\d+\(")
 """Expressions that read or gather parameters, buffers and inputs."""
 
 
@@ -37,7 +37,7 @@ class Regions:
     returns: tuple[str, ...]
 
 
-def regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
+def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
     """Finds the repeated blocks that make up most of a program; None without any.
 
     Lines that read or gather parameters differ from block to block, and are moved before the block.
@@ -45,38 +45,40 @@ def regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
     Args:
         outputs: variables that are read after the last line.
     """
-    carried: dict[int, list[Line]] = {}
-    own: list[Line] = []
+    moved_before: dict[int, list[Line]] = {}
+    remaining: list[Line] = []
     available: set[str] = set()
     for line in lines:
+        # Names of parameters are literals in the text, which would make every layer different; as
+        # arguments of the region they are variables.
         if _READS_PARAMETERS.match(line.expression) and available.issuperset(line.reads):
-            carried.setdefault(len(own), []).append(line)
+            moved_before.setdefault(len(remaining), []).append(line)
             available.update(line.names)
         else:
-            own.append(line)
-    span = _longest_repetition(own)
+            remaining.append(line)
+    span = _longest_repetition(remaining)
     if span is None:
         return None
     candidates = [
-        (_return_positions(own, division, outputs), division)
-        for division in _aligned_blocks(own, *span)
+        (_return_positions(remaining, division, outputs), division)
+        for division in _aligned_blocks(remaining, *span)
     ]
     if not candidates:
         return None
     # Blocks that return the fewest variables begin where a layer begins.
     positions, (length, first, count) = min(candidates, key=lambda each: len(each[0]))
-    blocks = [own[first + n * length :][:length] for n in range(count)]
+    blocks = [remaining[first + n * length :][:length] for n in range(count)]
     result: list[Line] = []
     for number in range(first):
-        result += [*carried.get(number, ()), own[number]]
+        result += [*moved_before.get(number, ()), remaining[number]]
     for n, block in enumerate(blocks):
         for number in range(first + n * length, first + (n + 1) * length):
-            result += carried.get(number, ())
+            result += moved_before.get(number, ())
         names = tuple(block[line].names[position] for line, position in positions)
         result.append(_call(block, names))
-    for number in range(first + count * length, len(own)):
-        result += [*carried.get(number, ()), own[number]]
-    result += carried.get(len(own), ())
+    for number in range(first + count * length, len(remaining)):
+        result += [*moved_before.get(number, ()), remaining[number]]
+    result += moved_before.get(len(remaining), ())
     returns = tuple(blocks[0][line].names[position] for line, position in positions)
     return Regions(result, blocks[0], _arguments(blocks[0]), returns)
 
@@ -91,15 +93,16 @@ def compile_regions(
         ends: its header, and the expression that it returns.
     """
     header, returns = ends
-    split = regions(lines, set(_VARIABLE.findall(returns)))
-    if split is None:
+    regions = find_regions(lines, set(_VARIABLE.findall(returns)))
+    if regions is None:
         return None
-    head = f"def {REGION}({', '.join(split.arguments)}):"
-    end = f"    return ({', '.join(split.returns)},)\n"
-    body = "\n".join([head, *write_body(split.body, split.returns), end])
+    head = f"def {REGION}({', '.join(regions.arguments)}):"
+    end = f"    return ({', '.join(regions.returns)},)\n"
+    # One function object for all blocks: Dynamo compiles it once, and guards on shapes and dtypes.
+    body = "\n".join([head, *write_body(regions.body, regions.returns), end])
     region = compiler(source.compile(body, REGION))
     outputs = set(_VARIABLE.findall(returns))
-    text = "\n".join([header, *write_body(split.lines, outputs), f"    return {returns}\n"])
+    text = "\n".join([header, *write_body(regions.lines, outputs), f"    return {returns}\n"])
     return Source({**source.scope, REGION: region}).compile(text, "program")
 
 
@@ -117,13 +120,15 @@ def _longest_repetition(lines: Sequence[Line]) -> tuple[int, int, int] | None:
     """(block length, first line, number of lines) of the longest range in which each line equals
     the one a block length before, up to variable names; of several, the one of shortest blocks."""
     numbers: dict[str, int] = {}
-    line_ids = [numbers.setdefault(_anonymous(line), len(numbers)) for line in lines]
+    line_ids = [numbers.setdefault(_without_variable_names(line), len(numbers)) for line in lines]
     best: tuple[int, int, int] | None = None
     for length in range(1, len(line_ids) // 2 + 1):
         start = 0
         # More than half of the program repeats: these are its layers, longer blocks are multiples.
         if best is not None and best[2] > len(line_ids) / 2:
             break
+        # A run of equal pairs (i, i + length) ends where a pair differs, or at the end of the
+        # program.
         for index in range(len(line_ids) - length + 1):
             if index < len(line_ids) - length and line_ids[index] == line_ids[index + length]:
                 continue
@@ -139,10 +144,11 @@ def _aligned_blocks(
 ) -> Iterator[tuple[int, int, int]]:
     """(block length, first line, number of blocks) for each possible first line of equal blocks."""
     for first in range(start, start + length):
-        count, wanted = 0, _canonical(lines[first : first + length])
+        count, first_block = 0, _with_numbered_variables(lines[first : first + length])
         while first + (count + 1) * length <= start + covered:
             block = lines[first + count * length :][:length]
-            if _canonical(block) != wanted:
+            # Equal lines are not enough: their variables must be connected in the same way.
+            if _with_numbered_variables(block) != first_block:
                 break
             count += 1
         if count > 1:
@@ -162,6 +168,7 @@ def _return_positions(
     for number in range(first, first + count * length):
         end = first + ((number - first) // length + 1) * length
         for position, name in enumerate(lines[number].names):
+            # The union over all blocks, since one function serves all of them.
             if name in outputs or any(n >= end for n in read_by.get(name, ())):
                 positions[(number - first) % length, position] = None
     return sorted(positions)
@@ -171,20 +178,20 @@ def _variables(line: Line) -> Iterator[str]:
     yield from chain(line.reads, *map(_variables, line.body), line.names)
 
 
-def _anonymous(line: Line) -> str:
+def _without_variable_names(line: Line) -> str:
     """Text of a line with all variables as `_`."""
-    return _renamed(line, dict.fromkeys(_variables(line), "_"))
+    return _rename_variables(line, dict.fromkeys(_variables(line), "_"))
 
 
-def _canonical(block: Sequence[Line]) -> list[str]:
+def _with_numbered_variables(block: Sequence[Line]) -> list[str]:
     """Text of a block with variables numbered in order of first appearance."""
     names = dict.fromkeys(chain(*map(_variables, block)))
     numbered = {name: f"v{number}" for number, name in enumerate(names)}
-    return [_renamed(line, numbered) for line in block]
+    return [_rename_variables(line, numbered) for line in block]
 
 
-def _renamed(line: Line, names: Mapping[str, str]) -> str:
+def _rename_variables(line: Line, names: Mapping[str, str]) -> str:
     """Text of a line and of its inner function, with variables renamed."""
     text = line.text.replace(line.function, "inner") if line.function else line.text
-    own = _VARIABLE.sub(lambda name: names.get(name[0], name[0]), text)
-    return "\n".join((own, *(_renamed(inner, names) for inner in line.body)))
+    line_text = _VARIABLE.sub(lambda name: names.get(name[0], name[0]), text)
+    return "\n".join((line_text, *(_rename_variables(inner, names) for inner in line.body)))

@@ -282,8 +282,8 @@ def with_argument(
 
 
 def count_of_targets(op: Op) -> tuple[Value, list[Op]]:
-    """What a mean over targets divides by, the number of valid ones or the sum of their classes'
-    weights, with the operators that compute it."""
+    """The divisor of a mean over targets (their number, or the sum of their class weights), with
+    the operators that compute it."""
     arguments, ops = call_arguments(op), list[Op]()
     target, weight = arguments["target"], arguments["weight"]
     dtype = accumulation_dtype(op.output.dtype)

@@ -16,7 +16,7 @@ def with_whole_batch(graph: Graph, micro_batches: int, captured: Callable[[int],
 
     Args:
         micro_batches: number of micro-batches of the batch.
-        captured: captures the same model for a batch of so many micro-batches.
+        captured: captures the same model for a batch of a given number of micro-batches.
 
     Raises:
         CaptureError: if the model cannot be captured for the whole batch.

@@ -1,5 +1,5 @@
-"""Bind calls of a parallel module to the signature of `forward`, and compare them with the planned
-call."""
+"""Binds calls of a parallel module to the signature of `forward`, and checks them against the
+planned call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 
-def key_of(leaf: Any) -> Any:
-    """What a program depends on of one argument: shape, dtype and gradient, or a Python value."""
+def argument_key(leaf: Any) -> Any:
+    """Return the cache key of one argument: shape, dtype and requires_grad of a tensor, or the type
+    and value of a Python object.
+
+    The type is part of the key because `True == 1 == 1.0`.
+    """
     if isinstance(leaf, Value):
         return leaf.shape, leaf.stored_dtype, leaf.differentiable
     if isinstance(leaf, Tensor):
@@ -32,7 +36,7 @@ class PlannedCall:
 
     Args:
         forward: the model's `forward`.
-        graph: the graph that was captured from the call.
+        graph: the graph captured from that call.
     """
 
     def __init__(self, forward: Callable[..., Any], graph: Graph) -> None:
@@ -44,80 +48,101 @@ class PlannedCall:
         ]
         self._inputs = graph.inputs
         self._args, self._kwargs = pytree.tree_unflatten(list(graph.inputs), graph.in_spec)
-        self._names = self._without_defaults(self._named(self._args, self._kwargs)).keys()
-        self._numbers = {path: number for number, path in enumerate(self._paths(graph.in_spec))}
-        self._numbers_of: dict[pytree.TreeSpec, list[int | None]] = {}
+        self._planned_names = self._drop_defaults(self._by_name(self._args, self._kwargs)).keys()
+        self._planned_index = {path: index for index, path in enumerate(self._paths(graph.in_spec))}
+        self._planned_indices: dict[pytree.TreeSpec, list[int | None]] = {}
 
-    def arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Order the arguments as in the planned call if they are the same ones, else by keyword.
+    def reorder_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Return the arguments in the order of the planned call; by keyword if others are passed.
 
-        Whether an argument with a default is passed makes no difference.
+        Arguments equal to their default count as not passed.
 
         Raises:
-            PlanError: if `forward` does not take them.
+            PlanError: if `forward` does not accept the arguments.
         """
+        # The common case, without `inspect`: this runs on every call. None may be a default value.
         as_planned = len(args) == len(self._args) and kwargs.keys() == self._kwargs.keys()
         if as_planned and not any(value is None for value in (*args, *kwargs.values())):
             return args, {name: kwargs[name] for name in self._kwargs}
         try:
+            # Raises the error that Python itself would raise for the call.
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise PlanError(
-                f"called with {_in_words(args, kwargs)}: {error}; planned for "
-                f"{', '.join(str(leaf) for leaf in self._inputs)}"
+                f"called with {_describe_arguments(args, kwargs)}: {error}\npass the planned"
+                f" inputs: {', '.join(str(leaf) for leaf in self._inputs)}"
             ) from None
-        named = self._without_defaults(self._named(args, kwargs))
-        if named.keys() == self._names:
-            in_order = [self._value(name, named) for name in self._named(self._args, self._kwargs)]
+        named = self._drop_defaults(self._by_name(args, kwargs))
+        # The planned structure, in which another spelling of the call hits the same program.
+        if named.keys() == self._planned_names:
+            values = [
+                self._argument_or_default(name, named)
+                for name in self._by_name(self._args, self._kwargs)
+            ]
             count = len(self._args)
-            return tuple(in_order[:count]), dict(zip(self._kwargs, in_order[count:], strict=True))
+            return tuple(values[:count]), dict(zip(self._kwargs, values[count:], strict=True))
         keywords = self._signature.parameters
+        # `*args` and positional-only parameters cannot be passed by keyword.
         if any(self._must_be_positional(name) for name in named):
             return args, kwargs
         return (), {name: named[name] for name in sorted(named, key=[*keywords, *named].index)}
 
-    def planned_inputs(self, spec: pytree.TreeSpec) -> list[int | None]:
-        """Index of the planned leaf for each leaf of a call of this structure; None if new."""
-        if spec not in self._numbers_of:
-            self._numbers_of[spec] = [self._numbers.get(path) for path in self._paths(spec)]
-        return self._numbers_of[spec]
+    def planned_indices(self, spec: pytree.TreeSpec) -> list[int | None]:
+        """Return, for each leaf of a call with this structure, the index of the planned leaf at the
+        same path; None for a leaf that was not planned."""
+        if spec not in self._planned_indices:
+            self._planned_indices[spec] = [
+                self._planned_index.get(path) for path in self._paths(spec)
+            ]
+        return self._planned_indices[spec]
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises:
-        PlanError: if an argument that was planned as a tensor is not a tensor, or has another
-            dtype or number of dimensions.
+        """Check tensors against the planned call.
+
+        Raises:
+            PlanError: if an argument planned as a tensor is not a tensor, or has another dtype or
+                number of dimensions.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        for number, leaf in zip(self.planned_inputs(spec), leaves, strict=True):
-            wanted = None if number is None else self._inputs[number]
-            if not isinstance(wanted, Value):
+        for index, leaf in zip(self.planned_indices(spec), leaves, strict=True):
+            planned = None if index is None else self._inputs[index]
+            if not isinstance(planned, Value):
                 continue
             if not isinstance(leaf, Tensor):
-                raise PlanError(f"input {wanted.name!r} is {leaf!r}, but was planned as a tensor")
-            if leaf.dtype != wanted.stored_dtype:
                 raise PlanError(
-                    f"input {wanted.name!r} has dtype {leaf.dtype}, planned for "
-                    f"{wanted.stored_dtype}"
+                    f"input {planned.name!r} is {leaf!r}, but was planned as a tensor\npass a"
+                    f" tensor of dtype {planned.stored_dtype}, or plan the model for this call"
                 )
-            if leaf.ndim != len(wanted.shape):
+            if leaf.dtype != planned.stored_dtype:
                 raise PlanError(
-                    f"input {wanted.name!r} is {tuple(leaf.shape)}, planned for {wanted.shape}: "
-                    "every rank is given the whole batch"
+                    f"input {planned.name!r} has dtype {leaf.dtype}, planned for "
+                    f"{planned.stored_dtype}\nconvert it by `.to({planned.stored_dtype})`, or plan"
+                    " the model for this dtype"
+                )
+            # Decisions refer to dimensions by number. For other sizes the model is captured again.
+            if leaf.ndim != len(planned.shape):
+                raise PlanError(
+                    f"input {planned.name!r} has shape {tuple(leaf.shape)}, planned for"
+                    f" {planned.shape}\npass a tensor with {len(planned.shape)} dimensions; only"
+                    " sizes may differ from the planned call"
                 )
 
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name; those of `*args` are named `*0`, `*1`, ... by position."""
         names = [*self._positions, *(f"*{n}" for n in range(len(args)))]
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def _paths(self, spec: pytree.TreeSpec) -> list[str]:
         args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
-        flat, _ = pytree.tree_flatten_with_path(self._named(args, kwargs))
+        # By path, which is equal for an argument passed by position or by keyword.
+        flat, _ = pytree.tree_flatten_with_path(self._by_name(args, kwargs))
         return [pytree.keystr(path) for path, _ in flat]
 
-    def _without_defaults(self, named: dict[str, Any]) -> dict[str, Any]:
+    def _drop_defaults(self, named: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in named.items() if not self._is_default(name, value)}
 
     def _is_default(self, name: str, value: Any) -> bool:
+        # Only numbers and strings are compared by value: `==` of two tensors is a tensor.
         default = self._default(name)
         return value is default or (
             isinstance(value, bool | int | float | str)
@@ -129,7 +154,7 @@ class PlannedCall:
         parameter = self._signature.parameters.get(name)
         return inspect.Parameter.empty if parameter is None else parameter.default
 
-    def _value(self, name: str, named: dict[str, Any]) -> Any:
+    def _argument_or_default(self, name: str, named: dict[str, Any]) -> Any:
         return named[name] if name in named else self._default(name)
 
     def _must_be_positional(self, name: str) -> bool:
@@ -139,6 +164,6 @@ class PlannedCall:
         )
 
 
-def _in_words(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     count = f"{len(args)} positional argument{'s' if len(args) != 1 else ''}"
     return f"{count} and keywords {sorted(kwargs)}" if kwargs else count

@@ -1,4 +1,9 @@
-"""Execute calls of a planned model on this rank, with one program per situation."""
+"""Executes calls of a planned model on this rank.
+
+A program is valid for one *situation*: the Python state that `forward` reads, the training mode,
+which parameters are trained, the autocast dtype, and the shapes, dtypes and structure of the
+arguments. Each situation is captured on its first call and its program cached.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +42,10 @@ from shardwright.core.misuse.whole_batch import (
     to_plain_tensors,
 )
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
-from shardwright.core.parallel.call import PlannedCall, key_of
-from shardwright.core.parallel.output_tensor import in_parts
+from shardwright.core.parallel.call import PlannedCall, argument_key
+from shardwright.core.parallel.module_tensors import ModuleTensors
+from shardwright.core.parallel.output_tensor import as_output_tensor
 from shardwright.core.parallel.python_state import PythonState
-from shardwright.core.parallel.tensor_places import TensorPlaces
 from shardwright.core.parallel.train_step import (
     GradientAccumulation,
     StepInputs,
@@ -73,8 +78,10 @@ from shardwright.core.torch_internals.modules import alias_module
 
 log = logging.getLogger(__name__)
 
-MOST_SITUATIONS = 64
-"""Number of cached programs; the least recently used one is dropped."""
+MAX_CACHED_PROGRAMS = 64
+"""Capacity of the caches of programs and of training steps; the least recently used is evicted.
+
+Most runs have a handful of situations; one with sequences of every length would keep growing."""
 
 Bound = TypeVar("Bound")
 
@@ -82,14 +89,15 @@ Bound = TypeVar("Bound")
 class Execution:
     """Runs calls of a parallel module on the devices of the running process group.
 
-    For another mode (`eval()`), other arguments of `forward` or other shapes than planned, it
-    captures the model once more, and keeps the plan's sharding where it divides the shapes.
+    In another mode (`eval()`), or for other arguments or shapes than planned, it captures the model
+    again, and keeps the plan's sharding where it divides the shapes.
 
     Args:
         module: the model, with parameters stored as planned.
-        template: a copy on the meta device, to capture from.
+        template: a copy on the meta device to capture from.
         partitioned: the partitioned graph for the mode and shapes of the plan.
-        hooks: the forward hooks of the given model, whose handles the user has.
+        devices: this rank's view of the devices.
+        hooks: forward hooks of the user's model, which the user's handles refer to.
     """
 
     def __init__(
@@ -103,17 +111,17 @@ class Execution:
         self.module = module
         self.template = template
         self.devices = devices
-        self.inside = nn.Module()
-        """Has the forward hooks and the instance's `forward` that programs contain."""
+        self.captured_hooks = nn.Module()
+        """Holds the forward hooks, and a `forward` set on the instance, that programs contain."""
         self.random_seed = devices.common_seed()
         self.random_step = 0
         self.original: OriginalModel | None = None
-        """The model that `module` was copied from with `copy=True`."""
+        """With `copy=True`, the model that `module` was copied from; watched for later changes."""
         self.initialization: Initialization | None = None
         """Pending initialization of parameters from the meta device; None once they have values."""
         self._compiler: Callable[[Program], Program] | None = None
         self._user_module = alias_module(module)
-        self.partitioned = partitioned = self._with_local_maps(partitioned)
+        self.partitioned = partitioned = self._bind_local_maps(partitioned)
         graph = partitioned.graph
         self._parameters_as_planned = PlannedParameters(module, graph.frozen)
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
@@ -122,7 +130,7 @@ class Execution:
         self._gradients = GradientGuard(devices)
         self._state = PythonState(module, graph.attributes, hooks)
         self._planned_call = PlannedCall(template.forward, graph)
-        leaves = tuple(key_of(leaf) for leaf in graph.inputs)
+        leaves = tuple(argument_key(leaf) for leaf in graph.inputs)
         state = self._state.key(), (), None
         self._planned_situation: tuple[Any, ...] = (*state, graph.in_spec, leaves)
         # A call with the shapes of a micro-batch has a loss of its own.
@@ -133,50 +141,58 @@ class Execution:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """What this rank runs in the mode and for the shapes of the plan; `print` shows them."""
+        """This rank's programs for the mode and shapes of the plan; `print` shows their code."""
         return (self._forwards[self._planned_program].program,)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call and return what the model returns.
 
         Raises:
-            PlanError: if called by a transform of `torch.func`, or by a backward pass for a model
-                that draws random numbers.
-            CaptureError: if the model cannot be captured in another situation than planned.
+            PlanError: if called under a `torch.func` transform, or during a backward pass by a
+                model that draws random numbers.
+            CaptureError: if the model cannot be captured in this situation.
         """
-        several = self.devices.matrix.num_devices > 1
-        if several:
+        is_distributed = self.devices.matrix.num_devices > 1
+        # One device runs the operators of the model alone, to which all transforms apply.
+        if is_distributed:
             refuse_transforms()
-        self.take_values()
-        call = self._planned_call.arranged(args, kwargs)
-        leaves, spec = _whole_inputs(call)
-        numbers = self._planned_call.planned_inputs(spec)
-        whole = self._whole_leaves(leaves, numbers)
-        situation = self._situation(spec, [key_of(leaf) for leaf in whole])
+        self.complete_initialization()
+        call = self._planned_call.reorder_arguments(args, kwargs)
+        leaves, spec = _full_leaves(call)
+        planned_indices = self._planned_call.planned_indices(spec)
+        full_leaves = self._global_leaves(leaves, planned_indices)
+        situation = self._situation(spec, [argument_key(leaf) for leaf in full_leaves])
         inputs = self._on_device(leaves)
-        kind = ("forward", self.module.training, torch.is_grad_enabled(), *situation)
-        self._guard.begin(kind, inputs, numbers)
+        call_key = ("forward", self.module.training, torch.is_grad_enabled(), *situation)
+        # Before capture, which is local: ranks with different calls would run different programs,
+        # and wait for each other in their collectives.
+        self._guard.begin(call_key, inputs, planned_indices)
         if situation not in self._forwards:
-            with torch.inference_mode(False):  # A later call may train this program.
-                captured = self._capture(*pytree.tree_unflatten(whole, spec))
-                self._make_room(self._forwards)
+            # Tensors made in inference mode cannot be saved for backward, and a later call may
+            # train this program.
+            with torch.inference_mode(False):
+                captured = self._capture(*pytree.tree_unflatten(full_leaves, spec))
+                self._evict_programs(self._forwards)
                 self._forwards[situation] = self._compiled(self._bind_program(captured))
-        bound = _used(self._forwards, situation)
-        if several and bound.draws:
+        bound = _mark_used(self._forwards, situation)
+        if is_distributed and bound.draws_random_numbers:
             refuse_other_draws()
-        parameters, buffers = bound.places.read()
+        parameters, buffers = bound.tensors.read()
+        # Before the program runs, since they compare the versions of parameters as read here.
         checks = self._parameters_as_planned.checks_before_backward(bound.recomputes)
         shards = local_shards(parameters, self.devices.matrix)
+        # Evaluation does not count: how often a run evaluates must not change its dropout masks.
         if self.module.training:
             self.random_step += 1
         seed = self.random_seed + self.random_step
         with self._guard.explaining_errors(), self._autocast.disabled():
             outputs, updates = bound.program(shards, buffers, inputs, seed)
-        if several:
+        if is_distributed:
             before_backward(outputs, checks)
+        # After the program: its operators have read the old values.
         names = (buffer.name for buffer, _ in bound.graph.updates)
-        bound.places.write(dict(zip(names, updates, strict=True)))
-        returned = self._returned(bound, outputs, batch_sizes(leaves, whole))
+        bound.tensors.write(dict(zip(names, updates, strict=True)))
+        returned = self._wrap_outputs(bound, outputs, batch_sizes(leaves, full_leaves))
         result = pytree.tree_unflatten(returned, bound.graph.out_spec)
         bound.off_path.watch(returned, result)
         return result
@@ -185,26 +201,28 @@ class Execution:
         """Run forward and backward over all micro-batches, and accumulate gradients.
 
         Returns:
-            The loss of the whole batch, on every rank.
+            The loss of the global batch, on every rank.
 
         Raises:
-            PlanError: if the model returns no loss or several, a call has other arguments than
-                planned, or the batch cannot be divided as planned.
+            PlanError: if the model returns no loss or several, an argument does not match the plan,
+                or the batch cannot be split as planned.
         """
         bound, leaves = self._step_for(args, kwargs)
         loss_of(bound.step.partitioned.graph)
-        parameters, buffers = bound.places.read()
+        parameters, buffers = bound.tensors.read()
         self.random_step += 1
         with self._guard.explaining_errors(), self._autocast.disabled():
             seed = self.random_seed + self.random_step
+            # Detached shards: a step runs its own backward passes and adds the gradients once,
+            # without DTensor's autograd functions in between.
             inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed)
             loss, gradients, changed = bound.step.train(inputs)
         add_gradients(parameters, gradients)
-        bound.places.write(changed)
+        bound.tensors.write(changed)
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the norm of all gradients, over all devices, to `max_norm`.
+        """Clip the global gradient norm to `max_norm`.
 
         Returns:
             The norm before clipping, on every rank.
@@ -212,10 +230,11 @@ class Execution:
         return clip_grad_norm_(self.module.named_parameters(), max_norm, self.devices)
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], regional: bool) -> None:
-        """Compile the programs with `torch.compile` and its arguments.
+        """Compile all programs, also those of later captures.
 
         Args:
-            regional: whether only the repeated blocks of a program are compiled, once.
+            args, kwargs: arguments of `torch.compile`.
+            regional: whether to compile only the repeated blocks of a program, each once.
         """
         self._compiler = lambda program: program.compiled(
             lambda function: torch.compile(function, *args, **kwargs), regional
@@ -224,10 +243,10 @@ class Execution:
         for bound in self._train_steps.values():
             bound.step.compile(self._compiler)
 
-    def take_values(self) -> None:
-        """Complete the initialization of parameters from the meta device. Collective.
+    def complete_initialization(self) -> None:
+        """Give values to parameters that were planned on the meta device. Collective.
 
-        Does nothing once they have values.
+        Returns at once if all parameters have values.
 
         Raises:
             PlanError: if a parameter or buffer that the program reads has no values.
@@ -240,57 +259,64 @@ class Execution:
         self.initialization.take_values(self.module)
         self.initialization.end(self.module)
         self.initialization = None
-        self._bind_tensors()  # `to_empty` may have replaced them.
+        self._bind_tensors()  # `to_empty` may have replaced parameters and buffers.
 
-    def of_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
-        """The execution of `module`, a deep copy of this one's: the same programs, on its tensors.
-        It communicates nothing.
+    def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
+        """Return the execution of `module`, a deep copy of this execution's module. Not collective.
+
+        It shares the programs, and has its own tensors, guards and state.
 
         Args:
-            memo: that of the deep copy.
+            module: the copy.
+            memo: the memo of its `deepcopy`.
         """
         result, graph = copy.copy(self), self.partitioned.graph
+        # A shallow copy: programs, plan and process groups are shared.
         result.module, result.original = module, None
-        result.template, result.inside = copy.deepcopy((self.template, self.inside), memo)
+        result.template, result.captured_hooks = copy.deepcopy(
+            (self.template, self.captured_hooks), memo
+        )
         if self.initialization is not None:
             result.initialization = self.initialization.of_copy()
         result._guard = BatchGuard(self.devices, graph, self.partitioned.decisions.arrivals)
-        result._state = self._state.of_copy(module, result.inside)
+        result._state = self._state.of_copy(module, result.captured_hooks)
         result._bind_tensors()
         return result
 
     def _bind_tensors(self) -> None:
-        """Bind all programs to the current tensors of the module."""
+        """Point all programs to the current tensors of the module."""
         module = self.module
         self._parameters_as_planned = PlannedParameters(module, self.partitioned.graph.frozen)
         self._forwards = {
-            key: replace(b, places=self._places(b.graph)) for key, b in self._forwards.items()
+            key: replace(b, tensors=self._module_tensors(b.graph))
+            for key, b in self._forwards.items()
         }
         self._train_steps = {
-            key: replace(b, places=self._places_of_step(b.step.partitioned))
+            key: replace(b, tensors=self._tensors_of_step(b.step.partitioned))
             for key, b in self._train_steps.items()
         }
 
     def forget_removed_hooks(self) -> None:
-        """Remove the forward hooks that the user has removed from the model."""
+        """Drop captured forward hooks whose handles the user has removed."""
         self._state.forget_removed_hooks()
 
     def _bind_planned(self) -> None:
-        """Make the program for the situation of the plan, before the first call."""
+        """Lower the program of the planned situation, before the first call."""
         self._forwards[self._planned_program] = self._bind_program(self.partitioned)
 
     def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
-        graph, (whole,) = partitioned.graph, partitioned.chunks
-        places = self._places(graph)
-        recomputes, devices = bool(partitioned.decisions.recompute), self._along(partitioned)
-        draws, program = bool(random_operators(graph)), lower(whole, devices)
-        # Outputs of the whole batch are marked by one more autograd function.
-        marked = bool(self.partitioned.decisions.arrivals)
-        off_path = OutputsOffPath(graph, program.communication, all_off_path=marked)
-        return BoundProgram(graph, program, places, recomputes, draws, devices, off_path)
+        graph, (chunk,) = partitioned.graph, partitioned.chunks
+        tensors = self._module_tensors(graph)
+        recomputes, devices = bool(partitioned.decisions.recompute), self._devices_for(partitioned)
+        draws, program = bool(random_operators(graph)), lower(chunk, devices)
+        # With `dataset_strategy` every output is wrapped by an autograd function that marks it as
+        # of the global batch, so the returned tensor is not the one that others are computed from.
+        outputs_are_marked = bool(self.partitioned.decisions.arrivals)
+        off_path = OutputsOffPath(graph, program.communication, all_off_path=outputs_are_marked)
+        return BoundProgram(graph, program, tensors, recomputes, draws, devices, off_path)
 
-    def _places(self, graph: Graph) -> TensorPlaces:
-        return TensorPlaces.of(self.module, graph.parameters, graph.module_buffers)
+    def _module_tensors(self, graph: Graph) -> ModuleTensors:
+        return ModuleTensors.of(self.module, graph.parameters, graph.module_buffers)
 
     def _compiled(self, bound: BoundProgram) -> BoundProgram:
         if self._compiler is None:
@@ -302,40 +328,44 @@ class Execution:
     def _step_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[BoundStep, list[Any]]:
-        """Return the training step for the situation of a call, and the leaves of its arguments."""
-        self.take_values()
-        call = self._planned_call.arranged(args, kwargs)
-        leaves, spec = _whole_inputs(call)
-        numbers = self._planned_call.planned_inputs(spec)
-        count = num_micro_batches_of_call(leaves, self.partitioned.pipeline)
-        piece = self._whole_leaves(micro_batch(leaves, 0, count), numbers)
-        situation = self._situation(spec, [key_of(leaf) for leaf in piece])
-        key = (*situation, count)
+        """Return the training step for a call, and the call's leaves on this rank's device."""
+        self.complete_initialization()
+        call = self._planned_call.reorder_arguments(args, kwargs)
+        leaves, spec = _full_leaves(call)
+        planned_indices = self._planned_call.planned_indices(spec)
+        micro_batches = num_micro_batches_of_call(leaves, self.partitioned.pipeline)
+        micro_batch_leaves = self._global_leaves(
+            micro_batch(leaves, 0, micro_batches), planned_indices
+        )
+        # A step runs the program of one micro-batch; their number is part of its key because the
+        # schedule depends on it.
+        situation = self._situation(spec, [argument_key(leaf) for leaf in micro_batch_leaves])
+        key = (*situation, micro_batches)
         inputs = self._on_device(leaves)
-        self._guard.begin(key, inputs, numbers)
+        self._guard.begin(key, inputs, planned_indices)
         if key not in self._train_steps:
             partitioned = self.partitioned
             planned = situation == self._planned_situation
-            if not planned or count != partitioned.pipeline.micro_batches:
-                of_args, of_kwargs = pytree.tree_unflatten(piece, spec)
-                partitioned = self._capture(of_args, of_kwargs, count)
-            self._make_room(self._train_steps)
+            if not planned or micro_batches != partitioned.pipeline.micro_batches:
+                of_args, of_kwargs = pytree.tree_unflatten(micro_batch_leaves, spec)
+                partitioned = self._capture(of_args, of_kwargs, micro_batches)
+            self._evict_programs(self._train_steps)
             self._train_steps[key] = self._bind_step(partitioned)
-        return _used(self._train_steps, key), inputs
+        return _mark_used(self._train_steps, key), inputs
 
     def _bind_step(self, partitioned: Partitioned) -> BoundStep:
         step = self._make_step(partitioned)
         if self._compiler is not None:
             step.compile(self._compiler)
-        return BoundStep(step, self._places_of_step(partitioned))
+        return BoundStep(step, self._tensors_of_step(partitioned))
 
-    def _places_of_step(self, partitioned: Partitioned) -> TensorPlaces:
-        return TensorPlaces.of(self.module, *partitioned.tensors_of(self.devices.stage))
+    def _tensors_of_step(self, partitioned: Partitioned) -> ModuleTensors:
+        return ModuleTensors.of(self.module, *partitioned.tensors_of(self.devices.stage))
 
     def _make_step(self, partitioned: Partitioned) -> TrainStep:
-        return GradientAccumulation(partitioned, self._along(partitioned))
+        return GradientAccumulation(partitioned, self._devices_for(partitioned))
 
-    def _along(self, partitioned: Partitioned) -> Devices:
+    def _devices_for(self, partitioned: Partitioned) -> Devices:
         return self.devices.with_matrix(partitioned.mesh, dtensor_axes(partitioned))
 
     def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
@@ -345,24 +375,29 @@ class Execution:
             for leaf in leaves
         ]
 
-    def _whole_leaves(self, leaves: list[Any], numbers: Sequence[int | None]) -> list[Any]:
+    def _global_leaves(self, leaves: list[Any], planned_indices: Sequence[int | None]) -> list[Any]:
+        """The leaves with global shapes; inputs that arrive sharded become meta tensors."""
         graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
-        planned = [None if number is None else graph.inputs[number] for number in numbers]
+        planned = [None if index is None else graph.inputs[index] for index in planned_indices]
         ordinary_leaves = to_plain_tensors(planned, arrivals, leaves)
         return global_leaves(planned, self.devices.matrix, arrivals, ordinary_leaves)
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
-        """The key of a program: Python state of all submodules, parameters frozen or unfrozen since
-        the plan, the autocast dtype, and the arguments of the call.
+        """The cache key of a program.
+
+        Args:
+            spec: the structure of the call's arguments.
+            leaves: the keys of its leaves.
 
         Raises:
-            PlanError: for a parameter, hook or submodule that was replaced since the plan.
+            PlanError: if a parameter, hook or submodule was replaced after planning.
         """
         if self.original is not None:
             self.original.check(self.module)
         return *self._module_state(), spec, tuple(leaves)
 
     def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
+        """Python state of all submodules, parameters frozen or unfrozen, and the autocast dtype."""
         frozen = self._parameters_as_planned.frozen_or_unfrozen()
         return self._state.key(), frozen, self._autocast.dtype
 
@@ -387,6 +422,7 @@ class Execution:
         planned, template = self.partitioned, self.template
         call = CapturedCall(template, args, kwargs, self._autocast)
         self._planned_call.check(args, kwargs)
+        # The template has the state of planning: attributes that `forward` reads follow the module.
         self._state.copy_to(template)
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
@@ -408,62 +444,75 @@ class Execution:
             *(graph.input_values, self.module.training, graph.capture_seconds),
         )
         graph = bind_modules(graph, self._user_module)
+        # On axes of prime sizes, a dimension that only a part of a plan's axis divides stays
+        # sharded over that part.
         mesh, decisions = split_axes(planned.mesh, planned.decisions)
         decisions = adapt_decisions(decisions, graph, mesh)
-        pipeline = replace(self._pipeline_of(graph), micro_batches=micro_batches)
+        pipeline = replace(self._pipeline_for(graph), micro_batches=micro_batches)
         partitioned = Partitioned(graph, mesh, decisions, pipeline)
         return fold_axes(partitioned, unjoined_mesh=planned.mesh)
 
     def _captured(self, call: CapturedCall) -> Graph:
-        # The user's saved-tensor hooks must not see the tensors of capture.
+        # The user's saved-tensor hooks must not see fake tensors, and `torch.func` transforms in
+        # the model refuse to run under such hooks.
         with without_saved_tensor_hooks():
             dtype = self.partitioned.graph.compute_dtype
             return self._captures.graph(call, dtype, self._module_state())
 
-    def _with_local_maps(self, partitioned: Partitioned) -> Partitioned:
-        """The same, with the modules that run as they are those of `module`."""
+    def _bind_local_maps(self, partitioned: Partitioned) -> Partitioned:
+        """Make `sw.local_map` operators run the submodules of `module`."""
         graph = bind_modules(partitioned.graph, self._user_module)
         return partitioned if graph is partitioned.graph else replace(partitioned, graph=graph)
 
-    def _make_room(self, bound: dict[tuple[Any, ...], Any]) -> None:
-        """Drop the least recently used programs, except those of the planned situation."""
+    def _evict_programs(self, bound: dict[tuple[Any, ...], Any]) -> None:
+        """Drop the least recently used entries, except those of the planned situation."""
         planned = self._planned_situation
-        others = [
+        other_keys = [
             key for key in bound if key != self._planned_program and key[: len(planned)] != planned
         ]
-        for key in others[: max(0, len(bound) + 1 - MOST_SITUATIONS)]:
+        # One more than fits is about to be added.
+        for key in other_keys[: max(0, len(bound) + 1 - MAX_CACHED_PROGRAMS)]:
             del bound[key]
 
-    def _pipeline_of(self, graph: Graph) -> PipelineSpec:
-        """Assign another captured graph to the planned stages."""
+    def _pipeline_for(self, graph: Graph) -> PipelineSpec:
+        """The pipeline of another captured graph, with its operators on the planned stages."""
         return self.partitioned.pipeline
 
-    def _returned(
+    def _wrap_outputs(
         self, bound: BoundProgram, outputs: list[Any], sizes: BatchSizes | None
     ) -> list[Any]:
-        """Wrap sharded and partial outputs in DTensors."""
+        """Wrap sharded and partial outputs as `OutputTensor`; mark outputs of the global batch.
+
+        Args:
+            bound: the program.
+            outputs: its local results.
+            sizes: local and global batch size if this rank passed its own shard, else None.
+        """
         flow, name = bound.program.communication, type(self.module).__name__
         batches = output_batches(name, bound.graph.out_spec, sizes, self._gradients.watch)
         result = []
         for value, tensor, batch in zip(bound.graph.outputs, outputs, batches, strict=True):
             if isinstance(value, Value):
-                where = flow.returned(value)
-                if where.sharded or where.partial:
+                layout = flow.returned(value)
+                if layout.sharded or layout.partial:
                     like = torch.empty(value.shape, device="meta")
-                    tensor = in_parts(as_dtensor(tensor, like, where, bound.devices), batch)
+                    tensor = as_output_tensor(
+                        as_dtensor(tensor, like, layout, bound.devices), batch
+                    )
                 elif batch is not None:
                     tensor = batch.mark(tensor)
             result.append(tensor)
         return result
 
 
-def _used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
-    """Return the entry of `key`, and mark it as the most recently used."""
+def _mark_used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
+    """Return the entry of `key`, and move it to the end: the first is the least recently used."""
+    # Dictionaries keep the order of insertion.
     bound[key] = bound.pop(key)
     return bound[key]
 
 
-def _whole_inputs(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure of a call; DTensors, such as outputs of earlier calls, are gathered."""
+def _full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and structure of a call; DTensors, such as outputs of other models, are gathered."""
     leaves, spec = pytree.tree_flatten(call)
     return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec

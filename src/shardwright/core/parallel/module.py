@@ -1,4 +1,8 @@
-"""The class of planned modules: the user's model, whose calls run the planned program."""
+"""The class of planned modules: the user's model, whose calls run the planned program.
+
+As in FSDP2's `fully_shard`, a module is changed in place by giving the instance a class derived
+from its own.
+"""
 
 from __future__ import annotations
 
@@ -39,56 +43,60 @@ log = logging.getLogger(__name__)
 INITIALIZERS = ("init_weights", "initialize_weights", "reset_parameters", "apply")
 """Methods by which models initialize themselves, in PyTorch, torchtitan and transformers."""
 
-COMPILE = "`net.compile()` of a planned model compiles its programs"
+COMPILE_REMEDY = "call `net.compile()`, which compiles the programs of a planned model"
 
 
-class Copied:
-    """Copies planned models; refuses to pickle them, as they are bound to process groups."""
+class Copyable:
+    """Deep copies of planned models. Pickling is refused: they are bound to process groups."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the planned model, with parameters of its own in equal shards. Not collective."""
+        """Copy the model with its shards; the copy runs the same programs. Not collective."""
         assert isinstance(self, ParallelModule)
         if self.execution.initialization is not None:
             self.execution.initialization.take_values(self, alone=True)
+            # Placeholders of other stages' tensors are left out.
             memo |= self.execution.initialization.memo_of_copy()
+        # A parameter shares the version counter of its local shard, which `deepcopy` would lose.
         memo |= copied_parameters(self, memo)
-        kind, execution = type(self), vars(self).pop("execution")
-        object.__setattr__(self, "__class__", kind.__bases__[-1])
+        # As an instance of the user's class, since this method would call itself, and without the
+        # execution, which refers to process groups.
+        parallel_class, execution = type(self), vars(self).pop("execution")
+        object.__setattr__(self, "__class__", parallel_class.__bases__[-1])
         try:
             result = deepcopy(self, memo)
         finally:
-            object.__setattr__(self, "__class__", kind)
+            object.__setattr__(self, "__class__", parallel_class)
             vars(self)["execution"] = execution
-        vars(result)["execution"] = execution.of_copy(result, memo)
-        object.__setattr__(result, "__class__", kind)
+        vars(result)["execution"] = execution.for_copy(result, memo)
+        object.__setattr__(result, "__class__", parallel_class)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise PlanError(
-            f"a {type(self).__name__} that is planned cannot be pickled, as it is bound to this "
-            "process\nsave its parameters by `sw.save_state_dict(net, path)` or a checkpoint, and "
+            f"a planned {type(self).__name__} cannot be pickled, as it is bound to this process\n"
+            "save its parameters by `sw.save_state_dict(net, path)` or `sw.save_checkpoint`, and "
             "load them into another model; `copy.deepcopy` copies it"
         )
 
 
-class ParallelModule(Copied, nn.Module):
+class ParallelModule(Copyable, nn.Module):
     """A model that is sharded over the devices of the running process group.
 
-    Its class is derived from this one and from the user's. It has the methods, attributes,
+    Its class is derived from this one and from the user's. It keeps the methods, attributes,
     parameters, buffers and names of the user's model; on several devices its parameters are
     DTensors. Parameters that only other pipeline stages read are None.
 
-    Called with the whole batch on every rank, it returns what the model returns: scalars
-    replicated; other tensors replicated if there is no loss, else as DTensors that are gathered
-    only on request (`full_tensor()`) or with ordinary tensors (`OutputTensor`). Gradients may start
-    from any output, in its layout, and must be equal on all ranks. Where each rank passes its own
-    part of the batch, outputs are those of the whole batch, and refuse labels of a part
-    (`WholeBatchTensor`). With pipeline stages it is called under `torch.no_grad()`, and trained by
-    `train_step`.
+    Called with the global batch on every rank, it returns what the model returns. Scalars are
+    replicated; so are other tensors if there is no loss. Otherwise they are DTensors that are
+    gathered on request (`full_tensor()`) or where they meet ordinary tensors (`OutputTensor`).
+    Gradients may start from any output, in its layout, and must be equal on all ranks. If ranks
+    pass local batches (`dataset_strategy`), outputs are those of the global batch, and refuse
+    labels of a local batch (`WholeBatchTensor`). With pipeline stages the model is called under
+    `torch.no_grad()`, and trained by `train_step`.
     """
 
     execution: Execution
-    """Runs the calls on this rank."""
+    """Executes the calls on this rank."""
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -107,16 +115,16 @@ class ParallelModule(Copied, nn.Module):
         """Run forward and backward over all micro-batches, and accumulate gradients.
 
         Returns:
-            The loss of the whole batch, on every rank.
+            The loss of the global batch, on every rank.
 
         Raises:
-            PlanError: if the model returns no loss or several, a call has other arguments than
-                planned, or the batch cannot be divided as planned.
+            PlanError: if the model returns no loss or several, an argument does not match the plan,
+                or the batch cannot be split as planned.
         """
         return self.execution.train_step(args, kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the norm of all gradients, over all devices and stages, to `max_norm`.
+        """Clip the global gradient norm, over all devices and stages, to `max_norm`.
 
         Returns:
             The norm before clipping, on every rank.
@@ -124,7 +132,7 @@ class ParallelModule(Copied, nn.Module):
         return self.execution.clip_grad_norm_(max_norm)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ParallelModule:
-        """Give parameters and buffers on the meta device memory, each rank that of its shards.
+        """Allocate parameters and buffers that are on the meta device; each rank only its shards.
 
         Initialize them afterwards by the model's own `init_weights` or `reset_parameters`.
         """
@@ -135,22 +143,20 @@ class ParallelModule(Copied, nn.Module):
         return self
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
-        """Compile the programs with `torch.compile`, in place. Takes its arguments.
-
-        Redistributions are part of the compiled graph.
+        """Compile the programs with `torch.compile`, in place. Collectives are part of the graph.
 
         Args:
-            regional: whether only the repeated blocks of a program are compiled, once.
+            args, kwargs: arguments of `torch.compile`.
+            regional: whether to compile only the repeated blocks of a program, each once.
         """
         self.execution.compile(args, kwargs, regional)
 
 
-_OWN_NAMES = {"execution", "compile"} | {
+_RESERVED_NAMES = {"execution", "compile"} | {
     name
     for name in vars(ParallelModule).keys() - vars(nn.Module).keys()
-    if not name.startswith(
-        "__annot"
-    )  # What classes have of those depends on the version of Python.
+    # Names under which a class keeps its annotations depend on the version of Python.
+    if not name.startswith("__annot")
 }
 
 
@@ -162,80 +168,96 @@ def parallel_module(
     copy: bool = False,
     release: bool = False,
 ) -> ParallelModule:
-    """Splits `module` as planned over `devices`.
+    """Shard `module` over `devices` as planned.
 
     Args:
-        copy: whether a copy is split, and `module` stays as it is.
-        release: whether the given parameters give up their memory.
+        module: the user's model.
+        partitioned: its planned graph.
+        devices: this rank's view of the devices.
+        copy: whether to shard a copy and leave `module` unchanged.
+        release: whether to free the memory of the given parameters.
 
     Returns:
-        `module`, whose class is now derived from its own and from `ParallelModule`; or the copy.
+        `module` or its copy, as an instance of a class derived from its own and `ParallelModule`.
 
     Raises:
-        PlanError: if the model has an attribute or a method with the name of one of
-            `ParallelModule`.
+        PlanError: if the model defines a name that `ParallelModule` defines.
     """
-    _check_names(module)
+    _check_reserved_names(module)
     if caching_configs(module):
         log.info("%s is captured with config.use_cache=False", type(module).__name__)
-    left_out = _of_other_stages(module, partitioned, devices)
-    initialization = Initialization(devices, _without_values(module, devices))
+    other_stages = _tensors_of_other_stages(module, partitioned, devices)
+    initialization = Initialization(devices, _names_without_values(module, devices))
     refuse_lost_writes()
+    # These change how DTensors of this process behave; further calls do nothing.
     explain_unsupported_operators()
     refuse_to_save_shards()
-    # Handles of hooks remove them from the dictionaries that they were registered in.
-    template, original, hooks = template_of(module), module.forward, hooks_of_modules(module)
-    storage = StoragePlan(partitioned.decisions.storage, devices, initialization, left_out, release)
+    # Before the parameters are replaced. The hooks are taken as the dictionaries in which they were
+    # registered, from which `RemovableHandle.remove()` deletes them.
+    template, user_forward, hooks = template_of(module), module.forward, hooks_of_modules(module)
+    storage = StoragePlan(
+        partitioned.decisions.storage, devices, initialization, other_stages, release
+    )
     if copy:
         stored = stored_copy(module, storage)
     else:
         store_in_place(module, storage)
         stored = module
-    make = Execution if partitioned.pipeline.stages == 1 else PipelineExecution
-    execution = make(stored, template, partitioned, devices, hooks)
+    execution_class = Execution if partitioned.pipeline.stages == 1 else PipelineExecution
+    execution = execution_class(stored, template, partitioned, devices, hooks)
     execution.initialization = initialization if initialization.names else None
-    # The program contains the forward hooks and a `forward` that was set on the instance.
-    swap_forward_hooks(stored, execution.inside)
+    # They were captured as part of the program, so running them on its results would do it twice.
+    swap_forward_hooks(stored, execution.captured_hooks)
     if "forward" in vars(stored):
-        vars(execution.inside)["forward"] = vars(stored).pop("forward")
+        vars(execution.captured_hooks)["forward"] = vars(stored).pop("forward")
     vars(stored)["execution"] = execution
-    if initialization.names and left_out:
-        initialization.add_placeholders(stored, template, left_out)
-    object.__setattr__(stored, "__class__", _parallel_class(stored, original))
+    if initialization.names and other_stages:
+        initialization.add_placeholders(stored, template, other_stages)
+    # Not by assignment, which a `__setattr__` of the model may intercept.
+    object.__setattr__(stored, "__class__", _parallel_class(stored, user_forward))
     assert isinstance(stored, ParallelModule)
     if devices.mesh is not None:
         explain_calls_of_parts(stored)
     return stored
 
 
-def _parallel_class(module: nn.Module, original: Callable[..., Any]) -> type[ParallelModule]:
+def _parallel_class(module: nn.Module, user_forward: Callable[..., Any]) -> type[ParallelModule]:
     """Derive the class of a planned model from the user's.
 
-    It has the name of the user's class, by which libraries look models up, and the signature of its
-    `forward`.
+    It keeps the name of the user's class, by which libraries look models up, and the signature of
+    its `forward`, by which transformers' `Trainer` selects the columns of a data set.
     """
-    own = type(module)
+    user_class = type(module)
 
-    @functools.wraps(original)
+    @functools.wraps(user_forward)
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         return self.execution.forward(args, kwargs)
 
-    # It refers to the original model, and would keep its parameters alive.
+    # `functools.wraps` refers to the bound method, which would keep the full parameters alive.
     del forward.__wrapped__
-    signature = inspect.signature(original)
+    # Of the bound method, so `self` is added: a class has functions.
+    signature = inspect.signature(user_forward)
     bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [bound, *signature.parameters.values()]
     forward.__dict__["__signature__"] = signature.replace(parameters=parameters)
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    calls = {"forward": forward, "__call__": _excluded_from_compile(own.__call__)}
+    names = {
+        "__module__": user_class.__module__,
+        "__qualname__": user_class.__qualname__,
+        "__doc__": user_class.__doc__,
+    }
+    calls = {"forward": forward, "__call__": _exclude_from_compile(user_class.__call__)}
     for name in INITIALIZERS:
-        if callable(getattr(own, name, None)):
-            calls[name] = _recorded_initializer(getattr(own, name))
-    return type(own.__name__, (ParallelModule, own), {**names, **calls})
+        if callable(getattr(user_class, name, None)):
+            calls[name] = _record_initializer(getattr(user_class, name))
+    return type(user_class.__name__, (ParallelModule, user_class), {**names, **calls})
 
 
-def _recorded_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that initializes the model, on whole tensors where it has no values yet."""
+def _record_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that initializes the model.
+
+    While parameters have no values, its operators are recorded on full tensors and replayed shard
+    by shard, so that the values are those of one device.
+    """
 
     @functools.wraps(initialize)
     def initializer(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
@@ -248,19 +270,23 @@ def _recorded_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
     return initializer
 
 
-def _excluded_from_compile(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude `call` from `torch.compile`, and warn once."""
-    said = False
+def _exclude_from_compile(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Exclude `call` from `torch.compile`, and warn on the first attempt.
+
+    Dynamo would trace into guards and caches of `Execution`; `net.compile()` compiles the program.
+    """
+    warned = False
 
     def uncompiled(is_compiled: bool, *args: Any, **kwargs: Any) -> Any:
-        nonlocal said
-        if is_compiled and not said:
-            said = True
-            log.warning("torch.compile leaves a planned model as it is: %s", COMPILE)
+        nonlocal warned
+        if is_compiled and not warned:
+            warned = True
+            log.warning("torch.compile does not compile a planned model\n%s", COMPILE_REMEDY)
         return call(*args, **kwargs)
 
+    # `torch.compiler.disable` is not typed.
     disable: Any = torch.compiler.disable
-    disabled = disable(uncompiled, reason=COMPILE)
+    disabled = disable(uncompiled, reason=COMPILE_REMEDY)
 
     def called(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         return disabled(torch.compiler.is_compiling(), self, *args, **kwargs)
@@ -268,17 +294,18 @@ def _excluded_from_compile(call: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _check_names(module: nn.Module) -> None:
-    for name in sorted(_OWN_NAMES):
-        of_class = getattr(type(module), name, None) is not getattr(nn.Module, name, None)
-        if name in vars(module) or of_class:
+def _check_reserved_names(module: nn.Module) -> None:
+    for name in sorted(_RESERVED_NAMES):
+        # `compile` and `to_empty` exist in every module: only overrides are refused.
+        is_overridden = getattr(type(module), name, None) is not getattr(nn.Module, name, None)
+        if name in vars(module) or is_overridden:
             raise PlanError(
                 f"{type(module).__name__} has an attribute {name!r}, a name that planned models "
-                "use themselves\nrename it"
+                f"define\nrename it, for instance to {name + '_'!r}"
             )
 
 
-def _without_values(module: nn.Module, devices: Devices) -> set[str]:
+def _names_without_values(module: nn.Module, devices: Devices) -> set[str]:
     """Names of the parameters and buffers on the meta device that nothing initializes yet."""
     if devices.device.type == "meta":
         return set()
@@ -286,15 +313,19 @@ def _without_values(module: nn.Module, devices: Devices) -> set[str]:
     return {name for name, t in tensors if t.is_meta and not isinstance(t, Deferred)}
 
 
-def _of_other_stages(
+def _tensors_of_other_stages(
     module: nn.Module, partitioned: Partitioned, devices: Devices
 ) -> dict[str, Tensor]:
-    """The parameters and buffers that only other pipeline stages own, by name."""
+    """Parameters and buffers that this rank's pipeline stage does not own, by name."""
     if partitioned.pipeline.stages == 1:
         return {}
     graph = partitioned.graph
-    of_stage = {v.name for values in partitioned.tensors_of(devices.stage) for v in values}
+    names_of_stage = {v.name for values in partitioned.tensors_of(devices.stage) for v in values}
     used = {v.name for v in (*graph.parameters, *graph.module_buffers)}
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
-    # Tensors that no operator reads belong to the first stage.
-    return {n: t for n, t in tensors.items() if n not in of_stage and (n in used or devices.stage)}
+    # Tensors that no operator reads belong to stage 0, from which `whole` broadcasts them.
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in names_of_stage and (name in used or devices.stage)
+    }

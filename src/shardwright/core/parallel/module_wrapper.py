@@ -1,4 +1,4 @@
-"""Modules that wrap another one and share its parameters, buffers and attributes."""
+"""Modules that wrap another module and share its parameters, buffers and attributes."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from torch import nn
 from shardwright.core.torch_internals.modules import share_state
 from shardwright.errors import PlanError
 
-_OF_ANY_MODULE = frozenset(dir(nn.Module()))
+_NN_MODULE_NAMES = frozenset(dir(nn.Module()))
 
 
 class ModuleWrapper(nn.Module):
-    """Has the parameters, buffers, submodules, mode and attributes of another module.
+    """A module with the parameters, buffers, submodules, mode and attributes of another one.
 
-    Attributes that the wrapper has when `wrap` is called stay its own. Methods of the wrapped
-    module are available once it is planned: before, they would run it without the wrapper.
+    The wrapper keeps the attributes that it has when `wrap` is called. Methods of the wrapped
+    module are forwarded only once it is planned: before, they would run it without the wrapper.
     """
 
     _wrapped: tuple[nn.Module]
-    """A tuple, so that `nn.Module` does not register it as a submodule."""
+    """In a tuple, so that `nn.Module` does not register it as a submodule, with a name prefix."""
 
     def wrap(self, module: nn.Module) -> None:
         """Wrap `module`.
 
         Raises:
-            PlanError: if an attribute of the model has the name of one of the wrapper's own.
+            PlanError: if the model has an attribute with the name of one of the wrapper.
         """
         vars(self).pop("_wrapped", None)
+        # Names of parameters stay those of the wrapped module, also in checkpoints.
         share_state(self, module)
         self.training = module.training
-        own = {"_wrapped", "_own_names", *vars(self), *dir(type(self))}
-        self._own_names = _OF_ANY_MODULE | own
+        own_names = {"_wrapped", "_own_names", *vars(self), *dir(type(self))}
+        self._own_names = _NN_MODULE_NAMES | own_names
         model = wrapped_model(module)
-        for name in sorted((vars(model).keys() & own) - _OF_ANY_MODULE):
+        for name in sorted((vars(model).keys() & own_names) - _NN_MODULE_NAMES):
             raise PlanError(
-                f"{type(model).__name__} has an attribute {name!r}, which is the name of one of "
-                f"the {type(self).__name__}'s that wraps it\nrename it"
+                f"{type(model).__name__} has an attribute {name!r}, as has the "
+                f"{type(self).__name__} that wraps it\nrename it, for instance to {name + '_'!r}"
             )
         self._wrapped = (module,)
 
     def __getattr__(self, name: str) -> Any:
+        # By `vars`, as an attribute that is missing would end here again.
         if "_wrapped" in vars(self):
             (wrapped,) = self._wrapped
             value = getattr(wrapped, name, inspect.Parameter.empty)
@@ -53,10 +55,11 @@ class ModuleWrapper(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         wrapped = vars(self).get("_wrapped")
-        own = wrapped is None or name in self._own_names
-        if own:
+        is_own = wrapped is None or name in self._own_names
+        if is_own:
             super().__setattr__(name, value)
-        if wrapped is not None and (not own or name == "training"):
+        # `train()` sets the mode of both, as `forward` of the wrapped module reads its own.
+        if wrapped is not None and (not is_own or name == "training"):
             setattr(wrapped[0], name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -67,7 +70,7 @@ class ModuleWrapper(nn.Module):
 
 
 def wrapped_model(module: nn.Module) -> nn.Module:
-    """The model inside of a wrapper, or of nested wrappers."""
+    """The model inside nested wrappers; `module` itself if it is not a wrapper."""
     while isinstance(module, ModuleWrapper):
         (module,) = module._wrapped
     return module

@@ -1,9 +1,10 @@
-"""Sharded outputs of a planned model, which are gathered where they meet ordinary tensors.
+"""Sharded outputs of a planned model, gathered where they meet ordinary tensors.
 
-Results of operators on such outputs alone stay sharded, as of any DTensor. Labels, weights and
-losses of the user's code are ordinary tensors: where an operator has one as input, where Python or
-numpy reads values, and where DTensors lack an operator, all ranks gather the output and continue
-with ordinary tensors. Gradients are sharded again on the way back.
+Operators whose tensor arguments are all DTensors return DTensors, as usual. DTensor raises an error
+for a mix with ordinary tensors, but labels, weights and losses of the user's code are ordinary. So
+an operator with an ordinary argument, one that DTensor does not implement, and reads of values by
+Python or numpy gather the output on all ranks, and continue with the full tensor. The backward pass
+shards the gradient again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _READS = {
     *("item", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"),
     *("__contains__", "__format__"),
 }
-"""Methods by which Python reads values."""
+"""Methods with which Python reads the values of a tensor."""
 
 _WRITES = {
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
@@ -36,16 +37,18 @@ _WRITES = {
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
 
 
-def in_parts(
+def as_output_tensor(
     tensor: DTensor, batch: OutputBatch | None = None, dims: BatchDims | None = None
 ) -> OutputTensor:
-    """Makes `tensor` an `OutputTensor`, in place.
+    """Make `tensor` an `OutputTensor`, in place.
 
     Args:
-        batch: the whole batch it belongs to, if each rank passes its own part.
+        tensor: an output of the model, or a tensor computed from one.
+        batch: the global batch it belongs to, if each rank passes a local batch.
         dims: batch dimensions of `tensor`; by default the first of the batch's size.
     """
-    # In place, as a new object would have a different autograd history.
+    # In place: a view would be another autograd node, which `retain_grad`, hooks and
+    # `torch.autograd.grad` distinguish from the output.
     tensor.__class__ = OutputTensor
     assert isinstance(tensor, OutputTensor)
     if batch is not None:
@@ -80,35 +83,45 @@ class OutputTensor(DTensor):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func in _BACKWARD:
             return _backward(func, args, kwargs)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        alone = func is torch.autograd.grad or all(isinstance(one, DTensor) for one in given)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # `torch.autograd.grad` takes outputs, inputs and gradients apart; it pairs none of them.
+        only_dtensors = func is torch.autograd.grad or all(
+            isinstance(tensor, DTensor) for tensor in tensors
+        )
         reason: RuntimeError | None = None
-        if alone and name not in _READS:
+        if only_dtensors and name not in _READS:
             try:
+                # The operator itself runs on DTensors; without this, it would arrive here again.
                 with without_torch_function_of_subclasses():
                     results = func(*args, **kwargs)
             except MixedTensorsError:
                 raise
-            except RuntimeError as error:  # an operator that DTensors lack
+            # DTensor has no sharding strategy for the operator (NotImplementedError is a subclass).
+            except RuntimeError as error:
                 if func is torch.autograd.grad:
                     raise
                 reason = error
             else:
-                _stay_in_parts(results, func, args, kwargs, given)
+                _wrap_results(results, func, args, kwargs, tensors)
                 return results
-        if _changed(name, args, kwargs):
+        if _writes_to_output(name, args, kwargs):
+            # In-place changes of the gathered copy would be lost.
             raise MixedTensorsError(
                 f"{name or func} would change an output of a planned model, which is sharded,"
-                " by ordinary tensors or by an operator that DTensors lack\ncompute a"
+                " by ordinary tensors or by an operator that DTensor does not implement\ncompute a"
                 " new tensor instead (`y = y + x` for `y += x`), or change `y.full_tensor()`"
             ) from reason
+        # Differentiable: `full_tensor` is an all-gather whose gradient is sharded again.
         args, kwargs = pytree.tree_map_only(cls, cls.full_tensor, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a backward pass. Gradients that are passed as ordinary tensors are those of gathered
-    outputs; `inputs` are not gathered, as their own `.grad` is accumulated into."""
+    """Run a backward pass.
+
+    If a gradient is an ordinary tensor, outputs are gathered to match it; `inputs` never are, since
+    autograd accumulates into their own `.grad`.
+    """
     inputs = {key: kwargs[key] for key in ("inputs",) if key in kwargs}
     given = args, {key: value for key, value in kwargs.items() if key not in inputs}
     tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
@@ -118,23 +131,29 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*given[0], **given[1], **inputs)
 
 
-def _stay_in_parts(
-    results: Any, func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]
+def _wrap_results(
+    results: Any, func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]
 ) -> None:
-    """Make `OutputTensor`s of the DTensors that a function returns."""
+    """Make the DTensors that a function returns `OutputTensor`s.
+
+    Args:
+        results: what the function returned.
+        func, args, kwargs: the call.
+        tensors: its tensor arguments.
+    """
     leaves = pytree.tree_leaves(results)
-    outputs = [one for one in given if isinstance(one, OutputTensor)]
-    batch = next((one.batch for one in outputs if one.batch), None)
-    of_batch = {id(one): one.batch_dims for one in outputs if one.batch_dims}
+    outputs = [tensor for tensor in tensors if isinstance(tensor, OutputTensor)]
+    batch = next((tensor.batch for tensor in outputs if tensor.batch), None)
+    batch_dims = {id(tensor): tensor.batch_dims for tensor in outputs if tensor.batch_dims}
     call = None
-    if batch is not None and of_batch:
-        call = BatchCall(func, args, kwargs, batch.sizes, of_batch, ())
-    for number, dims in batch_dims_of_new_tensors(DTensor, leaves, given, call).items():
-        in_parts(leaves[number], batch, dims)
+    if batch is not None and batch_dims:
+        call = BatchCall(func, args, kwargs, batch.sizes, batch_dims, ())
+    for index, dims in batch_dims_of_new_tensors(DTensor, leaves, tensors, call).items():
+        as_output_tensor(leaves[index], batch, dims)
 
 
-def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function of this name modifies an output in place."""
+def _writes_to_output(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of the function with this name modifies an output in place."""
     changes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
     written = [*args[:1]] if changes else []
     return any(

@@ -1,4 +1,4 @@
-"""Execute this rank's chunks of a model in pipeline stages."""
+"""Executes the chunks of this rank's pipeline stage."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shardwright.core.misuse.stage_parameters import watch_stage
 from shardwright.core.misuse.whole_batch import batch_sizes, output_batches
 from shardwright.core.parallel.call import Call
 from shardwright.core.parallel.execution import Execution
+from shardwright.core.parallel.module_tensors import ModuleTensors
 from shardwright.core.parallel.pipeline_stage import RankStages
-from shardwright.core.parallel.tensor_places import TensorPlaces
 from shardwright.core.parallel.train_step import StepInputs
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned
@@ -33,10 +33,10 @@ from shardwright.errors import PlanError
 
 
 class PipelineExecution(Execution):
-    """Runs the chunks of a model on stages of the running process group.
+    """Runs the chunks of this rank's pipeline stage.
 
     Parameters and buffers that only other stages read are None. `train_step` runs forward and
-    backward over all micro-batches. A call under `torch.no_grad()` returns full outputs on every
+    backward over all micro-batches; a call under `torch.no_grad()` returns full outputs on every
     rank.
     """
 
@@ -45,13 +45,14 @@ class PipelineExecution(Execution):
         self._watch_parameters()
         refuse_to_save_stage(self.module, state_names(self.template))
 
-    def of_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
-        result = super().of_copy(module, memo)
+    def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
+        result = super().for_copy(module, memo)
         assert isinstance(result, PipelineExecution)
         result._watch_parameters()
         return result
 
     def _watch_parameters(self) -> None:
+        # None in place of a parameter would fail somewhere in torch.optim or in a state dict.
         stages = self.partitioned.stages_of_parameters
         watch_stage(self.module, self.template, stages, self.devices.stage)
 
@@ -60,50 +61,55 @@ class PipelineExecution(Execution):
         return tuple(module.program for module in self._planned_stages.modules)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The schedule interleaves forward and backward passes; a later `backward()` of the user
+        # could not start those of other stages.
         if torch.is_grad_enabled():
             raise PlanError(
-                "a model in pipeline stages has no gradients between calls\ntrain it with"
-                " train_step(*args), which runs forward and backward; to evaluate it call it under"
-                " torch.no_grad()"
+                "a model in pipeline stages cannot be called for a later backward pass\ntrain it"
+                " with `net.train_step(*args)`, which runs forward and backward; evaluate it under"
+                " `torch.no_grad()`"
             )
         bound, leaves = self._step_for(args, kwargs)
         stages = bound.step
         assert isinstance(stages, RankStages)
-        parameters, buffers = bound.places.read()
+        parameters, buffers = bound.tensors.read()
         seed = self.random_seed + self.random_step
         inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed)
         local_outputs, changed = stages.evaluate(inputs)
-        bound.places.write(changed)
+        bound.tensors.write(changed)
         graph = stages.partitioned.graph
         outputs = [
-            self._whole(stages, leaf, local_outputs) if isinstance(leaf, Value) else leaf
+            self._global_output(stages, leaf, local_outputs) if isinstance(leaf, Value) else leaf
             for leaf in graph.outputs
         ]
         if self.partitioned.decisions.arrivals:
-            outputs = self._marked(outputs, graph, self._planned_call.arranged(args, kwargs))
+            outputs = self._mark_outputs(
+                outputs, graph, self._planned_call.reorder_arguments(args, kwargs)
+            )
         return pytree.tree_unflatten(outputs, graph.out_spec)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the norm of all gradients, over all devices and stages, to `max_norm`. A parameter
-        that several stages own counts once.
+        """Clip the global gradient norm, over all devices and stages, to `max_norm`.
 
         Returns:
             The norm before clipping, on every rank.
         """
-        elsewhere = {
+        # A parameter that several stages own, such as a tied embedding, counts on the first.
+        counted_elsewhere = {
             name
             for name, stages in self.partitioned.stages_of_parameters.items()
             if min(stages) < self.devices.stage
         }
+        # A stage without gradients must return the norm in the same dtype.
         dtype = next((v.stored_dtype for v in self.partitioned.graph.parameters), None)
         return clip_grad_norm_(
-            self.module.named_parameters(), max_norm, self.devices, elsewhere, dtype
+            self.module.named_parameters(), max_norm, self.devices, counted_elsewhere, dtype
         )
 
     @property
     def _planned_stages(self) -> RankStages:
-        count = self.partitioned.pipeline.micro_batches
-        stages = self._train_steps[(*self._planned_situation, count)].step
+        micro_batches = self.partitioned.pipeline.micro_batches
+        stages = self._train_steps[(*self._planned_situation, micro_batches)].step
         assert isinstance(stages, RankStages)
         return stages
 
@@ -112,8 +118,8 @@ class PipelineExecution(Execution):
         if self._state.changed_buffers:
             raise PlanError(
                 f"buffer {self._state.changed_buffers[0]!r}, on whose values shapes or branches of "
-                "the model depend, has changed since the model was planned, which other pipeline "
-                "stages do not see: plan and parallelize the model again"
+                "the model depend, has changed since the model was planned; other pipeline stages "
+                "do not own it\nplan and parallelize the model again"
             )
         return state
 
@@ -123,43 +129,47 @@ class PipelineExecution(Execution):
 
     def _make_step(self, partitioned: Partitioned) -> RankStages:
         stage = self.devices.stage
+        # Another mode may read parameters of another stage, such as a tied head in evaluation.
         for values in partitioned.tensors_of(stage):
-            for name, parameter in TensorPlaces.of(self.module, values, ()).parameters.items():
+            for name, parameter in ModuleTensors.of(self.module, values, ()).parameters.items():
                 if parameter is None:
                     raise PlanError(
-                        f"{name!r} is read in this mode by stage {stage}, which does not own it"
+                        f"{name!r} is read in this mode by pipeline stage {stage}, which does not"
+                        " own it\nplan the model in this mode, or with one stage"
                     )
-        return RankStages(partitioned, self._along(partitioned))
+        return RankStages(partitioned, self._devices_for(partitioned))
 
     def _capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], micro_batches: int = 1
     ) -> Partitioned:
         for name, parameter, trained, *_ in self._parameters_as_planned.all:
             if parameter.requires_grad is not trained:
+                # Ranks see only the parameters of their stage, and would capture different graphs.
                 raise PlanError(
-                    f"requires_grad of {name!r} has changed since the model was planned: with"
-                    " pipeline stages, plan and parallelize the model again"
+                    f"`requires_grad` of {name!r} has changed since the model was planned in"
+                    " pipeline stages\nplan and parallelize the model again"
                 )
         return super()._capture(args, kwargs, micro_batches)
 
-    def _pipeline_of(self, graph: Graph) -> PipelineSpec:
+    def _pipeline_for(self, graph: Graph) -> PipelineSpec:
         pipeline = self.partitioned.pipeline
         planned = pipeline.chunk_of
         chunk_of = {op.name: planned[op.name] for op in graph.ops if op.name in planned}
+        # Operators that the planned graph lacks go to the chunk of their neighbors.
         return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
 
-    def _marked(self, outputs: list[Any], graph: Graph, call: Call) -> list[Any]:
-        """Mark outputs so that they refuse operators with this rank's part of the batch."""
-        parts, spec = pytree.tree_flatten(call)
-        whole = self._whole_leaves(parts, self._planned_call.planned_inputs(spec))
-        sizes, name = batch_sizes(parts, whole), type(self.module).__name__
+    def _mark_outputs(self, outputs: list[Any], graph: Graph, call: Call) -> list[Any]:
+        """Mark outputs as of the global batch, so that they reject pairing with a local batch."""
+        local_leaves, spec = pytree.tree_flatten(call)
+        global_leaves = self._global_leaves(local_leaves, self._planned_call.planned_indices(spec))
+        sizes, name = batch_sizes(local_leaves, global_leaves), type(self.module).__name__
         batches = output_batches(name, graph.out_spec, sizes, self._gradients.watch)
         return [
             batch.mark(output) if batch is not None and isinstance(output, Tensor) else output
             for output, batch in zip(outputs, batches, strict=True)
         ]
 
-    def _whole(
+    def _global_output(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
     ) -> Tensor:
         """Return an output for the whole batch on every rank.
@@ -169,43 +179,53 @@ class PipelineExecution(Execution):
         """
         partitioned = stages.partitioned
         chunk = next(c for c in partitioned.chunks if value.name in {v.name for v in c.returned})
-        rows = [v.shape[0] for v in partitioned.graph.input_values if v.shape]
-        joined = bool(value.shape) and bool(rows) and value.shape[0] == rows[0]
-        joined = joined and stages.reduction_of(value) is None
-        count = stages.micro_batches if joined else 1
-        shape = (value.shape[0] * count, *value.shape[1:]) if joined else value.shape
+        batch_sizes = [v.shape[0] for v in partitioned.graph.input_values if v.shape]
+        has_batch_rows = (
+            bool(value.shape) and bool(batch_sizes) and value.shape[0] == batch_sizes[0]
+        )
+        has_batch_rows = has_batch_rows and stages.reduction_of(value) is None
+        num_pieces = stages.micro_batches if has_batch_rows else 1
+        shape = (value.shape[0] * num_pieces, *value.shape[1:]) if has_batch_rows else value.shape
+        # Gathered over the devices of its stage first, then sent to their peers in other stages.
         if chunk.stage == self.devices.stage:
-            pieces = [
-                self._gathered(stages, chunk, value, tensor) for tensor in local_outputs[value.name]
+            tensors = [
+                self._gather(stages, chunk, value, tensor) for tensor in local_outputs[value.name]
             ]
             weight = stages.reduction_of(value)
             if weight is not None:
-                whole = torch.stack(pieces).sum(0) * weight
+                output = torch.stack(tensors).sum(0) * weight
             else:
-                whole = self._in_order(torch.cat(pieces), count) if joined else pieces[0]
-            whole = whole.contiguous()
+                output = (
+                    self._restore_row_order(torch.cat(tensors), num_pieces)
+                    if has_batch_rows
+                    else tensors[0]
+                )
+            output = output.contiguous()
         else:
-            whole = torch.empty(shape, dtype=value.dtype, device=self.devices.device)
-        dist.broadcast(whole, group=self.devices.peers_of_all_stages, group_src=chunk.stage)
-        return whole
+            output = torch.empty(shape, dtype=value.dtype, device=self.devices.device)
+        # Ranks of other stages know the shape, so one broadcast suffices.
+        dist.broadcast(output, group=self.devices.peers_of_all_stages, group_src=chunk.stage)
+        return output
 
-    def _in_order(self, rows: Tensor, count: int) -> Tensor:
-        """Restore the order of the batch's rows.
+    def _restore_row_order(self, rows: Tensor, micro_batches: int) -> Tensor:
+        """Return the rows of concatenated micro-batches in the order of the global batch.
 
-        Where each rank passes its own rows, a micro-batch has some rows of each rank.
+        If ranks pass local batches, each is split into micro-batches: the rows of a micro-batch are
+        [rank, row], those of all [micro-batch, rank, row], and of the batch [rank, micro-batch,
+        row].
         """
         arrivals = self.partitioned.decisions.arrivals.values()
         layouts = (TensorLayout(self.devices.matrix, axes) for axes in arrivals if axes)
-        ranks = max((layout.shard_counts[0] for layout in layouts), default=1)
-        if ranks == 1 or rows.shape[0] % (count * ranks):
+        num_shards = max((layout.shard_counts[0] for layout in layouts), default=1)
+        if num_shards == 1 or rows.shape[0] % (micro_batches * num_shards):
             return rows
-        pieces = rows.reshape(count, ranks, -1, *rows.shape[1:])
-        return pieces.transpose(0, 1).reshape(rows.shape)
+        blocks = rows.reshape(micro_batches, num_shards, -1, *rows.shape[1:])
+        return blocks.transpose(0, 1).reshape(rows.shape)
 
-    def _gathered(self, stages: RankStages, chunk: Chunk, value: Value, tensor: Tensor) -> Tensor:
+    def _gather(self, stages: RankStages, chunk: Chunk, value: Value, tensor: Tensor) -> Tensor:
         axes = chunk.decisions.departures.get(value.name, ((),) * len(value.shape))
-        where = TensorLayout(chunk.mesh, axes)
-        if not where.sharded:
+        layout = TensorLayout(chunk.mesh, axes)
+        if not layout.sharded:
             return tensor
         like = torch.empty(value.shape, device="meta")
-        return as_dtensor(tensor, like, where, stages.devices).full_tensor()
+        return as_dtensor(tensor, like, layout, stages.devices).full_tensor()

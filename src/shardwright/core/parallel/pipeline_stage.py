@@ -1,12 +1,11 @@
-"""Runs the chunks of a model that this rank's stage owns, on `torch.distributed.pipelining`.
+"""Runs the chunks that this rank's stage owns with the schedules of `torch.distributed.pipelining`.
 
-PyTorch's schedules decide when a chunk runs which micro-batch, and send activations and gradients
-between stages. Sender and receiver have the same rank within their stages, and a value is sent in
-the layout of its chunk, so both know its local shape before anything is sent.
+A schedule decides when a chunk runs which micro-batch, and sends activations and gradients between
+stages. Sender and receiver have the same rank within their stages, and a value crosses in the
+layout in which its chunk returns it, so both know its local shape and no metadata is exchanged.
 
-A chunk slices the model's inputs from the whole batch itself: the schedule passes it only the index
-of the micro-batch. Received and sent tensors pass a `border`, where they are detached from views
-and their gradients become contiguous.
+A schedule passes a chunk only the index of the micro-batch. The chunk reads the model's inputs from
+the batch, which every stage has, so that inputs need not be sent from stage to stage.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ class StepContext:
     """State that the chunks of one stage share during a step.
 
     Args:
-        pieces: leaves of the call's arguments, for each micro-batch.
+        micro_batch_leaves: leaves of the call's arguments, for each micro-batch.
         buffers: buffers by name; chunks put updated values here.
         seed: random seed of the step.
         of_batch: for each micro-batch what it reads of the whole batch, by the names of buffers.
         returned: results of all micro-batches for each returned value; None in training.
     """
 
-    pieces: Sequence[Sequence[Any]]
+    micro_batch_leaves: Sequence[Sequence[Any]]
     buffers: dict[str, Tensor]
     seed: int
     of_batch: Sequence[Mapping[str, Tensor]]
@@ -78,28 +77,30 @@ class StepContext:
         cls, inputs: StepInputs, micro_batches: int, whole_batch: WholeBatchValues
     ) -> StepContext:
         of_batch = whole_batch(inputs.leaves, inputs.buffers)
-        pieces = inputs.micro_batches(micro_batches)
-        return cls(pieces, dict(inputs.buffers), inputs.seed, of_batch)
+        micro_batch_leaves = inputs.micro_batches(micro_batches)
+        return cls(micro_batch_leaves, dict(inputs.buffers), inputs.seed, of_batch)
 
 
 class StageModule(nn.Module):
-    """One chunk of a model, as PyTorch's schedules call it.
+    """One chunk of a model as a module that PyTorch's schedules call.
 
     Args:
-        whole: the graph of the model, whose inputs the chunk reads.
+        chunk: the chunk.
+        program: its program on this rank.
+        model_graph: the graph of the full model, whose inputs the chunk reads.
     """
 
     step: StepContext
 
-    def __init__(self, chunk: Chunk, program: Program, whole: Graph) -> None:
+    def __init__(self, chunk: Chunk, program: Program, model_graph: Graph) -> None:
         super().__init__()
         self.chunk = chunk
         self.program = program
         self.unsharded = UnshardedParameters(program)
-        self._inputs = [
+        self._input_indices = [
             index
-            for index, leaf in enumerate(whole.inputs)
-            if chunk.graph is whole or leaf in chunk.graph.input_values
+            for index, leaf in enumerate(model_graph.inputs)
+            if chunk.graph is model_graph or leaf in chunk.graph.input_values
         ]
 
     def begin_step(self, step: StepContext, inputs: StepInputs) -> None:
@@ -108,60 +109,74 @@ class StageModule(nn.Module):
             {v.name: inputs.shards[v.name] for v in self.chunk.graph.parameters}
         )
 
-    def forward(self, *arrived: Tensor, number: Tensor | int) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *received: Tensor, number: Tensor | int) -> Tensor | tuple[Tensor, ...]:
         micro_batch = int(number)
-        received = border(arrived)
+        inputs = stage_boundary(received)
         outputs, updates = self.program(
             self.unsharded.tensors(),
             {**self.step.buffers, **self.step.of_batch[micro_batch]},
-            self.read(micro_batch, received),
+            self.read(micro_batch, inputs),
             micro_batch_seed(self.step.seed, micro_batch),
         )
-        # Not in place: autograd may have saved the old values for other micro-batches.
+        # Not in place: several micro-batches are in flight, and autograd may have saved the old
+        # values for their backward passes.
         changed = (buffer.name for buffer, _ in self.chunk.graph.updates)
         self.step.buffers.update(zip(changed, updates, strict=True))
-        tensors = dict(zip(self.chunk.graph.outputs, outputs, strict=True))
+        outputs_by_value = dict(zip(self.chunk.graph.outputs, outputs, strict=True))
         if self.step.returned is not None:
             for value in self.chunk.returned:
-                self.step.returned.setdefault(value.name, []).append(tensors[value].detach())
+                self.step.returned.setdefault(value.name, []).append(
+                    outputs_by_value[value].detach()
+                )
         if self.chunk.graph.loss is not None:
-            loss: Tensor = tensors[self.chunk.graph.loss]
+            # The schedule's loss function only scales it.
+            loss: Tensor = outputs_by_value[self.chunk.graph.loss]
             return loss
-        leaving = [_with_gradient(value, tensors[value]) for value in self.chunk.leaving]
-        follows = [
-            tensor for tensor in received if tensor.requires_grad and self.chunk.splits_backward
+        sent = [
+            _detach_unless_trained(value, outputs_by_value[value]) for value in self.chunk.leaving
         ]
-        return border(leaving, follows[:1])
+        # PyTorch's split backward pass walks from results to inputs of the stage; see
+        # `stage_boundary`.
+        anchors = [
+            tensor for tensor in inputs if tensor.requires_grad and self.chunk.splits_backward
+        ]
+        return stage_boundary(sent, anchors[:1])
 
-    def read(self, micro_batch: int, arrived: Sequence[Tensor]) -> list[Any]:
-        """The inputs of the program: the model's inputs that it reads, then received tensors."""
-        piece = self.step.pieces[micro_batch]
-        return [*(piece[index] for index in self._inputs), *arrived]
+    def read(self, micro_batch: int, received: Sequence[Tensor]) -> list[Any]:
+        """The program's inputs: the inputs of the model that it reads, then received tensors."""
+        leaves = self.step.micro_batch_leaves[micro_batch]
+        return [*(leaves[index] for index in self._input_indices), *received]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The leaf tensors in which gradients accumulate."""
+        """The leaves in which gradients accumulate.
+
+        A split backward pass differentiates with respect to what `parameters()` yields; those of
+        this module are the unsharded tensors of the step, not `nn.Parameter`s.
+        """
         return iter(self.unsharded.leaves())  # type: ignore[arg-type]
 
 
-def _with_gradient(value: Value, tensor: Tensor) -> Tensor:
+def _detach_unless_trained(value: Value, tensor: Tensor) -> Tensor:
     """Detach the tensor unless a gradient of the loss flows into the value."""
+    # Both sides of the boundary must agree on which values get a gradient back.
     return tensor if value.requires_grad else tensor.detach()
 
 
 @dataclass
 class RankStages:
-    """A training step in several stages: this rank's chunks, run by PyTorch's schedule.
+    """A training step with pipeline stages: this rank's chunks, run by PyTorch's schedule.
 
     Args:
         partitioned: the model, with the number of micro-batches of the step.
+        devices: this rank's view of the devices.
     """
 
     partitioned: Partitioned
     devices: Devices
     modules: tuple[StageModule, ...] = field(init=False)
-    _shared: dict[str, dist.ProcessGroup] = field(init=False)
-    _training: PipelineSchedule | None = None
-    _forward: PipelineSchedule | None = None
+    _groups_of_shared_parameters: dict[str, dist.ProcessGroup] = field(init=False)
+    _train_schedule: PipelineSchedule | None = None
+    _forward_schedule: PipelineSchedule | None = None
 
     def __post_init__(self) -> None:
         self._create_groups()
@@ -172,8 +187,8 @@ class RankStages:
         )
         read = (v for module in self.modules for v in module.chunk.graph.buffers)
         self._whole_batch = WholeBatchValues(self.partitioned, self.devices, read)
-        self._weight = loss_weight(self.partitioned)
-        self._stages: list[PipelineStageBase] = [self._stage(m) for m in self.modules]
+        self._loss_weight = loss_weight(self.partitioned)
+        self._stages: list[PipelineStageBase] = [self._make_stage(m) for m in self.modules]
 
     @property
     def pipeline(self) -> PipelineSpec:
@@ -190,43 +205,53 @@ class RankStages:
     def compile(self, compiler: Callable[[Program], Program]) -> None:
         if self.pipeline.schedule_spec.splits_backward:
             raise PlanError(
-                f"{self.pipeline.schedule} runs backward passes in two halves, which compiled"
-                " programs do not have: compile a plan with another schedule"
+                f"{self.pipeline.schedule} splits backward passes, which compiled programs cannot\n"
+                "plan with a schedule that does not split them, such as '1f1b'"
             )
         for module in self.modules:
             module.program = compiler(module.program)
 
     def train(self, inputs: StepInputs) -> StepResults:
         step = self._begin(inputs)
-        if self._training is None:
-            self._training = self._schedule(self._weighted)
+        if self._train_schedule is None:
+            self._train_schedule = self._make_schedule(self._weighted)
         losses: list[Tensor] = []
-        numbers = torch.arange(self.micro_batches)
-        named = record_function(SCHEDULE) if self.devices.named_ranges else nullcontext()
-        with named, self.devices.waits.measure():
-            self._training.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
+        # The schedule chunks its arguments on dimension 0: each micro-batch gets its index.
+        indices = torch.arange(self.micro_batches)
+        trace_range = record_function(SCHEDULE) if self.devices.named_ranges else nullcontext()
+        # The full schedule counts as waiting; `_make_stage` subtracts the passes of chunks.
+        with trace_range, self.devices.waits.measure():
+            self._train_schedule.step(
+                number=indices, target=indices, losses=losses, return_outputs=False
+            )
         gradients: dict[str, Tensor] = {}
         for module in self.modules:
             for name, gradient in module.unsharded.end_step().items():
+                # Chunks of one stage may share a parameter.
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        self._sum_shared(inputs.shards, gradients)
-        loss = torch.stack(losses).sum().detach() if losses else self._no_loss()
-        self._from_stage(self._last_stage, loss)
+        # After `end_step`, which sums over the replicas of this stage: then one all-reduce of
+        # shards over the stages suffices.
+        self._reduce_shared_gradients(inputs.shards, gradients)
+        # The schedule collects losses on the last stage only.
+        loss = torch.stack(losses).sum().detach() if losses else self._empty_loss()
+        self._broadcast(self._last_stage, loss)
         return loss, gradients, inputs.changed(step.buffers)
 
     def evaluate(self, inputs: StepInputs) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
         """Run forward over all micro-batches.
 
         Returns:
-            For each value that this stage returns, the local tensors of all micro-batches; and the
-            new values of buffers.
+            For each output of the model that this stage computes, by name, the local tensors of all
+            micro-batches; and the new values of buffers by name.
         """
         with torch.no_grad():
             step = self._begin(inputs)
             step.returned = {}
-            if self._forward is None:
-                self._forward = self._schedule(None)
-            self._forward.step(number=torch.arange(self.micro_batches), return_outputs=False)
+            if self._forward_schedule is None:
+                self._forward_schedule = self._make_schedule(None)
+            self._forward_schedule.step(
+                number=torch.arange(self.micro_batches), return_outputs=False
+            )
             for module in self.modules:
                 module.unsharded.end_step()
         return step.returned, inputs.changed(step.buffers)
@@ -235,13 +260,13 @@ class RankStages:
         """Weight of each micro-batch's in the value of the batch; None for others than means and
         sums over samples."""
         if value is self.partitioned.graph.loss:
-            return self._weight
+            return self._loss_weight
         reductions = dict(whole_batch_of(self.partitioned.graph).outputs)
         weights = {"mean": 1 / self.micro_batches, "sum": 1.0}
         return weights.get(reductions.get(value.name, ""))
 
-    def _weighted(self, loss: Tensor, number: Tensor | int) -> Tensor:
-        return loss * self._weight
+    def _weighted(self, loss: Tensor, index: Tensor | int) -> Tensor:
+        return loss * self._loss_weight
 
     def _begin(self, inputs: StepInputs) -> StepContext:
         step = StepContext.of(inputs, self.micro_batches, self._whole_batch)
@@ -252,23 +277,29 @@ class RankStages:
     # Groups and schedules
 
     def _create_groups(self) -> None:
-        """Create the groups of all stages, in the same order on every rank. Collective."""
-        needed = groups_of(self.partitioned)
-        for axes in dict.fromkeys((*needed, *prologue_axes(self.partitioned))):
+        """Create the process groups of all stages. Collective.
+
+        `new_group` is a collective of all ranks, members or not. So every rank creates the groups
+        of all chunks here, in one order; created on first use, stages would do so at different
+        times, and deadlock.
+        """
+        group_axes = groups_of(self.partitioned)
+        for axes in dict.fromkeys((*group_axes, *prologue_axes(self.partitioned))):
             self.devices.group(axes)
-        self._shared = {}
+        self._groups_of_shared_parameters = {}
         parameters = self.partitioned.graph.parameters
-        self._trained = {value.name for value in parameters if value.requires_grad}
+        self._trained_names = {value.name for value in parameters if value.requires_grad}
         for name, stages in sorted(self.partitioned.stages_of_parameters.items()):
             if len(stages) > 1:
                 group = self.devices.peers_of_stages(stages)
                 if self.devices.stage in stages and group is not None:
-                    self._shared[name] = group
+                    self._groups_of_shared_parameters[name] = group
 
-    def _stage(self, module: StageModule) -> PipelineStageBase:
+    def _make_stage(self, module: StageModule) -> PipelineStageBase:
         chunk, decisions = module.chunk, module.chunk.decisions
-        arriving = tuple(_like(v, decisions.arrivals[v.name], chunk) for v in chunk.arriving)
-        leaving = tuple(_like(v, decisions.departures[v.name], chunk) for v in chunk.leaving)
+        arriving = tuple(_meta_tensor(v, decisions.arrivals[v.name], chunk) for v in chunk.arriving)
+        leaving = tuple(_meta_tensor(v, decisions.departures[v.name], chunk) for v in chunk.leaving)
+        # The last stage sends nothing, but PyTorch wants to know the shape of its output.
         if not leaving and chunk.graph.loss is not None:
             leaving = (torch.empty((), dtype=chunk.graph.loss.dtype, device="meta"),)
         stage = pipeline_stage(
@@ -279,32 +310,41 @@ class RankStages:
             arriving,
             leaving,
             self.devices.peers_of_all_stages,
-            dw_builder=None if can_split_backward(module) else _at_once,
+            # Zero-bubble schedules call W of every chunk; those that cannot split do all work in I.
+            dw_builder=None if can_split_backward(module) else _without_weight_pass,
         )
-        for method, what in PASSES.items():
-            computes = self.devices.waits.exclude(getattr(stage, method))
+        # Wrapped on the instance, as schedules call these methods of the stage by name.
+        for method_name, pass_name in PASSES.items():
+            method = self.devices.waits.exclude(getattr(stage, method_name))
             if self.devices.named_ranges:
-                computes = in_range(f"{what} of chunk {chunk.number}", computes)
-            setattr(stage, method, computes)
+                method = in_range(f"{pass_name} of chunk {chunk.number}", method)
+            setattr(stage, method_name, method)
         return stage
 
-    def _schedule(self, loss: Any) -> PipelineSchedule:
-        count = self.micro_batches
-        schedule = self.pipeline.schedule_spec.torch_class(count, self.pipeline.stages)
-        if issubclass(schedule, PipelineScheduleSingle):
-            return schedule(self._stages[0], count, loss, scale_grads=False)
-        many = schedule(self._stages, count, loss, scale_grads=False)
-        if loss is None:
-            _forward_only(many)
-        return many
+    def _make_schedule(self, loss_fn: Any) -> PipelineSchedule:
+        micro_batches = self.micro_batches
+        schedule_class = self.pipeline.schedule_spec.torch_class(
+            micro_batches, self.pipeline.stages
+        )
+        if issubclass(schedule_class, PipelineScheduleSingle):
+            # Not `scale_grads`, which divides by the number of micro-batches: the weights of losses
+            # have scaled the gradients.
+            return schedule_class(self._stages[0], micro_batches, loss_fn, scale_grads=False)
+        schedule = schedule_class(self._stages, micro_batches, loss_fn, scale_grads=False)
+        if loss_fn is None:
+            _forward_only(schedule)
+        return schedule
 
     # Communication between stages
 
-    def _sum_shared(self, shards: Mapping[str, Tensor], gradients: dict[str, Tensor]) -> None:
+    def _reduce_shared_gradients(
+        self, shards: Mapping[str, Tensor], gradients: dict[str, Tensor]
+    ) -> None:
         """All-reduce the gradients of parameters that several stages own."""
-        for name, group in self._shared.items():
-            if name in self._trained:
+        for name, group in self._groups_of_shared_parameters.items():
+            if name in self._trained_names:
                 gradient = gradients.get(name)
+                # A stage without a gradient takes part too, with zeros.
                 total = (
                     torch.zeros_like(shards[name]) if gradient is None else gradient.contiguous()
                 )
@@ -312,90 +352,108 @@ class RankStages:
                     dist.all_reduce(total, group=group)
                 gradients[name] = total
 
-    def _no_loss(self) -> Tensor:
+    def _empty_loss(self) -> Tensor:
         loss = self.partitioned.graph.loss
         assert loss is not None
         return torch.empty((), dtype=loss.dtype, device=self.devices.device)
 
-    def _from_stage(self, stage: int, tensor: Tensor) -> None:
+    def _broadcast(self, stage: int, tensor: Tensor) -> None:
         with self.devices.waits.measure():
             dist.broadcast(tensor, group=self.devices.peers_of_all_stages, group_src=stage)
 
 
 def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
-    """The joined axes over which any chunk communicates, in a fixed order."""
+    """Return the sets of axes over which any chunk communicates, in a fixed order."""
+    # Lowering requests the groups of a program; a `Devices` without process group records them.
     devices = Devices.of_rank(partitioned.mesh, 0)
     for chunk in partitioned.chunks:
         lower(chunk, devices, unsharded=True)
     return devices.groups
 
 
-def _like(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
-    """A meta tensor with the local shape of a value that is sent between stages."""
+def _meta_tensor(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
+    """Return a meta tensor with the local shape of a value that crosses stages."""
     shape = TensorLayout(chunk.mesh, axes).shard_shape(value.shape)
     empty = torch.empty(shape, dtype=value.dtype, device="meta")
     return empty.requires_grad_(value.requires_grad)
 
 
 def can_split_backward(module: StageModule) -> bool:
-    """Whether the backward pass can be split into gradients of inputs and gradients of parameters.
+    """Whether the backward pass can be split into input gradients (I) and weight gradients (W).
 
-    Some input must require a gradient. No bucket may join parameters of different operators, and no
-    parameter may be read twice, as PyTorch would run the operators between the reads twice. No
-    operator may be recomputed, as each half would recompute it. PyTorch 2.11 never splits
-    correctly: it needs a gradient of all sent tensors, and counts some of parameters twice.
+    Zero-bubble schedules (Qi et al., 2023) run W later. PyTorch splits where the paths to inputs
+    and to parameters part in the autograd graph, which is correct only if
+
+    - some input requires a gradient;
+    - no bucket joins parameters of different operators in one autograd node;
+    - no parameter is read twice: operators between the reads would run twice;
+    - no operator is recomputed: I and W would each recompute it.
+
+    PyTorch 2.11 never splits correctly: it needs a gradient of every sent tensor, and counts some
+    gradients of parameters twice.
     """
     if not SENDS_ONLY_GRADIENTS:
         return False
     chunk = module.chunk
-    uses = chunk.graph.consumers
-    apart = all(bound.bucket.reduces_once for bound in module.program.buckets) and all(
-        len(uses[value]) == 1 for value in chunk.graph.parameters if value.requires_grad
+    consumers = chunk.graph.consumers
+    is_separable = all(bound.bucket.reduces_once for bound in module.program.buckets) and all(
+        len(consumers[value]) == 1 for value in chunk.graph.parameters if value.requires_grad
     )
-    apart = apart and not module.program.communication.segments
-    return apart and (chunk.number == 0 or any(v.requires_grad for v in chunk.arriving))
+    is_separable = is_separable and not module.program.communication.segments
+    return is_separable and (chunk.number == 0 or any(v.requires_grad for v in chunk.arriving))
 
 
-def _at_once() -> Any:
-    """`dw_builder` of chunks that compute gradients of parameters with those of inputs."""
-    return _nothing
+def _without_weight_pass() -> Any:
+    """`dw_builder` of chunks whose I computes all gradients, so that W has nothing to do."""
+    return _no_op
 
 
-def _nothing(*_: Any) -> None:
+def _no_op(*_: Any) -> None:
     return None
 
 
 def _forward_only(schedule: PipelineScheduleMulti) -> None:
-    """Replace the backward passes of a schedule with several chunks per stage by nothing."""
-    for kind in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
-        schedule.register_custom_function(kind, _nothing)  # type: ignore[attr-defined]
+    """Make a schedule with several chunks per stage skip its backward passes.
+
+    `PipelineScheduleMulti` runs its full table of actions even without a loss function;
+    `PipelineScheduleSingle` stops after the forward passes.
+    """
+    for computation in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
+        schedule.register_custom_function(computation, _no_op)  # type: ignore[attr-defined]
 
 
-class _Border(torch.autograd.Function):
-    """Detaches tensors, and makes their gradients contiguous."""
+class _StageBoundary(torch.autograd.Function):
+    """Detaches tensors, and makes their gradients contiguous: `isend` rejects strided tensors."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # Without this, outputs that get no gradient would allocate zeros.
         ctx.set_materialize_grads(False)
-        ctx.others = len(tensors) - count
+        ctx.num_anchors = len(tensors) - count
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        whole = (None if g is None else g.contiguous() for g in gradients)
-        return None, *whole, *(None,) * ctx.others
+        contiguous = (None if g is None else g.contiguous() for g in gradients)
+        return None, *contiguous, *(None,) * ctx.num_anchors
 
 
-def border(tensors: Sequence[Tensor], follows: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-    """Make tensors contiguous and independent of views, to send or receive them.
+def stage_boundary(tensors: Sequence[Tensor], anchors: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    """Return contiguous tensors that are no views, to send to or receive from another stage.
+
+    PyTorch's stages free the autograd graph of a sent tensor by detaching it in place, which is not
+    possible for a view: its activations would stay in memory.
 
     Args:
-        follows: tensors that autograd sees as inputs of all results, with no gradient. A split
-            backward pass only finds parameters whose results meet a tensor that depends on an
-            input of the stage; so each result is made to depend on one.
+        tensors: the tensors that cross the boundary.
+        anchors: tensors on which all results depend in the autograd graph, with no gradient. A
+            split backward pass finds only parameters on paths from results to inputs of the stage;
+            a result that depends on no input would lose the gradients of its parameters.
     """
-    with_gradient = [tensor for tensor in tensors if tensor.requires_grad]
-    passed = iter(())
-    if with_gradient:
-        passed = iter(_Border.apply(len(with_gradient), *with_gradient, *follows))  # type: ignore[no-untyped-call]
-    return tuple((next(passed) if t.requires_grad else t.detach()).contiguous() for t in tensors)
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    boundary_outputs = iter(())
+    if trained:
+        boundary_outputs = iter(_StageBoundary.apply(len(trained), *trained, *anchors))  # type: ignore[no-untyped-call]
+    return tuple(
+        (next(boundary_outputs) if t.requires_grad else t.detach()).contiguous() for t in tensors
+    )

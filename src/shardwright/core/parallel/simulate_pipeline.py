@@ -1,7 +1,7 @@
-"""A training step of a model in pipeline stages, on the simulated ranks of one stage.
+"""Simulates a training step with pipeline stages on the simulated ranks of one stage.
 
-The chunks run one after the other on the same ranks, all micro-batches forward and then backward,
-and hand each other what real stages send. What each stage would send is counted.
+All chunks run on the same ranks, one after another: all micro-batches forward, then all backward,
+as in GPipe. They pass each other the tensors that stages would send, whose bytes are counted.
 """
 
 from __future__ import annotations
@@ -32,32 +32,41 @@ def simulate_stages(
     *,
     seed: int = 0,
 ) -> Outcome:
-    """One training step of all stages on the ranks of one.
+    """Run one training step of all stages on the ranks of one stage.
 
     Args:
         partitioned: a model with a loss.
-        parameters, buffers: whole tensors by name.
-        inputs: leaves of the call's arguments, with the whole batch.
+        parameters, buffers: full tensors by name.
+        inputs: leaves of the call's arguments, for the global batch.
+        seed: random seed of the step.
     """
     with simulated_ranks(partitioned) as ranks:
-        chain = _Chain(ranks.partitioned, ranks.devices)
-        placed = StepInputs(*ranks.place_all(parameters, buffers, inputs), seed)
-        loss, gradients, updates = chain.train(placed)
-        total = ranks.whole(loss, partitioned.mesh.replicated(0), ())
-        sent = [(forward, backward) for forward, backward in chain.sent]
+        chunks = _ChunkSequence(ranks.partitioned, ranks.devices)
+        step_inputs = StepInputs(*ranks.shard_inputs(parameters, buffers, inputs), seed)
+        loss, gradients, updates = chunks.train(step_inputs)
+        total = ranks.assemble(loss, partitioned.mesh.replicated(0), ())
+        sent = [(forward, backward) for forward, backward in chunks.sent]
         return ranks.outcome([total], gradients, updates, sent)
 
 
 @dataclass
-class _SimulatedChunk:
-    """One chunk's forward pass of one micro-batch."""
+class _ChunkRun:
+    """The forward pass of one chunk for one micro-batch."""
 
-    arrived: tuple[Tensor, ...]
-    left: tuple[Tensor, ...]
+    received: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
 
-class _Chain:
-    """All chunks on one set of devices."""
+class _ChunkSequence:
+    """All chunks of a model on one set of devices.
+
+    Args:
+        partitioned: the model.
+        devices: the devices of one stage.
+
+    Attributes:
+        sent: for each stage the bytes that a device sends, forward and backward.
+    """
 
     def __init__(self, partitioned: Partitioned, devices: Devices) -> None:
         self.partitioned = partitioned
@@ -70,75 +79,81 @@ class _Chain:
         self._whole_batch = WholeBatchValues(partitioned, devices)
 
     def train(self, inputs: StepInputs) -> StepResults:
-        """As `RankStages.train`."""
+        """Run forward and backward over all micro-batches."""
         count = self.partitioned.pipeline.micro_batches
         step = StepContext.of(inputs, count, self._whole_batch)
         weight = loss_weight(self.partitioned)
         for module in self.modules:
-            with self._counted(module.chunk, 0):
+            with self._count_bytes(module.chunk, 0):
                 module.begin_step(step, inputs)
+        # The order of passes changes no value and no byte; only their times.
         runs = [self._forward(number) for number in range(count)]
         losses = []
         for run in runs:
-            loss = run[-1].left[0] * weight
+            # As the loss function of a schedule (`RankStages._weighted`).
+            loss = run[-1].outputs[0] * weight
             losses.append(loss.detach())
             self._backward(run, loss)
         return torch.stack(losses).sum(), self._gradients(), inputs.changed(step.buffers)
 
-    def _forward(self, number: int) -> list[_SimulatedChunk]:
-        """All chunks forward."""
-        runs: list[_SimulatedChunk] = []
+    def _forward(self, micro_batch: int) -> list[_ChunkRun]:
+        """Run all chunks forward for one micro-batch."""
+        runs: list[_ChunkRun] = []
         for module in self.modules:
-            before = runs[-1].left if runs else ()
-            arrived = tuple(t.detach().requires_grad_(t.requires_grad) for t in before)
-            with self._counted(module.chunk, 0):
-                left = module(*arrived, number=number)
-            runs.append(_SimulatedChunk(arrived, left if isinstance(left, tuple) else (left,)))
-            if module.chunk.leaving and self._goes_on(module.chunk.number):
-                self.sent[module.chunk.stage][0] += _bytes(runs[-1].left)
+            previous_outputs = runs[-1].outputs if runs else ()
+            # Detached: each stage has an autograd graph of its own, as on real ranks.
+            received = tuple(t.detach().requires_grad_(t.requires_grad) for t in previous_outputs)
+            with self._count_bytes(module.chunk, 0):
+                outputs = module(*received, number=micro_batch)
+            runs.append(_ChunkRun(received, outputs if isinstance(outputs, tuple) else (outputs,)))
+            # Consecutive chunks may be on one stage, as at the turn of a V-shaped schedule.
+            if module.chunk.leaving and self._crosses_stages(module.chunk.number):
+                self.sent[module.chunk.stage][0] += _bytes(runs[-1].outputs)
         return runs
 
-    def _backward(self, runs: list[_SimulatedChunk], loss: Tensor) -> None:
-        """All chunks backward, the last first."""
-        outputs: tuple[Tensor, ...] = (loss,)
+    def _backward(self, runs: list[_ChunkRun], loss: Tensor) -> None:
+        """Run all chunks backward, starting from the last."""
+        starts: tuple[Tensor, ...] = (loss,)
         gradients: tuple[Tensor | None, ...] = (None,)
         for module, run in zip(reversed(self.modules), reversed(runs), strict=True):
-            ends = [(t, g) for t, g in zip(outputs, gradients, strict=True) if t.requires_grad]
-            if ends:
-                with self._counted(module.chunk, 1):
-                    torch.autograd.backward([t for t, _ in ends], [g for _, g in ends])
-            wanted = [tensor for tensor in run.arrived if tensor.requires_grad]
-            if module.chunk.number and self._goes_on(module.chunk.number - 1):
-                self.sent[module.chunk.stage][1] += _bytes(wanted)
-            # Where no gradient came, real stages send zeros.
+            roots = [(t, g) for t, g in zip(starts, gradients, strict=True) if t.requires_grad]
+            if roots:
+                with self._count_bytes(module.chunk, 1):
+                    torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+            trained = [tensor for tensor in run.received if tensor.requires_grad]
+            if module.chunk.number and self._crosses_stages(module.chunk.number - 1):
+                self.sent[module.chunk.stage][1] += _bytes(trained)
+            # Real stages send zeros for a missing gradient, as the previous stage waits for one.
             gradients = tuple(
                 torch.zeros_like(t) if t.requires_grad and t.grad is None else t.grad
-                for t in run.arrived
+                for t in run.received
             )
-            outputs = runs[module.chunk.number - 1].left
+            starts = runs[module.chunk.number - 1].outputs
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Of the stored shards, summed over the chunks."""
+        """Return the gradients of stored shards by name, summed over chunks and stages."""
         total: dict[str, Tensor] = {}
         for module in self.modules:
-            with self._counted(module.chunk, 1):
+            with self._count_bytes(module.chunk, 1):
                 gradients = module.unsharded.end_step()
             for name, gradient in gradients.items():
                 total[name] = total[name] + gradient if name in total else gradient
         for name, stages in self.partitioned.stages_of_parameters.items():
             if name in total and len(stages) > 1:
+                # The stages of a shared parameter all-reduce its gradient.
                 for stage in stages:
                     sent = 2 * (len(stages) - 1) * _bytes([total[name]])
                     self.sent[stage][1] += -(-sent // len(stages))
         return total
 
-    def _goes_on(self, number: int) -> bool:
-        """Whether the chunk after `number` lies on another stage."""
+    def _crosses_stages(self, chunk_number: int) -> bool:
+        """Whether the next chunk is on another stage."""
         chunks = self.partitioned.chunks
-        return chunks[number].stage != chunks[number + 1].stage
+        return chunks[chunk_number].stage != chunks[chunk_number + 1].stage
 
     @contextmanager
-    def _counted(self, chunk: Chunk, direction: int) -> Iterator[None]:
+    def _count_bytes(self, chunk: Chunk, direction: int) -> Iterator[None]:
+        """Add the bytes sent in this context to the chunk's stage: forward (0) or backward (1)."""
         with ByteCounter() as counter:  # type: ignore[no-untyped-call]
             yield
         self.sent[chunk.stage][direction] += counter.sent

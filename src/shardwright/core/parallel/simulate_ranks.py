@@ -1,8 +1,8 @@
-"""Run a program on simulated ranks in one process.
+"""Runs a program on simulated ranks in one process.
 
-PyTorch's `LocalTensorMode` keeps one copy of each tensor per rank and computes the collectives
-between them. So the very program that real processes run is tested, with its collectives and
-gradients, and every byte that it sends is counted.
+PyTorch's `LocalTensorMode` keeps one tensor per rank and computes the collectives between them. So
+tests run the program of real processes, with its collectives and gradients, and count the bytes
+that it sends.
 """
 
 from __future__ import annotations
@@ -59,20 +59,28 @@ class Outcome:
 def simulated_devices(layout: DeviceMatrix) -> Iterator[tuple[Devices, LocalTensorMode | None]]:
     """Context with simulated ranks on a fake process group.
 
+    Yields the devices, and the mode of the ranks; None with one device.
+
     Raises:
         PlanError: if a real process group is running.
     """
     cpu = torch.device("cpu")
+    # `LocalTensorMode` would only slow one rank down.
     if layout.num_devices == 1:
         yield Devices.of_process(layout, cpu), None
         return
     if dist.is_initialized():
-        raise PlanError("ranks cannot be simulated while a process group is running")
+        raise PlanError(
+            "ranks cannot be simulated while a process group is running\n"
+            "simulate before `init_process_group`, or after `destroy_process_group`"
+        )
     size = layout.num_devices
-    places = [layout.coordinates(rank) for rank in range(size)]
+    coordinates = [layout.coordinates(rank) for rank in range(size)]
 
-    def per_rank(function: Callable[[tuple[int, ...]], int]) -> Index:
-        return int_by_rank({rank: function(place) for rank, place in enumerate(places)})
+    def per_rank(value_at: Callable[[tuple[int, ...]], int]) -> Index:
+        return int_by_rank(
+            {rank: value_at(coordinate) for rank, coordinate in enumerate(coordinates)}
+        )
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
@@ -84,60 +92,64 @@ def simulated_devices(layout: DeviceMatrix) -> Iterator[tuple[Devices, LocalTens
 
 @dataclass
 class Ranks:
-    """Simulated ranks, which tensors of a model are sharded over and gathered from.
+    """Simulated ranks; shards the tensors of a model over them, and assembles results.
 
     Args:
         partitioned: the model; its constants become one copy per rank.
-        difference: largest difference between replicas in all gathered tensors.
+        devices: the simulated devices.
+        mode: the mode of the ranks; None with one device.
+        replica_difference: largest difference between replicas in all gathered tensors.
     """
 
     partitioned: Partitioned
     devices: Devices
     mode: LocalTensorMode | None
-    difference: float = 0.0
+    replica_difference: float = 0.0
 
     def __post_init__(self) -> None:
         # Each rank slices its block of a constant, so each rank needs a copy.
-        graph, whole = self.partitioned.graph, self.partitioned.mesh.replicated
-        constants = {v: self.place(t, whole(t.ndim)) for v, t in graph.constants.items()}
+        graph, replicated = self.partitioned.graph, self.partitioned.mesh.replicated
+        constants = {v: self.shard(t, replicated(t.ndim)) for v, t in graph.constants.items()}
         self.partitioned = replace(self.partitioned, graph=replace(graph, constants=constants))
 
-    def place(self, tensor: Tensor, layout: TensorLayout) -> Tensor:
-        """Shard a full tensor over the ranks."""
+    def shard(self, tensor: Tensor, layout: TensorLayout) -> Tensor:
+        """Shard a full tensor over the ranks; returns one tensor that holds all shards."""
 
         def block(rank: int) -> Tensor:
             return tensor.detach()[layout.slices(rank, tuple(tensor.shape))].clone()
 
         return block(0) if self.mode is None else self.mode.rank_map(block)
 
-    def place_all(
+    def shard_inputs(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Any]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:
-        """Shard parameters as stored, and buffers and leaves of a call in their initial layouts.
+        """Shard parameters as stored, and buffers and inputs in their initial layouts.
 
         Args:
             parameters, buffers: full tensors by name.
+            inputs: leaves of the call's arguments.
         """
         graph = self.partitioned.graph
-        shards = {v.name: self._placed(parameters[v.name], v) for v in graph.parameters}
-        state = {v.name: self._placed(buffers[v.name], v) for v in graph.module_buffers}
+        shards = {v.name: self._shard_value(parameters[v.name], v) for v in graph.parameters}
+        state = {v.name: self._shard_value(buffers[v.name], v) for v in graph.module_buffers}
         leaves = [
-            self._placed(leaf, value).requires_grad_(value.differentiable)
+            self._shard_value(leaf, value).requires_grad_(value.differentiable)
             if isinstance(value, Value)
             else leaf
             for value, leaf in zip(graph.inputs, inputs, strict=True)
         ]
         return shards, state, leaves
 
-    def whole(self, tensor: Tensor, layout: TensorLayout, shape: tuple[int, ...]) -> Tensor:
-        """Assemble the full tensor from the blocks of all ranks."""
-        with _disabled(self.mode):
+    def assemble(self, tensor: Tensor, layout: TensorLayout, shape: tuple[int, ...]) -> Tensor:
+        """Assemble the full tensor of `shape` from the blocks of all ranks."""
+        with _without_mode(self.mode):
             blocks = by_rank(tensor) or {0: tensor}
             count = self.partitioned.mesh.num_devices
+            # A tensor that no rank-dependent operator made is one ordinary tensor for all ranks.
             if len(blocks) < count:
                 blocks = dict.fromkeys(range(count), tensor)
-            full, difference = assemble_shards(blocks, layout, shape)
-            self.difference = max(self.difference, difference)
+            full, replica_difference = assemble_shards(blocks, layout, shape)
+            self.replica_difference = max(self.replica_difference, replica_difference)
             return full
 
     def outcome(
@@ -152,23 +164,26 @@ class Ranks:
         Args:
             outputs: full outputs.
             gradients, updates: sharded tensors by name.
+            stage_bytes: bytes that one device of each stage sent, forward and backward.
         """
         graph = self.partitioned.graph
         by_name = {value.name: value for value in (*graph.parameters, *graph.buffers)}
 
-        def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        def assemble_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {
-                name: self.whole(t.detach(), self._layout(by_name[name]), by_name[name].shape)
+                name: self.assemble(
+                    t.detach(), self._initial_layout(by_name[name]), by_name[name].shape
+                )
                 for name, t in tensors.items()
             }
 
-        collected = whole(gradients), whole(updates)
-        return Outcome(outputs, *collected, self.difference, tuple(stage_bytes))
+        collected = assemble_all(gradients), assemble_all(updates)
+        return Outcome(outputs, *collected, self.replica_difference, tuple(stage_bytes))
 
-    def _placed(self, tensor: Tensor, value: Value) -> Tensor:
-        return self.place(tensor, self._layout(value))
+    def _shard_value(self, tensor: Tensor, value: Value) -> Tensor:
+        return self.shard(tensor, self._initial_layout(value))
 
-    def _layout(self, value: Value) -> TensorLayout:
+    def _initial_layout(self, value: Value) -> TensorLayout:
         return initial_layout(value, self.partitioned.mesh, self.partitioned.decisions)
 
 
@@ -195,32 +210,38 @@ def simulate(
     """Run forward and backward of the planned program on the simulated ranks of its mesh.
 
     Args:
-        partitioned: in one stage.
+        partitioned: the model, in one stage.
         parameters, buffers: full tensors by name.
         inputs: leaves of the call's arguments.
-        output_gradients: one for each output value, None for those without; by default 1 for the
-            graph's loss. Bytes are counted with those of `graph.trained` only.
+        seed: seed of the random operators.
+        output_gradients: for each output value the gradient to start from, or None; by default 1
+            for the loss. Bytes are counted in a backward pass from `graph.trained` only, as
+            predictions are.
     """
-    # Outside of the simulation, where `torch.ones` makes one tensor, not one per rank.
-    starts = _of_loss(partitioned.graph) if output_gradients is None else output_gradients
+    # Outside of the simulation, in which `torch.ones` would make one tensor per rank.
+    root_gradients = (
+        _loss_gradients(partitioned.graph) if output_gradients is None else output_gradients
+    )
     with simulated_ranks(partitioned) as ranks:
         graph, (chunk,) = ranks.partitioned.graph, ranks.partitioned.chunks
         program, communication = lower(chunk, ranks.devices), chunk.communication
-        shards, state, leaves = ranks.place_all(parameters, buffers, inputs)
+        shards, state, leaves = ranks.shard_inputs(parameters, buffers, inputs)
         for value in graph.parameters:
             shards[value.name].requires_grad_(value.differentiable)
         with ByteCounter() as forward:  # type: ignore[no-untyped-call]
             results, updates = program(shards, state, leaves, seed)
-        ends = _ends(ranks, communication, results, starts)
-        trained = [end for end in ends if end.value in graph.trained]
+        starts = _gradient_starts(ranks, communication, results, root_gradients)
+        trained = [start for start in starts if start.value in graph.trained]
+        # The plan predicts the communication of the loss' gradients: those of other outputs run in
+        # a second backward pass, which starts from all.
         with ByteCounter() as backward:  # type: ignore[no-untyped-call]
-            _backward(trained, retain_graph=len(trained) < len(ends))
-        if len(trained) < len(ends):
+            _backward(trained, retain_graph=len(trained) < len(starts))
+        if len(trained) < len(starts):
             for shard in shards.values():
                 shard.grad = None
-            _backward(ends)
+            _backward(starts)
         outputs = [
-            ranks.whole(tensor.detach(), communication.returned(value), value.shape)
+            ranks.assemble(tensor.detach(), communication.returned(value), value.shape)
             if isinstance(value, Value)
             else tensor
             for value, tensor in zip(graph.outputs, results, strict=True)
@@ -241,95 +262,116 @@ def simulate_step(
     """Run one training step with all its micro-batches on the simulated ranks of its mesh.
 
     Args:
-        partitioned: in one stage.
+        partitioned: the model, in one stage.
         parameters, buffers: full tensors by name.
-        inputs: leaves of the call's arguments, with the whole batch.
+        inputs: leaves of the call's arguments, for the global batch.
+        seed: random seed of the step.
     """
     with simulated_ranks(partitioned) as ranks:
         step = GradientAccumulation(ranks.partitioned, ranks.devices)
-        placed = StepInputs(*ranks.place_all(parameters, buffers, inputs), seed)
+        step_inputs = StepInputs(*ranks.shard_inputs(parameters, buffers, inputs), seed)
         with ByteCounter() as during:  # type: ignore[no-untyped-call]
-            loss, updates = step.run(placed)
+            loss, updates = step.run(step_inputs)
         with ByteCounter() as after:  # type: ignore[no-untyped-call]
             gradients = step.unsharded.end_step()
         sent = during.sent - during.backward, during.backward + after.sent
-        total = ranks.whole(loss, partitioned.mesh.replicated(0), ())
+        total = ranks.assemble(loss, partitioned.mesh.replicated(0), ())
         return ranks.outcome([total], gradients, updates, [sent])
 
 
 def assemble_shards(
     blocks: Mapping[int, Tensor], layout: TensorLayout, shape: tuple[int, ...]
 ) -> tuple[Tensor, float]:
-    """Assemble a full tensor from the ranks' blocks; returns it and the largest difference between
-    replicas."""
+    """Assemble a full tensor from the ranks' blocks.
+
+    Args:
+        blocks: the block of each rank.
+        layout: their layout; partial sums are added up.
+        shape: the shape of the full tensor.
+
+    Returns:
+        The full tensor, and the largest difference between replicas of a block.
+    """
     mesh = layout.layout
     full = torch.zeros(shape, dtype=blocks[0].dtype)
     copies: dict[tuple[int, ...], Tensor] = {}
-    difference = 0.0
-    own = tuple(sorted(layout.sharded | layout.partial))
-    for place in product(*(range(size) for size in mesh.device_matrix)):
-        rank = rank_at(mesh, place)
-        key = tuple(place[axis] for axis in own)
+    largest_difference = 0.0
+    # Ranks that differ only along other axes are replicas.
+    distinct_axes = tuple(sorted(layout.sharded | layout.partial))
+    for coordinates in product(*(range(size) for size in mesh.device_matrix)):
+        rank = rank_at(mesh, coordinates)
+        key = tuple(coordinates[axis] for axis in distinct_axes)
         if key not in copies:
             copies[key] = blocks[rank]
+            # Added, as blocks of a partial sum are terms of the same slice.
             full[layout.slices(rank, shape)] += blocks[rank]
         elif blocks[rank].numel():
-            mine, other = blocks[rank], copies[key]
-            exact = not (mine.is_floating_point() or mine.is_complex())
-            gap = (mine.double() - other.double() if exact else mine - other).abs().max().item()
-            difference = max(difference, gap)
-    return full, difference
+            block, first_copy = blocks[rank], copies[key]
+            # As double, since bool has no subtraction and unsigned integers wrap around.
+            is_integral = not (block.is_floating_point() or block.is_complex())
+            block_difference = (
+                (block.double() - first_copy.double() if is_integral else block - first_copy)
+                .abs()
+                .max()
+                .item()
+            )
+            largest_difference = max(largest_difference, block_difference)
+    return full, largest_difference
 
 
-def rank_at(layout: DeviceMatrix, place: tuple[int, ...]) -> int:
+def rank_at(layout: DeviceMatrix, coordinates: tuple[int, ...]) -> int:
     """The rank with these coordinates on the device matrix."""
-    number = 0
-    for coordinate, size in zip(place, layout.device_matrix, strict=True):
-        number = number * size + coordinate
-    return layout.ranks[number]
+    index = 0
+    for coordinate, size in zip(coordinates, layout.device_matrix, strict=True):
+        index = index * size + coordinate
+    return layout.ranks[index]
 
 
-def _of_loss(graph: Graph) -> list[Tensor | None]:
-    """Gradients of the outputs if only the loss is trained: 1 for its first occurrence."""
+def _loss_gradients(graph: Graph) -> list[Tensor | None]:
+    """The gradient of each output if only the loss is trained: 1 for its first occurrence."""
     outputs = graph.output_values
-    place = outputs.index(graph.loss) if graph.loss is not None else None
-    return [torch.ones((), dtype=v.dtype) if n == place else None for n, v in enumerate(outputs)]
+    loss_index = outputs.index(graph.loss) if graph.loss is not None else None
+    return [
+        torch.ones((), dtype=v.dtype) if index == loss_index else None
+        for index, v in enumerate(outputs)
+    ]
 
 
 @dataclass(frozen=True)
 class _GradientStart:
-    """An output and the gradient that the backward pass starts from, in the output's layout."""
+    """An output and its gradient, in the output's layout, from which a backward pass starts."""
 
     value: Value
     tensor: Tensor
     gradient: Tensor
 
 
-def _ends(
+def _gradient_starts(
     ranks: Ranks,
     communication: Communication,
     outputs: Sequence[Any],
     gradients: Sequence[Tensor | None],
 ) -> list[_GradientStart]:
-    """Outputs with the gradients they start from. The gradient of a partial sum is replicated."""
+    """Pair outputs with their gradients. The gradient of a partial sum is replicated."""
     graph, mesh = ranks.partitioned.graph, ranks.partitioned.mesh
     pairs = [(v, t) for v, t in zip(graph.outputs, outputs, strict=True) if isinstance(v, Value)]
-    ends = []
+    starts = []
     for (value, tensor), gradient in zip(pairs, gradients, strict=True):
         if gradient is not None and tensor.requires_grad:
+            # Without the partial axes of the output: each term of a sum gets the full gradient.
             layout = TensorLayout(mesh, communication.returned(value).axes)
-            ends.append(_GradientStart(value, tensor, ranks.place(gradient, layout)))
-    return ends
+            starts.append(_GradientStart(value, tensor, ranks.shard(gradient, layout)))
+    return starts
 
 
-def _backward(ends: Sequence[_GradientStart], retain_graph: bool = False) -> None:
-    tensors, gradients = [end.tensor for end in ends], [end.gradient for end in ends]
-    if ends:
+def _backward(starts: Sequence[_GradientStart], retain_graph: bool = False) -> None:
+    tensors, gradients = [start.tensor for start in starts], [start.gradient for start in starts]
+    if starts:
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
 
 
 @contextmanager
-def _disabled(mode: LocalTensorMode | None) -> Iterator[None]:
+def _without_mode(mode: LocalTensorMode | None) -> Iterator[None]:
     if mode is None:
         yield
         return
@@ -342,8 +384,9 @@ class ByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `backward` counts those called by autograd in a backward pass; `sent` counts all.
 
-    Ring algorithms: all-gather (p-1)/p of the result, reduce-scatter (p-1)/p of the input,
-    all-reduce twice that, all-to-all (p-1)/p of the tensor, a permutation the whole tensor.
+    Bytes are those of ring algorithms (Thakur et al., 2005) over p ranks: all-gather (p-1)/p of the
+    result, reduce-scatter (p-1)/p of the input, all-reduce twice that, all-to-all (p-1)/p of the
+    tensor, a permutation the full tensor.
     """
 
     sent = 0
@@ -355,19 +398,26 @@ class ByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_collective(func):
             num_bytes = sent_bytes(func.__name__.split(".")[0], args)
             self.sent += num_bytes
+            # The program of a step has forward and backward passes of all micro-batches in one run.
             if in_backward_pass():
                 self.backward += num_bytes
         return func(*args, **(kwargs or {}))
 
 
 def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
-    """Bytes that one device sends in a functional collective."""
+    """Bytes that one device sends in a functional collective, rounded up.
+
+    Args:
+        collective: name of the operator in `_c10d_functional`.
+        args: its arguments: the local tensor first, then sizes or the name of the group.
+    """
     if collective == "wait_tensor":
         return 0
     tensor: Tensor = args[0]
     local = int(tensor.numel() * tensor.element_size())
     if collective == "all_gather_into_tensor":
         return local * int(args[1] - 1)
+    # Arguments are (tensor, op, group size, group).
     if collective == "reduce_scatter_tensor":
         return -(-int(args[2] - 1) * local // int(args[2]))
     if collective in ("all_reduce", "all_reduce_"):
@@ -375,6 +425,7 @@ def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
         return -(-2 * (size - 1) * local // size)
     assert collective == "all_to_all_single", collective
     size = len(args[2])
+    # Unequal split sizes are a permutation or an all-to-all of uneven blocks: nothing stays local.
     equal = all(isinstance(s, int) for s in args[2]) and len(set(args[2])) == 1
     return -(-(size - 1) * local // size) if equal else local
 

@@ -1,4 +1,4 @@
-"""Stores the parameters and buffers of a model as planned: in the model itself, or in a copy."""
+"""Replaces the parameters and buffers of a model, or of a copy, by their planned shards."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Registry = MutableMapping[str, Any]
 """The parameters or buffers that one module owns, or its attributes, by name."""
 
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
-"""Attributes in which a module keeps what is registered."""
+"""Attributes of a module that contain its registered parameters, buffers and submodules."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,11 @@ class StoragePlan:
 
     Args:
         storage: for each parameter the axes that shard each of its dimensions.
+        devices: this rank's view of the devices.
+        initialization: collects the names of parameters on the meta device, which have no values
+            yet.
         left_out: names of parameters and buffers that only other pipeline stages own.
-        initialization: what knows of parameters on the meta device, which get their values later.
-        release: whether the memory of each given parameter is freed once its shard is copied.
+        release: whether to free the memory of each given parameter once its shard is copied.
     """
 
     storage: Storage
@@ -70,11 +72,12 @@ class StoragePlan:
     release: bool = False
 
     def shard(self, name: str, whole: Tensor, *, is_parameter: bool) -> Tensor:
-        """This rank's part of a tensor, in memory of its own unless the given one is released."""
+        """Return this rank's shard of a full tensor; a copy unless the given one is released."""
         if name in self.left_out:
             return whole.new_empty(0)
         if whole.is_meta and self.devices.device.type != "meta":
             return self._meta_shard(name, whole, is_parameter=is_parameter)
+        # Buffers are replicated: programs read and update them in full.
         if self.devices.mesh is None or not is_parameter:
             keeps = not (self.release and is_parameter)
             return whole.detach().to(self.devices.device, copy=keeps)
@@ -91,9 +94,9 @@ class StoragePlan:
         return as_dtensor(local.contiguous(), whole, where, self.devices)
 
     def shards(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The name and the part of each tensor; takes them out of `tensors` on the way.
+        """Yield the name and this rank's shard of each tensor, and remove it from `tensors`.
 
-        Deferred tensors come first: their initialization may fail, and nothing has changed then.
+        Deferred tensors come first: their initialization may fail, while the model is unchanged.
 
         Raises:
             DeferredError: for a deferred tensor that cannot be initialized.
@@ -101,6 +104,7 @@ class StoragePlan:
         on_meta = self.devices.device.type == "meta"
         if not on_meta:
             parameters = {n for n, t in tensors.items() if isinstance(t, nn.Parameter)}
+            # Replays the record of one parameter after another, and keeps only its shard.
             yield from values_of(
                 tensors, lambda n, whole: self.shard(n, whole, is_parameter=n in parameters)
             ).items()
@@ -111,8 +115,10 @@ class StoragePlan:
             if on_meta:
                 whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             part = self.shard(name, whole, is_parameter=is_parameter)
+            # In place, so that the memory is freed although optimizers refer to the parameter.
             if self.release and is_parameter and not tensor.is_meta:
                 tensor.data = tensor.data.new_empty(0)
+            # A generator keeps its variables while it is suspended, and so a full tensor alive.
             del tensor, whole
             yield name, part
 
@@ -135,17 +141,18 @@ class StoragePlan:
 
 
 def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
-    """Replaces the parameters of `module` by DTensors stored as planned, and moves its buffers to
-    the device. Tied parameters stay tied; tensors that are left out become None.
+    """Replace the parameters of `module` by DTensors, and move its buffers to the device.
 
-    One tensor is replaced after another, so that the memory of each is freed unless others refer
-    to it. On one device parameters stay the same objects.
+    Tied parameters stay tied, and tensors of other stages become None. One tensor is replaced after
+    another, so that the peak is one full tensor and all shards, unless others refer to the given
+    tensors. On one device parameters stay the same objects.
 
     Raises:
         DeferredError: as `StoragePlan.shards`; the module is then unchanged.
     """
     _prepare_dtensors()
     tensors = _tensors(module)
+    # Before parameters are replaced: `adopt` finds the new ones by the origins of the old.
     origins, parameters = mark_origins(module, module), _staying(tensors, plan)
     references = _References(module, tensors)
     for name, part in plan.shards(dict(tensors)):
@@ -163,8 +170,9 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
 
 
 def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
-    """A copy of `module` whose parameters are DTensors stored as planned, and whose buffers are on
-    the device. The given module stays as it is, or, with `release`, without its parameters.
+    """Return a copy of `module` with DTensor parameters, and with buffers on the device.
+
+    The given module is unchanged, except that `release` empties its parameters.
 
     Raises:
         DeferredError: as `StoragePlan.shards`.
@@ -177,6 +185,7 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
         given, stored = tensors[name], part
         if isinstance(given, nn.Parameter) and name not in plan.left_out:
             stored = parameters[name] = plan.parameter(name, part, given)
+        # `deepcopy` finds the stored tensor wherever the model refers to the given one.
         memo[id(given)] = None if name in plan.left_out else stored
     result = copy.deepcopy(module, memo)
     mark_planned(parameters, mark_origins(module, result))
@@ -185,7 +194,12 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
 
 
 def copied_parameters(module: nn.Module, known: Collection[int]) -> dict[int, nn.Parameter]:
-    """Copies of the planned parameters whose identities are not `known`, as a `deepcopy` memo."""
+    """Copy planned parameters, as a `deepcopy` memo.
+
+    Args:
+        module: a planned module.
+        known: ids of parameters that are already in the memo.
+    """
     return {
         id(parameter): as_parameter(_copied(parameter), parameter)
         for parameter in module.parameters()
@@ -194,7 +208,7 @@ def copied_parameters(module: nn.Module, known: Collection[int]) -> dict[int, nn
 
 
 class _References:
-    """Where a module refers to its tensors: registered ones and plain attributes."""
+    """The registries and plain attributes in which a module refers to its tensors."""
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
         self._registered: dict[int, list[tuple[Registry, str]]] = {}
@@ -206,7 +220,7 @@ class _References:
                 for name, tensor in registry.items():
                     if tensor is not None:
                         self._registered.setdefault(id(tensor), []).append((registry, name))
-            # Such as the list of flat weights of a recurrent layer.
+            # Plain attributes, such as `_flat_weights` of a recurrent layer.
             for name, value in vars(child).items():
                 if name not in REGISTRIES and identities & set(map(id, pytree.tree_leaves(value))):
                     self._attributes.append((vars(child), name))
@@ -214,14 +228,14 @@ class _References:
         self._mentioned = {id(leaf) for leaves in mentioned for leaf in leaves}
 
     def replace(self, tensor: Tensor, new: Tensor | None) -> None:
-        """Puts `new` wherever `tensor` is registered."""
+        """Register `new` wherever `tensor` is registered."""
         for registry, name in self._registered.pop(id(tensor)):
             registry[name] = new
         if id(tensor) in self._mentioned:
             self._replaced[id(tensor)] = tensor, new
 
     def finish(self, module: nn.Module) -> None:
-        """Puts the new tensors into plain attributes."""
+        """Put the new tensors into plain attributes."""
 
         def renewed(leaf: Any) -> Any:
             return self._replaced[id(leaf)][1] if id(leaf) in self._replaced else leaf
@@ -229,6 +243,7 @@ class _References:
         for registry, name in self._attributes:
             registry[name] = pytree.tree_map(renewed, registry[name])
         for child in module.modules():
+            # They have weak references to their parameters, for cuDNN's flat weights.
             if isinstance(child, nn.RNNBase):
                 restore_flat_weights(child)
 
@@ -243,8 +258,11 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _staying(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Parameter]:
-    """Takes out of `tensors` those that stay the same objects, and returns the parameters of them:
-    all of one device, which are moved there, and buffers that are there already."""
+    """Remove from `tensors` those that stay the same objects, and return the parameters among them.
+
+    These are buffers that are already on the device and, on one device, all parameters; their data
+    is moved there.
+    """
     device, parameters = plan.devices.device, {}
     for name, tensor in list(tensors.items()):
         if isinstance(tensor, Deferred) or name in plan.left_out:
@@ -264,7 +282,7 @@ def _staying(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Para
 
 def _register_state_hooks(module: nn.Module, plan: StoragePlan) -> None:
     if plan.initialization.names:
-        # Before the hook that takes this rank's parts, which go where the parameters are.
+        # Before the hook that shards full tensors, which puts shards on the parameters' device.
         module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
         module.register_state_dict_pre_hook(_before_state)  # type: ignore[no-untyped-call]
     if plan.devices.mesh is not None:
@@ -272,21 +290,23 @@ def _register_state_hooks(module: nn.Module, plan: StoragePlan) -> None:
 
 
 def _before_load(module: nn.Module, *_: object) -> None:
-    """Gives parameters on the meta device memory to load values into."""
+    """Load pre-hook: allocate parameters on the meta device."""
     initialization = initialization_of(module)
     if initialization is not None:
         initialization.give_memory(module)
 
 
 def _before_state(module: nn.Module, *_: object) -> None:
-    """Gives parameters the values that were recorded, as a state dict hands out their memory."""
+    """State dict pre-hook: replay recorded initializations, as a state dict returns the shards."""
     initialization = initialization_of(module)
     if initialization is not None:
         initialization.take_values(module, alone=True)
 
 
 def as_parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """A parameter of these values, trained if `like` is."""
+    """Make a tensor a parameter with the `requires_grad` of `like`."""
+    # In-place changes of the shard, by an optimizer with foreach kernels, must count for the
+    # parameter that autograd checks.
     new = nn.Parameter(stored, requires_grad=like.requires_grad)
     return share_version_counter(new) if isinstance(new, DTensor) else new
 

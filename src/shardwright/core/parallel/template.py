@@ -1,4 +1,4 @@
-"""A copy of the model on the meta device, from which calls in other situations are captured."""
+"""A copy of the model on the meta device, for capturing calls with other shapes or modes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from shardwright.core.deferred import copies_of_attributes
 
 
 def template_of(module: nn.Module) -> nn.Module:
-    """Copy `module` to the meta device, with shapes, strides and dtypes of its tensors."""
+    """Return a copy of `module` on the meta device with equal shapes, strides and dtypes."""
 
-    def meta(tensor: Tensor) -> Tensor:
+    def to_meta(tensor: Tensor) -> Tensor:
         shape, stride = tensor.shape, tensor.stride()
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
 
+    # Through the memo of `deepcopy` tied parameters stay tied, and no values are copied.
     memo: dict[int, Any] = copies_of_attributes(module)
     memo.update(
-        (id(p), nn.Parameter(meta(p), requires_grad=p.requires_grad)) for p in module.parameters()
+        (id(p), nn.Parameter(to_meta(p), requires_grad=p.requires_grad))
+        for p in module.parameters()
     )
-    memo.update((id(b), meta(b)) for b in module.buffers())
+    memo.update((id(b), to_meta(b)) for b in module.buffers())
     return copy.deepcopy(module, memo)

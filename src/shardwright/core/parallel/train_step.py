@@ -28,13 +28,13 @@ from shardwright.errors import MixedSamplesError, PlanError
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step reads on this rank.
+    """The tensors that a step reads on this rank.
 
     Args:
-        shards: by name the shard of each parameter of its stage, as it is stored.
-        buffers: by name.
-        leaves: of the call's arguments, with the whole batch.
-        seed: of the step.
+        shards: stored shards of the parameters of this rank's stage, by name.
+        buffers: buffers by name.
+        leaves: leaves of the call's arguments, for all micro-batches.
+        seed: random seed of the step.
     """
 
     shards: Mapping[str, Tensor]
@@ -43,52 +43,55 @@ class StepInputs:
     seed: int
 
     def micro_batches(self, count: int) -> list[list[Any]]:
-        """The leaves of each of `count` micro-batches."""
-        return [micro_batch(self.leaves, number, count) for number in range(count)]
+        """Split the leaves into `count` micro-batches."""
+        return [micro_batch(self.leaves, index, count) for index in range(count)]
 
     def changed(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of `buffers` that a step has replaced."""
+        """Return the entries of `buffers` that the step has replaced."""
         return {name: t for name, t in buffers.items() if t is not self.buffers.get(name)}
 
 
 StepResults = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
-"""The loss of the batch, on every rank; the gradients of the stored shards; the new values of
-buffers."""
+"""The loss of the global batch, on every rank; gradients of stored shards by name; new values of
+buffers by name."""
 
 
 class TrainStep(Protocol):
-    """This rank's training step of a model, for one mode and one shape of its inputs."""
+    """A training step on this rank, for one mode and one shape of the inputs."""
 
     @property
     def partitioned(self) -> Partitioned:
-        """The model, for as many micro-batches as a step has."""
+        """The partitioned model, with the number of micro-batches of the step."""
 
     def compile(self, compiler: Callable[[Program], Program]) -> None:
-        """Replaces each program by what `compiler` makes of it.
+        """Replace each program by `compiler(program)`.
 
         Raises:
             PlanError: if the schedule cannot run compiled programs.
         """
 
     def train(self, inputs: StepInputs) -> StepResults:
-        """Forward and backward over all micro-batches."""
+        """Run forward and backward over all micro-batches."""
 
 
 def loss_of(graph: Graph) -> Value:
-    """The value from which the gradients of a training step start.
+    """Return the value from which a training step starts its backward pass.
 
     Raises:
         PlanError: if the model returns no loss, or several.
     """
     if graph.loss is None:
-        raise PlanError("the model returns no loss, one number that a gradient starts from")
-    if graph.other_losses:
-        places = [_described(graph, value) for value in (graph.loss, *graph.other_losses)]
         raise PlanError(
-            f"a training step trains one loss, but the model returns {len(places)} numbers that"
-            f" gradients can start from: {', '.join(places)}; return their sum, or the one to train"
-            " under the name 'loss', or detach() the others; or, without stages and micro-batches,"
-            " call the model and then backward() of any of its outputs"
+            "the model returns no loss, a scalar to start the backward pass from\n"
+            "return it from `forward`, or wrap the model: `sw.WithLoss(net, nn.CrossEntropyLoss())`"
+        )
+    if graph.other_losses:
+        losses = [_describe_value(graph, value) for value in (graph.loss, *graph.other_losses)]
+        raise PlanError(
+            f"a training step trains one loss, but the model returns {len(losses)} scalars that"
+            f" require a gradient: {', '.join(losses)}\nreturn their sum, return one of them under"
+            " the key 'loss', or detach() the others; without pipeline stages and micro-batches,"
+            " call the model and then backward() on any output"
         )
     return graph.loss
 
@@ -121,13 +124,17 @@ def loss_weight(partitioned: Partitioned) -> float:
     return 1 / pipeline.micro_batches if averages and pipeline.averages_micro_batches else 1.0
 
 
-def _described(graph: Graph, value: Value) -> str:
+def _describe_value(graph: Graph, value: Value) -> str:
     op = graph.producer.get(value)
     return f"{value.name!r} ({op.source})" if op is not None and op.source else repr(value.name)
 
 
 class GradientAccumulation:
-    """A training step in one stage: micro-batches run one after another, their gradients add up.
+    """A training step in one stage: micro-batches run one after another, and gradients accumulate.
+
+    Args:
+        partitioned: the model, in one stage.
+        devices: this rank's view of the devices.
 
     Raises:
         PlanError: if the model has no loss.
@@ -138,13 +145,15 @@ class GradientAccumulation:
         loss = loss_of(graph)
         self.partitioned = partitioned
         self.micro_batches = pipeline.micro_batches
-        (whole,) = partitioned.chunks
-        self.program = lower(whole, devices, self.micro_batches > 1, pending_loss=True)
+        (chunk,) = partitioned.chunks
+        # A single micro-batch gathers by itself, so that gathers overlap computation at every
+        # level.
+        self.program = lower(chunk, devices, self.micro_batches > 1, pending_loss=True)
         self.unsharded = UnshardedParameters(self.program)
         self._whole_batch = WholeBatchValues(partitioned, devices)
         self._waits = devices.waits
         self._weight = loss_weight(partitioned)
-        self._place = next(i for i, value in enumerate(graph.outputs) if value is loss)
+        self._loss_index = next(i for i, value in enumerate(graph.outputs) if value is loss)
 
     def compile(self, compiler: Callable[[Program], Program]) -> None:
         self.program = compiler(self.program)
@@ -154,24 +163,31 @@ class GradientAccumulation:
         return loss, self.unsharded.end_step(), changed
 
     def run(self, inputs: StepInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `train`, but leaves the gradients for `unsharded.end_step()` to hand out."""
-        pieces = inputs.micro_batches(self.micro_batches)
+        """Run all micro-batches without the final reduction of gradients.
+
+        Returns:
+            The loss of the global batch, and the new values of buffers. Gradients are returned by
+            `self.unsharded.end_step()`.
+        """
+        micro_batch_leaves = inputs.micro_batches(self.micro_batches)
         buffer_updates = self.partitioned.graph.updates
         self.unsharded.begin_step(inputs.shards)
         of_batch = self._whole_batch(inputs.leaves, inputs.buffers)
-        state, losses = dict(inputs.buffers), []
-        for number, (piece, values) in enumerate(zip(pieces, of_batch, strict=True)):
+        # Each micro-batch reads the buffers that the one before has updated, as on one device.
+        state, pending_losses = dict(inputs.buffers), []
+        for index, (leaves, values) in enumerate(zip(micro_batch_leaves, of_batch, strict=True)):
             parameters = self.unsharded.tensors()
             outputs, updates = self.program(
-                parameters, {**state, **values}, piece, micro_batch_seed(inputs.seed, number)
+                parameters, {**state, **values}, leaves, micro_batch_seed(inputs.seed, index)
             )
-            loss: Tensor = outputs[self._place]
-            # Others, such as logits, need not stay through the backward pass.
+            loss: Tensor = outputs[self._loss_index]
+            # Frees other outputs, such as logits, before the backward pass.
             del outputs
             if loss.requires_grad:
                 loss.backward(torch.full_like(loss, self._weight))  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
+            pending_losses.append(loss.detach())
             state.update((b.name, t) for (b, _), t in zip(buffer_updates, updates, strict=True))
-        # All ranks meet here first: no backward pass waits for the loss of others.
-        ended = [wait(loss, self._waits) * self._weight for loss in losses]
-        return torch.stack(ended).sum(), inputs.changed(state)
+        # The all-reduces of losses are waited for only now (`pending_loss`), so that no backward
+        # pass waits for slower ranks.
+        weighted_losses = [wait(loss, self._waits) * self._weight for loss in pending_losses]
+        return torch.stack(weighted_losses).sum(), inputs.changed(state)

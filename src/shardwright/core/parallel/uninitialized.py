@@ -55,7 +55,7 @@ from shardwright.core.torch_internals.modules import (
 from shardwright.errors import PlanError
 
 MOST_NAMES = 5
-"""Names of parameters that an error lists."""
+"""Number of parameter names that an error lists."""
 
 OF_OTHER_STAGE = "of_other_stage"
 """Attribute of a former placeholder, which may be in an optimizer."""
@@ -153,16 +153,17 @@ class Initialization:
         return all(tensors[name].is_initialized() for name in tensors.keys() & self.names)
 
     def take_values(self, module: nn.Module, *, alone: bool = False) -> None:
-        """Replays the record: each rank keeps its shards of one parameter after another.
+        """Replay the record one parameter at a time; each rank keeps its shards. Collective.
 
         Random numbers are those of rank 0's generator.
 
         Args:
-            alone: whether only this rank calls; it then draws from its own generator, which the
-                next call together compares.
+            module: the planned module.
+            alone: whether only this rank calls. It then draws from its own generator, and the next
+                collective call compares the generators of all ranks.
 
         Raises:
-            PlanError: if the ranks have initialized differently.
+            PlanError: if the ranks have recorded different initializations.
             DeferredError: if the record cannot be replayed.
         """
         tensors = _uninitialized(module)
@@ -248,7 +249,7 @@ class Initialization:
                 tensor.become_ordinary()
 
     def mark_memory(self, module: nn.Module) -> None:
-        """After `to_empty`: marks the memory of buffers, and of parameters of one device."""
+        """After `to_empty`, mark the memory of buffers and of parameters that are no DTensors."""
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
         for name in self.names:
             tensor = tensors.get(name)
@@ -261,14 +262,17 @@ class Initialization:
         """Raises on all ranks alike, before any values are replayed. Collective.
 
         Args:
+            module: the planned module.
             used: names of the parameters and buffers that the program reads.
 
         Raises:
-            PlanError: if one of them has no values.
+            PlanError: on all ranks, if one of them has no values on any rank.
         """
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
         lacking = [n for n, t in tensors.items() if n in self.names & used and _has_no_value(t)]
         if self._devices.is_distributed:
+            # The longest list of all ranks: a shard of another rank may lack values that this one
+            # has.
             lacking = max(values_of_ranks(lacking), key=len)
         if not lacking:
             return
@@ -282,7 +286,7 @@ class Initialization:
 
 
 def initialization_of(module: nn.Module) -> Initialization | None:
-    """What a planned module waits for; None if all its parameters had values."""
+    """The pending initialization of a planned module; None if all parameters have values."""
     execution = vars(module).get("execution")
     initialization: Initialization | None = getattr(execution, "initialization", None)
     return initialization
@@ -294,7 +298,7 @@ def is_of_other_stage(parameter: nn.Parameter) -> bool:
 
 
 def give_memory(net: nn.Module) -> None:
-    """Gives parameters of a planned module that are on the meta device memory to load into."""
+    """Allocate the parameters of a planned module that are on the meta device, to load values."""
     net = wrapped_model(net)
     initialization = initialization_of(net)
     if initialization is not None:

@@ -113,7 +113,7 @@ class Uninitialized(Tensor):
         raise NotImplementedError
 
     def with_memory(self, device: torch.device) -> Tensor:
-        """What `to_empty` replaces it by, whose initialization is recorded."""
+        """The tensor that `to_empty` replaces it by, whose initialization is recorded."""
         raise NotImplementedError
 
     def on_meta(self) -> Tensor:

@@ -1,11 +1,15 @@
 """Unsharded parameters, in the layout of their use, through the micro-batches of one step.
 
-unsharded = UnshardedParameters(program)                lowered with unsharded=True
+unsharded = UnshardedParameters(program)                # lowered with unsharded=True
 unsharded.begin_step(shards)
-for piece in pieces:                                    several may be in flight
-    outputs, updates = program(unsharded.tensors(), buffers, piece, seed)
+for leaves in micro_batches:                            # several may be in flight
+    outputs, updates = program(unsharded.tensors(), buffers, leaves, seed)
     backward(outputs)
 gradients = unsharded.end_step()
+
+The levels are the stages of ZeRO (Rajbhandari et al., 2020), and differ in memory and communication
+per micro-batch: `level1` holds full parameters and full gradients, `level2` full parameters only,
+`level3` neither, at the price of gathers in every micro-batch.
 """
 
 from __future__ import annotations
@@ -17,146 +21,167 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.core.lower.emit_buckets import cast_name, held_name, used_name
+from shardwright.core.lower.emit_buckets import cast_key, gathered_bucket_key, used_member_key
 from shardwright.core.lower.program import Program
 from shardwright.core.runtime.buckets import BoundBucket
 from shardwright.core.torch_internals.tensors import prioritize_gradient
 
 
 class UnshardedParameters:
-    """The `parameters` of a program that was lowered with `unsharded=True`.
+    """Provides the `parameters` of a program that was lowered with `unsharded=True`.
 
-    All tensors are local. How a bucket of parameters is kept depends on the plan's level:
+    All tensors are local. How a bucket is handled depends on the plan's level:
 
-    - without one, and at `level1`: gathered (and cast) once per step; `tensors()` gives leaves
-      whose unsharded gradients accumulate in the dtype of storage; `end_step()` reduces them, once
-      per step.
-    - at `level2`: gathered once per step; `tensors()` gives the same tensors for each micro-batch,
-      whose backward pass reduces gradients as soon as a bucket is complete.
-    - at `level3`: the program gathers itself; `tensors()` returns the stored shards as leaves.
+    - none and `level1`: gathered and cast once per step. `tensors()` returns leaves, in which
+      unsharded gradients accumulate in the stored dtype; `end_step()` reduces them once per step.
+    - `level2`: gathered once per step. `tensors()` returns the gathered tensors; each backward pass
+      reduces the gradients of a bucket as soon as they are complete.
+    - `level3`: the program gathers. `tensors()` returns the stored shards as leaves.
 
-    Buckets that are not gathered are reduced once a step at every level. Parameters that need no
-    bucket are cast once a step at every level, if at all; through the cast, each micro-batch adds
-    its gradient to the stored shard's. Of a program that was lowered without `unsharded`, it hands
-    out the stored shards, as at `level3`.
+    Buckets that need no gather are reduced once per step at every level. Parameters without a
+    bucket are cast once per step, if at all, and gradients of all micro-batches flow through that
+    cast into the stored shard. For a program lowered without `unsharded`, `tensors()` returns
+    stored shards.
+
+    Args:
+        program: the program; its buckets decide what is gathered.
     """
 
     def __init__(self, program: Program) -> None:
-        self._values = program.parameters
+        self._parameter_values = program.parameters
         buckets = program.buckets if program.unsharded else ()
-        self._once = [bound for bound in buckets if bound.bucket.reduces_once]
-        self._held = [
+        self._reduced_once = [bound for bound in buckets if bound.bucket.reduces_once]
+        self._gathered_once = [
             b for b in buckets if not b.bucket.reduces_once and b.bucket.level == "level2"
         ]
-        self._to_cast = program.casts
+        self._values_to_cast = program.casts
         self._leaves: dict[str, Tensor] = {}
         self._casts: dict[str, Tensor] = {}
-        self._used: dict[int, list[Tensor]] = {}
-        self._pending: dict[int, Tensor] = {}
-        self._sums: dict[int, list[Tensor]] = {}
+        self._gathered: dict[int, list[Tensor]] = {}
+        self._pending_gathers: dict[int, Tensor] = {}
+        self._accumulators: dict[int, list[Tensor]] = {}
 
     def begin_step(self, shards: Mapping[str, Tensor]) -> None:
-        """Begin a step and start the gathers, which `tensors` waits for.
+        """Begin a step, and start the gathers for which `tensors` waits.
 
         Args:
-            shards: this rank's stored shard of each parameter, by name.
+            shards: this rank's stored shards by name.
         """
+        # Leaves of this step: their `grad` accumulates over micro-batches, and not in the
+        # parameters.
         self._leaves = {
             value.name: shards[value.name].detach().requires_grad_(value.requires_grad)
-            for value in self._values
+            for value in self._parameter_values
         }
-        self._casts, self._used, self._sums, self._pending = {}, {}, {}, {}
+        self._casts, self._gathered, self._accumulators, self._pending_gathers = {}, {}, {}, {}
+        # All gathers start here, and overlap with the computation before the first use of their
+        # bucket.
         with torch.no_grad():
-            for bound in (*self._once, *self._held):
+            for bound in (*self._reduced_once, *self._gathered_once):
                 if bound.bucket.gathers:
-                    self._pending[bound.bucket.number] = bound.start_gather(self._shards(bound))
+                    self._pending_gathers[bound.bucket.number] = bound.start_gather(
+                        self._shards(bound)
+                    )
 
     def tensors(self) -> dict[str, Any]:
-        """The program's `parameters` for one micro-batch; call it once before each forward."""
+        """Return the program's `parameters` for one micro-batch; call it before each forward."""
         if not self._casts:
-            # The cast saves no tensor, so the backward passes of all micro-batches may share it.
-            casts = ((v, self._leaves[v.name].to(v.dtype)) for v in self._to_cast)
-            self._casts = {cast_name(v): prioritize_gradient(cast) for v, cast in casts}
+            # A cast saves no tensor for backward, so all micro-batches may share its autograd node
+            # without `retain_graph`.
+            casts = ((v, self._leaves[v.name].to(v.dtype)) for v in self._values_to_cast)
+            self._casts = {cast_key(v): prioritize_gradient(cast) for v, cast in casts}
         by_name: dict[str, Any] = {**self._leaves, **self._casts}
-        for bound in self._once:
-            tensors: Sequence[Tensor] = self._as_used(bound)
+        for bound in self._reduced_once:
+            tensors: Sequence[Tensor] = self._gathered_members(bound)
             if bound.dtype != bound.stored_dtype:
-                # One by one: a split backward pass must not find them joined in one node.
-                sums = zip(tensors, self._sums_of(bound), strict=True)
+                # One autograd node per parameter: a split backward pass runs the node of one
+                # parameter by itself.
+                accumulators = zip(tensors, self._accumulators_of(bound), strict=True)
                 tensors = [
-                    prioritize_gradient(_Summed.apply(tensor, total))  # type: ignore[no-untyped-call]
-                    for tensor, total in sums
+                    prioritize_gradient(_AccumulateInStoredDtype.apply(tensor, accumulator))  # type: ignore[no-untyped-call]
+                    for tensor, accumulator in accumulators
                 ]
             for member, tensor in zip(bound.bucket.members, tensors, strict=True):
-                by_name[used_name(member)] = tensor
-        for bound in self._held:
-            by_name[held_name(bound.bucket)] = self._as_used(bound)
+                by_name[used_member_key(member)] = tensor
+        for bound in self._gathered_once:
+            by_name[gathered_bucket_key(bound.bucket)] = self._gathered_members(bound)
         return by_name
 
     def leaves(self) -> list[Tensor]:
-        """The tensors in which gradients accumulate, of those that `tensors` has returned."""
+        """Return the leaves of this step in which gradients accumulate."""
         tensors = [
             *self._leaves.values(),
-            *chain(*self._used.values()),
-            *chain(*self._sums.values()),
+            *chain(*self._gathered.values()),
+            *chain(*self._accumulators.values()),
         ]
         return [tensor for tensor in tensors if tensor.requires_grad]
 
     def end_step(self) -> dict[str, Tensor]:
-        """End the step after the last backward pass: reduce the remaining gradients, free gathered
-        parameters, and return the gradients of stored shards by name, in their dtype.
+        """End the step after the last backward pass, and free the gathered parameters.
 
-        Parameters without a gradient are absent.
+        Returns:
+            Gradients of stored shards by name, in the stored dtype, without those of parameters
+            that got none.
         """
         gradients = {name: leaf.grad for name, leaf in self._leaves.items()}
         with torch.no_grad():
-            flat = [(bound, self._reduced(bound)) for bound in self._once]
-            started = [(b, b.sum_replicas(sent)) for b, sent in flat if sent is not None]
-            for bound, sent in started:
-                shards = bound.shard_gradients(sent)
+            # Start all reductions before waiting for the first, so that they overlap.
+            reductions = [(bound, self._start_reduction(bound)) for bound in self._reduced_once]
+            started = [
+                (b, b.sum_replicas(pending)) for b, pending in reductions if pending is not None
+            ]
+            for bound, pending in started:
+                shards = bound.shard_gradients(pending)
                 for member, gradient in zip(bound.bucket.members, shards, strict=True):
-                    name, other = member.value.name, gradients[member.value.name]
-                    gradients[name] = gradient if other is None else other + gradient
+                    # A parameter that is also read in another layout has another gradient.
+                    name, previous = member.value.name, gradients[member.value.name]
+                    gradients[name] = gradient if previous is None else previous + gradient
         self._leaves, self._casts = {}, {}
-        self._used, self._sums, self._pending = {}, {}, {}
+        self._gathered, self._accumulators, self._pending_gathers = {}, {}, {}
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def _shards(self, bound: BoundBucket) -> list[Tensor]:
         return [self._leaves[member.value.name].detach() for member in bound.bucket.members]
 
-    def _as_used(self, bound: BoundBucket) -> list[Tensor]:
-        """The gathered members of a bucket, as leaves if their gradients accumulate here; waits in
-        the first call."""
+    def _gathered_members(self, bound: BoundBucket) -> list[Tensor]:
+        """Return the unsharded members of a bucket; leaves if gradients accumulate in them.
+
+        The first call in a step waits for the gather.
+        """
         number = bound.bucket.number
-        if number not in self._used:
+        if number not in self._gathered:
             with torch.no_grad():
                 if bound.bucket.gathers:
-                    tensors = bound.finish_gather(self._pending.pop(number))
+                    tensors = bound.finish_gather(self._pending_gathers.pop(number))
                 else:
                     tensors = bound.unsharded(self._shards(bound))
             leaves = bound.bucket.reduces_once and bound.dtype == bound.stored_dtype
-            self._used[number] = [
+            self._gathered[number] = [
                 tensor.detach().requires_grad_(leaves and member.value.requires_grad)
                 for member, tensor in zip(bound.bucket.members, tensors, strict=True)
             ]
-        return self._used[number]
+        return self._gathered[number]
 
-    def _sums_of(self, bound: BoundBucket) -> list[Tensor]:
-        """Leaves without data, whose gradients accumulate in the dtype of storage."""
+    def _accumulators_of(self, bound: BoundBucket) -> list[Tensor]:
+        """Return leaves without data whose `grad` accumulates in the stored dtype.
+
+        Sums of bfloat16 gradients lose small terms, and autograd requires that a leaf and its
+        `grad` have one dtype. So these leaves have the stored dtype, and expand a single element.
+        """
         number = bound.bucket.number
-        if number not in self._sums:
-            self._sums[number] = [
+        if number not in self._accumulators:
+            self._accumulators[number] = [
                 tensor.new_empty(1, dtype=bound.stored_dtype)
                 .expand(tensor.shape)
                 .requires_grad_(member.value.requires_grad)
-                for member, tensor in zip(bound.bucket.members, self._used[number], strict=True)
+                for member, tensor in zip(bound.bucket.members, self._gathered[number], strict=True)
             ]
-        return self._sums[number]
+        return self._accumulators[number]
 
-    def _reduced(self, bound: BoundBucket) -> Tensor | None:
-        """Start to reduce the accumulated gradients of a bucket; None without any."""
+    def _start_reduction(self, bound: BoundBucket) -> Tensor | None:
+        """Start to reduce the accumulated gradients of a bucket; None if it has none."""
         number = bound.bucket.number
-        leaves = self._sums.get(number) or self._used.get(number, [])
+        leaves = self._accumulators.get(number) or self._gathered.get(number, [])
         gradients = [None if leaf.grad is None else leaf.grad.to(bound.dtype) for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
@@ -165,12 +190,12 @@ class UnshardedParameters:
         return bound.reduce(gradients)
 
 
-class _Summed(torch.autograd.Function):
-    """Returns the first tensor; its gradient goes to the second, cast to the dtype of that."""
+class _AccumulateInStoredDtype(torch.autograd.Function):
+    """Returns the first tensor; its gradient flows to the second one, in the dtype of that."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, total: Tensor) -> Tensor:
-        ctx.dtype = total.dtype
+    def forward(ctx: Any, tensor: Tensor, accumulator: Tensor) -> Tensor:
+        ctx.dtype = accumulator.dtype
         return tensor.view_as(tensor)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Turn a planned model into the original with full parameters for a while."""
+"""A context in which a planned model is the original module with full parameters."""
 
 from __future__ import annotations
 
@@ -28,97 +28,126 @@ def whole(
 ) -> Iterator[nn.Module]:
     """Context in which `net` is an eager instance of the user's class with full parameters.
 
-    Use it to generate, to save, or to inspect the model. The shards are restored at the end.
+    Use it to generate, save, or inspect the model. The shards are restored at the end. Like FSDP's
+    `summon_full_params`.
 
     Collective: the parameters of all stages are gathered, one after another. Writes to parameters
-    under `torch.no_grad()` are kept, so every rank must write the same. A module that is not
-    planned is left as it is.
+    under `torch.no_grad()` are copied to the shards, so every rank must write the same values. A
+    module that is not planned is yielded unchanged.
 
     Args:
         net: a planned model, or an `AutoParallel`.
-        rank0_only: whether only rank 0 gets the values, to save memory. Other ranks have parameters
-            on the meta device, and writes are refused.
+        rank0_only: whether only rank 0 gets the values, to save memory. Parameters of other ranks
+            are on the meta device, and writes raise an error.
         device: device of the full parameters; by default the device of the model.
 
     Yields:
-        `net` itself, or the model inside of an `AutoParallel`.
+        `net` itself, or the model inside an `AutoParallel`.
 
     Raises:
-        PlanError: for a backward pass inside, a parameter that is replaced inside, or one that is
-            written with `rank0_only`.
+        PlanError: for a backward pass inside the context, a parameter that is replaced there, or
+            one that is written with `rank0_only`.
     """
     if not isinstance(net, nn.Module):
-        raise PlanError(f"whole() takes what `parallelize` returned, not {net!r}")
+        raise PlanError(
+            f"`whole` was called with {net!r}, which is no module\n"
+            "pass the planned model: `net = sw.parallelize(net, plan)`, `with sw.whole(net):`"
+        )
     net = wrapped_model(net)
     if not isinstance(net, ParallelModule):
         yield net
         return
-    execution, kind = net.execution, type(net)
-    execution.take_values()
-    parameters = _gathered(execution, device, not rank0_only or _is_rank_0())
+    execution, parallel_class = net.execution, type(net)
+    execution.complete_initialization()
+    parameters = _gather_parameters(execution, device, not rank0_only or _is_rank_0())
+    # Now: inside the context `net` has the full parameters.
     shards = [(name, detached_local(parameter)) for name, parameter in net.named_parameters()]
     shard_versions = [version(shard) for _, shard in shards]
     with ExitStack() as undo:
-        _put(net, execution, parameters, undo)
-        _be_original(net, execution, undo)
-        undo.callback(object.__setattr__, net, "__class__", kind)
-        object.__setattr__(net, "__class__", kind.__bases__[-1])
+        _replace_shards(net, execution, parameters, undo)
+        _restore_original(net, execution, undo)
+        # `ExitStack` undoes in reverse, also after an error: the class first, the parameters last.
+        undo.callback(object.__setattr__, net, "__class__", parallel_class)
+        object.__setattr__(net, "__class__", parallel_class.__bases__[-1])
         versions = {name: version(tensor) for name, tensor in parameters.items()}
         yield net
         for name, parameter in parameters.items():
             if net.get_parameter(name) is not parameter:
                 raise PlanError(
-                    f"{name!r} was replaced inside of `shardwright.whole`, which would have no "
-                    "effect: copy into it under `torch.no_grad()`, or replace it before `plan`"
+                    f"{name!r} was replaced inside `shardwright.whole`, which has no effect\n"
+                    "copy into it under `torch.no_grad()`, or replace it before `plan`"
                 )
-    for (name, shard), before in zip(shards, shard_versions, strict=True):
-        if version(shard) != before:
+    # The shards themselves were out of reach in the context, but an optimizer refers to them.
+    for (name, shard), planned_version in zip(shards, shard_versions, strict=True):
+        if version(shard) != planned_version:
             raise PlanError(
-                f"an optimizer changed {name!r} inside of `shardwright.whole`, where the model has "
-                "copies of its parameters: call `step` outside"
+                f"an optimizer changed {name!r} inside `shardwright.whole`, where the model has "
+                "copies of its parameters\ncall `optimizer.step()` outside"
             )
-    for name, held in net.named_parameters():
+    for name, parameter in net.named_parameters():
         if rank0_only and version(parameters[name]) != versions[name]:
             raise PlanError(
-                f"{name!r} was written inside of `whole(net, rank0_only=True)`, where other ranks "
-                "do not have it: leave out `rank0_only`, and write the same on every rank"
+                f"{name!r} was written inside `whole(net, rank0_only=True)`, where only rank 0 has "
+                "values\nwrite the same values on every rank inside `whole(net)`"
             )
         if not rank0_only:
-            mine, written = detached_local(held), local_part_of(parameters[name].detach(), held)
+            local, written_local = (
+                detached_local(parameter),
+                local_part_of(parameters[name].detach(), parameter),
+            )
             # Compare values: writes through `.data` do not change the version counter.
-            if not torch.equal(written.to(mine.device), mine):
-                mine.copy_(written)
+            if not torch.equal(written_local.to(local.device), local):
+                local.copy_(written_local)
 
 
 def _is_rank_0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _gathered(
+def _gather_parameters(
     execution: Execution, device: str | torch.device | None, has_values: bool
 ) -> dict[str, nn.Parameter]:
-    """Gather the parameters of all stages, by name; on the meta device without `has_values`."""
-    held, devices = dict(execution.module.named_parameters()), execution.devices
-    where = torch.device(device) if device is not None else devices.device
+    """Gather the parameters of all stages, by name. Collective.
+
+    Args:
+        execution: the execution of the model.
+        device: device of the full parameters; by default the device of the model.
+        has_values: whether this rank keeps the values; otherwise its tensors are meta tensors.
+    """
+    owned, devices = dict(execution.module.named_parameters()), execution.devices
+    target_device = torch.device(device) if device is not None else devices.device
     result = {}
+    # The template has the parameters of all stages, in one order on all ranks.
     for name, planned in execution.template.named_parameters():
-        mine = held.get(name)
-        tensor = _from_stage(execution, name, planned, mine)
-        tensor = tensor.to(where, copy=True) if has_values else torch.empty_like(planned)
-        trained = planned.requires_grad if mine is None else mine.requires_grad
+        owned_parameter = owned.get(name)
+        tensor = _gather_from_stage(execution, name, planned, owned_parameter)
+        tensor = tensor.to(target_device, copy=True) if has_values else torch.empty_like(planned)
+        trained = (
+            planned.requires_grad if owned_parameter is None else owned_parameter.requires_grad
+        )
         result[name] = nn.Parameter(tensor, requires_grad=trained)
     return result
 
 
-def _from_stage(execution: Execution, name: str, planned: Tensor, mine: Tensor | None) -> Tensor:
-    """Gather a tensor in its stage; the first stage that owns it broadcasts it to the others."""
+def _gather_from_stage(
+    execution: Execution, name: str, planned: Tensor, owned: Tensor | None
+) -> Tensor:
+    """Gather a tensor within its stage, and broadcast it from the first stage that owns it.
+
+    Args:
+        execution: the execution of the model.
+        name: name of the tensor.
+        planned: the tensor of the template.
+        owned: this rank's tensor; None if its stage does not own it.
+    """
     devices = execution.devices
-    tensor = mine.detach() if mine is not None else None
+    tensor = owned.detach() if owned is not None else None
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     if devices.stages > 1:
         if tensor is None:
             tensor = torch.empty(planned.shape, dtype=planned.dtype, device=devices.device)
+        # Broadcasts write into contiguous memory.
         tensor = tensor.contiguous()
         source = execution.partitioned.first_stages.get(name, 0)
         dist.broadcast(tensor, group=devices.peers_of_all_stages, group_src=source)
@@ -126,39 +155,46 @@ def _from_stage(execution: Execution, name: str, planned: Tensor, mine: Tensor |
     return tensor
 
 
-def _put(
+def _replace_shards(
     net: nn.Module, execution: Execution, parameters: dict[str, nn.Parameter], undo: ExitStack
 ) -> None:
-    """Replace the shards in `net` by full parameters, and add the buffers of other stages."""
+    """Replace the shards of `net` by full parameters, and add the buffers of other stages."""
     template = execution.template
-    first = {id(parameter): name for name, parameter in template.named_parameters()}
+    # Tied parameters are gathered once, under their first name.
+    first_names = {id(parameter): name for name, parameter in template.named_parameters()}
     for name, planned in template.named_parameters(remove_duplicate=False):
-        _set(net, name, parameters[first[id(planned)]], undo)
-    held = dict(net.named_buffers())
+        _set_tensor(net, name, parameters[first_names[id(planned)]], undo)
+    owned_buffers = dict(net.named_buffers())
     for name, planned_buffer in template.named_buffers():
         if execution.devices.stages > 1:
-            whole_buffer = _from_stage(execution, name, planned_buffer, held.get(name))
-            if name not in held:
-                _set(net, name, whole_buffer, undo)
+            full_buffer = _gather_from_stage(
+                execution, name, planned_buffer, owned_buffers.get(name)
+            )
+            if name not in owned_buffers:
+                _set_tensor(net, name, full_buffer, undo)
 
 
-def _set(net: nn.Module, name: str, tensor: Tensor, undo: ExitStack) -> None:
+def _set_tensor(net: nn.Module, name: str, tensor: Tensor, undo: ExitStack) -> None:
     path, _, leaf = name.rpartition(".")
     owner = net.get_submodule(path)
     undo.callback(setattr, owner, leaf, getattr(owner, leaf))
     setattr(owner, leaf, tensor)
 
 
-def _be_original(net: nn.Module, execution: Execution, undo: ExitStack) -> None:
-    """Restore the hooks and `forward` that the programs contain, and refuse training."""
-    own = nn.Module()
-    swap_forward_hooks(net, own)
-    undo.callback(swap_forward_hooks, net, own)
+def _restore_original(net: nn.Module, execution: Execution, undo: ExitStack) -> None:
+    """Restore the hooks and `forward` that the programs contain, and make training raise errors."""
+    later_hooks = nn.Module()
+    swap_forward_hooks(net, later_hooks)
+    undo.callback(swap_forward_hooks, net, later_hooks)
     execution.forget_removed_hooks()
-    add_forward_hooks(net, execution.inside)
-    add_forward_hooks(net, own)
-    attributes: dict[str, Any] = {"train_step": _refuse, "clip_grad_norm_": _refuse}
-    attributes |= {n: f for n, f in vars(execution.inside).items() if n == "forward"}
+    # First those that the program contains, in the order in which they were registered.
+    add_forward_hooks(net, execution.captured_hooks)
+    add_forward_hooks(net, later_hooks)
+    attributes: dict[str, Any] = {
+        "train_step": _refuse_training,
+        "clip_grad_norm_": _refuse_training,
+    }
+    attributes |= {n: f for n, f in vars(execution.captured_hooks).items() if n == "forward"}
     for name, value in attributes.items():
         vars(net)[name] = value
         undo.callback(vars(net).pop, name)
@@ -166,11 +202,12 @@ def _be_original(net: nn.Module, execution: Execution, undo: ExitStack) -> None:
     undo.callback(explain_calls_of_parts, net)
     for parameter in net.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(_refuse)  # type: ignore[no-untyped-call]
+            # Gradients of the copies would be lost at the end of the context.
+            parameter.register_hook(_refuse_training)  # type: ignore[no-untyped-call]
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
+def _refuse_training(*_: Any, **__: Any) -> NoReturn:
     raise PlanError(
-        "a model cannot be trained inside of `shardwright.whole`, where its parameters are copies "
-        "that no optimizer has\ntrain it outside"
+        "a model cannot be trained inside `shardwright.whole`, where its parameters are copies "
+        "that no optimizer has\ntrain it outside the context"
     )

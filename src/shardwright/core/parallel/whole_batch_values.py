@@ -1,4 +1,4 @@
-"""What micro-batches read of the whole batch, such as the number of its valid targets.
+"""Values of the global batch that micro-batches read, such as its number of valid targets.
 
 The prologue of a step (`Graph.whole_batch`) depends on no parameter, so every rank that reads its
 outputs computes them itself. Inputs that arrive sharded are gathered first.

@@ -53,6 +53,7 @@ def loopback_interfaces() -> dict[str, str]:
 
 def accelerator_type() -> torch.device | None:
     """The type of accelerator of this machine; None if there is none."""
+    # Without the check, a build of PyTorch for CUDA names CUDA on machines without a GPU.
     return torch.accelerator.current_accelerator(check_available=True)
 
 
@@ -73,10 +74,12 @@ def device_of_rank(local_rank: int, local_size: int) -> torch.device:
         ConfigError: if there are fewer accelerators than processes.
     """
     accelerator, count = accelerator_type(), num_accelerators()
+    # Several ranks need a backend that communicates the accelerator's tensors; MPS has none.
     if accelerator is None or (local_size > 1 and not _has_communication_backend(accelerator)):
         return CPU
     if count >= local_size:
         return torch.device(accelerator.type, local_rank)
+    # Some launchers show each process its own device only, which is then number 0.
     if count == 1 and _visible_devices():
         return torch.device(accelerator.type, 0)
     raise ConfigError(
@@ -105,6 +108,8 @@ def device_of_group() -> torch.device:
         return CPU
     index, local_rank = torch.accelerator.current_device_index(), 0
     if dist.is_initialized():
+        # For example `cpu:gloo,cuda:nccl`; a group made with "gloo" alone has it for CUDA tensors
+        # too.
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         if backends.get(accelerator.type, HOST_BACKEND) == HOST_BACKEND:
             return CPU
@@ -122,6 +127,8 @@ def backend_of(device: torch.device) -> str:
 
 def use_device(device: torch.device) -> None:
     """Make `device` the current device of this process."""
+    # NCCL and collectives of objects use the current device of a process, by default device 0: on
+    # one node all ranks would share it.
     if device.type not in ("cpu", "meta") and device.index is not None:
         torch.accelerator.set_device_index(device)
 
@@ -155,6 +162,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
         work()
         return time.perf_counter() - began
     stream = torch.accelerator.current_stream(device)
+    # By events, as launches return before the device has run them; earlier work must not count.
     first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
     torch.accelerator.synchronize(device)
     stream.record_event(first)
@@ -189,6 +197,8 @@ class Intervals:
 
     def take_seconds(self) -> float:
         """Seconds of the intervals that have ended since the last call."""
+        # Events of a stream are reached in order: the first that is not ends the loop. The elapsed
+        # time is in milliseconds.
         while self._pending and self._pending[0][1].query():
             first, last, sign = self._pending.popleft()
             self._seconds += sign * first.elapsed_time(last) / 1e3
@@ -200,6 +210,7 @@ def device_memory(device: torch.device) -> int:
     """Bytes of the device's memory; for the CPU those of the machine."""
     if device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # `mem_get_info` returns free and total bytes.
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
@@ -251,6 +262,7 @@ class SideStream:
     @contextmanager
     def after_program(self) -> Iterator[None]:
         """Launch work on this stream, after all work that the program has launched."""
+        # The device waits, not the host.
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             yield

@@ -60,6 +60,8 @@ def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
     """
     origins = {}
     for name, parameter in module.named_parameters():
+        # A model that was planned before, with `copy=True`, keeps its origins: all copies share
+        # them.
         origins[name] = parameter.origin = _origin(parameter) or Origin(name)  # type: ignore[attr-defined]
         origins[name].models.update((module, planned))
     return origins
@@ -98,6 +100,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
         )
     planned = list(net.parameters())
     planned_by_origin = {_origin(parameter): parameter for parameter in planned}
+    # Parameters that were registered after planning have no origin.
     planned_by_origin.pop(None, None)
     # Origins of all stages: parameters of other stages are dropped, unknown ones refused.
     model_origins = frozenset[Origin]().union(*(getattr(p, "model_origins", ()) for p in planned))
@@ -117,6 +120,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
         groups.append(parameters)
     # Only after all checks, so that an error leaves the optimizer unchanged.
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        # In place: the options of a group, such as its learning rate, are in the same dictionary.
         group["params"] = parameters
     return optimizer
 
@@ -149,6 +153,7 @@ def _refuse_steps_without_gradients() -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         first = next(parameters, None)
+        # The hook runs for every optimizer of the process: those of other models end here.
         if closure is not None or first is None or _origin(first) is None:
             return
         _check_gradients(type(optimizer).__name__, [first, *parameters])
@@ -159,6 +164,7 @@ def _refuse_steps_without_gradients() -> None:
 def _check_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
     with_origin = [(p, origin) for p in parameters if (origin := _origin(p))]
     is_planned = _is_planned(with_origin[0][0])
+    # Some gradients suffice: parameters that a step did not reach have none either.
     if any(parameter.grad is not None for parameter, _ in with_origin):
         for parameter, origin in with_origin if not is_planned else ():
             origin.trained_in_original = origin.trained_in_original or parameter.grad is not None

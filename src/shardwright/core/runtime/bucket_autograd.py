@@ -70,6 +70,7 @@ class StartGather:
 
     def __call__(self, entered: EnteredBucket) -> StartedGather:
         token = _Start.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
+        # Outside of autograd: the token carries the gradient, whose collectives `_Finish` starts.
         pending = self.bound.start_gather(entered.shards)
         return StartedGather(token, entered.shards, entered.without_gradient, pending)
 
@@ -132,6 +133,8 @@ class _Enter(torch.autograd.Function):
         ctx: Any, bound: BoundBucket, without_gradient: set[int], *shards: Tensor
     ) -> Tensor:
         ctx.bound, ctx.without_gradient = bound, without_gradient
+        # Autograd checks that a gradient has the shape of its output, so the token has the shape of
+        # the flat gradient; expanded, it takes the memory of one element.
         return shards[0].new_empty(1, dtype=bound.dtype).expand(bound.numel)
 
     @staticmethod
@@ -146,6 +149,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: BoundBucket, token: Tensor) -> Tensor:
         ctx.bound = bound
+        # A view, since autograd treats an input that is returned unchanged as modified in place.
         return token.view_as(token)
 
     @staticmethod
@@ -171,6 +175,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # A compiled backward pass cannot change the set; there, members without gradient get zeros.
         if not torch.compiler.is_compiling():
             ctx.without_gradient.clear()
             ctx.without_gradient.update(n for n, g in enumerate(gradients) if g is None)

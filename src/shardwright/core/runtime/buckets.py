@@ -75,6 +75,7 @@ class BoundBucket:
 
     def start_gather(self, shards: Sequence[Tensor]) -> Tensor:
         """Start the first all-gather, in the dtype of use; pass the result to `finish_gather`."""
+        # Cast first: a gather in bfloat16 sends half the bytes of one in float32.
         pieces = [shard.to(self.dtype).reshape(-1) for shard in shards]
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         group = self.gathers[0].group
@@ -84,6 +85,7 @@ class BoundBucket:
     def finish_gather(self, pending: Tensor) -> list[Tensor]:
         """Wait for `start_gather`, run the other all-gathers, and return the unsharded members."""
         out = self._complete(pending)
+        # A later all-gather needs the result of the one before, so only the first can start ahead.
         for number, gather in enumerate(self.gathers):
             if number:
                 size, name = gather.group.size, gather.group.name
@@ -108,10 +110,12 @@ class BoundBucket:
         """Start to reduce the members' gradients; pass the result to `sum_replicas`."""
         flat = self._flat_gradient(gradients)
         is_pending = False
+        # The gradient of a sequence of all-gathers is their gradients in reverse.
         for gather in reversed(self.gathers):
             if is_pending:
                 flat = self._complete(flat)
             blocks = flat.view(gather.group.size, -1)
+            # Each rank of this group has the full gradient, and keeps its own block.
             if not gather.reduces:
                 flat = slice_block(blocks, 0, gather.index, gather.group.size).reshape(-1)
                 continue
@@ -123,6 +127,8 @@ class BoundBucket:
             flat = c10d.reduce_scatter_tensor(unreduced, "sum", gather.group.size, name)
             flat = self._as_pending(flat)
             is_pending = True
+        # With a reduce-scatter, `sum_replicas` all-reduces its result instead, which is smaller by
+        # the number of shards, as in HSDP.
         if self.replicas is not None and not self._reduce_scatters:
             return self._as_pending(
                 _start_all_reduce(flat, self.replicas, owned=not self._needs_no_copy)
@@ -141,6 +147,7 @@ class BoundBucket:
         """Wait for the reduction, and return the gradients of the stored shards."""
         if self.replicas is not None:
             flat = self._complete(flat)
+        # Gradients are reduced in the dtype of use, and optimizers step in the stored one.
         flat = flat.to(self.stored_dtype)
         if len(self.sizes) == 1:
             return [flat.view(self.shapes[0])]
@@ -215,6 +222,8 @@ class BoundBucket:
             return torch.cat(
                 [example.new_zeros(size) if g is None else g.reshape(-1) for g, size in pairs]
             )
+        # One copy per gradient, from its layout of use straight into its blocks of the buffer;
+        # permuting and concatenating would copy twice.
         flat = example.new_empty(*self._num_blocks, self.numel)
         for number, piece in enumerate(torch.split(flat, self.sizes, -1)):
             gradient, order, shape = (
@@ -253,6 +262,7 @@ def _unflatten(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _start_all_reduce(flat: Tensor, group: Group, owned: bool) -> Tensor:
     """Start an all-reduce, in place if nothing else reads `flat`."""
+    # In place saves a buffer. Compiled graphs are functional; Inductor reuses buffers itself.
     if owned and not torch.compiler.is_compiling():
         out: Tensor = c10d.all_reduce_(sendable(flat), "sum", group.name)
     else:

@@ -49,10 +49,13 @@ def clip_grad_norm_(
         squares = (norms.double().square() / weights).sum()
     if devices.is_distributed:
         with devices.waits.measure():
+            # Over the full world: devices of a stage and all stages at once.
             dist.all_reduce(squares)
     gradient_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
     norm = squares.sqrt().to(dtype or gradient_dtype)
     if shards and math.isfinite(max_norm):
+        # As `torch.nn.utils.clip_grad_norm_` does, whose epsilon this is: to scale by 1 costs less
+        # than to wait for the device to know whether the norm is exceeded.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_all_(list(shards.values()), scale)
     return norm

@@ -79,6 +79,7 @@ def program_line() -> ProgramLine | None:
     """The current line of the calling program; None without one, or within `torch.compile`."""
     if torch.compiler.is_compiling():
         return None
+    # Not `inspect.stack`, which reads source files: this runs in every redistribution.
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_FRAMES):
         if frame is None:
@@ -100,39 +101,42 @@ def naming_redistributions() -> Iterator[None]:
         yield
     except RuntimeError as error:
         # Pipeline schedules wrap the error of the collective.
-        first: BaseException = error
-        while first.__cause__ is not None:
-            first = first.__cause__
-        where = _where(first)
-        if where is None:
+        root_cause: BaseException = error
+        while root_cause.__cause__ is not None:
+            root_cause = root_cause.__cause__
+        description = _failed_collective(root_cause)
+        if description is None:
             raise
         # Gloo's messages begin with a position in its own source.
-        reason = re.sub(r"^\[[^\]]*\] ", "", str(first)).partition("\n")[0]
+        reason = re.sub(r"^\[[^\]]*\] ", "", str(root_cause)).partition("\n")[0]
         raise CommunicationError(
-            f"communication failed in {where}: {reason} (another rank is gone or stuck)"
+            f"communication failed in {description}: {reason} (another rank is gone or stuck)"
         ) from error
 
 
-def _where(error: BaseException) -> str | None:
+def _failed_collective(error: BaseException) -> str | None:
     """Description of the collective that failed; None if the error is not from a collective."""
     frames = list(walk_tb(error.__traceback__))
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
-    if modules[-1] == _GUARD:
+    if modules[-1] == _GUARD_MODULE:
         return "the comparison of the ranks' calls"
-    if not (_COLLECTIVES.intersection(modules) or modules[-1].startswith("torch.distributed.")):
+    if not (
+        _COLLECTIVE_MODULES.intersection(modules) or modules[-1].startswith("torch.distributed.")
+    ):
         return None
     # From the outermost frame to the innermost: a redistribution, then its bucket.
     descriptions = []
     for frame, line in frames:
+        # Autograd's engine calls a backward function from C++, with no frame of the program below.
         call_site = getattr(frame.f_locals.get("ctx"), "call_site", None)
         if isinstance(call_site, ProgramLine) and frame.f_code.co_name == "backward":
             descriptions.append(f"the gradient of {call_site}")
         elif frame.f_code.co_filename == PROGRAM:
             descriptions.append(str(ProgramLine(frame.f_globals[TEXT], line)))
         bound = frame.f_locals.get("self")
-        if frame.f_globals.get("__name__") == _BUCKETS and bound is not None:
+        if frame.f_globals.get("__name__") == _BUCKETS_MODULE and bound is not None:
             descriptions.append(_bucket_description(bound.bucket))
-    if not descriptions and _STAGES.intersection(modules):
+    if not descriptions and _STAGE_MODULES.intersection(modules):
         descriptions = ["an exchange between pipeline stages"]
     # Other errors of torch.distributed, such as a wrong argument, are no failed communication.
     if not descriptions and _PEER_FAILURE.search(str(error)):
@@ -157,17 +161,17 @@ def _bucket_description(bucket: Bucket) -> str:
     return f"bucket {bucket.number} of {shown}"
 
 
-_BUCKETS = "shardwright.core.runtime.buckets"
-_COLLECTIVES = {
+_BUCKETS_MODULE = "shardwright.core.runtime.buckets"
+_COLLECTIVE_MODULES = {
     "shardwright.core.runtime.collectives",
     "shardwright.core.runtime.overlap",
-    _BUCKETS,
+    _BUCKETS_MODULE,
 }
-_GUARD = "shardwright.core.misuse.batch_guard"
+_GUARD_MODULE = "shardwright.core.misuse.batch_guard"
 _STARTED = re.compile(r"(\w+) = start_([a-z]\w+)\(")
 _PEER_FAILURE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
 """Matches errors of gloo and stores about a process that is gone or does not answer."""
-_STAGES = {
+_STAGE_MODULES = {
     "shardwright.core.parallel.pipeline_stage",
     "shardwright.core.parallel.pipeline_execution",
 }

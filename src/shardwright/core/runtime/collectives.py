@@ -88,6 +88,7 @@ def reduce_scatter(dim: int, group: Group) -> Collective:
     """Reduce-scatter over the group along `dim`."""
 
     def start(x: Tensor) -> Tensor:
+        # The collective splits along dimension 0, in the order of the group's ranks.
         if dim != 0 or not group.in_order:
             x = torch.cat(_in_group_order(x.chunk(group.size, dim), group), 0)
         out: Tensor = c10d.reduce_scatter_tensor(sendable(x), "sum", group.size, group.name)
@@ -100,6 +101,7 @@ def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
     """All-to-all over the group: from sharded along `dim` to sharded along `to_dim`."""
 
     def start(x: Tensor) -> Tensor:
+        # The collective exchanges rows: block i along dimension 0 goes to rank i of the group.
         parts = torch.cat(_in_group_order(x.chunk(group.size, to_dim), group), 0)
         sizes = [parts.shape[0] // group.size] * group.size
         out: Tensor = c10d.all_to_all_single(sendable(parts), sizes, sizes, group.name)
@@ -227,6 +229,7 @@ class BoundCollective:
     backward: Collective
 
     def __call__(self, x: Tensor) -> Tensor:
+        # Without a gradient, a call costs no autograd function.
         if x.requires_grad:
             return _Redistribute.apply(x, self.forward, self.backward)  # type: ignore[no-any-return,no-untyped-call]
         return self.forward(x)
@@ -304,6 +307,7 @@ def _send_and_receive(
     """The group, and for each of its ranks whether this rank sends to it and receives from it, as 0
     or 1. `to` is the position that receives the block of each position."""
     group = devices.group(tuple(sorted(axes)))
+    # The collective's splits are numbers of rows: 1 for the one partner, 0 for other ranks.
     sources = [to.index(position) for position in range(group.size)]
     send = [_is_at_position(devices, group, source) for source in sources]
     return group, send, [_is_at_position(devices, group, target) for target in to]
@@ -337,6 +341,7 @@ def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) 
     def exchange_cells(x: Tensor) -> Tensor:
         cells = split_cells(x, exchange.send_cuts)
         shape = cells.shape[1:]
+        # By `narrow`, which takes the `SymInt`s of simulated ranks; an index would need one number.
         flat = torch.cat([torch.narrow(cells, 0, n, 1) for n in send_order]).flatten(1)
         out = c10d.all_to_all_single(sendable(flat), receive, send, group.name)
         out = complete(out, x.dtype, group)
@@ -371,6 +376,8 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
     """Bind a collective of a kernel; if `varying`, its gradient is communicated the same way."""
     group = devices.group(axes)
     if kind in (MIRROR, PREVIOUS, RING):
+        # Blocks exchange the first with the last, or move to the next position; then from numbers
+        # of blocks to positions in the group.
         blocks = range(group.size)
         to = dict(
             zip(blocks, reversed(blocks) if kind == MIRROR else (*blocks[1:], 0), strict=True)
@@ -389,6 +396,8 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
         )
 
     def start(x: Tensor) -> Tensor:
+        # Detached: `BoundCollective` below gives the sum its gradient. A maximum has none, as it
+        # only shifts the exponents of a softmax.
         return c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]
 
     def finish(x: Tensor) -> Tensor:

@@ -137,7 +137,8 @@ class Devices:
                 "processes are running\nmake a plan for that number, or start as many processes "
                 "as the plan has devices"
             )
-        worker_threads.make_safe()
+        # Before the first collective, which starts gloo's threads.
+        worker_threads.apply_workarounds()
         stage, rank = divmod(dist.get_rank(), matrix.num_devices)
         coordinates = matrix.coordinates(rank)
         devices = cls(
@@ -190,6 +191,8 @@ class Devices:
         device_type = "cpu" if self.device.type == "meta" else self.device.type
         joined = joined_layout(self.matrix, mesh_axes)
         ranks = torch.tensor(joined.ranks).reshape(joined.device_matrix)
+        # From the program's groups; `init_device_mesh` would create a communicator per axis once
+        # more.
         mesh = DeviceMesh.from_group(
             [group_named(self.group(axes).name) for axes in mesh_axes],
             device_type,
@@ -221,6 +224,7 @@ class Devices:
 
         Replicas of a block must draw the same numbers, however their processes were seeded.
         """
+        # A seed may be any unsigned 64-bit number, which an int64 tensor cannot hold.
         seed = torch.initial_seed() % 2**31
         return value_of_rank(seed) if self.connected else seed
 
@@ -254,6 +258,7 @@ class Devices:
         if not self.connected:
             return f"over {matrix.named(axes)}"
         groups: dict[tuple[int, ...], list[int]] = {}
+        # The groups of all stages, as each rank takes part in the creation of all groups.
         for stage in range(self.stages):
             for rank, coordinates in zip(matrix.ranks, all_coordinates(matrix), strict=True):
                 fixed_coordinates = (
@@ -304,6 +309,7 @@ def world_timeout() -> timedelta | None:
 def _new_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     assert world is not None
+    # A communicator takes memory and seconds to set up, so the default one is reused.
     if len(ranks[0]) == world.size():
         return world
     # NCCL splits a communicator at less cost than it creates one.

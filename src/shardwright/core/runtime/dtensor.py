@@ -29,29 +29,29 @@ from shardwright.errors import LayoutError, PlanError
 
 
 def local_shard(
-    tensor: Tensor, where: TensorLayout, devices: Devices, *, copy: bool = True
+    tensor: Tensor, layout: TensorLayout, devices: Devices, *, copy: bool = True
 ) -> DTensor:
     """Shard a full `tensor` without communication, and return this rank's shard as a DTensor.
 
     Args:
         copy: False to share memory with `tensor` if the block is the full tensor.
     """
-    block = tensor.detach()[where.slices(devices.rank, tuple(tensor.shape))]
+    block = tensor.detach()[layout.slices(devices.rank, tuple(tensor.shape))]
     local = block.to(devices.device, copy=copy or block.shape != tensor.shape)
-    return as_dtensor(local.contiguous(), tensor, where, devices)
+    return as_dtensor(local.contiguous(), tensor, layout, devices)
 
 
-def as_dtensor(local: Tensor, like: Tensor, where: TensorLayout, devices: Devices) -> DTensor:
+def as_dtensor(local: Tensor, like: Tensor, layout: TensorLayout, devices: Devices) -> DTensor:
     """A DTensor of the shape of `like` with this shard on this rank; communicates nothing.
 
     Raises:
-        LayoutError: if `where` separates axes that the mesh of the devices joins.
+        LayoutError: if `layout` separates axes that the mesh of the devices joins.
     """
     assert devices.mesh is not None and devices.mesh_matrix is not None
     return DTensor.from_local(
         local,
         devices.mesh,
-        placements(on_joined_axes(where, devices.mesh_axes, devices.mesh_matrix)),
+        placements(on_joined_axes(layout, devices.mesh_axes, devices.mesh_matrix)),
         run_check=False,
         shape=like.shape,
         stride=torch.empty(like.shape, device="meta").stride(),

@@ -45,6 +45,8 @@ def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
     shard of it."""
     tensor: DTensor = args[0]
     local, mesh = local_tensor(tensor), tensor.device_mesh
+    # Generators of accelerators are counter-based (Philox); DTensor sets their offset for each
+    # shard. That of CPUs (Mersenne Twister) has no offset.
     if mesh.device_type != "cpu" or type(local) is not Tensor:
         return operator(*args, **kwargs)
     full = operator(local.new_empty(tensor.shape), *args[1:], **kwargs)
@@ -52,6 +54,7 @@ def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
     for dim in range(mesh.ndim):
         torch.distributed.broadcast(full, group=mesh.get_group(dim), group_src=0)
     shard = local_part_of(full, tensor).contiguous()
+    # `uniform_` fills its argument; `rand_like` returns a new DTensor.
     if schema_of(operator).is_mutable:
         local.copy_(shard)
         return tensor

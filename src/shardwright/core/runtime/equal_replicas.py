@@ -49,11 +49,13 @@ class EqualReplicas:
         Raises:
             CaptureError: on every rank of the group, if results differ.
         """
+        # Nothing to compare in a dry run; simulated ranks run the function once for each rank.
         if any(r.is_meta or by_rank(r) is not None for r in results):
             return
         digests = torch.stack([_digest(result.detach()) for result in results])
         gathered = [torch.empty_like(digests) for _ in range(self.group.size)]
         dist.all_gather(gathered, digests, group=group_named(self.group.name))
+        # All ranks of the group compare all digests, so that all raise the error, and none waits.
         for number in range(len(results)):
             first = gathered[0][number]
             for rank, digest in enumerate(gathered):
@@ -69,8 +71,10 @@ class EqualReplicas:
 def _digest(result: Tensor) -> Tensor:
     """The sum, the sum of absolute values, and a sum of leading elements weighted by position."""
     values = torch.view_as_real(result) if result.is_complex() else result
+    # NaN is not equal to itself. Integers of one byte would overflow their sum.
     values = values.nan_to_num() if values.is_floating_point() else values.long()
     flat = values.flatten()[:_SAMPLE].double()
     weights = torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)
+    # Plain sums are equal for permuted results; the weighted one is not.
     sums = values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)
     return torch.stack([*sums, (flat * weights).sum()])

@@ -55,6 +55,7 @@ class WaitTimer:
         if intervals is None:
             yield
             return
+        # An event on the compute stream, which a wait blocks; the host may be far ahead.
         start = intervals.timestamp()
         try:
             yield

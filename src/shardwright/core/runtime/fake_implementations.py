@@ -29,6 +29,7 @@ class CheckedCustomOp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.function(*args, **kwargs)
+        # Wrong shapes would only show in a later operator, far from the operator that is wrong.
         parts = result if isinstance(result, (tuple, list)) else (result,)
         returned = tuple((tuple(p.shape), p.dtype) for p in parts if isinstance(p, Tensor))
         if returned != self.expected and not self._differs_by_float64(returned):

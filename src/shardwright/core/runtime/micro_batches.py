@@ -37,10 +37,10 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
         PlanError: if `count` does not divide the batch size, or an argument is a nested tensor.
     """
     result = []
-    for leaf, cut in zip(leaves, split_mask(leaves), strict=True):
-        if cut and leaf.is_nested:
+    for leaf, is_split in zip(leaves, split_mask(leaves), strict=True):
+        if is_split and leaf.is_nested:
             raise PlanError("an argument is a nested tensor, which cannot be split\npad its rows")
-        if cut:
+        if is_split:
             rows, rest = divmod(leaf.shape[0], count)
             if rest:
                 divisors = [str(each) for each in _divisors(leaf.shape[0])]
@@ -49,6 +49,7 @@ def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
                     f"a batch of {leaf.shape[0]} rows cannot be split into {count} equal"
                     f" micro-batches\nvalid numbers are {valid}"
                 )
+            # Consecutive rows, as `torch.chunk` and PyTorch's pipeline schedules take them.
             leaf = leaf[number * rows : (number + 1) * rows]
         result.append(leaf)
     return result
@@ -64,9 +65,9 @@ def of_micro_batches(leaves: Sequence[Any], count: int) -> list[Any]:
         torch.empty(
             (leaf.shape[0] * count, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device
         ).requires_grad_(leaf.requires_grad)
-        if cut
+        if is_split
         else leaf
-        for leaf, cut in zip(leaves, split_mask(leaves), strict=True)
+        for leaf, is_split in zip(leaves, split_mask(leaves), strict=True)
     ]
 
 
@@ -76,6 +77,7 @@ def num_micro_batches_of_call(leaves: Sequence[Any], pipeline: PipelineSpec) -> 
     rows = _rows(leaves)
     return next(
         count
+        # Ends at the latest at 1, which every schedule supports.
         for count in range(pipeline.micro_batches, 0, -1)
         if rows % count == 0 and pipeline.can_run(count)
     )
@@ -88,8 +90,8 @@ def valid_num_micro_batches(leaves: Sequence[Any]) -> list[int]:
 
 def _rows(leaves: Sequence[Any]) -> int:
     """Number of samples of the batch; 1 if no leaf is split."""
-    cut = split_mask(leaves)
-    return next((leaf.shape[0] for leaf, is_cut in zip(leaves, cut, strict=True) if is_cut), 1)
+    mask = split_mask(leaves)
+    return next((leaf.shape[0] for leaf, is_split in zip(leaves, mask, strict=True) if is_split), 1)
 
 
 def _divisors(number: int) -> list[int]:
@@ -124,8 +126,8 @@ def global_leaves(
                 "a call has a tensor that the planned call has not, and other inputs arrive "
                 "sharded\nplan with an example that has it, or without dataset_strategy"
             )
-        cut = isinstance(value, Value) and value.name in arrivals
-        if cut and isinstance(leaf, Tensor) and leaf.ndim == len(value.shape):
+        is_split = isinstance(value, Value) and value.name in arrivals
+        if is_split and isinstance(leaf, Tensor) and leaf.ndim == len(value.shape):
             counts = TensorLayout(mesh, arrivals[value.name]).shard_counts
             shape = [size * count for size, count in zip(leaf.shape, counts, strict=True)]
             leaf = torch.empty(shape, dtype=leaf.dtype, device="meta")

@@ -68,15 +68,15 @@ class CollectiveRange:
             num_bytes: bytes of this device's input to the collective.
         """
         # An all-gather is counted by its output, which is larger than its input.
-        larger = num_bytes * self.size if self.kind == "all_gather" else num_bytes
-        sent = COLLECTIVES[self.kind].sent(larger, self.size)
+        buffer_bytes = num_bytes * self.size if self.kind == "all_gather" else num_bytes
+        sent = COLLECTIVES[self.kind].sent(buffer_bytes, self.size)
         return record_function(f"send {self.kind} over {self.over}, {sent} B")
 
     def wait(self) -> record_function:
         """Range around the wait for the collective."""
         return record_function(f"wait for {self.kind} over {self.over}")
 
-    def around(self, collective: Collective) -> Collective:
+    def wrap(self, collective: Collective) -> Collective:
         """Wrap both halves of a collective in their ranges."""
 
         def start(x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class CollectiveRange:
         return replace(collective, start=start, finish=finish)
 
 
-def around_both(
+def wrap_step(
     bound: BoundCollective,
     forward: str | None,
     backward: str | None,
@@ -103,34 +103,32 @@ def around_both(
         forward, backward: kinds of its collectives; None for a pass without communication.
     """
 
-    def around(collective: Collective, kind: str | None) -> Collective:
+    def wrap(collective: Collective, kind: str | None) -> Collective:
         return (
-            collective
-            if kind is None
-            else CollectiveRange.of(kind, axes, matrix).around(collective)
+            collective if kind is None else CollectiveRange.of(kind, axes, matrix).wrap(collective)
         )
 
-    return BoundCollective(around(bound.forward, forward), around(bound.backward, backward))
+    return BoundCollective(wrap(bound.forward, forward), wrap(bound.backward, backward))
 
 
-def around_reduction(
+def wrap_reduction(
     reduce: Reduce, reduction: Reduction, axes: Axes, matrix: DeviceMatrix
 ) -> Reduce:
     """Wrap a collective of a kernel in its ranges."""
     kind, run = reduction.collective, reduce.run
-    ranges = CollectiveRange.of(kind, axes, matrix)
+    collective_range = CollectiveRange.of(kind, axes, matrix)
 
     def start(x: Tensor) -> Tensor:
-        with ranges.send(x.nbytes):
+        with collective_range.send(x.nbytes):
             return reduce.start(x)
 
     def end(x: Tensor) -> Tensor:
-        with ranges.wait():
+        with collective_range.wait():
             return reduce.end(x)
 
     if isinstance(run, BoundCollective):
-        back = kind if reduction.varying else None
-        return Reduce(around_both(run, kind, back, axes, matrix), start, end, reduce.call_site)
+        backward = kind if reduction.varying else None
+        return Reduce(wrap_step(run, kind, backward, axes, matrix), start, end, reduce.call_site)
     return Reduce(lambda x: end(start(x)), start, end, reduce.call_site)
 
 
@@ -200,6 +198,7 @@ class RangedBucket(BoundBucket):
     def sum_replicas(self, flat: Tensor) -> Tensor:
         if not self._reduce_scatters:
             return super().sum_replicas(flat)
+        # Waits here, so that the range covers the wait alone; `super()` then finds it completed.
         with self._bucket_range:
             with self._scatter_range.wait():
                 flat = self._complete(flat)

@@ -68,6 +68,7 @@ class _StartWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bound: BoundCollective) -> Tensor:
         ctx.backward_collective, ctx.dtype, ctx.call_site = bound.backward, x.dtype, program_line()
+        # The token's gradient is the pending result of a collective, and autograd checks its shape.
         return x.new_empty(()).expand(bound.backward.pending_shape(x.shape))
 
     @staticmethod
@@ -82,6 +83,7 @@ class _FinishWithGradient(torch.autograd.Function):
     ) -> Tensor:
         ctx.backward_collective, ctx.call_site = bound.backward, program_line()
         out = bound.forward.finish(tensor, dtype)
+        # Autograd treats an input that is returned unchanged as modified in place.
         return out.view_as(out) if out is tensor else out
 
     @staticmethod
@@ -148,6 +150,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor, token: Tensor
     ) -> Tensor:
+        # The weight is saved for the gradient of the input; that of the weight needs `x` only.
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 

@@ -42,6 +42,7 @@ def _convert_hook(hooks: Mapping[int, Hook], number: int, shard: Shard) -> Hook:
         # The hook was removed through the handle that the user has of the original parameter.
         if number not in hooks:
             return None
+        # Post-accumulation hooks get the parameter, a leaf; gradient hooks get its gradient.
         if tensor.is_leaf or not isinstance(tensor, DTensor):
             result: Tensor | None = hooks[number](tensor)
             return result

@@ -160,6 +160,8 @@ class BackwardRegather:
         run = RegatherRun()
         self._run = run
         try:
+            # The innermost hooks apply: those that a user has around the call do not see
+            # parameters.
             with torch.autograd.graph.saved_tensors_hooks(run.pack, run.unpack):
                 yield run
         finally:

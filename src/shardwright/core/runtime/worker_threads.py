@@ -16,7 +16,7 @@ from torch.library import Library
 from shardwright.core.torch_internals.distributed import functional_collectives
 
 
-def make_safe() -> None:
+def apply_workarounds() -> None:
     """Apply both workarounds to this process; further calls do nothing."""
     _wait_for_threads_at_exit()
     _use_short_gather_name()
@@ -43,6 +43,7 @@ def _use_short_gather_name() -> Library:
     functional collectives, only all-gathers have a longer name, `ALLGATHER_COALESCED`; the variant
     that writes to a given tensor is called `ALLGATHER`.
     """
+    # The registration lasts as long as the library object, which `cache` keeps alive.
     kernels = Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in (
         ("all_gather_into_tensor", _all_gather),

@@ -1,4 +1,4 @@
-"""Find the parameters and buffers of a module that a program reads and updates."""
+"""The parameters and buffers of a module that a program reads and updates."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ TensorOwner = tuple[str, nn.Module, str]
 
 
 @dataclass(frozen=True)
-class TensorPlaces:
-    """The parameters that a graph reads, and the owners of its buffers.
+class ModuleTensors:
+    """Parameters that a graph reads, and the modules that own its buffers.
 
-    Buffers are looked up in each call, as `forward` may replace them; parameters are not.
+    Buffers are looked up on each call because `forward` may replace them; parameters are looked up
+    once.
     """
 
     parameters: Mapping[str, Tensor]
@@ -29,18 +30,18 @@ class TensorPlaces:
     @classmethod
     def of(
         cls, module: nn.Module, parameters: Sequence[Value], buffers: Sequence[Value]
-    ) -> TensorPlaces:
-        """Look parameters and buffers up by their names."""
+    ) -> ModuleTensors:
+        """Look up parameters and buffers by name."""
 
         def owner(value: Value) -> TensorOwner:
             path, _, name = value.name.rpartition(".")
             return value.name, module.get_submodule(path), name
 
-        held = {name: getattr(bearer, leaf) for name, bearer, leaf in map(owner, parameters)}
-        return cls(held, tuple(map(owner, buffers)))
+        tensors = {name: getattr(parent, leaf) for name, parent, leaf in map(owner, parameters)}
+        return cls(tensors, tuple(map(owner, buffers)))
 
     def read(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
-        """Parameters, and local tensors of buffers and of parameters updated like buffers."""
+        """Return the parameters, and the local tensors of buffers by name."""
         return self.parameters, {n: detached_local(getattr(m, leaf)) for n, m, leaf in self.buffers}
 
     def write(self, changed: Mapping[str, Tensor]) -> None:
@@ -48,6 +49,8 @@ class TensorPlaces:
         if changed:
             _, buffers = self.read()
             with torch.no_grad():
+                # Frozen parameters that `forward` updates in place are among the graph's buffers;
+                # a trained one is listed as a parameter.
                 tensors = [
                     buffers[name] if name in buffers else detached_local(self.parameters[name])
                     for name in changed
