@@ -60,6 +60,7 @@ class OptimizerParallel:
                 f"OptimizerParallel: level {self.level!r} is unknown\n"
                 f"use one of {', '.join(LEVELS)}"
             )
+        # `True` is an int in Python, and would be a size of 1.
         is_int = isinstance(self.shard_size, int) and not isinstance(self.shard_size, bool)
         if not is_int or (self.shard_size < 1 and self.shard_size != -1):
             raise StrategyError(

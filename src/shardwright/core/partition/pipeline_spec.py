@@ -56,7 +56,7 @@ class PipelineSpec:
         return self.schedule_spec.can_run(micro_batches, self.stages)
 
     def stage_of(self, chunk: int) -> int:
-        """The stage that owns `chunk`."""
+        """Return the stage that owns a chunk, given the chunk's index in model order."""
         return self.schedule_spec.stage_of(chunk, self.stages)
 
 

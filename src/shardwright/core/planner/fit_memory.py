@@ -76,6 +76,7 @@ def fastest_within_memory(
             would.
         PlanInterrupted: on Ctrl-C, if a candidate is known to fit by then.
     """
+    # Among several numbers of stages, those that cannot be planned are left out without an error.
     search = MemorySearch(stage_options[0].options.limit, decide, len(stage_options) == 1)
     try:
         return _search_phases(search, stage_options, below, ranking)

@@ -59,7 +59,7 @@ class MemorySearch:
         errors: options with which the model cannot be planned, with the error of each.
         smallest_peaks: for each kind the smallest measured peak that does not fit, in bytes per
             device.
-        seen: keys of the candidates that were queued or dropped.
+        entry_keys: keys of the candidates that were queued or dropped.
         num_processed: number of entries taken from the queue.
         queue: heap of (lower bound in seconds, own lower bound in seconds, entry number, entry).
         entry_numbers: numbers that break ties, as entries cannot be compared.
@@ -73,7 +73,7 @@ class MemorySearch:
     recompute_cache: RecomputeCache = field(default_factory=RecomputeCache)
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
     smallest_peaks: dict[PlanKind, int] = field(default_factory=dict)
-    seen: set[object] = field(default_factory=set)
+    entry_keys: set[object] = field(default_factory=set)
     num_processed: int = 0
     queue: list[tuple[float, float, int, QueuedCandidate | AttemptGroups]] = field(
         default_factory=list
@@ -185,7 +185,7 @@ class MemorySearch:
 
     def _new_candidates(self, attempt: Attempt) -> Iterator[QueuedCandidate]:
         """Yield the candidates of an attempt that are new and may fit."""
-        options, is_first = attempt.options, not self.seen
+        options, is_first = attempt.options, not self.entry_keys
         try:
             for candidate in self.decide(options):
                 queued = self._new_entry(candidate, attempt)
@@ -211,9 +211,9 @@ class MemorySearch:
         """Return a queue entry, or None if the candidate duplicates an earlier one."""
         # A larger `mem_coeff` often gives the same cuts.
         key = memory_and_time_key(candidate, attempt)
-        if key in self.seen:
+        if key in self.entry_keys:
             return None
-        self.seen.add(key)
+        self.entry_keys.add(key)
         min_memory = least_memory(candidate.partitioned, attempt.options.optimizer)
         return QueuedCandidate(attempt, candidate, min_memory)
 

@@ -106,6 +106,7 @@ class RecomputeCache:
             queued.min_memory,
             max_peak_ratio(ratio) if queued.trust_estimate else None,
         )
+        # The largest ratio so far: a smaller one could accept estimates of plans that do not fit.
         if not recompute_search.estimate_fits:
             self.measured_ratios[ratio_key] = max(ratio or 0.0, recompute_search.measured_ratio)
         return recompute_search

@@ -90,11 +90,13 @@ def operator_work(graph: Graph) -> list[float]:
 
     A parameter that several operators read counts for the first of them.
     """
-    seen = set()
+    counted_parameters = set()
     work = []
     for op in graph.ops:
-        new_parameters = {v for v in op.inputs if v.kind is Kind.PARAMETER and v not in seen}
-        seen |= new_parameters
+        new_parameters = {
+            v for v in op.inputs if v.kind is Kind.PARAMETER and v not in counted_parameters
+        }
+        counted_parameters |= new_parameters
         work.append(float(_multiply_adds(op) + sum(value.numel for value in new_parameters)))
     return work
 

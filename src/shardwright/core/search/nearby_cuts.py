@@ -53,6 +53,7 @@ class NearbyCuts:
     def matching_neighbors(self) -> Iterator[dict[int, str]]:
         """Yield, for each shared tensor, the factors that give it the neighbor's layout."""
         for tensor in self.shared:
+            # Axes over which the neighbor is partial or varying shard no dim, and are left free.
             yield {
                 axis: factor
                 for factor, axes in zip(tensor.dims, tensor.layout.axes, strict=True)
@@ -99,6 +100,7 @@ class NearbyCuts:
             axes += [axis for axis in axes_of[factor] if axis not in axes]
             divisible_axes: Axes = ()
             for axis in axes:
+                # An axis that does not divide the rest is skipped; later ones may still divide it.
                 if limit % self.mesh.size((*divisible_axes, axis)) == 0:
                     divisible_axes = (*divisible_axes, axis)
             if divisible_axes:
@@ -123,6 +125,7 @@ def layouts_of(op: Op, rule: ShardingRule | None, mesh: DeviceMatrix, cuts: Cuts
     """Return the layouts of an operator's inputs and outputs; all replicated without a rule."""
     if rule is not None:
         return rule.layouts(mesh, cuts)
+    # An operator without a rule runs on full tensors on every device.
     return (
         tuple(mesh.replicated(len(value.shape)) for value in op.inputs),
         tuple(mesh.replicated(len(value.shape)) for value in op.outputs),

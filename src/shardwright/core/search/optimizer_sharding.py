@@ -50,6 +50,7 @@ def sharded_storage(
             continue
         used_axes = cut_axes[value].union(*map(frozenset, used[value.name]))
         free_axes = tuple(a for a in range(len(mesh.device_matrix)) if a not in used_axes)
+        # Layers repeat: few parameters differ in all of these.
         key = value.shape, used[value.name], free_axes
         if key not in cached:
             cached[key] = _shard_further(

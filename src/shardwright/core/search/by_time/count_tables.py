@@ -171,6 +171,7 @@ class CountTables:
         )
         parameter_keys = tuple((v.itemsize, v.stored_dtype, v.requires_grad) for v in parameters)
         ids = id(variable.work), id(variable.op_type), variable.differentiable
+        # By contents: equal operators of different layers share tables.
         key = (
             "operator",
             *ids,
@@ -214,6 +215,7 @@ class CountTables:
         value, weights = variable.op.inputs[input_index], self.weights
         layouts = self._layouts(variable, False, input_index, cut_counts)
         shard_counts, partial_counts = layouts[:, :-1].sum(1), layouts[:, -1]
+        # Without a gradient there is nothing to reduce, whatever axes the input is replicated over.
         uses = np.stack(
             [shard_counts, partial_counts if variable.differentiable else 0 * partial_counts],
             axis=1,
@@ -309,6 +311,7 @@ class CountTables:
                 continue
             is_returned = consumer_index == len(edge.consumers)
             consumer = None if is_returned else edge.consumers[consumer_index]
+            # A fixed layout is a single row or column: then the table belongs to the other end.
             if edge.producer_variable is not None and consumer is not None:
                 table_ends = TableEnd(source_of), TableEnd(target_of)
                 variables = edge.producer_variable, consumer[0]
@@ -336,6 +339,7 @@ class CountTables:
             _distinct_rows(layouts) for layouts in self._consumer_layouts(edge, self._cut_counts)
         ]
         all_layouts = np.concatenate([layouts for layouts, _ in layouts_of_consumers])
+        # Stored without partial sums; the row of zeros that is appended is replicated storage.
         all_layouts[:, -1] = 0
         storage_layouts, _ = _distinct_rows(np.concatenate([all_layouts, 0 * all_layouts[:1]]))
         num_shards = num_shards_of(self.axis_groups, storage_layouts[:, :-1].sum(1))

@@ -185,6 +185,7 @@ def _build_problem(
         _op_key(op, work, pinned, outputs) for op, work in zip(graph.ops, works, strict=True)
     ]
     decided_by = representatives(indexed, op_keys) if fold else list(range(len(graph.ops)))
+    # Sorted, so that variables are in graph order.
     index_of = {op: index for index, op in enumerate(sorted(set(decided_by)))}
     variable_of = tuple(index_of[op] for op in decided_by)
     own_parameters = _own_parameters(graph, indexed)
@@ -329,6 +330,7 @@ def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[Block
     while intervals:
         start, stop = intervals.pop()
         run = _longest_run(indexed, keys, start, stop)
+        # Operators before and after a run may be further runs, such as an encoder and a decoder.
         if run is not None:
             runs.append(run)
             intervals += [(start, run.start), (run.start + run.period * run.blocks, stop)]

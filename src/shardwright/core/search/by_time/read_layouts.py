@@ -84,10 +84,10 @@ def column_sums(sets: ReadLayouts, columns: int) -> Table:
         columns: number of columns of the redistribution table.
     """
     table = np.zeros((columns, len(sets)))
-    for number, layouts in enumerate(sets):
-        table[[table_index(layout) for layout in layouts], number] = 1.0
+    for set_index, layouts in enumerate(sets):
+        table[[table_index(layout) for layout in layouts], set_index] = 1.0
         if PARTIAL in layouts and REPLICATED in layouts:
-            table[-1, number] = -1.0
+            table[-1, set_index] = -1.0
     return table
 
 

@@ -55,6 +55,7 @@ def swap_axes(
         Whether `cuts` changed.
     """
     total_cost, improved = objective.cost(cuts), False
+    # Equal numbers of shards compute as long, so that swaps gain at most the redistributions.
     redistribution_cost = weights.redistributions * total_cost.redistributions
     if redistribution_cost < MIN_COMMUNICATION_SHARE * total(total_cost):
         return False
@@ -83,6 +84,7 @@ def swap_axes(
 def _equal_size_pairs(objective: Objective) -> Iterator[tuple[int, int]]:
     sizes = objective.model.mesh.device_matrix
     for first, second in combinations(range(len(sizes)), 2):
+        # Axes of different sizes would change the numbers of shards, which may not be divisible.
         if sizes[first] == sizes[second] > 1:
             yield first, second
 
