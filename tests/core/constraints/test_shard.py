@@ -390,9 +390,8 @@ def test_modes_that_decide_everything_refuse_pins(mode: str) -> None:
     net = Block()
     sw.shard(net.relu, ((8, 1),))
     message = f"mode='{mode}' decides every operator itself, but `shard` pins relu, relu@2\n"
-    with pytest.raises(
-        sw.StrategyError, match=message + "modes that support pinned operators are rec.*semi_auto"
-    ):
+    remedy = "use one of the modes that support pinned operators: rec.*semi_auto"
+    with pytest.raises(sw.StrategyError, match=message + remedy):
         plan(net, mode)
 
 

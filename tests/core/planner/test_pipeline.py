@@ -72,7 +72,7 @@ def test_stages_are_cut_automatically() -> None:
                 "stage_config": {"one": 0, "two": 1},
                 "schedule": "zero_bubble_v",
             },
-            "(?s)run through stages 0, 1 .*'zero_bubble_v' it must be 0, 1, 1, 0",
+            "(?s)run through stages 0, 1 .*'zero_bubble_v' the order must be 0, 1, 1, 0",
         ),
     ],
 )
@@ -106,7 +106,7 @@ def test_rounds_of_interleaved_chunks_must_be_equal() -> None:
         (lambda: sw.Pipeline(Net(), 0), "micro_batches=0"),
         (lambda: sw.Pipeline(Net(), True), "micro_batches=True"),
         (lambda: sw.Pipeline(Net(), 2, loss_reduction="max"), "must be one of mean, sum"),
-        (lambda: sw.Pipeline(torch.relu, 2), "takes a module"),
+        (lambda: sw.Pipeline(torch.relu, 2), "must be an nn.Module"),
         (lambda: sw.plan(sw.Pipeline(Net(), 2), ARGS, devices=4, micro_batches=4), "contradicts"),
     ],
 )
