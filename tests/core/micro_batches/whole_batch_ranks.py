@@ -66,6 +66,18 @@ REFUSED: dict[str, Loss] = {
 }
 
 
+class Recurrent(nn.Module):
+    """`nn.LSTM` has the samples in dimension 1 by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        z = self.out(self.rnn(x)[0])
+        return z if y is None else F.cross_entropy(z[-1], y, ignore_index=0)
+
+
 class WeightedLoss(nn.Module):
     """A cross entropy whose class weights are a buffer."""
 
@@ -144,6 +156,21 @@ def check_a_pipeline_evaluates_the_loss_of_the_batch() -> None:
         torch.testing.assert_close(planned.eval()(x[:4], y[:4]), net(x[:4], y[:4]))
 
 
+def check_samples_are_split_in_another_dimension() -> None:
+    for way in WAYS[1:]:
+        torch.manual_seed(0)
+        net, x = Recurrent().double(), torch.randn(4, 8, 6).double()
+        y = torch.tensor([0, 0, 1, 2, 3, 4, 0, 1])
+        plan = sw.plan(net, (x, y), devices=2, **way)
+        assert plan.pipeline.batch_dims == (1, 0)
+        planned = sw.parallelize(net, plan, copy=True)
+        for samples in (8, 4):
+            part = x[:, :samples].contiguous(), y[:samples]
+            torch.testing.assert_close(planned.train_step(*part), net(*part).detach())
+        with torch.no_grad():
+            torch.testing.assert_close(planned(x), net(x))
+
+
 def check_exact(loss: Loss, way: dict[str, Any]) -> None:
     net, x, y = built(loss)
     wanted = net(x, y)
@@ -202,6 +229,7 @@ def refused(call: Callable[[], Any]) -> str:
 CHECKS = (
     check_micro_batches_train_the_loss_of_the_batch,
     check_all_schedules_train_the_loss_of_the_batch,
+    check_samples_are_split_in_another_dimension,
     check_a_batch_of_another_size_is_weighted_too,
     check_numbers_that_depend_on_the_batch_size_are_those_of_each_batch,
     check_each_rank_may_pass_its_own_rows,

@@ -221,7 +221,9 @@ def _compare(
 ) -> Check:
     graph, pipeline = partitioned.graph, partitioned.pipeline
     count = pipeline.micro_batches
-    micro_batch_leaves = [micro_batch(leaves, number, count) for number in range(count)]
+    micro_batch_leaves = [
+        micro_batch(leaves, number, count, pipeline.batch_dims) for number in range(count)
+    ]
     # Called for its error: micro-batches train one loss.
     if count > 1:
         loss_of(graph)
@@ -321,13 +323,12 @@ def _capture_micro_batch(
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return capture(net, args, kwargs, compute_dtype)
 
-    piece = micro_batch(leaves, 0, plan.pipeline.micro_batches)
+    count, dims = plan.pipeline.micro_batches, plan.pipeline.batch_dims
+    piece = micro_batch(leaves, 0, count, dims)
     graph = captured(piece)
     if not plan.pipeline.averages_micro_batches:
         return graph
-    return with_whole_batch(
-        graph, plan.pipeline.micro_batches, lambda count: captured(of_micro_batches(piece, count))
-    )
+    return with_whole_batch(graph, count, lambda n: captured(of_micro_batches(piece, n, dims)))
 
 
 def _read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:

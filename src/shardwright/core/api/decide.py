@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.core.api.micro_batch_graph import MicroBatchCapture
 from shardwright.core.api.shared_plan import are_all_ranks, shared_plan
 from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.capture import capture
 from shardwright.core.constraints.shard import pins_of
 from shardwright.core.cost.cluster import LOCAL
 from shardwright.core.graph.graph import Graph
-from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.parallel.train_step import check_whole_batch
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import LeftOut
@@ -25,16 +25,15 @@ from shardwright.core.planner.best_candidate import best_candidate
 from shardwright.core.planner.candidate import Candidate, CapturedModel
 from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
 from shardwright.core.planner.options import PlanOptions
-from shardwright.core.planner.pipeline import Pipeline, merged_options, micro_batch_example
+from shardwright.core.planner.pipeline import Pipeline, merged_options
 from shardwright.core.planner.ranking import Ranking, requested_kind
 from shardwright.core.runtime.accelerator import device_of_group
 from shardwright.core.runtime.micro_batches import (
-    SPLIT_NOTE,
-    of_micro_batches,
+    SampleDims,
     valid_num_micro_batches,
 )
 from shardwright.core.torch_internals import pytree
-from shardwright.errors import CaptureError, StrategyError, with_note
+from shardwright.errors import StrategyError
 from shardwright.progress import nested_progress
 
 GC_THRESHOLD = 20_000
@@ -130,9 +129,9 @@ def _decide(
     ranking: Ranking | None,
 ) -> Candidate:
     """Best candidate for a fixed number of micro-batches. Raises: as `plan`."""
-    graph = _capture_micro_batch(options, net, args, kwargs)
-    if options.num_micro_batches > 1 and loss_reduction == "mean":
-        graph = _with_whole_batch(options, net, args, kwargs, graph)
+    averages = options.num_micro_batches > 1 and loss_reduction == "mean"
+    graph, batch_dims = _capture_micro_batch(options, net, args, kwargs, averages)
+    if averages:
         try:
             check_whole_batch(graph, options.num_micro_batches)
         except StrategyError:
@@ -140,12 +139,19 @@ def _decide(
                 reason = LeftOut.because("micro-batches do not make the loss of the batch")
                 ranking.leave_out(requested_kind(replace(options, stages=1)), reason)
             raise
+    if any(batch_dims) and options.dataset_strategy != "full_batch":
+        raise StrategyError(
+            f"samples are in dimensions {batch_dims} of the arguments, but dataset_strategy gives"
+            " each device its rows of dimension 0\nplan with dataset_strategy='full_batch', or let"
+            " samples come first"
+        )
     model = CapturedModel(
         graph,
         pins_of(graph),
         () if isinstance(net, Graph) else tuple(name for name, _ in net.named_modules()),
         net.training if isinstance(net, nn.Module) else True,
         loss_reduction,
+        batch_dims,
     )
     return best_candidate(model, options, ranking)
 
@@ -155,8 +161,13 @@ def _capture_micro_batch(
     net: nn.Module | Graph,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
-) -> Graph:
-    """Capture a model for one micro-batch; a graph is returned unchanged.
+    averages: bool,
+) -> tuple[Graph, SampleDims]:
+    """Capture a model for one micro-batch; a graph is returned unchanged. Also returns the
+    dimension of the samples of each leaf of the call.
+
+    Args:
+        averages: whether micro-batches compute the loss of the whole batch.
 
     Raises:
         StrategyError: if a given graph was captured with another dtype than requested.
@@ -164,21 +175,19 @@ def _capture_micro_batch(
     """
     dtype = _compute_dtype(options)
     if isinstance(net, nn.Module):
-        count = options.num_micro_batches
-        try:
-            return _capture_module(options, net, *micro_batch_example(args, kwargs, count))
-        except CaptureError as error:
-            if count == 1:
-                raise
-            raise CaptureError(
-                with_note(error, f" (captured for one of {count} micro-batches: {SPLIT_NOTE})")
-            ) from error
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
+
+        def captured(leaves: list[Any]) -> Graph:
+            return _capture_module(options, net, *pytree.tree_unflatten(leaves, spec))
+
+        micro_batches = MicroBatchCapture(captured, leaves, options.num_micro_batches, averages)
+        return micro_batches.graph(options.batch_dims)
     if options.compute_dtype is not None and net.compute_dtype != dtype:
         raise StrategyError(
             f"compute_dtype={options.compute_dtype!r}, but the graph was captured with"
             f" compute_dtype={net.compute_dtype}\ncapture the model with it, or plan the model"
         )
-    return net
+    return net, ()
 
 
 def _capture_module(
@@ -193,28 +202,6 @@ def _capture_module(
         on_progress=options.on_progress,
         autocast=Autocast(_device_type(options)),
     )
-
-
-def _with_whole_batch(
-    options: PlanOptions,
-    net: nn.Module | Graph,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    graph: Graph,
-) -> Graph:
-    """The graph of a micro-batch whose loss is a term of that of the batch. A given graph is
-    returned as it is: it does not show what of the loss depends on the size of the batch."""
-    if isinstance(net, Graph):
-        return graph
-    count = options.num_micro_batches
-    example = micro_batch_example(args, kwargs, count)
-    leaves, spec = pytree.tree_flatten(example)
-
-    def captured(number: int) -> Graph:
-        batch = pytree.tree_unflatten(of_micro_batches(leaves, number), spec)
-        return _capture_module(options, net, *batch)
-
-    return with_whole_batch(graph, count, captured)
 
 
 def _compute_dtype(options: PlanOptions) -> torch.dtype | None:

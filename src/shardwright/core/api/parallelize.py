@@ -121,7 +121,11 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         leaves, spec = pytree.tree_flatten(example)
 
         def of_batch(number: int) -> Graph:
-            return captured_for(*pytree.tree_unflatten(of_micro_batches(leaves, number), spec))
+            return captured_for(
+                *pytree.tree_unflatten(
+                    of_micro_batches(leaves, number, plan.pipeline.batch_dims), spec
+                )
+            )
 
         return with_whole_batch(graph, plan.pipeline.micro_batches, of_batch)
 

@@ -70,6 +70,7 @@ def plan(
     memory_limit: int | str | None = None,
     dataset_strategy: DatasetStrategy = "full_batch",
     stage_config: StageConfig | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
     hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None,
     bucket_mb: float = 25.0,
     recompute: str | None = None,
@@ -114,8 +115,8 @@ def plan(
         micro_batches: number of equal micro-batches of the batch, run one after the other; at least
             `stages`. A graph must be captured with one micro-batch. `auto`: the divisor of the
             batch size with the shortest step; the model is captured and planned for each. The loss
-            of the batch must be a weighted sum of those of its micro-batches (`docs/pipeline.md`);
-            where that cannot be shown, `auto` is 1.
+            is that of the whole batch (`docs/pipeline.md`); where micro-batches cannot compute it,
+            `auto` is 1.
         compute_dtype: `bfloat16` (or `torch.bfloat16`) computes and communicates in bfloat16 what
             is stored in float32; parameters and optimizer state stay in float32.
         memory_limit: bytes per device, or a text like `24GiB`. A plan that needs more in a step is
@@ -129,6 +130,9 @@ def plan(
             `data_parallel` (every device of a stage receives its own equal part), or a tuple with
             an entry (shard counts, a layout, or None) for each tensor input.
         stage_config: the number of the stage of each module, by module name; replaces `stages`.
+        batch_dims: for inputs by name the dimension that is split into micro-batches, or None to
+            pass it in full to each. By default it is found: dimension 0 of all inputs as long as
+            the first, or else what the operators join with dimension 0 of some input.
         hsdp: shard parameters over their replicas (ZeRO / FSDP; optimizer parallel): True, an
             `OptimizerParallel`, or a mapping with its fields.
         bucket_mb: largest size in MiB of a bucket of parameters, which are gathered or reduced by
@@ -181,6 +185,7 @@ def best_plans(
     memory_limit: int | str | None = None,
     dataset_strategy: DatasetStrategy = "full_batch",
     stage_config: StageConfig | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
     hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None,
     bucket_mb: float = 25.0,
     recompute: str | None = None,
@@ -260,6 +265,7 @@ class AutoParallel(ModuleWrapper):
         memory_limit: int | str | None = None,
         dataset_strategy: DatasetStrategy = "full_batch",
         stage_config: StageConfig | None = None,
+        batch_dims: Mapping[str, int | None] | None = None,
         hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None,
         bucket_mb: float = 25.0,
         recompute: str | None = None,

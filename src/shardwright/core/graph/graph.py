@@ -182,14 +182,15 @@ class WholeBatch:
             number of valid targets; run once per step, before the first micro-batch.
         values: for each output of the prologue the name of the buffer as which the micro-batch
             reads it, and the dimension in which it is sharded into micro-batches, if it is.
-        outputs: names of the returned values that are means or sums over samples too.
+        outputs: of returned values by name, whether they are means or sums over samples too, or the
+            dimension of their samples.
         rewritten: whether operators differ from those of the captured micro-batch.
     """
 
     reduction: SampleReduction = "mean"
     prologue: Graph | None = None
     values: tuple[tuple[str, int | None], ...] = ()
-    outputs: tuple[tuple[str, SampleReduction], ...] = ()
+    outputs: tuple[tuple[str, SampleReduction | int], ...] = ()
     rewritten: bool = False
 
     @property

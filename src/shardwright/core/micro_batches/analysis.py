@@ -97,18 +97,19 @@ class Analysis:
             UnsplittableError: names the first operator that no micro-batches can compute.
         """
         graph = self.pair.whole
-        assert graph.loss is not None
-        on_path = set(_ancestors(graph, graph.loss))
+        on_path = set() if graph.loss is None else set(_ancestors(graph, graph.loss))
         for op in graph.ops:
             self._follow(op, op in on_path)
-        state = self.states[graph.loss]
-        reductions: dict[Value, SampleReduction] = {}
+        state = WHOLE if graph.loss is None else self.states[graph.loss]
+        if graph.loss is not None and state == WHOLE and self.outside:
+            loss_op = graph.producer[graph.loss]
+            raise UnsplittableError(loss_op, "reads the whole batch in every micro-batch")
+        outputs: dict[Value, SampleReduction | int] = {}
         for value in graph.output_values:
             of_value = self.states[value]
-            if value is not graph.loss and of_value in (AVERAGE, SUM):
-                reductions[value] = of_value
-        reduction: SampleReduction = SUM if state == SUM else AVERAGE
-        return self.result.result(reduction, reductions)
+            if of_value != WHOLE and of_value != POSITIONS and of_value != UNKNOWN:
+                outputs[value] = of_value
+        return self.result.result(SUM if state == SUM else AVERAGE, outputs)
 
     def _follow(self, op: Op, on_path: bool) -> None:
         """Determines the states of an operator's outputs from those of its inputs."""

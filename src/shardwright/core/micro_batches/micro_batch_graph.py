@@ -172,15 +172,16 @@ class MicroBatchGraph:
 
     # Results
 
-    def result(self, reduction: SampleReduction, outputs: Mapping[Value, SampleReduction]) -> Graph:
+    def result(
+        self, reduction: SampleReduction, outputs: Mapping[Value, SampleReduction | int]
+    ) -> Graph:
         """The graph of a micro-batch.
 
         Args:
             reduction: how the losses of micro-batches make that of the batch.
-            outputs: returned values that are means or sums over samples.
+            outputs: as `WholeBatch.outputs`.
         """
-        graph, loss_of_micro_batch = self.pair.micro, self.pair.micro.loss
-        assert loss_of_micro_batch is not None
+        graph = self.pair.micro
         pairs = zip(self.pair.whole.output_values, graph.output_values, strict=True)
         ends_of = {own: self.replaced.get(value, own) for value, own in pairs}
         ends = tuple(ends_of[value] for value in graph.output_values)
@@ -199,7 +200,7 @@ class MicroBatchGraph:
             ),
             buffers=(*graph.buffers, *taken.values()),
             constants=constants,
-            loss=ends_of[loss_of_micro_batch],
+            loss=None if graph.loss is None else ends_of[graph.loss],
             whole_batch=WholeBatch(
                 reduction,
                 self._prologue([value for value, _ in taken]) if taken else None,

@@ -21,10 +21,10 @@ def with_whole_batch(graph: Graph, micro_batches: int, captured: Callable[[int],
     Raises:
         CaptureError: if the model cannot be captured for the whole batch.
     """
-    if micro_batches == 1 or graph.loss is None:
+    if micro_batches == 1:
         return graph
     try:
-        for value, _ in graph.updates:
+        for value, _ in graph.updates if graph.loss is not None else ():
             return replace(graph, whole_batch=f"each micro-batch updates {value.name!r}")
         pair = _paired(graph, micro_batches, captured)
         return Analysis(pair, micro_batches).run()

@@ -67,6 +67,7 @@ from shardwright.core.runtime.dtensor import (
     stored_shards,
 )
 from shardwright.core.runtime.micro_batches import (
+    SampleDims,
     global_leaves,
     micro_batch,
     num_micro_batches_of_call,
@@ -207,7 +208,7 @@ class Execution:
             PlanError: if the model returns no loss or several, an argument does not match the plan,
                 or the batch cannot be split as planned.
         """
-        bound, leaves = self._step_for(args, kwargs)
+        bound, leaves, dims = self._step_for(args, kwargs)
         loss_of(bound.step.partitioned.graph)
         parameters, buffers = bound.tensors.read()
         self.random_step += 1
@@ -215,7 +216,7 @@ class Execution:
             seed = self.random_seed + self.random_step
             # Detached shards: a step runs its own backward passes and adds the gradients once,
             # without DTensor's autograd functions in between.
-            inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed)
+            inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed, dims)
             loss, gradients, changed = bound.step.train(inputs)
         add_gradients(parameters, gradients)
         bound.tensors.write(changed)
@@ -327,15 +328,17 @@ class Execution:
 
     def _step_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[BoundStep, list[Any]]:
-        """Return the training step for a call, and the call's leaves on this rank's device."""
+    ) -> tuple[BoundStep, list[Any], SampleDims]:
+        """Return the training step for a call, the call's leaves on this rank's device, and the
+        dimension of the samples of each."""
         self.complete_initialization()
         call = self._planned_call.reorder_arguments(args, kwargs)
         leaves, spec = _full_leaves(call)
         planned_indices = self._planned_call.planned_indices(spec)
-        micro_batches = num_micro_batches_of_call(leaves, self.partitioned.pipeline)
+        dims = self._sample_dims(planned_indices)
+        micro_batches = num_micro_batches_of_call(leaves, self.partitioned.pipeline, dims)
         micro_batch_leaves = self._global_leaves(
-            micro_batch(leaves, 0, micro_batches), planned_indices
+            micro_batch(leaves, 0, micro_batches, dims), planned_indices
         )
         # A step runs the program of one micro-batch; their number is part of its key because the
         # schedule depends on it.
@@ -348,10 +351,10 @@ class Execution:
             planned = situation == self._planned_situation
             if not planned or micro_batches != partitioned.pipeline.micro_batches:
                 of_args, of_kwargs = pytree.tree_unflatten(micro_batch_leaves, spec)
-                partitioned = self._capture(of_args, of_kwargs, micro_batches)
+                partitioned = self._capture(of_args, of_kwargs, micro_batches, dims)
             self._evict_programs(self._train_steps)
             self._train_steps[key] = self._bind_step(partitioned)
-        return _mark_used(self._train_steps, key), inputs
+        return _mark_used(self._train_steps, key), inputs, dims
 
     def _bind_step(self, partitioned: Partitioned) -> BoundStep:
         step = self._make_step(partitioned)
@@ -406,13 +409,27 @@ class Execution:
         """The caller's autocast region. Programs run outside of it: their casts are operators."""
         return Autocast.around(self.devices.device)
 
+    def _sample_dims(self, numbers: Sequence[int | None]) -> SampleDims:
+        """The dimension of the samples of each leaf of a call; empty for dimension 0.
+
+        Args:
+            numbers: position of each leaf in the planned call.
+        """
+        dims = self.partitioned.pipeline.batch_dims
+        return tuple(None if n is None else dims[n] for n in numbers) if dims else ()
+
     def _capture(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], micro_batches: int = 1
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        micro_batches: int = 1,
+        batch_dims: SampleDims = (),
     ) -> Partitioned:
         """Capture the model in another situation than planned, and adapt the plan's decisions.
 
         Args:
             args, kwargs: a call, with one of `micro_batches` micro-batches.
+            batch_dims: the dimension of the samples of each leaf; empty for dimension 0.
 
         Raises:
             PlanError: if a tensor has another dtype than planned.
@@ -429,7 +446,7 @@ class Execution:
         leaves, spec = pytree.tree_flatten((args, kwargs))
 
         def captured(count: int) -> Graph:
-            batch = pytree.tree_unflatten(of_micro_batches(leaves, count), spec)
+            batch = pytree.tree_unflatten(of_micro_batches(leaves, count, batch_dims), spec)
             of_args, of_kwargs = batch
             return self._captured(CapturedCall(template, of_args, of_kwargs, self._autocast))
 

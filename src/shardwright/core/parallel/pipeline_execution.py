@@ -27,6 +27,7 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.clip_grad import clip_grad_norm_
 from shardwright.core.runtime.dtensor import as_dtensor, stored_shards
+from shardwright.core.runtime.micro_batches import SampleDims
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.modules import state_names
 from shardwright.errors import PlanError
@@ -69,12 +70,12 @@ class PipelineExecution(Execution):
                 " with `net.train_step(*args)`, which runs forward and backward; evaluate it under"
                 " `torch.no_grad()`"
             )
-        bound, leaves = self._step_for(args, kwargs)
+        bound, leaves, dims = self._step_for(args, kwargs)
         stages = bound.step
         assert isinstance(stages, RankStages)
         parameters, buffers = bound.tensors.read()
         seed = self.random_seed + self.random_step
-        inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed)
+        inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed, dims)
         local_outputs, changed = stages.evaluate(inputs)
         bound.tensors.write(changed)
         graph = stages.partitioned.graph
@@ -140,7 +141,11 @@ class PipelineExecution(Execution):
         return RankStages(partitioned, self._devices_for(partitioned))
 
     def _capture(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], micro_batches: int = 1
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        micro_batches: int = 1,
+        batch_dims: SampleDims = (),
     ) -> Partitioned:
         for name, parameter, trained, *_ in self._parameters_as_planned.all:
             if parameter.requires_grad is not trained:
@@ -149,7 +154,7 @@ class PipelineExecution(Execution):
                     f"`requires_grad` of {name!r} has changed since the model was planned in"
                     " pipeline stages\nplan and parallelize the model again"
                 )
-        return super()._capture(args, kwargs, micro_batches)
+        return super()._capture(args, kwargs, micro_batches, batch_dims)
 
     def _pipeline_for(self, graph: Graph) -> PipelineSpec:
         pipeline = self.partitioned.pipeline
@@ -174,18 +179,14 @@ class PipelineExecution(Execution):
     ) -> Tensor:
         """Return an output for the whole batch on every rank.
 
-        Tensors with the rows of the batch are concatenated, the loss and other means or sums over
-        samples are reduced, and of others the first micro-batch's is taken.
+        Tensors with the samples of the batch are concatenated, the loss and other means or sums
+        over samples are reduced, and of others the first micro-batch's is taken.
         """
         partitioned = stages.partitioned
         chunk = next(c for c in partitioned.chunks if value.name in {v.name for v in c.returned})
-        batch_sizes = [v.shape[0] for v in partitioned.graph.input_values if v.shape]
-        has_batch_rows = (
-            bool(value.shape) and bool(batch_sizes) and value.shape[0] == batch_sizes[0]
-        )
-        has_batch_rows = has_batch_rows and stages.reduction_of(value) is None
-        num_pieces = stages.micro_batches if has_batch_rows else 1
-        shape = (value.shape[0] * num_pieces, *value.shape[1:]) if has_batch_rows else value.shape
+        dim, shape = stages.sample_dim_of(value), list(value.shape)
+        if dim is not None:
+            shape[dim] *= stages.micro_batches
         # Gathered over the devices of its stage first, then sent to their peers in other stages.
         if chunk.stage == self.devices.stage:
             tensors = [
@@ -194,12 +195,12 @@ class PipelineExecution(Execution):
             weight = stages.reduction_of(value)
             if weight is not None:
                 output = torch.stack(tensors).sum(0) * weight
+            elif dim is not None:
+                output = torch.cat(tensors, dim)
+                if dim == 0:
+                    output = self._restore_row_order(output, stages.micro_batches)
             else:
-                output = (
-                    self._restore_row_order(torch.cat(tensors), num_pieces)
-                    if has_batch_rows
-                    else tensors[0]
-                )
+                output = tensors[0]
             output = output.contiguous()
         else:
             output = torch.empty(shape, dtype=value.dtype, device=self.devices.device)

@@ -261,9 +261,24 @@ class RankStages:
         sums over samples."""
         if value is self.partitioned.graph.loss:
             return self._loss_weight
-        reductions = dict(whole_batch_of(self.partitioned.graph).outputs)
-        weights = {"mean": 1 / self.micro_batches, "sum": 1.0}
-        return weights.get(reductions.get(value.name, ""))
+        match dict(whole_batch_of(self.partitioned.graph).outputs).get(value.name):
+            case "mean":
+                return 1 / self.micro_batches
+            case "sum":
+                return 1.0
+        return None
+
+    def sample_dim_of(self, value: Value) -> int | None:
+        """The dimension in which the value of the batch joins those of micro-batches; by default
+        dimension 0 if it is as long as that of the first input."""
+        graph = self.partitioned.graph
+        outputs = dict(whole_batch_of(graph).outputs)
+        if value.name in outputs:
+            dim = outputs[value.name]
+            return dim if isinstance(dim, int) else None
+        rows = [v.shape[0] for v in graph.input_values if v.shape]
+        is_joined = value.shape and rows and value.shape[0] == rows[0]
+        return 0 if is_joined and not self.pipeline.batch_dims else None
 
     def _weighted(self, loss: Tensor, index: Tensor | int) -> Tensor:
         return loss * self._loss_weight

@@ -42,7 +42,9 @@ def simulate_stages(
     """
     with simulated_ranks(partitioned) as ranks:
         chunks = _ChunkSequence(ranks.partitioned, ranks.devices)
-        step_inputs = StepInputs(*ranks.shard_inputs(parameters, buffers, inputs), seed)
+        step_inputs = StepInputs(
+            *ranks.shard_inputs(parameters, buffers, inputs), seed, partitioned.pipeline.batch_dims
+        )
         loss, gradients, updates = chunks.train(step_inputs)
         total = ranks.assemble(loss, partitioned.mesh.replicated(0), ())
         sent = [(forward, backward) for forward, backward in chunks.sent]

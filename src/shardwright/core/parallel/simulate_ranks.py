@@ -269,7 +269,9 @@ def simulate_step(
     """
     with simulated_ranks(partitioned) as ranks:
         step = GradientAccumulation(ranks.partitioned, ranks.devices)
-        step_inputs = StepInputs(*ranks.shard_inputs(parameters, buffers, inputs), seed)
+        step_inputs = StepInputs(
+            *ranks.shard_inputs(parameters, buffers, inputs), seed, partitioned.pipeline.batch_dims
+        )
         with ByteCounter() as during:  # type: ignore[no-untyped-call]
             loss, updates = step.run(step_inputs)
         with ByteCounter() as after:  # type: ignore[no-untyped-call]

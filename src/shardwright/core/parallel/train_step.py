@@ -21,7 +21,7 @@ from shardwright.core.parallel.whole_batch_values import WholeBatchValues, whole
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.collectives import wait
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.micro_batches import micro_batch
+from shardwright.core.runtime.micro_batches import SampleDims, micro_batch
 from shardwright.core.runtime.random import micro_batch_seed
 from shardwright.errors import MixedSamplesError, PlanError
 
@@ -35,16 +35,18 @@ class StepInputs:
         buffers: buffers by name.
         leaves: leaves of the call's arguments, for all micro-batches.
         seed: random seed of the step.
+        batch_dims: the dimension of the samples of each leaf; empty for dimension 0.
     """
 
     shards: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     leaves: Sequence[Any]
     seed: int
+    batch_dims: SampleDims = ()
 
     def micro_batches(self, count: int) -> list[list[Any]]:
         """Split the leaves into `count` micro-batches."""
-        return [micro_batch(self.leaves, index, count) for index in range(count)]
+        return [micro_batch(self.leaves, index, count, self.batch_dims) for index in range(count)]
 
     def changed(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the entries of `buffers` that the step has replaced."""
@@ -111,7 +113,8 @@ def check_whole_batch(graph: Graph, micro_batches: int) -> None:
             f"micro_batches={micro_batches}: micro-batches do not make the loss of the batch:"
             f" {graph.whole_batch}\n"
             "return a sum of means and sums over samples, each divided by what follows from the"
-            " inputs; plan with micro_batches=1 (recompute='auto' saves memory); or, to"
+            " inputs; plan with micro_batches=1 (recompute='auto' saves memory); name the"
+            " dimension of samples if it is not 0 (batch_dims={'x': 1}); or, to"
             " train the sum of the micro-batches' losses, plan"
             f" sw.Pipeline(net, {micro_batches}, loss_reduction='sum')"
         )

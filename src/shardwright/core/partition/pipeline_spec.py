@@ -28,6 +28,8 @@ class PipelineSpec:
         chunks: number of chunks per stage.
         chunk_of: chunk number of each operator, by name; empty with a single chunk.
         loss_reduction: reduction of the micro-batches' losses, `mean` or `sum`.
+        batch_dims: for each leaf of the planned call the dimension that is split into
+            micro-batches; empty for dimension 0 of all as long as the first.
     """
 
     stages: int = 1
@@ -36,6 +38,7 @@ class PipelineSpec:
     chunks: int = 1
     chunk_of: Mapping[str, int] = field(default_factory=dict)
     loss_reduction: str = "mean"
+    batch_dims: tuple[int | None, ...] = ()
 
     @property
     def schedule_spec(self) -> ScheduleSpec:

@@ -53,6 +53,7 @@ OPTIONAL_FIELDS: dict[type, tuple[str, ...]] = {
     OperatorRow: ("seconds", "meanings"),
     StepRow: ("utilization", "parts"),
     StageMemory: ("largest", "curve"),
+    PipelineSpec: ("batch_dims",),
 }
 """Fields that files of earlier releases do not have, by dataclass."""
 
@@ -152,6 +153,7 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {
         "schedule": Literal[tuple(SCHEDULES)],
         "chunks": AtLeastOne,
         "loss_reduction": Literal[REDUCTIONS],
+        "batch_dims": tuple[Natural | None, ...],
     },
 }
 """Annotations of fields with other limits than their type has in `_FILE_TYPES`, by dataclass."""

@@ -52,6 +52,7 @@ class CapturedModel:
         modules: module names that are valid in `stage_config`.
         training: whether the model was captured in training mode.
         loss_reduction: how losses of micro-batches are combined, `mean` or `sum`.
+        batch_dims: the dimension of the samples of each leaf of the call; empty for dimension 0.
         dry_runs: cached dry runs of chunks.
         searched: cached results of searches (cuts, and seconds that the search took), by their
             arguments.
@@ -66,6 +67,7 @@ class CapturedModel:
     modules: tuple[str, ...]
     training: bool
     loss_reduction: str = "mean"
+    batch_dims: tuple[int | None, ...] = ()
     dry_runs: DryRunCache = field(default_factory=DryRunCache)
     searched: dict[object, tuple[Sequence[Mapping[str, Cuts]], float]] = field(default_factory=dict)
     divisions: dict[object, Mapping[str, int]] = field(default_factory=dict)
@@ -229,7 +231,7 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
     """Return a candidate for each result of the mode's search."""
     graph, pins = model.graph, model.pins
     check_takes_pins(mode, pins.strategies)
-    pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction)
+    pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction, model.batch_dims)
     entries = input_entries(graph, options.dataset_strategy)
     stage_devices = options.devices // pipeline.stages
     nodes = () if options.cluster is None else options.resolved_cluster.nodes(options.devices)

@@ -27,6 +27,7 @@ from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.requirement import (
     is_count,
+    is_dims,
     is_positive,
     must_be,
     one_of,
@@ -55,6 +56,7 @@ POSITIVE = must_be("a positive number", is_positive)
 POSITIVE_OR_AUTO = must_be(
     "a positive number, or 'auto'", lambda value: value == AUTO_MEM_COEFF or is_positive(value)
 )
+DIMS = must_be("names of inputs, each with a dimension or None", is_dims)
 NO_LIMIT = "none"
 """Value of `memory_limit` that plans without a limit; None means the limit of the cluster."""
 SIZE_OR_NONE = must_be(
@@ -112,6 +114,7 @@ class KeywordOptions(FileOptions):
 
     dataset_strategy: DatasetStrategy = "full_batch"
     stage_config: StageConfig | None = None
+    batch_dims: Annotated[Mapping[str, int | None] | None, DIMS] = None
     hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None
     bucket_mb: Annotated[float, POSITIVE] = BUCKET_BYTES / MB
     recompute: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from shardwright.core.parallel.train_step import loss_of
 from shardwright.core.partition.pipeline_spec import REDUCTIONS, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.options import COUNT, PlanOptions
-from shardwright.core.runtime.micro_batches import micro_batch
+from shardwright.core.runtime.micro_batches import SampleDims, micro_batch
 from shardwright.core.search.assign_stages import StageConfig, named_stages
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
@@ -105,25 +105,12 @@ def merged_options(options: PlanOptions, pipeline: Pipeline) -> PlanOptions:
     )
 
 
-def micro_batch_example(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, micro_batches: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call for the first micro-batch.
-
-    Args:
-        args, kwargs: arguments of the call for the whole batch.
-
-    Raises:
-        PlanError: if the batch size is not divisible by `micro_batches`.
-    """
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
-    leaves = micro_batch(leaves, 0, micro_batches)
-    micro_args, micro_kwargs = pytree.tree_unflatten(leaves, spec)
-    return micro_args, micro_kwargs
-
-
 def pipeline_spec(
-    options: PlanOptions, graph: Graph, modules: Iterable[str], loss_reduction: str
+    options: PlanOptions,
+    graph: Graph,
+    modules: Iterable[str],
+    loss_reduction: str,
+    batch_dims: SampleDims = (),
 ) -> PipelineSpec:
     """Build the pipeline of a captured model.
 
@@ -132,6 +119,7 @@ def pipeline_spec(
 
     Args:
         modules: module names that are valid in `stage_config` although they have no operators.
+        batch_dims: of each leaf of the call; empty for dimension 0.
 
     Raises:
         StrategyError: if the requested stages are invalid.
@@ -157,11 +145,12 @@ def pipeline_spec(
         # V-shaped and interleaved schedules need several chunks per stage.
         chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
         chunk_of = {}
+    count = options.num_micro_batches
     # Without stages there is nothing to schedule: the schedule keeps its default in plans.
     if stages == 1:
-        return PipelineSpec(1, options.num_micro_batches, loss_reduction=loss_reduction)
+        return PipelineSpec(1, count, loss_reduction=loss_reduction, batch_dims=batch_dims)
     return PipelineSpec(
-        stages, options.num_micro_batches, options.schedule, chunks, chunk_of, loss_reduction
+        stages, count, options.schedule, chunks, chunk_of, loss_reduction, batch_dims
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -49,6 +49,13 @@ def is_count(value: Any) -> bool:
     """Whether `value` is an integer of at least 1, and not a bool."""
     # YAML's `yes` and a flag in the wrong place are bools, which Python counts as integers.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_dims(value: Any) -> bool:
+    """Whether `value` maps names to a dimension or None."""
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in value.items()
+    )
 
 
 def is_positive(value: Any) -> bool:

@@ -15,66 +15,80 @@ from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.errors import PlanError
 
-SPLIT_NOTE = "tensors with as many rows as the first are split, others are passed in full"
+SPLIT_NOTE = (
+    "tensors are split in the dimension of the batch, by default dimension 0 if it is as long as"
+    " that of the first; others are passed in full"
+)
+
+SampleDims = tuple[int | None, ...]
+"""For each leaf of a call the dimension of its samples; None if it is passed in full."""
 
 
-def split_mask(leaves: Sequence[Any]) -> list[bool]:
-    """For each leaf of a call, whether it is split into micro-batches.
-
-    These are the tensors whose dimension 0 has the size of that of the first tensor with
-    dimensions. Other leaves are passed to every micro-batch unchanged.
-    """
+def first_dims(leaves: Sequence[Any]) -> SampleDims:
+    """Dimension 0 of all tensors whose size is that of the first tensor with dimensions."""
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
-    return [
-        isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == sizes[0] for leaf in leaves
-    ]
+    return tuple(
+        0 if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == sizes[0] else None
+        for leaf in leaves
+    )
 
 
-def micro_batch(leaves: Sequence[Any], number: int, count: int) -> list[Any]:
+def micro_batch(
+    leaves: Sequence[Any], number: int, count: int, dims: SampleDims | None = None
+) -> list[Any]:
     """The leaves of a call for one of `count` micro-batches, as views.
+
+    Args:
+        dims: the dimension of the samples of each leaf; `first_dims` by default.
 
     Raises:
         PlanError: if `count` does not divide the batch size, or an argument is a nested tensor.
     """
     result = []
-    for leaf, is_split in zip(leaves, split_mask(leaves), strict=True):
-        if is_split and leaf.is_nested:
+    for leaf, dim in zip(leaves, dims or first_dims(leaves), strict=True):
+        if dim is not None and leaf.is_nested:
             raise PlanError("an argument is a nested tensor, which cannot be split\npad its rows")
-        if is_split:
-            rows, rest = divmod(leaf.shape[0], count)
+        if dim is not None:
+            rows, rest = divmod(leaf.shape[dim], count)
             if rest:
-                divisors = [str(each) for each in _divisors(leaf.shape[0])]
+                divisors = [str(each) for each in _divisors(leaf.shape[dim])]
                 valid = ", ".join(divisors[:12] + ["…"] * (len(divisors) > 12))
                 raise PlanError(
-                    f"a batch of {leaf.shape[0]} rows cannot be split into {count} equal"
+                    f"a batch of {leaf.shape[dim]} rows cannot be split into {count} equal"
                     f" micro-batches\nvalid numbers are {valid}"
                 )
             # Consecutive rows, as `torch.chunk` and PyTorch's pipeline schedules take them.
-            leaf = leaf[number * rows : (number + 1) * rows]
+            leaf = leaf.narrow(dim, number * rows, rows)
         result.append(leaf)
     return result
 
 
-def of_micro_batches(leaves: Sequence[Any], count: int) -> list[Any]:
+def of_micro_batches(
+    leaves: Sequence[Any], count: int, dims: SampleDims | None = None
+) -> list[Any]:
     """Empty leaves of a call with a batch of `count` micro-batches.
 
     Args:
         leaves: those of one micro-batch.
+        dims: as of `micro_batch`.
     """
-    return [
-        torch.empty(
-            (leaf.shape[0] * count, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device
-        ).requires_grad_(leaf.requires_grad)
-        if is_split
-        else leaf
-        for leaf, is_split in zip(leaves, split_mask(leaves), strict=True)
-    ]
+    result = []
+    for leaf, dim in zip(leaves, dims or first_dims(leaves), strict=True):
+        if dim is not None:
+            shape = [*leaf.shape]
+            shape[dim] *= count
+            empty = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            leaf = empty.requires_grad_(leaf.requires_grad)
+        result.append(leaf)
+    return result
 
 
-def num_micro_batches_of_call(leaves: Sequence[Any], pipeline: PipelineSpec) -> int:
+def num_micro_batches_of_call(
+    leaves: Sequence[Any], pipeline: PipelineSpec, dims: SampleDims | None = None
+) -> int:
     """Number of micro-batches of a call: as planned or, for another batch size, the largest number
     that divides it and that the schedule supports."""
-    rows = _rows(leaves)
+    rows = _rows(leaves, dims)
     return next(
         count
         # Ends at the latest at 1, which every schedule supports.
@@ -83,15 +97,15 @@ def num_micro_batches_of_call(leaves: Sequence[Any], pipeline: PipelineSpec) -> 
     )
 
 
-def valid_num_micro_batches(leaves: Sequence[Any]) -> list[int]:
+def valid_num_micro_batches(leaves: Sequence[Any], dims: SampleDims | None = None) -> list[int]:
     """Valid numbers of micro-batches of a call: the divisors of its batch size."""
-    return _divisors(_rows(leaves))
+    return _divisors(_rows(leaves, dims))
 
 
-def _rows(leaves: Sequence[Any]) -> int:
+def _rows(leaves: Sequence[Any], dims: SampleDims | None = None) -> int:
     """Number of samples of the batch; 1 if no leaf is split."""
-    mask = split_mask(leaves)
-    return next((leaf.shape[0] for leaf, is_split in zip(leaves, mask, strict=True) if is_split), 1)
+    pairs = zip(leaves, dims or first_dims(leaves), strict=True)
+    return next((leaf.shape[dim] for leaf, dim in pairs if dim is not None), 1)
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,0 +1,116 @@
+"""Captures one micro-batch of a model, once it is known which dimension of each input to split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from shardwright.core.graph.graph import Graph, WholeBatch
+from shardwright.core.micro_batches.batch_dims import JoinedDims
+from shardwright.core.micro_batches.whole_batch import with_whole_batch
+from shardwright.core.runtime.micro_batches import (
+    SPLIT_NOTE,
+    SampleDims,
+    first_dims,
+    micro_batch,
+    of_micro_batches,
+)
+from shardwright.errors import CaptureError, PlanError, with_note
+
+
+@dataclass(frozen=True)
+class MicroBatchCapture:
+    """Captures a model for one of `count` micro-batches.
+
+    Args:
+        capture: captures the model for a call with these leaves.
+        leaves: of the call with the whole batch.
+        averages: whether micro-batches compute the loss of the whole batch.
+    """
+
+    capture: Callable[[list[Any]], Graph]
+    leaves: Sequence[Any]
+    count: int
+    averages: bool
+
+    def graph(self, batch_dims: Mapping[str, int | None] | None) -> tuple[Graph, SampleDims]:
+        """The graph of a micro-batch, and the dimension of the samples of each leaf.
+
+        That is dimension 0 of all inputs as long as the first, if micro-batches then compute the
+        loss of the batch; else of the dimensions with which they do, those with which they read
+        least of the whole batch. `graph.whole_batch` says why if there are none.
+
+        Args:
+            batch_dims: the dimensions that the user names.
+
+        Raises:
+            StrategyError: if `batch_dims` names no input of the model.
+            PlanError: if the batch size is not divisible by the number of micro-batches.
+            CaptureError: if the model cannot be captured.
+        """
+        if self.count == 1:
+            return self.capture(list(self.leaves)), ()
+        if batch_dims is not None:
+            dims = JoinedDims(self._whole).named(batch_dims)
+            return self._graph(dims), dims
+        graph, failure = None, None
+        try:
+            graph = self._graph(())
+        except (CaptureError, PlanError) as error:
+            failure = error
+        if self.averages and (graph is None or isinstance(graph.whole_batch, str)):
+            found = self._other_dims()
+            if found is not None:
+                return found
+        if graph is None:
+            assert failure is not None
+            raise failure
+        return graph, ()
+
+    def _other_dims(self) -> tuple[Graph, SampleDims] | None:
+        tried = first_dims(self.leaves)
+        try:
+            candidates = list(JoinedDims(self._whole).candidates(self.count))
+        except CaptureError:
+            return None
+        found: list[tuple[Graph, SampleDims]] = []
+        for dims in candidates:
+            if dims == tried:
+                continue
+            with suppress(CaptureError, PlanError):
+                graph = self._graph(dims)
+                if not isinstance(graph.whole_batch, str):
+                    found.append((graph, dims))
+        # What is split by chance, such as a table, is read whole by each micro-batch.
+        return min(found, key=lambda each: _num_read_whole(each[0]), default=None)
+
+    def _graph(self, dims: SampleDims) -> Graph:
+        piece = micro_batch(self.leaves, 0, self.count, dims)
+        try:
+            graph = self.capture(piece)
+        except CaptureError as error:
+            note = f" (captured for one of {self.count} micro-batches: {SPLIT_NOTE})"
+            raise CaptureError(with_note(error, note)) from error
+        if not self.averages:
+            return graph
+
+        def captured(number: int) -> Graph:
+            if number == self.count:
+                return self._whole
+            return self.capture(of_micro_batches(piece, number, dims))
+
+        return with_whole_batch(graph, self.count, captured)
+
+    @cached_property
+    def _whole(self) -> Graph:
+        return self.capture(list(self.leaves))
+
+
+def _num_read_whole(graph: Graph) -> int:
+    """Number of elements that a micro-batch reads of the whole batch."""
+    if not isinstance(graph.whole_batch, WholeBatch) or graph.whole_batch.prologue is None:
+        return 0
+    return sum(value.numel for value in graph.whole_batch.prologue.output_values)
