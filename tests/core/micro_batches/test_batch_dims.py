@@ -98,3 +98,12 @@ def test_a_saved_plan_has_the_dimensions(tmp_path: Any) -> None:
     loaded = sw.Plan.load(tmp_path / "plan.json")
     assert loaded.pipeline.batch_dims == (1, 0)
     assert sw.check(net, call, None, loaded).passes()
+
+
+def test_labels_alone_are_not_split_where_the_loss_mixes_samples() -> None:
+    class Root(Looked):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self.out(x)[:, 0], y.to(x.dtype)).sqrt()
+
+    with pytest.raises(sw.StrategyError, match="is not linear in a mean or sum over samples"):
+        sw.plan(Root(), (torch.randn(SAMPLES, 6), LABELS), devices=2, micro_batches=4)

@@ -63,6 +63,8 @@ class Analysis:
         states: state of each value.
         free: values that follow from inputs, buffers and constants alone, without random numbers.
         outside: values that the prologue computes for all samples.
+        in_full: inputs as long as the batch that each micro-batch reads in full, and what follows
+            from them alone.
         result: the changes to the graph of the micro-batch.
     """
 
@@ -71,6 +73,7 @@ class Analysis:
     states: dict[Value, SampleState] = field(default_factory=dict)
     free: set[Value] = field(default_factory=set)
     outside: set[Value] = field(default_factory=set)
+    in_full: set[Value] = field(default_factory=set)
     result: MicroBatchGraph = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,6 +87,12 @@ class Analysis:
             dims = self._varying_dims(value)
             if len(dims) == 1:
                 (self.states[value],) = dims
+        sizes = {v.shape[d] for v, d in self.states.items() if isinstance(d, int)}
+        self.in_full = {
+            value
+            for value in graph.input_values
+            if self.states[value] == WHOLE and value.shape and value.shape[0] in sizes
+        }
         for value, tensor in graph.constants.items():
             own = self.pair.twin_values.get(value)
             other = None if own is None else self.pair.twin.constants[own]
@@ -101,7 +110,7 @@ class Analysis:
         for op in graph.ops:
             self._follow(op, op in on_path)
         state = WHOLE if graph.loss is None else self.states[graph.loss]
-        if graph.loss is not None and state == WHOLE and self.outside:
+        if graph.loss is not None and state == WHOLE:
             loss_op = graph.producer[graph.loss]
             raise UnsplittableError(loss_op, "reads the whole batch in every micro-batch")
         outputs: dict[Value, SampleReduction | int] = {}
@@ -176,6 +185,10 @@ class Analysis:
     # Operators on what is the same for all samples
 
     def _states_from_whole(self, op: Op, free: bool) -> list[SampleState]:
+        if not self.in_full.isdisjoint(op.inputs):
+            if any(value.requires_grad for value in op.outputs):
+                raise UnsplittableError(op, "reads the whole batch in every micro-batch")
+            self.in_full.update(op.outputs)
         if free and not self.outside.isdisjoint(op.inputs):
             self.outside.update(op.outputs)
             return [WHOLE] * len(op.outputs)
