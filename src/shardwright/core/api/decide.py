@@ -19,6 +19,7 @@ from shardwright.core.constraints.shard import pins_of
 from shardwright.core.cost.cluster import LOCAL
 from shardwright.core.graph.graph import Graph
 from shardwright.core.parallel.train_step import check_whole_batch
+from shardwright.core.graph.python_call import ONCE_PER_BATCH
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import LeftOut
 from shardwright.core.planner.best_candidate import best_candidate
@@ -33,7 +34,7 @@ from shardwright.core.runtime.micro_batches import (
     valid_num_micro_batches,
 )
 from shardwright.core.torch_internals import pytree
-from shardwright.errors import StrategyError
+from shardwright.errors import MixedSamplesError, StrategyError
 from shardwright.progress import nested_progress
 
 GC_THRESHOLD = 20_000
@@ -131,6 +132,10 @@ def _decide(
     """Best candidate for a fixed number of micro-batches. Raises: as `plan`."""
     averages = options.num_micro_batches > 1 and loss_reduction == "mean"
     graph, batch_dims = _capture_micro_batch(options, net, args, kwargs, averages)
+    if graph.python is not None and graph.python.depends_on_calls:
+        if options.num_micro_batches > 1 or options.stages not in (1, "auto"):
+            raise MixedSamplesError(ONCE_PER_BATCH)
+        options = replace(options, stages=1)
     if averages:
         try:
             check_whole_batch(graph, options.num_micro_batches)

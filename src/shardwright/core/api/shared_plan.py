@@ -59,7 +59,7 @@ def _plan_from_text(text: str) -> Plan:
 
 
 def _graph_text(graph: Graph | None) -> str:
-    """The graph as text; "" if it has an operator that cannot be serialized.
+    """The graph as text; "" if it has an operator or Python that cannot be serialized.
 
     Tags of operators and calls are left out: the plan contains them as decisions.
     """
@@ -67,7 +67,8 @@ def _graph_text(graph: Graph | None) -> str:
         return ""
     # Tags are objects of users, such as the layouts of pins, which need not be JSON.
     ops = tuple(replace(op, tags=()) for op in graph.ops)
-    with suppress(TypeError):
+    # Results may be named tuples or dataclasses, whose structures PyTorch cannot serialize.
+    with suppress(TypeError, NotImplementedError):
         return dumps(replace(graph, ops=ops, call_tags=())).decode()
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.core.capture.python_capture import result_leaves
+from shardwright.core.capture.undone_effects import undone_effects
 from shardwright.core.graph.float64 import EverythingInFloat64
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.interpreter import interpret
@@ -191,7 +194,7 @@ class EagerTraining:
         """
         args, kwargs = pytree.tree_unflatten(leaves, self.graph.in_spec)
         with EverythingInFloat64():  # type: ignore[no-untyped-call]
-            results = pytree.tree_leaves(self.module(*args, **kwargs))
+            results = self._result_leaves(args, kwargs)
         tensors = [leaf for leaf in results if isinstance(leaf, Tensor)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         captured = [value.shape for value in self.graph.output_values]
@@ -200,6 +203,17 @@ class EagerTraining:
         if not same:
             raise PlanError(f"the module returns tensors of {shapes}, but {captured} when captured")
         return tensors
+
+    def _result_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        python = self.graph.python
+        if python is None:
+            leaves: list[Any] = pytree.tree_leaves(self.module(*args, **kwargs))
+            return leaves
+        # Every call starts from the captured Python state.
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
+        with undone_effects(python.capture.changes):
+            return result_leaves(module(*args, **kwargs))[0]
 
     def _losses(self) -> list[Tensor]:
         loss_index = self.graph.output_values.index(self.graph.loss)

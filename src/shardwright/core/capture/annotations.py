@@ -123,6 +123,11 @@ def tagging_checkpoint() -> AbstractContextManager[None]:
     return tagging(RecomputeMark(checkpoint=True))
 
 
+def checkpoint_annotation() -> dict[str, Any]:
+    """The metadata of the operators of one call of `torch.utils.checkpoint`."""
+    return {f"{_KEY}.{RecomputeMark.__name__}": RecomputeMark(checkpoint=True)}
+
+
 def preserve_tags() -> AbstractContextManager[None]:
     """A context in which tracing preserves the tags of operators."""
     return traceback.preserve_node_meta()

@@ -205,7 +205,7 @@ class TracedAttributes:
         self._arguments = ArgumentContainers((), {})
         self._hooks: dict[str, int] = {}
         self._lines: dict[tuple[str, str], str] = {}
-        self._reachable = ReachableState(module)
+        self._reachable = self._at_first = ReachableState(module)
         self._filled: list[Change] = []
         self._is_second = False
         self.writes: dict[tuple[str, str], None] = {}
@@ -266,6 +266,15 @@ class TracedAttributes:
                 handle.remove()
             del nn.Module.__getattribute__
             nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """A context that undoes what a trace that raises has changed outside of the copy."""
+        try:
+            yield
+        except BaseException:
+            self._at_first.restore()
+            raise
 
     def check_settled(self, trace_again: Callable[[], object]) -> None:
         """Traces once more if the first trace has added something to what `forward` can reach.

@@ -56,7 +56,8 @@ def build_graph(
     nodes = placeholders(graph)
     outputs, updates = results(graph)
     tensors = [leaf for leaf in outputs if is_tensor(leaf)]
-    losses = _losses(graph, signature, sources, outputs)
+    # After the leaves of the result come tensors that `forward` leaves in Python objects.
+    losses = _losses(graph, signature, sources, outputs[: signature.out_spec.num_leaves])
     trained = nodes_with_gradients(graph, sources, losses or tensors)
     values = _Values(signature, trained, nodes_with_gradients(graph, sources, tensors))
 

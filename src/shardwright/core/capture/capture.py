@@ -2,68 +2,27 @@
 
 from __future__ import annotations
 
-import random
+import logging
 import time
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch import fx, nn
-from torch.export import Dim, ShapesCollection
+from torch import nn
 
-from shardwright.core.capture.annotations import call_tags, module_tags, preserve_tags, trace_tags
-from shardwright.core.capture.attributes import BUFFERS, TracedAttributes, attribute_texts
-from shardwright.core.capture.autocast import ON_CPU, Autocast, call_in_autocast, traced_autocast
-from shardwright.core.capture.boundaries import settle_boundaries
-from shardwright.core.capture.build_graph import CapturedCall, build_graph
-from shardwright.core.capture.canonicalize import canonicalize
+from shardwright.core.capture.autocast import ON_CPU, Autocast
+from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.capturable import check_capturable
-from shardwright.core.capture.causal_masks import fold_causal_masks
-from shardwright.core.capture.composed import decompose
-from shardwright.core.capture.ctc import keep_rows_of_targets
-from shardwright.core.capture.cumulative_averages import average_on_tensors
-from shardwright.core.capture.experts import hint_of_experts
-from shardwright.core.capture.explanation import explain_export
-from shardwright.core.capture.fake_copy import (
-    LossesInSinglePrecision,
-    RecordedEffects,
-    fake_copy,
-    isolate_capture,
-    warn_of_packing,
-)
-from shardwright.core.capture.functionalize import functionalize
-from shardwright.core.capture.fx_nodes import restore_users
-from shardwright.core.capture.hooks import check_hooks, observe_forward_hooks
-from shardwright.core.capture.inline_regions import inline_regions
-from shardwright.core.capture.known_values import KnownValues
-from shardwright.core.capture.layer_progress import report_layers
-from shardwright.core.capture.naming import LocatedError, line_of, line_of_error
-from shardwright.core.capture.shared_memory import check_constants, check_memory
-from shardwright.core.capture.signature import (
-    Signature,
-    add_updates,
-    check_inputs_unchanged,
-    drop_redundant_detach,
-    gradient_sources,
-    merge_tied,
-    take_as_buffers,
-)
-from shardwright.core.capture.static_modules import make_static
-from shardwright.core.capture.transforms import as_operators
-from shardwright.core.capture.unflatten import move_flattening_down
-from shardwright.core.capture.value_guards import PassedGuards
-from shardwright.core.capture.views import read_strides_of_elements
+from shardwright.core.capture.fake_copy import isolate_capture, warn_of_packing
+from shardwright.core.capture.python_capture import capture_python
+from shardwright.core.capture.trace import canonical, trace
 from shardwright.core.capture.way_out import naming_local_map
 from shardwright.core.graph.graph import Graph
-from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.operators import OpOverload, schema_of
-from shardwright.core.torch_internals.transforms import transforms_called_by
-from shardwright.errors import CaptureError, StrategyError
+from shardwright.errors import CaptureError
 from shardwright.progress import OnProgress, ignore_progress
+
+log = logging.getLogger(__name__)
 
 
 def capture(
@@ -98,249 +57,26 @@ def capture(
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
     call = CapturedCall(module, args, dict(kwargs or {}), autocast)
-    with naming_local_map(module, args, call.kwargs), isolate_capture():
-        graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)
+    with naming_local_map(module, args, call.kwargs):
+        try:
+            with isolate_capture():
+                graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)
+        except CaptureError as refusal:
+            graph = _with_python(call, compute_dtype, refusal)
     return replace(graph, capture_seconds=time.perf_counter() - started)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A call of a module as `torch.export` traces it, without sub-graphs.
-
-    Args:
-        attributes: that `forward` read and set.
-        autocast_on: the type of the device on which its regions of autocast act as captured; None
-            if there are none.
-    """
-
-    graph: fx.Graph
-    signature: Signature
-    attributes: TracedAttributes
-    autocast_on: str | None
-    compute_dtype: torch.dtype | None
-
-
-def trace(
-    call: CapturedCall,
-    compute_dtype: torch.dtype | None,
-    varying: Collection[tuple[int, int]] = (),
-    on_progress: OnProgress = ignore_progress,
-) -> Trace:
-    """Traces a call, in a context of `isolate_capture`.
-
-    Args:
-        varying: leaves of the call's arguments and dimensions of theirs whose sizes are symbols,
-            as far as `torch.export` can.
+def _with_python(
+    call: CapturedCall, compute_dtype: torch.dtype | None, refusal: CaptureError
+) -> Graph:
+    """The graph of a call whose Python `torch.export` cannot leave out: state that `forward`
+    changes, caches that it fills, objects that it returns.
 
     Raises:
-        CaptureError, StrategyError: as `capture`.
+        CaptureError: `refusal`, if TorchDynamo cannot capture the call either.
     """
-    exported, attributes, autocast_on = _export(call, compute_dtype, varying, on_progress)
-    restore_users(exported.graph_module)
-    for node in exported.graph.nodes:
-        _check_kind(node)
-    signature = Signature.of(exported)
-    inline_regions(exported.graph_module)
-    settle_boundaries(exported.graph)
-    return Trace(exported.graph, signature, attributes, autocast_on, compute_dtype)
-
-
-def canonical(traced: Trace, call: CapturedCall) -> Graph:
-    """The graph of a call that was traced; changes the trace.
-
-    Raises:
-        CaptureError: as `capture`.
-    """
-    module, signature, graph = call.module, traced.signature, traced.graph
-    check_constants(module, signature.constants.values())
-    decompose(graph)
-    keep_rows_of_targets(graph)
-    read_strides_of_elements(graph)
-    calls = call_tags(graph)
-    check_static(graph, hint_of_experts(module))
-    tied = merge_tied(module, graph, signature)
-    leaves = pytree.tree_leaves((call.args, call.kwargs))
-    trained = gradient_sources(module, leaves, signature, graph)
-    graph, changed = functionalize(graph, trained)
-    check_inputs_unchanged(signature, changed)
-    add_updates(graph, changed)
-    take_as_buffers(module, signature, changed, trained)
-    canonicalize(graph)
-    fold_causal_masks(graph)
-    sources = gradient_sources(module, leaves, signature, graph)
-    drop_redundant_detach(graph, sources)
-    remove_dead(graph)
-    move_flattening_down(graph)
-    remove_dead(graph)
-    captured = build_graph(call, graph, signature, sources)
-    check_memory(module, captured)
-    _check_buffers(module, captured, traced.attributes)
-    read = {value.name for value in (*captured.parameters, *captured.buffers)}
-    tied = {name: first for name, first in tied.items() if first in read}
-    return replace(
-        captured,
-        tied=tied,
-        module_tags=module_tags(module),
-        call_tags=calls,
-        attributes=attribute_texts(module, traced.attributes.reads, traced.attributes.writes),
-        compute_dtype=traced.compute_dtype,
-        autocast_on=traced.autocast_on,
-    )
-
-
-def _export(
-    call: CapturedCall,
-    compute_dtype: torch.dtype | None,
-    varying: Collection[tuple[int, int]],
-    on_progress: OnProgress,
-) -> tuple[torch.export.ExportedProgram, TracedAttributes, str | None]:
-    """The exported program, the attributes that `forward` read and set, and where its regions of
-    autocast act."""
-    module = call.module
-    check_hooks(module)
-    twin, fake_args, fake_kwargs = fake_copy(module, call.args, call.kwargs, compute_dtype)
-    average_on_tensors(twin)
-    make_static(module, twin)
-    attributes = TracedAttributes(twin)
-    observe_forward_hooks(twin)
-    twin.register_forward_hook(lambda _, args, result: pytree.register_dataclasses(result))
-    trace_tags(twin, module)
-    report_layers(twin, on_progress)
-    call_in_autocast(twin, call.autocast)
-    drawn, seeded = _random_states(), torch.default_generator.get_state()
-    losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
-        with (
-            traced_autocast(call.autocast) as regions,
-            preserve_tags(),
-            transforms_called_by(as_operators),
-            KnownValues(module, twin) as known,
-            RecordedEffects(),
-            PassedGuards(),
-            losses,
-            attributes.recording(known),
-        ):
-            shapes = _dynamic_shapes(twin, fake_args, fake_kwargs, varying)
-            export = partial(
-                torch.export.export,
-                *(twin, fake_args, fake_kwargs),
-                dynamic_shapes=shapes,
-                strict=False,
-            )
-            exported = export()
-            attributes.check_settled(export)
-    except LocatedError as error:
-        raise CaptureError(str(error)) from error
-    except CaptureError as error:
-        raise CaptureError(f"{line_of_error(error)}: {error}") from error
-    except StrategyError:
-        raise
+        return capture_python(call, compute_dtype)
     except Exception as error:
-        raise CaptureError(explain_export(error, hint_of_experts(module))) from error
-    attributes.reads |= {(BUFFERS + path, name): None for path, name in known.read}
-    if _random_states() != drawn:
-        raise CaptureError(
-            f"the `forward` of {type(module).__name__}, or what it calls, draws from Python's "
-            "`random` or from `numpy.random`: a captured model would keep the first number. Draw "
-            "with `torch`, or between steps into an attribute that `forward` reads"
-        )
-    if not torch.equal(torch.default_generator.get_state(), seeded):
-        raise CaptureError(
-            f"the `forward` of {type(module).__name__}, or what it calls, seeds PyTorch's random "
-            "numbers (`torch.manual_seed`), which a captured model would not: seed in the training "
-            "loop"
-        )
-    return exported, attributes, regions.device_type
-
-
-def _dynamic_shapes(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    varying: Collection[tuple[int, int]],
-) -> Any:
-    """What `torch.export` takes for sizes that are symbols; None if there are none."""
-    if not varying:
-        return None
-    shapes, leaves = ShapesCollection(), pytree.tree_leaves((args, kwargs))  # type: ignore[no-untyped-call]
-    for number in {leaf for leaf, _ in varying}:
-        shapes[leaves[number]] = {dim: Dim.AUTO for leaf, dim in varying if leaf == number}
-    return shapes.dynamic_shapes(module, args, kwargs)  # type: ignore[no-untyped-call]
-
-
-def _check_buffers(module: nn.Module, graph: Graph, attributes: TracedAttributes) -> None:
-    """Raises:
-    CaptureError: if `forward` updates a buffer whose values shapes or branches depend on.
-    """
-    named = dict(module.named_buffers(remove_duplicate=False))
-    updated = {id(named[buffer.name]) for buffer, _ in graph.updates if buffer.name in named}
-    for path, name in attributes.reads:
-        buffer = f"{path.removeprefix(BUFFERS)}.{name}".removeprefix(".")
-        if path.startswith(BUFFERS) and id(named[buffer]) in updated:
-            raise CaptureError(
-                f"`forward` updates the buffer {buffer!r}, and a shape or a branch depends on its "
-                "values, which would be another in each step. Use `torch.where` on tensors instead,"
-                " or keep it as a Python number that is set between steps; a flag of the first call"
-                " is set if the model was called before `plan`"
-            )
-
-
-def _random_states() -> tuple[Any, ...]:
-    """Those of the generators of Python and numpy, which differ once numbers are drawn."""
-    kind, numbers, *place = np.random.get_state()
-    return random.getstate(), kind, np.asarray(numbers).tobytes(), *place
-
-
-def check_static(graph: fx.Graph, hint: str) -> None:
-    """Raises CaptureError for numbers and shapes that depend on the values of tensors, with `hint`
-    at its end, and for what cannot be run on shards: sparse tensors and gradients, and transforms
-    of functions."""
-    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    for node in graph.nodes:
-        _check_kind(node)
-        values = node.meta.get("val")
-        for value in values if isinstance(values, (list, tuple)) else (values,):
-            if isinstance(value, symbols):
-                raise CaptureError(
-                    f"{line_of(node)}: this converts the value of a tensor to a Python number, but "
-                    f"values are unknown during capture. Keep it a tensor (remove `.item()`), or "
-                    f"make it a Python constant.{hint}"
-                )
-            if isinstance(value, torch.Tensor) and any(
-                isinstance(size, torch.SymInt) for size in value.shape
-            ):
-                raise CaptureError(
-                    f"{line_of(node)}: the shape of the result depends on the values of a tensor, "
-                    f"which are unknown during capture. Use `torch.where`, or multiply by the "
-                    f"mask; both keep the shape.{hint}"
-                )
-
-
-def _check_kind(node: fx.Node) -> None:
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-        raise CaptureError(
-            f"{line_of(node)}: this makes a sparse tensor ({value.layout}), and only dense ones "
-            f"can be sharded. Use `to_dense()`, or an operator on dense tensors."
-        )
-    module = str(getattr(node.target, "__module__", ""))
-    if module.startswith(("torch._functorch", "torch._C._functorch")):
-        raise CaptureError(
-            f"{line_of(node)}: this transform of functions cannot be captured. Use `torch.vmap`, "
-            "or `jvp`, `vjp` and `grad` of `torch.func`, instead of `forward_ad` and `linearize`."
-        )
-    if isinstance(node.target, OpOverload):
-        names = [argument.name for argument in schema_of(node.target).arguments]
-        arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
-        if arguments.get("sparse") is True:
-            raise CaptureError(
-                f"{line_of(node)}: sparse gradients (`sparse=True`) cannot be summed over devices. "
-                f"Use `sparse=False`: its gradients have the same values."
-            )
-
-
-def remove_dead(graph: fx.Graph) -> None:
-    """Removes operators whose results reach neither an output nor a buffer update."""
-    for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
+        log.debug("TorchDynamo cannot capture %s: %s", type(call.module).__name__, error)
+    raise refusal

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from shardwright.core.capture.build_graph import CapturedCall
-from shardwright.core.capture.capture import Trace, canonical, trace
 from shardwright.core.capture.fake_copy import isolate_capture
 from shardwright.core.capture.fx_nodes import node_shape
 from shardwright.core.capture.signature import placeholders
+from shardwright.core.capture.trace import Trace, canonical, trace
 from shardwright.core.graph.graph import Graph
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of

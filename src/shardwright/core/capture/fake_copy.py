@@ -71,11 +71,11 @@ def fake_copy(
                 f"capturing it."
             )
         _check_dense(name, parameter)
-        fake = _fake(mode, parameter, compute_dtype if id(parameter) in cast else None)
+        fake = fake_tensor(mode, parameter, compute_dtype if id(parameter) in cast else None)
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for name, buffer in module.named_buffers():
         _check_dense(name, buffer)
-        memo[id(buffer)] = _fake(mode, buffer)
+        memo[id(buffer)] = fake_tensor(mode, buffer)
     # Tracing changes these where `forward` does.
     memo = {key: t.clone() for key, t in copies_of_attributes(module).items()} | memo
     try:
@@ -93,7 +93,7 @@ def fake_copy(
             _check_dense("an argument", leaf)
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor,
-        lambda t: _fake(mode, t, compute_dtype if t.dtype == STORED else None),
+        lambda t: fake_tensor(mode, t, compute_dtype if t.dtype == STORED else None),
         (args, kwargs),
     )
     return twin, fake_args, fake_kwargs
@@ -109,9 +109,17 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         )
 
 
-def _fake(
+def fake_tensor(
     mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
+    """A tensor of the same shape and strides on the CPU, without memory.
+
+    Args:
+        dtype: its dtype, if another one.
+
+    Raises:
+        CaptureError: for a sparse tensor.
+    """
     dtype = dtype or tensor.dtype
     if tensor.layout is not torch.strided:
         raise CaptureError(

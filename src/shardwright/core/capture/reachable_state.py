@@ -137,6 +137,18 @@ class ReachableState:
                         place = place.inside(key, isinstance(holder.value, _INDEXED))
                     yield Change(place, new, old in (None, MISSING) and new is not MISSING)
 
+    def restore(self) -> None:
+        """Gives objects their contents of before: those that a refused trace has changed.
+
+        Positions of iterators and generators stay.
+        """
+        for holder in self._holders:
+            now = holder.read(holder.value)
+            if now.keys() != holder.parts.keys() or any(
+                now[key] is not part for key, part in holder.parts.items()
+            ):
+                _write(holder.value, holder.read, holder.parts, now)
+
     def _walk(self) -> None:
         """Visits what is waiting, and then methods that a function that was found names."""
         found = True
@@ -271,6 +283,51 @@ class _Variables:
     def __call__(self, holder: ModuleType | FunctionType) -> Parts:
         held = holder.__globals__ if isinstance(holder, FunctionType) else vars(holder)
         return {name: held.get(name, MISSING) for name in self.names if name[:2] != "__"}
+
+
+def _write(value: Any, read: Callable[[Any], Parts], before: Parts, now: Parts) -> None:
+    """Gives a holder the parts that `read` read of it."""
+    if read is _defaults:
+        return  # Changed by `__defaults__` alone; their contents are holders themselves.
+    if isinstance(value, CellType):
+        if before[STATE] is MISSING:
+            del value.cell_contents
+        else:
+            value.cell_contents = before[STATE]
+    elif isinstance(value, (list, deque)):
+        value.clear()
+        value.extend([part for key, part in before.items() if isinstance(key, int)])
+    elif isinstance(value, set):
+        set.clear(value)
+        set.update(value, before)
+    elif isinstance(value, dict):
+        for key in now.keys() - before.keys():
+            dict.pop(value, key, None)
+        dict.update(value, before)
+    else:
+        variables = isinstance(read, _Variables) and isinstance(value, FunctionType)
+        owner = _Attributes(value.__globals__ if variables else None, value)
+        for key in {**now, **before}:
+            if before.get(key, MISSING) is not now.get(key, MISSING) and isinstance(key, str):
+                owner.set(key, before.get(key, MISSING))
+
+
+@dataclass(frozen=True)
+class _Attributes:
+    """Writes attributes of an object, or variables of a file."""
+
+    variables: dict[str, Any] | None
+    owner: Any
+
+    def set(self, name: str, value: Any) -> None:
+        if self.variables is not None:
+            self.variables[name] = value
+            if value is MISSING:
+                del self.variables[name]
+        elif name != STATE and value is MISSING:
+            delattr(self.owner, name)
+        elif name != STATE:
+            setattr(self.owner, name, value)
 
 
 def vars_of(value: Any) -> Parts:

@@ -7,7 +7,7 @@ its other operators are `layers.0.mlp.mul`, `layers.0.mlp.mul_1`, …
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from shardwright.core.graph.python_call import PythonCall
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, operator_name, schema_of
 
@@ -207,7 +208,8 @@ class Graph:
         inputs: the leaves of the call's `(args, kwargs)`: a `Value` for a tensor, otherwise the
             constant that was passed.
         in_spec: the pytree structure of `(args, kwargs)`.
-        outputs: the leaves of the model's result: a `Value` for a tensor, otherwise a constant.
+        outputs: the leaves of the model's result: a `Value` for a tensor, otherwise a constant;
+            then the tensors that the call leaves in Python objects.
         out_spec: the pytree structure of the result.
         parameters, buffers: the parameters and buffers that the graph reads or updates, with tied
             ones once.
@@ -230,6 +232,8 @@ class Graph:
         whole_batch: for the graph of a micro-batch, what it reads of the whole batch so that its
             loss is a term of that of the batch; a string is the reason why there is no such term,
             None means that it has not been analyzed.
+        python: the Python around the graph; None if a call only returns a result and updates
+            buffers.
     """
 
     ops: tuple[Op, ...]
@@ -252,6 +256,11 @@ class Graph:
     attributes: tuple[tuple[str, str, str], ...] = ()
     autocast_on: str | None = None
     whole_batch: WholeBatch | str | None = None
+    python: PythonCall | None = None
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """The model's result of the outputs of the graph."""
+        return pytree.tree_unflatten(list(outputs[: self.out_spec.num_leaves]), self.out_spec)
 
     def _repr_html_(self) -> str:
         """A table of the operators, for notebooks."""

@@ -46,7 +46,7 @@ def interpret(
             tensors[value] = result
     outputs = [tensors[v] if isinstance(v, Value) else v for v in graph.outputs]
     updates = {buffer.name: tensors[new].detach() for buffer, new in graph.updates}
-    return pytree.tree_unflatten(outputs, graph.out_spec), updates
+    return graph.result(outputs), updates
 
 
 def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[Tensor, ...]:

@@ -43,8 +43,11 @@ def dumps(graph: Graph, key: str = "") -> bytes:
         key: part of the digest; `loads` must be called with the same key.
 
     Raises:
-        TypeError: if the graph contains an unsupported object, such as a tag of a function call.
+        TypeError: if the graph contains an unsupported object, such as a tag of a function call,
+            or has Python around it.
     """
+    if graph.python is not None:
+        raise TypeError("the Python around a graph cannot be serialized")
     return with_header(json.dumps(_Writer().write(replace(graph, module_tags={}))).encode(), key)
 
 

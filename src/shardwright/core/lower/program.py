@@ -95,7 +95,7 @@ class Program:
         Args:
             parameters: this rank's shards in the plan's storage layout; for an `unsharded` program,
                 the result of `UnshardedParameters.tensors`.
-            buffers: unsharded buffers.
+            buffers: unsharded buffers, and the `current` constants that it was lowered with.
             inputs: leaves of the call's arguments, with unsharded tensors.
             seed: seed of random operators; the same on all ranks, another one in each step.
 
@@ -115,7 +115,11 @@ class Program:
 
 
 def lower(
-    chunk: Chunk, devices: Devices, unsharded: bool = False, pending_loss: bool = False
+    chunk: Chunk,
+    devices: Devices,
+    unsharded: bool = False,
+    pending_loss: bool = False,
+    current: frozenset[str] = frozenset(),
 ) -> Program:
     """Lowers `chunk` to the program of this rank.
 
@@ -124,8 +128,10 @@ def lower(
             micro-batches of a step, instead of gathering them itself.
         pending_loss: whether the all-reduce of the loss is started but not finished, as the
             backward pass does not need it; call `collectives.wait` before reading the loss.
+        current: names of constants that the program reads from its `buffers`, as their values
+            differ between calls.
     """
-    return _Lowering(chunk, devices, unsharded, pending_loss).program()
+    return _Lowering(chunk, devices, unsharded, pending_loss, current).program()
 
 
 @dataclass
@@ -134,6 +140,7 @@ class _Lowering:
     devices: Devices
     unsharded: bool
     pending_loss: bool
+    current: frozenset[str]
     buckets: BucketLines = field(init=False)
     source: Source = field(default_factory=Source)
     variables: dict[Value, str] = field(default_factory=dict)
@@ -237,7 +244,7 @@ class _Lowering:
                 self.source.add([name], f"parameters[{cast_key(value)!r}]", [])
             elif value.kind is Kind.PARAMETER:
                 self.source.add([name], f"parameters[{value.name!r}]{cast}", [])
-            elif value.kind is Kind.BUFFER:
+            elif value.kind is Kind.BUFFER or value.name in self.current:
                 self.source.add([name], f"buffers[{value.name!r}]{cast}", [])
             elif value.kind is Kind.INPUT:
                 index = next(i for i, leaf in enumerate(self.graph.inputs) if leaf is value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.shapes import Captures
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.local_map import bind_modules
+from shardwright.core.graph.python_call import ONCE_PER_BATCH, PythonCall
 from shardwright.core.lower.program import Program, lower
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.misuse.batch_guard import BatchGuard
@@ -45,6 +46,7 @@ from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import PlannedCall, argument_key
 from shardwright.core.parallel.module_tensors import ModuleTensors
 from shardwright.core.parallel.output_tensor import as_output_tensor
+from shardwright.core.parallel.python_calls import ProgramResults, PythonCalls
 from shardwright.core.parallel.python_state import PythonState
 from shardwright.core.parallel.train_step import (
     GradientAccumulation,
@@ -76,6 +78,7 @@ from shardwright.core.runtime.micro_batches import (
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
 from shardwright.core.torch_internals.modules import alias_module
+from shardwright.errors import PlanError
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +126,11 @@ class Execution:
         self._compiler: Callable[[Program], Program] | None = None
         self._user_module = alias_module(module)
         self.partitioned = partitioned = self._bind_local_maps(partitioned)
-        graph = partitioned.graph
+        graph, pipeline = partitioned.graph, partitioned.pipeline
+        is_split = pipeline.micro_batches * pipeline.stages > 1
+        if is_split and graph.python is not None and graph.python.depends_on_calls:
+            raise PlanError(ONCE_PER_BATCH)
+        self._python = PythonCalls(self._user_module, devices.device)
         self._parameters_as_planned = PlannedParameters(module, graph.frozen)
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
@@ -148,6 +155,16 @@ class Execution:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call and return what the model returns.
 
+        Raises: as `call`.
+        """
+        return self.call(args, kwargs)[0]
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph, list[Any]]:
+        """Run a call.
+
+        Returns:
+            What the model returns, the graph that ran, and its outputs.
+
         Raises:
             PlanError: if called under a `torch.func` transform, or during a backward pass by a
                 model that draws random numbers.
@@ -168,17 +185,49 @@ class Execution:
         # Before capture, which is local: ranks with different calls would run different programs,
         # and wait for each other in their collectives.
         self._guard.begin(call_key, inputs, planned_indices)
-        if situation not in self._forwards:
+        call = pytree.tree_unflatten(leaves, spec) if _has_dtensors(call) else call
+        key = self._python.matching(self._forwards, _python_of, situation, call)
+        if key not in self._forwards:
             # Tensors made in inference mode cannot be saved for backward, and a later call may
             # train this program.
             with torch.inference_mode(False):
                 captured = self._capture(*pytree.tree_unflatten(full_leaves, spec))
                 self._evict_programs(self._forwards)
-                self._forwards[situation] = self._compiled(self._bind_program(captured))
-        bound = _mark_used(self._forwards, situation)
+                self._forwards[key] = self._compiled(self._bind_program(captured))
+        bound = _mark_used(self._forwards, key)
         if is_distributed and bound.draws_random_numbers:
             refuse_other_draws()
+        sizes = batch_sizes(leaves, full_leaves)
+        if bound.graph.python is None:
+            outputs, result = self._run(bound, inputs, sizes)
+            return result, bound.graph, outputs
+        outputs = []
+
+        def program(constants: Mapping[str, Tensor]) -> ProgramResults:
+            outputs[:], _ = self._run(bound, inputs, sizes, constants)
+            return self._python.results(bound.graph, outputs)
+
+        result = self._python.run(bound.graph.python, program, call)
+        return result, bound.graph, outputs
+
+    def _run(
+        self,
+        bound: BoundProgram,
+        inputs: list[Any],
+        sizes: BatchSizes | None,
+        constants: Mapping[str, Tensor] | None = None,
+    ) -> tuple[list[Any], Any]:
+        """Run a program.
+
+        Args:
+            constants: current values of constants of the graph, by name.
+
+        Returns:
+            The outputs of the graph, and the result of the model.
+        """
+        is_distributed = self.devices.matrix.num_devices > 1
         parameters, buffers = bound.tensors.read()
+        buffers |= self._python.on_device(constants or {})
         # Before the program runs, since they compare the versions of parameters as read here.
         checks = self._parameters_as_planned.checks_before_backward(bound.recomputes)
         shards = local_shards(parameters, self.devices.matrix)
@@ -193,10 +242,10 @@ class Execution:
         # After the program: its operators have read the old values.
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.tensors.write(dict(zip(names, updates, strict=True)))
-        returned = self._wrap_outputs(bound, outputs, batch_sizes(leaves, full_leaves))
-        result = pytree.tree_unflatten(returned, bound.graph.out_spec)
+        returned = self._wrap_outputs(bound, outputs, sizes)
+        result = bound.graph.result(returned)
         bound.off_path.watch(returned, result)
-        return result
+        return returned, result
 
     def train_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run forward and backward over all micro-batches, and accumulate gradients.
@@ -208,6 +257,9 @@ class Execution:
             PlanError: if the model returns no loss or several, an argument does not match the plan,
                 or the batch cannot be split as planned.
         """
+        python = self.partitioned.graph.python
+        if python is not None and python.depends_on_calls:
+            return self._train_with_python(args, kwargs)
         bound, leaves, dims = self._step_for(args, kwargs)
         loss_of(bound.step.partitioned.graph)
         parameters, buffers = bound.tensors.read()
@@ -221,6 +273,18 @@ class Execution:
         add_gradients(parameters, gradients)
         bound.tensors.write(changed)
         return loss
+
+    def _train_with_python(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Train one batch, which is one micro-batch, whose Python changes objects.
+
+        Raises:
+            PlanError: as `train_step`.
+        """
+        with torch.enable_grad():
+            _, graph, outputs = self.call(args, kwargs)
+            loss: Tensor = outputs[graph.outputs.index(loss_of(graph))]
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global gradient norm to `max_norm`.
@@ -281,6 +345,7 @@ class Execution:
             result.initialization = self.initialization.of_copy()
         result._guard = BatchGuard(self.devices, graph, self.partitioned.decisions.arrivals)
         result._state = self._state.of_copy(module, result.captured_hooks)
+        result._python = self._python.of_copy(module)
         result._bind_tensors()
         return result
 
@@ -309,7 +374,8 @@ class Execution:
         graph, (chunk,) = partitioned.graph, partitioned.chunks
         tensors = self._module_tensors(graph)
         recomputes, devices = bool(partitioned.decisions.recompute), self._devices_for(partitioned)
-        draws, program = bool(random_operators(graph)), lower(chunk, devices)
+        current = graph.python.current if graph.python is not None else frozenset()
+        draws, program = bool(random_operators(graph)), lower(chunk, devices, current=current)
         # With `dataset_strategy` every output is wrapped by an autograd function that marks it as
         # of the global batch, so the returned tensor is not the one that others are computed from.
         outputs_are_marked = bool(self.partitioned.decisions.arrivals)
@@ -346,10 +412,12 @@ class Execution:
         key = (*situation, micro_batches)
         inputs = self._on_device(leaves)
         self._guard.begin(key, inputs, planned_indices)
+        key = self._python.matching(self._train_steps, _python_of_step, key, call)
         if key not in self._train_steps:
             partitioned = self.partitioned
-            planned = situation == self._planned_situation
-            if not planned or micro_batches != partitioned.pipeline.micro_batches:
+            is_planned = key == (*self._planned_situation, micro_batches)
+            is_planned &= micro_batches == partitioned.pipeline.micro_batches
+            if not (is_planned and self._python.holds(partitioned.graph.python, call)):
                 of_args, of_kwargs = pytree.tree_unflatten(micro_batch_leaves, spec)
                 partitioned = self._capture(of_args, of_kwargs, micro_batches, dims)
             self._evict_programs(self._train_steps)
@@ -473,8 +541,14 @@ class Execution:
         # The user's saved-tensor hooks must not see fake tensors, and `torch.func` transforms in
         # the model refuse to run under such hooks.
         with without_saved_tensor_hooks():
-            dtype = self.partitioned.graph.compute_dtype
-            return self._captures.graph(call, dtype, self._module_state())
+            graph = self.partitioned.graph
+            if graph.python is None:
+                graph = self._captures.graph(call, graph.compute_dtype, self._module_state())
+            if graph.python is not None:
+                # Its guards must be on the objects of the model itself, not of the template.
+                of_model = (call.args, call.kwargs)
+                graph = self._python.capture(of_model, graph.compute_dtype, call.autocast)
+            return graph
 
     def _bind_local_maps(self, partitioned: Partitioned) -> Partitioned:
         """Make `sw.local_map` operators run the submodules of `module`."""
@@ -506,7 +580,9 @@ class Execution:
             sizes: local and global batch size if this rank passed its own shard, else None.
         """
         flow, name = bound.program.communication, type(self.module).__name__
+        effects = len(outputs) - bound.graph.out_spec.num_leaves
         batches = output_batches(name, bound.graph.out_spec, sizes, self._gradients.watch)
+        batches += [None] * effects
         result = []
         for value, tensor, batch in zip(bound.graph.outputs, outputs, batches, strict=True):
             if isinstance(value, Value):
@@ -520,6 +596,18 @@ class Execution:
                     tensor = batch.mark(tensor)
             result.append(tensor)
         return result
+
+
+def _python_of(bound: BoundProgram) -> PythonCall | None:
+    return bound.graph.python
+
+
+def _python_of_step(bound: BoundStep) -> PythonCall | None:
+    return bound.step.partitioned.graph.python
+
+
+def _has_dtensors(call: Any) -> bool:
+    return any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(call))
 
 
 def _mark_used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:

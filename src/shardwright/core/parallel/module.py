@@ -216,7 +216,8 @@ def parallel_module(
     # Not by assignment, which a `__setattr__` of the model may intercept.
     object.__setattr__(stored, "__class__", _parallel_class(stored, user_forward))
     assert isinstance(stored, ParallelModule)
-    if devices.mesh is not None:
+    # Guards on the user's Python see the attribute by which calls of parts are explained.
+    if devices.mesh is not None and partitioned.graph.python is None:
         explain_calls_of_parts(stored)
     return stored
 

@@ -87,7 +87,12 @@ class PipelineExecution(Execution):
             outputs = self._mark_outputs(
                 outputs, graph, self._planned_call.reorder_arguments(args, kwargs)
             )
-        return pytree.tree_unflatten(outputs, graph.out_spec)
+        if graph.python is None:
+            return graph.result(outputs)
+        # The user's Python rebuilds objects of classes of its own.
+        results = self._python.results(graph, outputs)
+        call = self._planned_call.reorder_arguments(args, kwargs)
+        return self._python.run(graph.python, lambda _: results, call)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global gradient norm, over all devices and stages, to `max_norm`.

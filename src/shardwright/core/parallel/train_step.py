@@ -151,7 +151,9 @@ class GradientAccumulation:
         (chunk,) = partitioned.chunks
         # A single micro-batch gathers by itself, so that gathers overlap computation at every
         # level.
-        self.program = lower(chunk, devices, self.micro_batches > 1, pending_loss=True)
+        current = graph.python.current if graph.python is not None else frozenset()
+        unsharded = self.micro_batches > 1
+        self.program = lower(chunk, devices, unsharded, pending_loss=True, current=current)
         self.unsharded = UnshardedParameters(self.program)
         self._whole_batch = WholeBatchValues(partitioned, devices)
         self._waits = devices.waits

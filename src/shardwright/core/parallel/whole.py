@@ -198,8 +198,9 @@ def _restore_original(net: nn.Module, execution: Execution, undo: ExitStack) -> 
     for name, value in attributes.items():
         vars(net)[name] = value
         undo.callback(vars(net).pop, name)
-    leave_calls_of_parts(net)
-    undo.callback(explain_calls_of_parts, net)
+    if execution.partitioned.graph.python is None:
+        leave_calls_of_parts(net)
+        undo.callback(explain_calls_of_parts, net)
     for parameter in net.parameters():
         if parameter.requires_grad:
             # Gradients of the copies would be lost at the end of the context.

@@ -91,13 +91,19 @@ class TensorSlots:
                 module._flat_weights = weights
 
 
-def alias_module(module: nn.Module) -> nn.Module:
-    """Make another object that shares all state of `module` and has its current class.
+def alias_module(
+    module: nn.Module, cls: type[nn.Module] | None = None, state: dict[str, Any] | None = None
+) -> nn.Module:
+    """Make another object that shares all state of `module`.
 
-    The methods of this class remain callable through it after the class of `module` is replaced.
+    The methods of its class remain callable through it after the class of `module` is replaced.
+
+    Args:
+        cls: class of the object; by default the current class of `module`.
+        state: attributes of the object; by default those of `module`.
     """
-    alias = object.__new__(type(module))
-    object.__setattr__(alias, "__dict__", vars(module))
+    alias: nn.Module = object.__new__(cls or type(module))
+    object.__setattr__(alias, "__dict__", vars(module) if state is None else state)
     return alias
 
 

@@ -1,0 +1,43 @@
+"""A module without Python of its own that has the parameters, buffers and paths of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.modules import own_buffers, own_modules, own_parameters
+
+
+class ModuleTree(nn.Module):
+    """The tensors of a model, called with the arguments of a call of the model.
+
+    Args:
+        model: the model.
+        program: called with this module, the leaves of the arguments, and further tensors by name;
+            returns the leaves of the result.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Callable[[nn.Module, Sequence[Any], Mapping[str, Tensor]], list[Any]],
+    ) -> None:
+        super().__init__()
+        parts: dict[str, nn.Module] = {"": self}
+        for path, module in model.named_modules(remove_duplicate=False):
+            part = parts.setdefault(path, nn.Module())
+            if path:
+                parent, _, name = path.rpartition(".")
+                own_modules(parts[parent])[name] = part
+            own_parameters(part).update(own_parameters(module))
+            own_buffers(part).update(own_buffers(module))
+            part.training = module.training
+        self._program = program
+
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], constants: Mapping[str, Tensor]
+    ) -> list[Any]:
+        return self._program(self, pytree.tree_leaves((args, kwargs)), constants)

@@ -1,0 +1,469 @@
+"""Captures a call with the Python around it: TorchDynamo runs the user's code, and the graph has
+only tensors.
+
+Three steps. TorchDynamo traces `forward` of a fake copy of the model to a graph of calls of
+`torch`, with guards on all Python state that it reads. The bytecode is run once on the copy, with
+fake results, to see what the call returns and leaves in Python objects. Then `torch.export` traces
+the graph, called by a module without Python (`ModuleTree`), to ATen operators.
+
+Tensors in plain attributes, containers and global variables, and numbers that change between calls,
+are constants of the resulting graph; `PythonCall` gives each call their current values.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardwright.core.capture.annotations import preserve_tags
+from shardwright.core.capture.autocast import call_in_autocast, traced_autocast
+from shardwright.core.capture.boundaries import settle_boundaries
+from shardwright.core.capture.build_graph import CapturedCall
+from shardwright.core.capture.cumulative_averages import average_on_tensors
+from shardwright.core.capture.fake_copy import (
+    LossesInSinglePrecision,
+    RecordedEffects,
+    fake_copy,
+    fake_tensor,
+    isolate_capture,
+)
+from shardwright.core.capture.fx_nodes import restore_users
+from shardwright.core.capture.inline_regions import inline_regions
+from shardwright.core.capture.module_tree import ModuleTree
+from shardwright.core.capture.replay import GraphReplay, drop_assertions, name_modules
+from shardwright.core.capture.signature import Signature
+from shardwright.core.capture.static_modules import make_static
+from shardwright.core.capture.trace import Trace, canonical, check_node
+from shardwright.core.capture.transforms import as_operators
+from shardwright.core.capture.undone_effects import undone_effects
+from shardwright.core.graph.graph import Graph, Kind
+from shardwright.core.graph.python_call import HostNumbers, PythonCall, number_tensor
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dynamo import DynamoCapture
+from shardwright.core.torch_internals.hooks import forward_hooks
+from shardwright.core.torch_internals.modules import own_buffers, own_modules, own_parameters
+from shardwright.core.torch_internals.tensors import FakeTensor, storage_id
+from shardwright.core.torch_internals.transforms import transforms_called_by
+from shardwright.errors import CaptureError
+
+_PLAIN = (int, float, complex, str, bool, type(None))
+
+
+def capture_python(
+    call: CapturedCall,
+    compute_dtype: torch.dtype | None = None,
+    numbers: frozenset[str] = frozenset(),
+) -> Graph:
+    """Captures a call of a module and its Python side effects, none of which happens.
+
+    Args:
+        compute_dtype: as for `capture`.
+        numbers: sources, in Dynamo's notation, of Python numbers that change between calls.
+
+    Returns:
+        A graph with `Graph.python`.
+
+    Raises:
+        CaptureError: if what the graph calls cannot be captured.
+        DynamoError: if TorchDynamo cannot trace the call as one graph.
+    """
+    started = time.perf_counter()
+    _check_supported(call)
+    with _without_caller_modes():
+        traced = _TracedCall.of(call, compute_dtype, numbers)
+        result = traced.result()
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        compared = (*call.module.parameters(), *call.module.buffers(), *leaves)
+        unguarded = frozenset(id(each) for each in compared if isinstance(each, Tensor))
+        guards = traced.dynamo.guards(call.module, call.args, call.kwargs, numbers, unguarded)
+    with isolate_capture():
+        graph, names = _second_trace(call, traced, result, compute_dtype)
+    state = {names[name]: index for name, index in traced.state.items() if name in names}
+    python = PythonCall(
+        traced.dynamo,
+        guards,
+        state,
+        traced.numbers,
+        {names[name]: node for name, node in traced.number_names.items() if name in names},
+        result.outputs,
+        traced.changes_objects(),
+    )
+    _check_state_unchanged(graph, state)
+    seconds = time.perf_counter() - started
+    return replace(graph, python=python, capture_seconds=seconds)
+
+
+def _check_supported(call: CapturedCall) -> None:
+    if call.autocast.dtype is not None:
+        raise CaptureError("a call in a region of autocast cannot be captured with its Python")
+    if any(forward_hooks(call.module)):
+        raise CaptureError("forward hooks of the model itself cannot be captured with its Python")
+
+
+@contextmanager
+def _without_caller_modes() -> Iterator[None]:
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class _Result:
+    """What a call returns and leaves in Python objects.
+
+    Args:
+        leaves: of the result: an output or input of Dynamo's graph by its index, or a constant.
+        spec: the structure of the result.
+        effects: outputs of Dynamo's graph that Python objects get.
+        buffers: outputs of Dynamo's graph that are assigned to buffers, by name.
+        outputs: as in `PythonCall`.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    effects: tuple[int, ...]
+    buffers: Mapping[str, int]
+    outputs: tuple[int | str | None, ...]
+
+
+@dataclass(frozen=True)
+class _Output:
+    """An output of Dynamo's graph."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An input of Dynamo's graph."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class _TracedCall:
+    """A call of a fake copy of a model, as Dynamo traced it.
+
+    Args:
+        inputs: of Dynamo's graph: fake parameters, buffers and arguments, and state.
+        sources: for each input the name of a parameter or buffer, or the index of a leaf of the
+            arguments; None for state.
+        state: by name in the second trace, the index of each input that is state.
+        number_names: by name in the second trace, the numbers that tensors are computed with.
+    """
+
+    twin: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dynamo: DynamoCapture
+    graph_module: fx.GraphModule
+    inputs: list[Any]
+    sources: list[str | int | None]
+    state: dict[str, int]
+    numbers: HostNumbers
+    number_names: dict[str, fx.Node]
+
+    @classmethod
+    def of(
+        cls, call: CapturedCall, compute_dtype: torch.dtype | None, numbers: frozenset[str]
+    ) -> _TracedCall:
+        twin, args, kwargs = fake_copy(call.module, call.args, call.kwargs, compute_dtype)
+        average_on_tensors(twin)
+        make_static(call.module, twin)
+        dynamo = DynamoCapture.of(twin.forward, args, kwargs, numbers)
+        _check_changes(dynamo)
+        if dynamo.graph_module is None:
+            raise CaptureError("`forward` calls no operator on tensors")
+        drop_assertions(dynamo.graph_module)
+        inputs = dynamo.inputs(twin, args, kwargs)
+        host = HostNumbers.of(dynamo.graph_module.graph)
+        # A function may hold the model itself instead of the copy that is traced.
+        both = (call.module, twin)
+        names = {
+            id(tensor): name
+            for module in both
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        }
+        leaves = enumerate(pytree.tree_leaves((args, kwargs)))
+        positions = {id(leaf): i for i, leaf in leaves if isinstance(leaf, Tensor)}
+        sources = [names.get(id(each), positions.get(id(each))) for each in inputs]
+        on_host = set(host.inputs.values())
+        state = {
+            f"state_{i}": i
+            for i, source in enumerate(sources)
+            if source is None and i not in on_host
+        }
+        for i in state.values():
+            _check_state(inputs[i])
+        number_names = {f"number_{i}": node for i, node in enumerate(host.read)}
+        return cls(
+            *(twin, args, kwargs, dynamo, dynamo.graph_module, inputs, sources),
+            *(state, host, number_names),
+        )
+
+    def changes_objects(self) -> bool:
+        """Whether the call changes objects besides the model's buffers."""
+        owners = {
+            id(owner): own_buffers(part).keys()
+            for part in self.twin.modules()
+            for owner in (part, own_buffers(part))
+        }
+        return any(
+            not set(change.attributes or ()) <= owners.get(id(change.value), set())
+            or id(change.value) not in owners
+            for change in self.dynamo.changes
+        )
+
+    def _check_memory(self, kept: Sequence[Tensor]) -> None:
+        """Raises:
+        CaptureError: if a tensor that stays shares memory with a parameter, buffer or state.
+        """
+        sources = zip(self.sources, self.inputs, strict=True)
+        owned = {
+            storage_id(each)
+            for source, each in sources
+            if isinstance(each, Tensor) and not isinstance(source, int)
+        }
+        if any(storage_id(tensor) in owned for tensor in kept):
+            raise CaptureError(
+                "`forward` keeps a view of a parameter, buffer or attribute: `clone()` it"
+            )
+
+    def result(self) -> _Result:
+        """Run the bytecode on the copy, with fake results of the operators."""
+        numbers = self.numbers.values(self.inputs)
+        output = next(n for n in reversed(self.graph_module.graph.nodes) if n.op == "output")
+        nodes: Sequence[Any] = output.args[0]
+        outputs = [numbers[node] if node in numbers else _example(node) for node in nodes]
+        before = _slots(self.twin)
+        with undone_effects(self.dynamo.changes), redirect_stdout(io.StringIO()):
+            returned = self.dynamo.around(lambda *_: outputs)(self.twin, *self.args, **self.kwargs)
+            after = _slots(self.twin)
+        leaves, spec = result_leaves(returned)
+        tensors = [
+            index
+            for index, output in enumerate(outputs)
+            if isinstance(output, Tensor) and index not in self.numbers.outputs
+        ]
+        made = {id(outputs[index]): index for index in tensors}
+        read = {id(t): i for i, t in enumerate(self.inputs) if isinstance(t, Tensor)}
+        plan_leaves = tuple(_plan_leaf(leaf, made, read) for leaf in leaves)
+        buffers = _assigned_buffers(before, after, made)
+        positions: dict[int, Any] = {}
+        for position, leaf in enumerate(plan_leaves):
+            if isinstance(leaf, _Output):
+                positions.setdefault(leaf.index, position)
+        effects = [i for i in tensors if i not in positions and i not in buffers.values()]
+        self._check_memory([outputs[index] for index in (*effects, *buffers.values())])
+        positions |= {index: len(plan_leaves) + n for n, index in enumerate(effects)}
+        positions |= {index: name for name, index in buffers.items()}
+        return _Result(
+            plan_leaves,
+            spec,
+            tuple(effects),
+            buffers,
+            tuple(positions.get(i) for i in range(len(outputs))),
+        )
+
+
+def _slots(module: nn.Module) -> dict[str, Any]:
+    """The parameters, buffers and submodules of a model by path, also those that are None."""
+    return {
+        f"{path}.{name}".removeprefix("."): value
+        for path, part in module.named_modules()
+        for own in (own_parameters(part), own_buffers(part), own_modules(part))
+        for name, value in own.items()
+    }
+
+
+def _assigned_buffers(
+    before: Mapping[str, Any], after: Mapping[str, Any], made: Mapping[int, int]
+) -> dict[str, int]:
+    """The outputs of Dynamo's graph that buffers get, by name.
+
+    Raises:
+        CaptureError: if anything else has changed.
+    """
+    changed = [
+        name for name in {**before, **after} if before.get(name, made) is not after.get(name, made)
+    ]
+    for name in changed:
+        old = before.get(name)
+        if not isinstance(old, Tensor) or isinstance(old, nn.Parameter):
+            raise CaptureError(f"`forward` registers or replaces {name!r}: do it before `plan`")
+        if id(after.get(name)) not in made:
+            raise CaptureError(f"`forward` removes the buffer {name!r}, or makes it another tensor")
+    return {name: made[id(after[name])] for name in changed}
+
+
+def _check_changes(dynamo: DynamoCapture) -> None:
+    assert dynamo.graph_module is not None
+    # Without its cache, what a function draws or changes once would be drawn or changed each time.
+    impure = bool(dynamo.changes) or any(map(_draws, dynamo.graph_module.graph.nodes))
+    if dynamo.cached_functions and impure:
+        raise CaptureError("`forward` calls a function under `functools.lru_cache`")
+    for change in dynamo.changes:
+        if isinstance(change.value, deque) and change.value.maxlen is not None:
+            # TorchDynamo 2.13 appends to it without dropping what no longer fits.
+            raise CaptureError("`forward` appends to a `deque` with `maxlen`")
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph makes a tensor of random numbers."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.startswith(("rand", "normal", "bernoulli", "multinomial"))
+
+
+def _check_state(tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise CaptureError(
+            f"`forward` computes with {tensor!r}, a number that is drawn or changes in each call:"
+            " draw with `torch`, or pass it as a tensor"
+        )
+    if tensor.requires_grad:
+        raise CaptureError(
+            "`forward` reads a tensor of an earlier call that requires a gradient: `detach()` it"
+        )
+    if tensor.is_meta:
+        raise CaptureError(
+            "`forward` reads a tensor on the meta device that is no parameter, buffer or argument:"
+            " register it as a buffer"
+        )
+
+
+def _example(node: Any) -> Any:
+    """A fake tensor of its own for an output of Dynamo's graph."""
+    example = node.meta["example_value"] if isinstance(node, fx.Node) else node
+    return example.view_as(example) if isinstance(example, Tensor) else example
+
+
+def result_leaves(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of what a model returns, and their structure.
+
+    Objects of classes of the user's own, which bytecode rebuilds, are flattened to their tensors.
+    """
+    pytree.register_dataclasses(result)
+    leaves, spec = pytree.tree_flatten(result)
+    if all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+        return leaves, spec
+    return pytree.tree_flatten(_tensors_in(leaves))  # type: ignore[no-any-return]
+
+
+def _plan_leaf(leaf: Any, made: Mapping[int, int], read: Mapping[int, int]) -> Any:
+    if isinstance(leaf, Tensor):
+        if id(leaf) in made:
+            return _Output(made[id(leaf)])
+        return _Input(read[id(leaf)]) if id(leaf) in read else None
+    return leaf if isinstance(leaf, _PLAIN) else None
+
+
+def _tensors_in(value: Any) -> Any:
+    """The tensors in nested containers and objects, as dicts and lists."""
+    if isinstance(value, (Tensor, *_PLAIN)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _tensors_in(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_tensors_in(part) for part in value]
+    if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
+        return {name: _tensors_in(part) for name, part in vars(value).items()}
+    return None
+
+
+def _second_trace(
+    call: CapturedCall, traced: _TracedCall, result: _Result, compute_dtype: torch.dtype | None
+) -> tuple[Graph, dict[str, str]]:
+    """The graph of ATen operators, and the names of its constants by those of state and numbers."""
+    name_modules(traced.graph_module, (call.module, traced.twin))
+    numbers = traced.numbers.values(traced.inputs)
+    constants = {name: traced.inputs[index].detach() for name, index in traced.state.items()}
+    constants |= {name: number_tensor(numbers[n]) for name, n in traced.number_names.items()}
+    tree = ModuleTree(traced.twin, partial(_run, traced, result))
+    mode = next(each.fake_mode for each in traced.inputs if isinstance(each, FakeTensor))
+    # Without values, so that no operator makes a number of one.
+    fakes = {name: fake_tensor(mode, tensor) for name, tensor in constants.items()}
+    losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
+    call_in_autocast(tree, call.autocast)
+    with (
+        traced_autocast(call.autocast) as regions,
+        preserve_tags(),
+        transforms_called_by(as_operators),
+        RecordedEffects(),
+        losses,
+    ):
+        arguments = (traced.args, traced.kwargs, fakes)
+        exported = torch.export.export(tree, arguments, strict=False)
+    restore_users(exported.graph_module)
+    for node in exported.graph.nodes:
+        check_node(node)
+    signature = Signature.of(exported)
+    signature.out_spec = result.spec
+    if constants:
+        placeholders = signature.inputs[-len(constants) :]
+        del signature.inputs[-len(constants) :]
+        signature.constants |= dict(zip(placeholders, constants.values(), strict=True))
+    inline_regions(exported.graph_module)
+    settle_boundaries(exported.graph)
+    trace = Trace(exported.graph, signature, (), (), regions.device_type, compute_dtype)
+    graph = canonical(trace, call)
+    named = {id(tensor): value.name for value, tensor in graph.constants.items()}
+    names = {name: named[id(t)] for name, t in constants.items() if id(t) in named}
+    return graph, names
+
+
+def _run(
+    traced: _TracedCall,
+    result: _Result,
+    tree: nn.Module,
+    leaves: Sequence[Any],
+    constants: Mapping[str, Tensor],
+) -> list[Any]:
+    """Calls the operators of Dynamo's graph on the tensors of a `ModuleTree`."""
+    tensors = {**dict(tree.named_parameters()), **dict(tree.named_buffers())}
+    state = {index: constants[name] for name, index in traced.state.items()}
+    inputs: list[Any] = []
+    for index, source in enumerate(traced.sources):
+        if isinstance(source, str):
+            inputs.append(tensors[source])
+        else:
+            inputs.append(leaves[source] if source is not None else state.get(index))
+    read = {node: constants[name] for name, node in traced.number_names.items()}
+    replaced = dict.fromkeys(traced.numbers.all) | read
+    made = GraphReplay(traced.graph_module, replaced=replaced).run(*inputs)
+    for name, index in result.buffers.items():
+        buffer = tensors[name]
+        if buffer.shape != made[index].shape or buffer.dtype != made[index].dtype:
+            raise CaptureError(
+                f"`forward` assigns a tensor {tuple(made[index].shape)} {made[index].dtype} to the"
+                f" buffer {name!r}, which is {tuple(buffer.shape)} {buffer.dtype}"
+            )
+        with torch.no_grad():
+            buffer.copy_(made[index])
+    returned: list[Any] = []
+    for leaf in result.leaves:
+        if isinstance(leaf, _Output):
+            returned.append(made[leaf.index])
+        else:
+            returned.append(inputs[leaf.index] if isinstance(leaf, _Input) else leaf)
+    return [*returned, *(made[index] for index in result.effects)]
+
+
+def _check_state_unchanged(graph: Graph, state: Mapping[str, int]) -> None:
+    changed = {value.name for value, _ in graph.updates if value.kind is Kind.CONSTANT}
+    if changed & state.keys():
+        raise CaptureError(
+            "`forward` changes a tensor in place that is no parameter or buffer\n"
+            "register it as a buffer (`register_buffer`)"
+        )

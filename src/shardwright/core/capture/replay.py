@@ -1,0 +1,233 @@
+"""Runs the graph of TorchDynamo while `torch.export` traces it to ATen operators.
+
+Dynamo's graph calls functions of `torch` as the user's code does. Its sub-graphs become calls in
+place: checkpointed regions with a tag, custom autograd functions with the gradients of their
+`backward`, and transforms of functions (`torch.vmap`, `torch.func.grad`) as operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import traceback
+
+from shardwright.core.capture.annotations import checkpoint_annotation
+from shardwright.core.capture.autograd_functions import refuse_untrained_checkpoint, traced
+from shardwright.core.capture.transforms import as_operators
+from shardwright.core.torch_internals.operators import HigherOrderOperator
+
+_OPENS_TRANSFORM = frozenset(
+    ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
+)
+_CLOSES_TRANSFORM = frozenset(
+    ("_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting")
+)
+_WITHOUT_EFFECT = frozenset(
+    (
+        "_saved_tensors_hooks_disable",
+        "_saved_tensors_hooks_enable",
+        "lazy_load_decompositions",
+    )
+)
+"""Calls around transforms that concern only the execution of Dynamo's graph itself."""
+
+_INLINED = {"wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
+"""Higher-order operators that only call their sub-graph, with the position of its first input."""
+
+
+class GraphReplay(fx.Interpreter):
+    """Calls the functions of a graph of Dynamo.
+
+    Args:
+        graph_module: the graph; its nodes tell modules and lines of the user's code.
+        annotations: what all operators are tagged with.
+        replaced: values of nodes that are not computed here.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        annotations: Mapping[str, Any] | None = None,
+        replaced: Mapping[fx.Node, Any] | None = None,
+    ) -> None:
+        super().__init__(graph_module, garbage_collect_values=False)
+        self._annotations = dict(annotations or {})
+        self._replaced = dict(replaced or {})
+        self._transforms = _transforms(graph_module.graph.nodes)
+        self._inside_transform: set[fx.Node] = set()
+        self._in_transform = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "placeholder":
+            value = super().run_node(n)  # Takes the next argument, also where it is replaced.
+            return self._replaced.get(n, value)
+        if n in self._replaced:
+            return self._replaced[n]
+        if n in self._inside_transform:
+            return self.env.get(n)
+        if n in self._transforms:
+            return self._transform(self._transforms[n])
+        if self._annotations:
+            n.meta["custom"] = {**self._annotations, **n.meta.get("custom", {})}
+        with traceback.set_current_meta(n):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        name = _function_name(target)
+        if name in _WITHOUT_EFFECT or (
+            name == "set_inplace_requires_grad_allowed" and not self._in_transform
+        ):
+            return None
+        if name == "_get_data_attr":
+            return args[0].detach()
+        if name == "set_" and len(args) == 2:  # An assignment to `tensor.data`.
+            if args[1] is not args[0]:
+                args[0].data = args[1]
+            return args[0]
+        if name.startswith("_lower_version_count"):
+            return args[0]
+        if name == "_enter_autocast":
+            device, dtype, enabled, cache = args
+            region = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+            region.__enter__()  # type: ignore[no-untyped-call]
+            return region
+        if name == "_exit_autocast":
+            args[0].__exit__(None, None, None)
+            return None
+        if isinstance(target, HigherOrderOperator):
+            return self._higher_order(name, target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target == "to" and _keeps_tensor(*args, **kwargs):
+            # Tracing the call would give the parameter itself another, detached, origin.
+            return args[0]
+        return super().call_method(target, args, kwargs)
+
+    def _higher_order(self, name: str, target: Any, args: Any, kwargs: Any) -> Any:
+        if name == "tag_activation_checkpoint":
+            if kwargs.get("use_reentrant"):
+                refuse_untrained_checkpoint(args[1:])
+            annotations = {**self._annotations, **checkpoint_annotation()}
+            return GraphReplay(args[0], annotations).run(*args[1:])
+        if name in _INLINED:
+            return GraphReplay(args[0], self._annotations).run(*args[_INLINED[name] :])
+        if name == "autograd_function_apply":
+            return _autograd_function(args[0], args[1], args[2:])
+        return super().call_function(target, args, kwargs)
+
+    def _transform(self, nodes: Sequence[fx.Node]) -> Any:
+        """The nodes between the beginning and the end of a transform, as operators."""
+        inside = set(nodes)
+        read = {i: None for n in nodes for i in n.all_input_nodes if i not in inside}
+        returned = [n for n in nodes if any(user not in inside for user in n.users)]
+
+        def function(*values: Any) -> list[Any]:
+            env, self.env = self.env, dict(zip(read, values, strict=True))
+            self._in_transform = True
+            try:
+                for node in nodes:
+                    self.env[node] = super(GraphReplay, self).run_node(node)
+                return [self.env[node] for node in returned]
+            finally:
+                self.env, self._in_transform = env, False
+
+        with traceback.set_current_meta(nodes[len(nodes) // 2]):
+            results = as_operators(function, [self.env[n] for n in read], {})
+        self.env.update(zip(returned, results, strict=True))
+        self._inside_transform |= inside
+        return self.env.get(nodes[0])
+
+
+def _keeps_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether `tensor.to(*args, **kwargs)` is the tensor itself; all devices are one here."""
+    given = (*args, *kwargs.values())
+    dtypes = [each.dtype if isinstance(each, Tensor) else each for each in given]
+    flags = [each for each in args if isinstance(each, bool)]  # `non_blocking`, then `copy`.
+    copies = kwargs.get("copy", False) or flags[1:] == [True]
+    others = any(isinstance(each, torch.memory_format) for each in given)
+    return not (copies or others) and all(
+        each == tensor.dtype for each in dtypes if isinstance(each, torch.dtype)
+    )
+
+
+def drop_assertions(graph_module: fx.GraphModule) -> None:
+    """Remove checks of values, which a captured model does not make, with what only they read."""
+    for part in graph_module.modules():
+        for node in reversed(part.graph.nodes) if isinstance(part, fx.GraphModule) else ():
+            if node.users or node.op not in ("call_function", "call_method"):
+                continue
+            is_check = "_assert" in _function_name(node.target)
+            symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+            if is_check or isinstance(node.meta.get("example_value"), symbols):
+                node.graph.erase_node(node)
+
+
+def _function_name(target: Any) -> str:
+    if isinstance(target, HigherOrderOperator):
+        return str(target.name())  # type: ignore[no-untyped-call]
+    return str(getattr(target, "__name__", target))
+
+
+def _transforms(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes of each outermost transform, by its first node."""
+    depth, transforms, current = 0, dict[fx.Node, list[fx.Node]](), list[fx.Node]()
+    for node in nodes:
+        name = _function_name(node.target) if node.op == "call_function" else ""
+        if name in _OPENS_TRANSFORM:
+            current = current if depth else []
+            depth += 1
+        if depth:
+            current.append(node)
+        if name in _CLOSES_TRANSFORM:
+            depth -= 1
+            if depth == 0:
+                transforms[current[0]] = current
+    return transforms
+
+
+def _autograd_function(
+    forward: fx.GraphModule, backward: fx.GraphModule, tensors: Sequence[Any]
+) -> Any:
+    """A custom autograd function, of which Dynamo made one graph for each direction."""
+
+    class Traced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            result, ctx.saved_for_graph = GraphReplay(forward).run(*inputs)
+            return result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return GraphReplay(backward).run(*gradients, *ctx.saved_for_graph)
+
+    differentiable = any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
+    if not (torch.is_grad_enabled() and differentiable):
+        with torch.no_grad():
+            result = GraphReplay(forward).run(*tensors)[0]
+        return result if isinstance(result, (tuple, list)) else (result,)
+    result = traced(Traced, tensors, {})
+    return result if isinstance(result, tuple) else (result,)
+
+
+def name_modules(graph_module: fx.GraphModule, models: Sequence[nn.Module]) -> None:
+    """Write the module calls of Dynamo's nodes as `torch.export` does: by paths.
+
+    Args:
+        models: the model and its copy, whose submodules were called.
+    """
+    paths = {str(id(part)): path for model in models for path, part in model.named_modules()}
+    root = {"": ("", type(models[0]))}
+    for part in graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if node.op in ("placeholder", "output"):
+                continue
+            stack: dict[str, tuple[str, Any]] = dict(root)
+            for key, (_, cls) in (node.meta.get("nn_module_stack") or {}).items():
+                identity, at, repeated = key.partition("@")
+                if paths.get(identity):
+                    stack[key] = paths[identity] + at + repeated, cls
+            node.meta["nn_module_stack"] = stack

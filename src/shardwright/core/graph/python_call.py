@@ -1,0 +1,160 @@
+"""The Python around a captured graph: what one call reads, changes and returns besides tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwright.core.torch_internals.dynamo import DynamoCapture, Guards
+
+
+@dataclass(frozen=True, eq=False)
+class HostNumbers:
+    """The operations of a graph on Python numbers alone, which every rank computes itself.
+
+    Args:
+        inputs: index of the graph input of each number that is an input.
+        nodes: the operations, in order.
+        read: the numbers that operators on tensors read.
+        outputs: by index, the outputs of the graph that are numbers.
+    """
+
+    inputs: Mapping[fx.Node, int]
+    nodes: tuple[fx.Node, ...]
+    read: tuple[fx.Node, ...]
+    outputs: Mapping[int, fx.Node]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> HostNumbers:
+        """Find the numbers in a graph of Dynamo."""
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        inputs = {node: i for i, node in enumerate(placeholders) if _is_number(node)}
+        numbers, nodes = set(inputs), list[fx.Node]()
+        for node in graph.nodes:
+            reads = node.all_input_nodes
+            is_operation = node.op in ("call_function", "call_method")
+            # Dynamo returns a float as a tensor.
+            is_number = _is_symbol(node) or node.target is torch.scalar_tensor
+            if is_operation and reads and numbers.issuperset(reads) and is_number:
+                numbers.add(node)
+                nodes.append(node)
+        output = next(node for node in reversed(graph.nodes) if node.op == "output")
+        read = [n for n in (*inputs, *nodes) if any(_reads(u, numbers, output) for u in n.users)]
+        outputs = {i: n for i, n in enumerate(output.args[0]) if n in numbers}
+        return cls(inputs, tuple(nodes), tuple(read), outputs)
+
+    @property
+    def all(self) -> frozenset[fx.Node]:
+        """All nodes that are numbers."""
+        return frozenset((*self.inputs, *self.nodes))
+
+    def values(self, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+        """The value of each number, for the inputs of the graph."""
+        values: dict[fx.Node, Any] = {}
+        for node, index in self.inputs.items():
+            number = inputs[index]
+            values[node] = number.item() if isinstance(number, Tensor) else number
+        for node in self.nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.target == "item":  # Dynamo passes floats as tensors without dimensions.
+                values[node] = args[0]
+            elif callable(node.target):
+                values[node] = node.target(*args, **kwargs)
+            else:
+                values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+        return values
+
+
+def _is_symbol(node: fx.Node) -> bool:
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(node.meta.get("example_value"), symbols)
+
+
+def _is_number(node: fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    is_float = isinstance(example, Tensor) and example.ndim == 0 and example.dtype == torch.float64
+    items = (user.op == "call_method" and user.target == "item" for user in node.users)
+    return _is_symbol(node) or (is_float and bool(node.users) and all(items))
+
+
+def _reads(user: fx.Node, numbers: set[fx.Node], output: fx.Node) -> bool:
+    return user not in numbers and user is not output
+
+
+ONCE_PER_BATCH = (
+    "`forward` depends on Python state, or changes it, which micro-batches and pipeline stages"
+    " would do several times per batch\nplan with micro_batches=1 and stages=1, or keep the state"
+    " in buffers (`register_buffer`)"
+)
+"""Why a call cannot be split in time."""
+
+
+def number_tensor(number: float | bool) -> Tensor:
+    """A tensor without dimensions, of the dtype as which PyTorch reads a Python number."""
+    dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64}
+    return torch.tensor(number, dtype=dtypes[type(number)])
+
+
+@dataclass(frozen=True, eq=False)
+class PythonCall:
+    """The Python of one captured call, as TorchDynamo recorded it.
+
+    Args:
+        capture: bytecode that replays side effects and rebuilds the result.
+        guards: on the Python state that the call has read.
+        state: by constant of the graph, the input of Dynamo's graph that it stands for: a tensor
+            in a plain attribute, a container or a global variable.
+        numbers: numbers that change between calls.
+        number_constants: by constant of the graph, the number that it stands for.
+        outputs: for each output of Dynamo's graph its index in the outputs of the graph, or the
+            name of the buffer that it is assigned to; None for a number.
+        changes_objects: whether the call changes Python objects besides the model's buffers.
+    """
+
+    capture: DynamoCapture
+    guards: Guards
+    state: Mapping[str, int]
+    numbers: HostNumbers
+    number_constants: Mapping[str, fx.Node]
+    outputs: tuple[int | str | None, ...]
+    changes_objects: bool
+
+    @property
+    def depends_on_calls(self) -> bool:
+        """Whether calling twice with halves of a batch differs from one call with the batch."""
+        return self.changes_objects or bool(self.current)
+
+    @property
+    def current(self) -> frozenset[str]:
+        """The constants of the graph whose values are read anew in each call."""
+        return frozenset((*self.state, *self.number_constants))
+
+    def around(
+        self, program: Callable[[Mapping[str, Tensor]], tuple[Sequence[Any], Mapping[str, Tensor]]]
+    ) -> Callable[..., Any]:
+        """The user's `forward`, `self` first, with `program` in place of its tensor operations.
+
+        Args:
+            program: maps the current tensors of `state` and `number_constants` to the outputs of
+                the graph and the buffers of the model.
+        """
+
+        def run(*inputs: Any) -> list[Any]:
+            numbers = self.numbers.values(inputs)
+            constants = {name: inputs[index] for name, index in self.state.items()}
+            for name, node in self.number_constants.items():
+                constants[name] = number_tensor(numbers[node])
+            outputs, buffers = program(constants)
+            results: list[Any] = []
+            for index, source in enumerate(self.outputs):
+                if source is None:
+                    results.append(numbers[self.numbers.outputs[index]])
+                else:
+                    results.append(buffers[source] if isinstance(source, str) else outputs[source])
+            return results
+
+        return self.capture.around(run)

@@ -1,0 +1,147 @@
+"""Calls of planned models whose Python runs around the program: TorchDynamo's bytecode and guards.
+
+Every rank runs the Python of a call itself: it checks the guards of the programs that it has,
+replays side effects and rebuilds the result. A number that changes between calls becomes an input
+of the program when it is seen to change, so that a counter needs two programs and not one for each
+step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.capture.autocast import Autocast
+from shardwright.core.capture.build_graph import CapturedCall
+from shardwright.core.capture.python_capture import capture_python
+from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.python_call import PythonCall
+from shardwright.core.torch_internals.modules import alias_module
+from shardwright.errors import CaptureError, PlanError
+
+log = logging.getLogger(__name__)
+
+MAX_PROGRAMS = 8
+"""Number of programs for Python states of one shape of the arguments, as of `torch.compile`."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Bound = TypeVar("Bound")
+
+ProgramResults = tuple[Sequence[Any], Mapping[str, Tensor]]
+"""The outputs of the graph, and the buffers of the model by name."""
+
+
+class PythonCalls:
+    """Runs the Python of a planned model on this rank.
+
+    Args:
+        user_module: an object of the user's class that shares the state of the planned module, as
+            guards depend on the class.
+    """
+
+    def __init__(self, user_module: nn.Module, device: torch.device) -> None:
+        self._module = user_module
+        self._device = device
+        self._numbers: frozenset[str] = frozenset()
+
+    def of_copy(self, module: nn.Module) -> PythonCalls:
+        """The calls of a copy of the module."""
+        result = PythonCalls(alias_module(module, type(self._module)), self._device)
+        result._numbers = self._numbers
+        return result
+
+    def holds(self, python: PythonCall | None, call: Call) -> bool:
+        """Whether the Python state of a call is the captured one."""
+        return python is None or python.guards.hold(self._module, *call)
+
+    def matching(
+        self,
+        programs: Mapping[tuple[Any, ...], Bound],
+        python_of: Callable[[Bound], PythonCall | None],
+        situation: tuple[Any, ...],
+        call: Call,
+    ) -> tuple[Any, ...]:
+        """The key of the program for the Python state of a call; of a new one if there is none.
+
+        Args:
+            programs: by `situation`, followed by a number for further Python states.
+
+        Raises:
+            PlanError: if the Python state differs in too many calls.
+        """
+        for number in count():
+            key = (*situation, number) if number else situation
+            if key not in programs:
+                return key
+            python = python_of(programs[key])
+            if python is None or self.holds(python, call):
+                return key
+            failing = python.guards.failing(self._module, *call).strip()
+            if number + 1 == MAX_PROGRAMS:
+                raise PlanError(
+                    f"`forward` of {type(self._module).__name__} depends on Python state that"
+                    f" differs between calls: {failing}\nkeep it in a tensor (`register_buffer`),"
+                    " or pass it as an argument"
+                )
+            self._numbers |= python.guards.changed_numbers(self._module, *call)
+            log.info("another program is needed, as this no longer holds: %s", failing)
+        raise AssertionError
+
+    def capture(self, call: Call, compute_dtype: torch.dtype | None, autocast: Autocast) -> Graph:
+        """Capture the model in its present Python state.
+
+        Raises:
+            CaptureError: if it cannot be captured.
+        """
+        state = {name: value for name, value in vars(self._module).items() if name != "execution"}
+        module = alias_module(self._module, type(self._module), state)
+        captured = CapturedCall(module, *call, autocast)
+        try:
+            return capture_python(captured, compute_dtype, self._numbers)
+        except Exception as error:
+            if not self._numbers:
+                raise _refusal(error, type(module).__name__) from error
+        # A number may be a size or decide a branch: it stays a constant.
+        try:
+            return capture_python(captured, compute_dtype)
+        except Exception as error:
+            raise _refusal(error, type(module).__name__) from error
+
+    def run(
+        self,
+        python: PythonCall,
+        program: Callable[[Mapping[str, Tensor]], ProgramResults],
+        call: Call,
+    ) -> Any:
+        """Run a call, with `program` in place of its tensor operations."""
+        args, kwargs = call
+        return python.around(program)(self._module, *args, **kwargs)
+
+    def results(self, graph: Graph, outputs: Sequence[Any]) -> ProgramResults:
+        """The outputs for the bytecode: what Python objects keep is gathered."""
+        first = graph.out_spec.num_leaves
+        kept = [_gathered(tensor) for tensor in outputs[first:]]
+        return [*outputs[:first], *kept], dict(self._module.named_buffers())
+
+    def on_device(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Current values of constants, where programs run."""
+        return {name: _gathered(tensor).to(self._device) for name, tensor in constants.items()}
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor) and not tensor.requires_grad:
+        return tensor.full_tensor()
+    return tensor
+
+
+def _refusal(error: Exception, model: str) -> CaptureError:
+    if isinstance(error, CaptureError):
+        return error
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return CaptureError(f"`forward` of {model} cannot be captured in this state: {first}")

@@ -1,0 +1,368 @@
+"""TorchDynamo: the graph, the guards and the bytecode of one call of a Python function.
+
+`fullgraph_capture` is the entry point below `torch.compile` and `aot_compile`. It executes the
+bytecode of a function symbolically and returns the graph of its tensor operations, code that
+replays its side effects and rebuilds its result, and guards on all Python state that was read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import CellType, FunctionType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import config
+from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.hooks import Hooks
+from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import GlobalSource
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables import builder
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+from torch._dynamo.variables.misc import NewGlobalVariable
+from torch._guards import TracingContext
+
+DynamoError = TorchDynamoException
+"""What Dynamo raises for Python that it cannot trace."""
+
+_LOGGING = tuple(
+    getattr(logging.Logger, name)
+    for name in ("debug", "info", "warning", "error", "critical", "exception")
+)
+
+_OPTIONS: dict[str, Any] = {
+    # Every size and number is a constant of the graph, unless it was seen to change.
+    "specialize_int": True,
+    "specialize_float": True,
+    "automatic_dynamic_shapes": False,
+    "assume_static_by_default": True,
+    # Recurrent layers and numbers read from tensors are traced: the passes behind Dynamo handle or
+    # refuse them with an error of this library.
+    "allow_rnn": True,
+    # Gradients in `forward` would become `.grad` of parameters, and numpy's random numbers torch's.
+    "trace_autograd_ops": False,
+    "trace_numpy": False,
+    "capture_scalar_outputs": True,
+    "capture_dynamic_output_shape_ops": True,
+    # Forward hooks may be registered between calls.
+    "skip_nnmodule_hook_guards": False,
+    "replay_side_effects": True,
+    "side_effect_replay_policy": "silent",
+    "error_on_nested_fx_trace": False,
+    "reorderable_logging_functions": {print},
+    "ignore_logging_functions": {*_LOGGING, warnings.warn},
+    "suppress_errors": False,
+}
+
+_DYNAMIC_NUMBERS: dict[str, Any] = {
+    "specialize_int": False,
+    "specialize_float": False,
+    "automatic_dynamic_shapes": True,
+    "allow_unspec_int_on_nn_module": True,
+}
+
+_CHECKED_BY_CALLER = frozenset(
+    (
+        # Relations of parameters and arguments, which are other tensors at run time.
+        *("NO_TENSOR_ALIASING", "DUPLICATE_INPUT", "STORAGE_OVERLAPPING"),
+        # Modes around the call; programs are keyed by those that change results.
+        *("DEFAULT_DEVICE", "TORCH_FUNCTION_STATE", "AUTOGRAD_SAVED_TENSORS_HOOKS"),
+        *("DETERMINISTIC_ALGORITHMS", "GLOBAL_STATE", "GRAD_MODE"),
+    )
+)
+
+
+@contextmanager
+def _tracing(numbers: frozenset[str]) -> Iterator[None]:
+    """Context of a capture and of building its guards.
+
+    Args:
+        numbers: sources of Python numbers that become inputs of the graph.
+    """
+
+    def size_entry(tx: Any, name: str, entry: FrameStateSizeEntry, **_: Any) -> Any:
+        return FrameStateSizeEntry(scalar=auto_dynamic) if name in numbers else entry
+
+    options = {**_OPTIONS, **(_DYNAMIC_NUMBERS if numbers else {})}
+    with (
+        config.patch(**options),
+        get_metrics_context(),
+        dynamo_timed("fullgraph_capture"),
+        patch.object(builder, "process_automatic_dynamic", size_entry),
+    ):
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class DynamoCapture:
+    """One call of a function as Dynamo captured it.
+
+    Args:
+        output: Dynamo's graph, bytecode and the state from which guards are built.
+        function: the traced function; methods without `self`.
+        owner: the object that the traced method was bound to, or None.
+        changes: the objects that existed before the call and that it changes.
+        cached_functions: functions under `functools.lru_cache`, whose cache Dynamo ignores.
+    """
+
+    output: CaptureOutput
+    function: FunctionType
+    owner: object | None
+    changes: tuple[ChangedObject, ...]
+    cached_functions: tuple[object, ...]
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        numbers: frozenset[str] = frozenset(),
+    ) -> DynamoCapture:
+        """Trace `function(*args, **kwargs)`; no tensor operation is executed.
+
+        Args:
+            numbers: sources of Python numbers that become inputs of the graph.
+
+        Raises:
+            DynamoError: if Dynamo cannot trace the function as one graph.
+        """
+        changes: list[ChangedObject] = []
+        cached: list[object] = []
+        emit = SideEffects.codegen_update_mutated
+        call = WrapperUserFunctionVariable.call_function
+
+        def recorded(self: SideEffects, *args: Any, **kwargs: Any) -> None:
+            changes[:] = _changed_objects(self)  # Dynamo forgets them once the code is written.
+            emit(self, *args, **kwargs)
+
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if hasattr(self.wrapper_obj, "cache_info"):
+                cached.append(self.wrapper_obj)
+            return call(self, *args, **kwargs)
+
+        # Caches of earlier captures hold fake tensors of their models.
+        torch._dynamo.reset()
+        with (
+            _tracing(numbers),
+            patch.object(SideEffects, "codegen_update_mutated", recorded),
+            patch.object(WrapperUserFunctionVariable, "call_function", called),
+        ):
+            output = fullgraph_capture(function, args, dict(kwargs))
+        traced, owner = get_traced_fn(function)
+        variables = traced.__globals__
+        located = [replace(c, value=variables) if c.value is None else c for c in changes]
+        return cls(output, traced, owner, tuple(located), tuple(cached))
+
+    @property
+    def graph_module(self) -> fx.GraphModule | None:
+        """The graph of tensor operations; None if there are none."""
+        graph_input = self.output.backend_input
+        return None if graph_input is None else graph_input.graph_module
+
+    def scope(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The local variables of a call at its start, by name."""
+        signature = inspect.signature(self.function, follow_wrapped=False)
+        call = signature.bind(owner, *args, **kwargs)
+        call.apply_defaults()
+        cells = zip(
+            self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True
+        )
+        return {**call.arguments, **{name: cell.cell_contents for name, cell in cells}}
+
+    def around(self, program: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+        """The traced function with its tensor operations replaced by `program`.
+
+        It takes what the function takes, with `self` first; calls `program` with the inputs of the
+        graph; changes the Python objects that the function changes; and returns what it returns.
+        """
+        assert self.output.backend_input is not None
+        captured = self.output.graph_capture_output
+        environment = captured.get_runtime_env()
+        # `global` statements write to the dictionary that the code runs in: it must be the module's
+        # own. Dynamo's names in it are unique.
+        scope = self.function.__globals__
+        for name, value in captured.f_globals.items():
+            scope.setdefault(name, value)
+        for name, value in environment.used_globals.items():
+            if name.startswith("__"):
+                scope.setdefault(name, value)
+        for alias, module in captured.import_sources.items():
+            scope.setdefault(alias, _imported(module))
+        scope[self.output.backend_input.backend_id] = program
+        around = FunctionType(
+            captured.bytecode, scope, argdefs=captured.argdefs, closure=captured.closure
+        )
+        around.__kwdefaults__ = captured.kwdefaults
+        return around
+
+    def inputs(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The inputs of the graph for a call. Nothing is executed or changed."""
+        flat: list[Any] = []
+
+        def program(*inputs: Any) -> Sequence[Any]:
+            flat.extend(inputs)
+            raise _InputsReachedError
+
+        try:
+            self.around(program)(owner, *args, **kwargs)
+        except _InputsReachedError:
+            return flat
+        raise AssertionError("Dynamo's bytecode does not call its graph")
+
+    def guards(
+        self,
+        owner: object,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        numbers: frozenset[str],
+        unguarded: frozenset[int],
+    ) -> Guards:
+        """The guards on the Python state that was read, for the objects of a call.
+
+        The objects must be in the state in which they were traced.
+
+        Args:
+            numbers: as for `of`.
+            unguarded: ids of tensors that the caller compares itself: at run time parameters are
+                DTensors, and arguments may be shards.
+        """
+        captured = self.output.graph_capture_output
+        scope = self.scope(owner, args, kwargs)
+        captured.output_graph.local_scope.update(scope)
+        constants: dict[str, Any] = {}
+
+        def keep(entries: Sequence[Any]) -> list[bool]:
+            for entry in entries:
+                if entry.has_value and type(entry.value) in (int, float):
+                    constants[entry.orig_guard.name] = entry.value
+            return [_is_kept(entry, unguarded) for entry in entries]
+
+        with _tracing(numbers):
+            manager = captured.build_guards(
+                self.function.__code__, hooks=Hooks(guard_filter_fn=keep)
+            )
+        return Guards(self, manager, constants)
+
+
+@dataclass(frozen=True, eq=False)
+class ChangedObject:
+    """An object that a traced call changes.
+
+    Args:
+        value: the object; for a global variable the dictionary of its module's variables, or the
+            name of the module.
+        attributes: names of the attributes that are set; None for a container whose contents
+            change.
+        global_name: the name of the global variable that is set.
+    """
+
+    value: Any
+    attributes: tuple[str, ...] | None
+    global_name: str | None = None
+
+
+def _changed_objects(side_effects: SideEffects) -> Iterator[ChangedObject]:
+    existing = {id(item): item for item in side_effects.keepalive}
+    for key, variable in side_effects.id_to_variable.items():
+        is_new = type(variable.mutation_type).__name__.endswith("New")
+        if key not in existing or is_new or not side_effects.is_modified(variable):
+            continue
+        attributes = side_effects.store_attr_mutations.get(variable)
+        names = None if attributes is None else tuple(attributes)
+        if isinstance(variable, NewGlobalVariable):
+            assert names is not None
+            yield ChangedObject(_variables_of(variable.source), None, names[0])
+        else:
+            yield ChangedObject(existing[key], names)
+
+
+def _variables_of(source: Any) -> Any:
+    """Where a global variable is stored: None for the module of the traced function."""
+    if isinstance(source, GlobalSource):
+        return None
+    # `import_source` names the module of another function by an alias of its dotted name.
+    alias: str = source.base.global_name
+    return alias.removeprefix("__import_").replace("_dot_", ".")
+
+
+class _InputsReachedError(Exception):
+    """Ends a call of the bytecode once the inputs of the graph are known."""
+
+
+def _imported(name: str) -> Any:
+    import importlib
+
+    return importlib.import_module(name)
+
+
+def _is_kept(entry: Any, unguarded: frozenset[int]) -> bool:
+    if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
+        return False
+    return not {entry.guard_type, *entry.derived_guard_types} & _CHECKED_BY_CALLER
+
+
+@dataclass(frozen=True, eq=False)
+class Guards:
+    """Guards on the Python state that a capture depends on.
+
+    Args:
+        constants: Python numbers that are constants of the capture, by source.
+    """
+
+    capture: DynamoCapture
+    manager: Any
+    constants: Mapping[str, Any]
+
+    def hold(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call is in the state that was captured."""
+        scope = self.capture.scope(owner, args, kwargs)
+        return bool(self.manager.guard_manager.check(scope))
+
+    def failing(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """The first guard that does not hold, as Python text."""
+        scope = self.capture.scope(owner, args, kwargs)
+        parts = self.manager.guard_manager.check_verbose(scope).verbose_code_parts
+        return str(parts[0]) if parts else ""
+
+    def changed_numbers(
+        self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> frozenset[str]:
+        """Sources of Python numbers that have another value of the same type than captured."""
+        scope = {
+            "L": self.capture.scope(owner, args, kwargs),
+            "G": self.capture.function.__globals__,
+        }
+        return frozenset(
+            source
+            for source, value in self.constants.items()
+            if type(now := _evaluated(source, scope)) is type(value) and now != value
+        )
+
+
+def _evaluated(source: str, scope: dict[str, Any]) -> Any:
+    """The value of a guard's source; None where it no longer exists."""
+    try:
+        return eval(source, dict(scope))
+    except Exception:
+        return None
+
+
+def fake_mode_of_capture() -> Any:
+    """The fake tensor mode of the capture under way; None outside of one."""
+    context = TracingContext.try_get()
+    return None if context is None else context.fake_mode
+
+
+Cell = CellType
+"""A variable of an enclosing function."""
