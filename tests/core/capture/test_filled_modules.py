@@ -61,7 +61,6 @@ FILLED = {
     parameter_of_the_first_call: "makes the parameter 'scale'.*call the model once",
     layer_of_the_first_call: "makes the submodule 'last'.*call the model once",
     another_shape: r"gives the buffer 'mean' another shape or dtype, \[8, 8\].* instead of \[\]",
-    in_a_dict: "changes the attribute 'tables'.*if the model was called before `plan`",
 }
 
 

@@ -36,7 +36,12 @@ from shardwright.core.capture.static_functions import STATIC
 from shardwright.core.deferred import copies_of_attributes
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.activation_checkpoint import checkpointed_calls_in
-from shardwright.core.torch_internals.tensors import FakeTensorMode, data_getter, data_setter
+from shardwright.core.torch_internals.tensors import (
+    FakeTensorMode,
+    copied_results,
+    data_getter,
+    data_setter,
+)
 from shardwright.errors import CaptureError
 
 
@@ -79,7 +84,8 @@ def fake_copy(
     # Tracing changes these where `forward` does.
     memo = {key: t.clone() for key, t in copies_of_attributes(module).items()} | memo
     try:
-        twin = copy.deepcopy(module, memo)
+        with copied_results():
+            twin = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
         raise CaptureError(
             f"`copy.deepcopy` of {type(module).__name__} failed: {error}. Capture works on a copy "

@@ -358,7 +358,7 @@ def result_leaves(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
     leaves, spec = pytree.tree_flatten(result)
     if all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
         return leaves, spec
-    return pytree.tree_flatten(_tensors_in(leaves))  # type: ignore[no-any-return]
+    return pytree.tree_flatten(_tensors_in(leaves))
 
 
 def _plan_leaf(leaf: Any, made: Mapping[int, int], read: Mapping[int, int]) -> Any:

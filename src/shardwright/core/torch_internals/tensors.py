@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -39,6 +41,24 @@ class compare_tensors_by_identity(TorchFunctionMode):  # noqa: N801
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> bool:
         return False
+
+
+@contextmanager
+def copied_results() -> Iterator[None]:
+    """Context in which results of operators that require a gradient can be deep-copied.
+
+    The copies have no history: they are leaves.
+    """
+    deepcopy = Tensor.__deepcopy__
+
+    def copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
+        if self.is_leaf or id(self) in memo:
+            return deepcopy(self, memo)  # type: ignore[no-untyped-call, no-any-return]
+        memo[id(self)] = result = self.detach().clone().requires_grad_()
+        return result
+
+    with patch.object(Tensor, "__deepcopy__", copied):
+        yield
 
 
 def underlying_device(tensor: Tensor) -> torch.device:
