@@ -202,7 +202,7 @@ def looped(net: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "advice"),
     [
-        (functionalized, "call the function itself"),
+        (functionalized, "call the function without it"),
         (branched, "Compute both branches and choose by `torch.where`"),
         (looped, "loop in Python as often as is known"),
     ],

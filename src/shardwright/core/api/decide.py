@@ -18,8 +18,8 @@ from shardwright.core.capture.capture import capture
 from shardwright.core.constraints.shard import pins_of
 from shardwright.core.cost.cluster import LOCAL
 from shardwright.core.graph.graph import Graph
-from shardwright.core.parallel.train_step import check_whole_batch
 from shardwright.core.graph.python_call import ONCE_PER_BATCH
+from shardwright.core.parallel.train_step import check_whole_batch
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import LeftOut
 from shardwright.core.planner.best_candidate import best_candidate

@@ -139,14 +139,14 @@ class _Result:
 
 
 @dataclass(frozen=True)
-class _Output:
+class _OutputLeaf:
     """An output of Dynamo's graph."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class _Input:
+class _InputLeaf:
     """An input of Dynamo's graph."""
 
     index: int
@@ -230,11 +230,12 @@ class _TracedCall:
         """Raises:
         CaptureError: if a tensor that stays shares memory with a parameter, buffer or state.
         """
-        sources = zip(self.sources, self.inputs, strict=True)
+        nodes = (node for node in self.graph_module.graph.nodes if node.op == "placeholder")
+        examples = (node.meta["example_value"] for node in nodes)
         owned = {
-            storage_id(each)
-            for source, each in sources
-            if isinstance(each, Tensor) and not isinstance(source, int)
+            storage_id(example)
+            for source, example in zip(self.sources, examples, strict=True)
+            if isinstance(example, Tensor) and not isinstance(source, int)
         }
         if any(storage_id(tensor) in owned for tensor in kept):
             raise CaptureError(
@@ -263,7 +264,7 @@ class _TracedCall:
         buffers = _assigned_buffers(before, after, made)
         positions: dict[int, Any] = {}
         for position, leaf in enumerate(plan_leaves):
-            if isinstance(leaf, _Output):
+            if isinstance(leaf, _OutputLeaf):
                 positions.setdefault(leaf.index, position)
         effects = [i for i in tensors if i not in positions and i not in buffers.values()]
         self._check_memory([outputs[index] for index in (*effects, *buffers.values())])
@@ -364,8 +365,8 @@ def result_leaves(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
 def _plan_leaf(leaf: Any, made: Mapping[int, int], read: Mapping[int, int]) -> Any:
     if isinstance(leaf, Tensor):
         if id(leaf) in made:
-            return _Output(made[id(leaf)])
-        return _Input(read[id(leaf)]) if id(leaf) in read else None
+            return _OutputLeaf(made[id(leaf)])
+        return _InputLeaf(read[id(leaf)]) if id(leaf) in read else None
     return leaf if isinstance(leaf, _PLAIN) else None
 
 
@@ -453,10 +454,10 @@ def _run(
             buffer.copy_(made[index])
     returned: list[Any] = []
     for leaf in result.leaves:
-        if isinstance(leaf, _Output):
+        if isinstance(leaf, _OutputLeaf):
             returned.append(made[leaf.index])
         else:
-            returned.append(inputs[leaf.index] if isinstance(leaf, _Input) else leaf)
+            returned.append(inputs[leaf.index] if isinstance(leaf, _InputLeaf) else leaf)
     return [*returned, *(made[index] for index in result.effects)]
 
 

@@ -22,6 +22,7 @@ from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.python_capture import capture_python
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import PythonCall
+from shardwright.core.parallel.call import Call
 from shardwright.core.torch_internals.modules import alias_module
 from shardwright.errors import CaptureError, PlanError
 
@@ -30,8 +31,7 @@ log = logging.getLogger(__name__)
 MAX_PROGRAMS = 8
 """Number of programs for Python states of one shape of the arguments, as of `torch.compile`."""
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-Bound = TypeVar("Bound")
+CachedProgram = TypeVar("CachedProgram")
 
 ProgramResults = tuple[Sequence[Any], Mapping[str, Tensor]]
 """The outputs of the graph, and the buffers of the model by name."""
@@ -62,8 +62,8 @@ class PythonCalls:
 
     def matching(
         self,
-        programs: Mapping[tuple[Any, ...], Bound],
-        python_of: Callable[[Bound], PythonCall | None],
+        programs: Mapping[tuple[Any, ...], CachedProgram],
+        python_of: Callable[[CachedProgram], PythonCall | None],
         situation: tuple[Any, ...],
         call: Call,
     ) -> tuple[Any, ...]:

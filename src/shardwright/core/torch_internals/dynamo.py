@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import CellType, FunctionType
+from importlib import import_module
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +31,6 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.misc import NewGlobalVariable
-from torch._guards import TracingContext
 
 DynamoError = TorchDynamoException
 """What Dynamo raises for Python that it cannot trace."""
@@ -198,7 +198,7 @@ class DynamoCapture:
             if name.startswith("__"):
                 scope.setdefault(name, value)
         for alias, module in captured.import_sources.items():
-            scope.setdefault(alias, _imported(module))
+            scope.setdefault(alias, import_module(module))
         scope[self.output.backend_input.backend_id] = program
         around = FunctionType(
             captured.bytecode, scope, argdefs=captured.argdefs, closure=captured.closure
@@ -300,12 +300,6 @@ class _InputsReachedError(Exception):
     """Ends a call of the bytecode once the inputs of the graph are known."""
 
 
-def _imported(name: str) -> Any:
-    import importlib
-
-    return importlib.import_module(name)
-
-
 def _is_kept(entry: Any, unguarded: frozenset[int]) -> bool:
     if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
         return False
@@ -356,13 +350,3 @@ def _evaluated(source: str, scope: dict[str, Any]) -> Any:
         return eval(source, dict(scope))
     except Exception:
         return None
-
-
-def fake_mode_of_capture() -> Any:
-    """The fake tensor mode of the capture under way; None outside of one."""
-    context = TracingContext.try_get()
-    return None if context is None else context.fake_mode
-
-
-Cell = CellType
-"""A variable of an enclosing function."""
