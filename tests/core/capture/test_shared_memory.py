@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwright as sw
 from shardwright.core.capture.capture import capture
 from shardwright.errors import CaptureError
 
@@ -92,12 +93,22 @@ def as_a_view_in_an_attribute(net: Scaled) -> None:
     net.rescale = lambda x: x[:, :2] * net.view
 
 
-@pytest.mark.parametrize("hold", [in_a_lambda, in_a_hook, as_a_view_in_an_attribute])
-def test_a_parameter_that_would_become_a_constant_is_refused_by_name(
+def test_a_view_of_a_parameter_that_would_become_a_constant_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"'scale' is also read otherwise.*through `self`"):
+        capture(Scaled(as_a_view_in_an_attribute), (torch.randn(8, 4),))
+
+
+@pytest.mark.parametrize("hold", [in_a_lambda, in_a_hook])
+def test_a_parameter_that_a_function_of_the_model_reads_is_trained(
     hold: Callable[[Scaled], None],
 ) -> None:
-    with pytest.raises(CaptureError, match=r"'scale' is also read otherwise.*through `self`"):
-        capture(Scaled(hold), (torch.randn(8, 4),))
+    net, batch = Scaled(hold), (torch.randn(8, 4),)
+    plan = sw.plan(net, batch, devices=4)
+    assert "scale" in plan.parameters
+    planned = sw.parallelize(net, sw.plan(net, batch, devices=1))
+    planned(*batch).backward()
+    parameter = dict(planned.named_parameters())["scale"]
+    assert parameter.grad is not None and parameter.grad.abs().sum() > 0
 
 
 def test_a_method_in_an_attribute_reads_parameters() -> None:
