@@ -79,21 +79,14 @@ def _apply(
 
 def _checkpointed(args: tuple[Any, ...]) -> Any:
     function, _, *inputs = args
-    refuse_untrained_checkpoint(inputs)
-    with tagging_checkpoint():
-        return function(*inputs)
-
-
-def refuse_untrained_checkpoint(inputs: Sequence[Any]) -> None:
-    """Raises:
-    CaptureError: if no input of a reentrant checkpoint requires a gradient.
-    """
     trained = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
     if torch.is_grad_enabled() and not trained:
         raise CaptureError(
             "`checkpoint(…, use_reentrant=True)` gives no gradients to the parameters of a "
             "function whose inputs require none. Use `use_reentrant=False`."
         )
+    with tagging_checkpoint():
+        return function(*inputs)
 
 
 def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

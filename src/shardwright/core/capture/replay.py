@@ -15,9 +15,10 @@ from torch import Tensor, fx, nn
 from torch.fx import traceback
 
 from shardwright.core.capture.annotations import checkpoint_annotation
-from shardwright.core.capture.autograd_functions import refuse_untrained_checkpoint, traced
+from shardwright.core.capture.autograd_functions import traced
 from shardwright.core.capture.transforms import as_operators
 from shardwright.core.torch_internals.operators import HigherOrderOperator
+from shardwright.errors import CaptureError
 
 _OPENS_TRANSFORM = frozenset(
     ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
@@ -110,7 +111,9 @@ class GraphReplay(fx.Interpreter):
     def _higher_order(self, name: str, target: Any, args: Any, kwargs: Any) -> Any:
         if name == "tag_activation_checkpoint":
             if kwargs.get("use_reentrant"):
-                refuse_untrained_checkpoint(args[1:])
+                # Its parameters are inputs here too: whether another one requires a gradient,
+                # without which reentrant checkpointing trains nothing, cannot be told.
+                raise CaptureError("`checkpoint(…, use_reentrant=True)`: use `use_reentrant=False`")
             annotations = {**self._annotations, **checkpoint_annotation()}
             return GraphReplay(args[0], annotations).run(*args[1:])
         if name in _INLINED:
