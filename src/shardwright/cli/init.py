@@ -83,7 +83,7 @@ def init_command(
     files = available_files()
     if name is None:
         if out is not None:
-            raise typer.BadParameter("--out needs a name")
+            raise typer.BadParameter("--out requires NAME, the configuration to write")
         for line in listing_lines(files):
             typer.echo(line)
         return

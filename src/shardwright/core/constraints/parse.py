@@ -368,20 +368,20 @@ def divisors(number: int, limit: int) -> str:
 
 
 def mesh_of(
-    devices: int, layouts: Iterable[tuple[str, TensorLayout]], nodes: Iterable[int] = ()
+    devices: int, layouts: Iterable[tuple[str, TensorLayout]], group_sizes: Iterable[int] = ()
 ) -> DeviceMatrix:
-    """Return the device matrix of prime axes on which all `layouts` can be expressed.
+    """Return a device matrix with axes of prime size on which all `layouts` can be expressed.
 
     Args:
         devices: number of devices of one pipeline stage.
-        layouts: pairs of the name of the operator or parameter, for errors, and its layout.
-        nodes: number of consecutive devices that each level of the interconnect joins, ascending.
-            Where the layouts allow it, the devices of a node make up the innermost axes, so that
-            these axes do not cross nodes: 24 devices, 8 per node, are (3, 2, 2, 2).
+        layouts: `(name, layout)` pairs; errors mention the name, that of an operator or parameter.
+        group_sizes: devices per group at each level of the interconnect, ascending: `(8,)` for
+            nodes of 8. Where the layouts allow it, a group occupies the innermost axes, so that
+            these do not cross nodes: 24 devices, 8 per node, give (3, 2, 2, 2).
 
     Raises:
-        LayoutError: if a layout has another number of devices, or no device matrix can express all
-            layouts.
+        LayoutError: if a layout has a different number of devices, or no device matrix can express
+            all layouts.
     """
     named = list(layouts)
     for where, layout in named:
@@ -401,8 +401,8 @@ def mesh_of(
     except LayoutError as error:
         users = ", ".join(f"{where} {matrix}" for matrix, where in plain.items())
         raise LayoutError(with_note(error, f"; used by {users}")) from None
-    for node in nodes:
-        per_node = gcd(devices, node)
+    for group_size in group_sizes:
+        per_node = gcd(devices, group_size)
         # Layouts take precedence: a level of the interconnect that does not nest with them is
         # ignored.
         with suppress(LayoutError):

@@ -139,21 +139,24 @@ def _work(
         forward_bytes=forward,
         backward_bytes=backward,
         gradients=count,
-        sides=_sides(op, rule, flops),
+        sides=_matmul_dims(op, rule, flops),
         kind="attention" if op.target in _ATTENTION else kind,
     )
 
 
-def _sides(
+def _matmul_dims(
     op: Op, rule: ShardingRule | None, flops: float
 ) -> tuple[tuple[float, frozenset[str]], ...]:
-    """Dimensions m, n and k of a matrix product, or of a convolution as one (im2col)."""
+    """Size and factors of m, n and k of a matrix product, or of a convolution as im2col.
+
+    Empty for other operators.
+    """
     if rule is None or not flops or op.target in _ATTENTION | _RECURRENT or len(op.inputs) < 2:
         return ()
     if isinstance(op.target, LocalCall):
         return ()
     if op.target is experts:
-        expert_sides = _expert_sides(op)
+        expert_sides = _expert_matmul_dims(op)
         return tuple(
             zip(expert_sides, (_tokens(rule), frozenset("i"), frozenset[str]()), strict=True)
         )
@@ -270,7 +273,7 @@ def _expert_flops(op: Op) -> float:
     return float(2.0 * arguments["ids"].numel * expert_numel)
 
 
-def _expert_sides(op: Op) -> tuple[float, float, float]:
+def _expert_matmul_dims(op: Op) -> tuple[float, float, float]:
     """Dimensions m, n and k of one expert's first matrix product, with balanced routing."""
     arguments = call_arguments(op)
     count, *_, hidden = arguments["gate_up"].shape
@@ -281,7 +284,7 @@ def _dispatched_tensors(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozense
     """Bytes and factors of tokens sorted by expert, with their results, and of the hidden layer."""
     arguments = call_arguments(op)
     rows, factors = arguments["ids"].numel * op.output.itemsize, _tokens(rule) | {"e"}
-    _, columns, hidden = _expert_sides(op)
+    _, columns, hidden = _expert_matmul_dims(op)
     intermediate = int(columns) + arguments["down"].shape[-1]
     return (2 * rows * int(hidden), factors), (rows * intermediate, factors | {"i"})
 

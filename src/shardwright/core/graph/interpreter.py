@@ -82,12 +82,12 @@ def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != value.shape:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
                 raise CaptureError(
-                    f"{value.name}: the model was captured for shape {value.shape}, not {got}\n"
-                    "call it with this shape, or capture it again"
+                    f"{value.name}: the model was captured for shape {value.shape}, but called"
+                    f" with {got}\ncall it with {value.shape}, or capture it again"
                 )
         elif leaf != value:
             raise CaptureError(
-                f"the model was captured with the constant {value!r}, not with {leaf!r}\n"
-                "call it with this value, or capture it again"
+                f"the model was captured for the argument {value!r}, but called with {leaf!r}\n"
+                f"call it with {value!r}, or capture it again"
             )
     return leaves

@@ -315,7 +315,7 @@ class Analysis:
     def _reduced_state(self, op: Op, rule: ShardingRule, factor: str) -> SampleState:
         """State of an output that lacks the sample dimension."""
         if _is_mean_over_targets(op):
-            self._divide_by_count(op)
+            self._record_loss_denominator(op)
             return SUM
         reduction = call_arguments(op).get("reduction")
         averages = op.short_name == "mean" or reduction == MEAN
@@ -325,7 +325,7 @@ class Analysis:
             raise UnsplittableError(op, "reduces samples to other than their mean or sum")
         return AVERAGE if averages else SUM
 
-    def _divide_by_count(self, op: Op) -> None:
+    def _record_loss_denominator(self, op: Op) -> None:
         arguments = call_arguments(op)
         counted = [v for v in (arguments["target"], arguments["weight"]) if v is not None]
         if not self.free.issuperset(counted):

@@ -16,7 +16,7 @@ MOST_CANDIDATES = 6
 
 
 class JoinedDims:
-    """Which dimensions of tensors are one, by the rules of the operators between them.
+    """Groups dimensions of tensors that the rules of the operators between them join.
 
     Args:
         graph: of the whole batch.

@@ -87,7 +87,10 @@ def _mark_stage(
 
 
 class StageTensor(Tensor):
-    """A tensor from an incomplete state dict, or computed from one; rejects pickling."""
+    """A tensor from the state dict of one pipeline stage, or computed from such a tensor.
+
+    It rejects pickling, as a checkpoint of one stage would be incomplete.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refuse_saving(STAGE)

@@ -52,10 +52,11 @@ class PlanKind:
         return self.in_words((self.level,))
 
     def in_words(self, levels: Iterable[str], show_micro_batches: bool = True) -> str:
-        """Describe several kinds that differ from this one only in their ZeRO level.
+        """Describe plan kinds that are equal but for their ZeRO level, as one phrase.
 
         Args:
-            levels: the ZeRO level of each kind; empty without sharding.
+            levels: the ZeRO levels to list; an empty string means that parameters, gradients and
+                optimizer state are not sharded.
             show_micro_batches: whether to include the number of micro-batches.
         """
         words = [

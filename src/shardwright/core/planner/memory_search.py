@@ -83,11 +83,11 @@ class MemorySearch:
     def add(
         self, bound: float, entry: QueuedCandidate | AttemptGroups, seconds: float = 0.0
     ) -> None:
-        """Queue an entry whose step takes at least `bound` seconds.
+        """Queue an entry, ordered by its lower bound on step time, `max(bound, seconds)`.
 
         Args:
-            seconds: lower bound that follows from the entry itself, while `bound` may be that of
-                the entry it was derived from. Ties of `bound` go to the entry with fewer `seconds`.
+            bound: lower bound in seconds, possibly inherited from the entry it was derived from.
+            seconds: lower bound in seconds of the entry itself; breaks ties, smallest first.
         """
         heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
 

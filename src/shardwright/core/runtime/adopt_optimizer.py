@@ -112,8 +112,9 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
             if origin not in model_origins:
                 raise PlanError(
                     f"parameter {index} of group {number} of the optimizer, of shape "
-                    f"{tuple(parameter.shape)}, is not a parameter of the model that was planned\n"
-                    "make the optimizer over the parameters of that model, or of the planned model"
+                    f"{tuple(parameter.shape)}, belongs neither to the original model nor to the"
+                    " planned one\ncreate the optimizer from the parameters of the model that is"
+                    " passed to `plan`, or of the model that `parallelize` returns"
                 )
             if origin in planned_by_origin:
                 parameters.append(planned_by_origin[origin])

@@ -229,7 +229,8 @@ def saved_dataset(path: Path, column: str) -> Any:
         raise DataError(
             f"{path}: the dataset has no column `{column}`, only"
             f" {', '.join(dataset.column_names)}\n"
-            "set `data.name` to tokens for a column `input_ids`, and to text for a column `text`"
+            "set `data.name: tokens` to read the column `input_ids`, or `data.name: text` to read"
+            " the column `text`"
         )
     return dataset
 

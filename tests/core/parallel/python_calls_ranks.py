@@ -1,0 +1,169 @@
+"""What `test_python_calls.py` runs on every rank: Python state that changes in each call."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import shardwright as sw
+from torchrun import run_checks
+
+STEPS, WIDTH = 4, 8
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Counter(Net):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.hidden(x).square().mean() * self.calls
+
+
+class Annealed(Net):
+    temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.temperature = self.temperature * 0.9
+        return (self.hidden(x) / self.temperature).square().mean()
+
+
+class Masked(Net):
+    mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None or len(self.mask) != len(x):
+            self.mask = torch.ones(len(x), len(x)).tril()
+        return (self.mask @ self.hidden(x)).square().mean()
+
+
+class Averaging(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return (hidden - self.mean).square().mean()
+
+
+class Result:
+    """An object of a class that PyTorch knows nothing of."""
+
+    def __init__(self, loss: Tensor, hidden: Tensor) -> None:
+        self.loss, self.hidden = loss, hidden
+
+
+class Returning(Net):
+    def forward(self, x: Tensor) -> Result:
+        hidden = self.hidden(x)
+        return Result(hidden.square().mean(), hidden)
+
+
+class Listing(Net):
+    def forward(self, x: Tensor, hidden: list[Any]) -> Tensor:
+        hidden.append(self.hidden(x))
+        return hidden[-1].square().mean()
+
+
+def loss_of(result: Any) -> Tensor:
+    loss: Tensor = result if isinstance(result, Tensor) else result.loss
+    return loss
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def batches() -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(16, WIDTH) for _ in range(STEPS)]
+
+
+def trained(net: nn.Module, *more: Callable[[], Any]) -> list[float]:
+    """The losses of a few steps."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for x in batches():
+        loss = loss_of(net(x, *(make() for make in more)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(full(loss.detach()).item())
+    return losses
+
+
+def check_equal(make: type[Net], *more: Callable[[], Any]) -> nn.Module:
+    """Asserts that losses, parameters and plain attributes are those of one device."""
+    eager, net = make(), make()
+    sw.shard(net.first, in_strategy=((1, 1), (2, 1)))
+    planned = sw.parallelize(net, sw.plan(net, (batches()[0], *(m() for m in more)), devices=2))
+    losses = trained(planned, *more)
+    torch.testing.assert_close(losses, trained(eager, *more), rtol=1e-4, atol=1e-5)
+    assert any(isinstance(parameter, DTensor) for parameter in planned.parameters())
+    for wanted, parameter in zip(eager.parameters(), planned.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter), wanted, rtol=1e-4, atol=1e-5)
+    for name in ("calls", "temperature", "mask", "mean"):
+        wanted, value = getattr(eager, name, None), getattr(planned, name, None)
+        value = full(value) if isinstance(value, Tensor) else value
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
+    return planned
+
+
+def numbers_of_attributes() -> None:
+    for make in (Counter, Annealed):
+        planned = check_equal(make)
+        # The number of the class, that of the object, and then one that is an input.
+        assert len(planned.execution._forwards) == 3
+
+
+def tensors_in_attributes() -> None:
+    check_equal(Masked)
+    check_equal(Averaging)
+
+
+def objects_and_arguments() -> None:
+    planned = check_equal(Returning)
+    assert type(planned(batches()[0])) is Result
+    check_equal(Listing, list)
+
+
+def evaluation_and_copies() -> None:
+    planned = check_equal(Counter)
+    planned.eval()
+    with torch.no_grad():
+        planned(batches()[0][:6])
+    assert planned.calls == STEPS + 1
+    copied = copy.deepcopy(planned)
+    copied(batches()[0])
+    assert (planned.calls, copied.calls) == (STEPS + 1, STEPS + 2)
+
+
+CHECKS = (
+    numbers_of_attributes,
+    tensors_in_attributes,
+    objects_and_arguments,
+    evaluation_and_copies,
+)
+
+if __name__ == "__main__":
+    run_checks(CHECKS)
