@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -99,6 +101,10 @@ def number_tensor(number: float | bool) -> Tensor:
     return torch.tensor(number, dtype=dtypes[type(number)])
 
 
+ConstantsProgram = Callable[[Mapping[str, Tensor]], tuple[Sequence[Any], Mapping[str, Tensor]]]
+"""Maps current values of constants of a graph to its outputs and the buffers of the model."""
+
+
 @dataclass(frozen=True, eq=False)
 class PythonCall:
     """The Python of one captured call, as TorchDynamo recorded it.
@@ -133,28 +139,51 @@ class PythonCall:
         """The constants of the graph whose values are read anew in each call."""
         return frozenset((*self.state, *self.number_constants))
 
-    def around(
-        self, program: Callable[[Mapping[str, Tensor]], tuple[Sequence[Any], Mapping[str, Tensor]]]
-    ) -> Callable[..., Any]:
-        """The user's `forward`, `self` first, with `program` in place of its tensor operations.
+    def run(
+        self, program: ConstantsProgram, owner: object, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run the user's `forward` with `program` in place of its tensor operations.
 
         Args:
             program: maps the current tensors of `state` and `number_constants` to the outputs of
                 the graph and the buffers of the model.
+            owner: the model, as an object of the user's class.
         """
+        # A stack, as `forward` of one model may call another one.
+        self._programs.append(program)
+        try:
+            return self._bytecode(owner, *args, **kwargs)
+        finally:
+            self._programs.pop()
 
-        def run(*inputs: Any) -> list[Any]:
-            numbers = self.numbers.values(inputs)
-            constants = {name: inputs[index] for name, index in self.state.items()}
-            for name, node in self.number_constants.items():
-                constants[name] = number_tensor(numbers[node])
-            outputs, buffers = program(constants)
-            results: list[Any] = []
-            for index, source in enumerate(self.outputs):
-                if source is None:
-                    results.append(numbers[self.numbers.outputs[index]])
-                else:
-                    results.append(buffers[source] if isinstance(source, str) else outputs[source])
-            return results
+    @cached_property
+    def _programs(self) -> list[ConstantsProgram]:
+        return []
 
-        return self.capture.around(run)
+    @cached_property
+    def _bytecode(self) -> Callable[..., Any]:
+        # The bytecode finds its program in the global variables of the user's module, which must
+        # not keep this object alive.
+        reference = weakref.ref(self)
+
+        def outputs(*inputs: Any) -> list[Any]:
+            call = reference()
+            assert call is not None
+            return call._outputs(inputs)
+
+        return self.capture.around(outputs)
+
+    def _outputs(self, inputs: Sequence[Any]) -> list[Any]:
+        """The outputs of Dynamo's graph."""
+        numbers = self.numbers.values(inputs)
+        constants = {name: inputs[index] for name, index in self.state.items()}
+        for name, node in self.number_constants.items():
+            constants[name] = number_tensor(numbers[node])
+        outputs, buffers = self._programs[-1](constants)
+        results: list[Any] = []
+        for index, source in enumerate(self.outputs):
+            if source is None:
+                results.append(numbers[self.numbers.outputs[index]])
+            else:
+                results.append(buffers[source] if isinstance(source, str) else outputs[source])
+        return results

@@ -21,7 +21,7 @@ from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.python_capture import capture_python
 from shardwright.core.graph.graph import Graph
-from shardwright.core.graph.python_call import PythonCall
+from shardwright.core.graph.python_call import ConstantsProgram, PythonCall
 from shardwright.core.parallel.call import Call
 from shardwright.core.torch_internals.modules import alias_module
 from shardwright.errors import CaptureError, PlanError
@@ -75,23 +75,30 @@ class PythonCalls:
         Raises:
             PlanError: if the Python state differs in too many calls.
         """
+        failed: PythonCall | None = None
         for number in count():
             key = (*situation, number) if number else situation
             if key not in programs:
-                return key
+                break
             python = python_of(programs[key])
             if python is None or self.holds(python, call):
                 return key
-            failing = python.guards.failing(self._module, *call).strip()
-            if number + 1 == MAX_PROGRAMS:
-                raise PlanError(
-                    f"`forward` of {type(self._module).__name__} depends on Python state that"
-                    f" differs between calls: {failing}\nkeep it in a tensor (`register_buffer`),"
-                    " or pass it as an argument"
-                )
-            self._numbers |= python.guards.changed_numbers(self._module, *call)
-            log.info("another program is needed, as this no longer holds: %s", failing)
-        raise AssertionError
+            failed = python
+        if failed is not None:
+            self._learn(failed, number, call)
+        return key
+
+    def _learn(self, failed: PythonCall, num_programs: int, call: Call) -> None:
+        """Note which numbers differ from those of the last program that did not match."""
+        guard = failed.guards.failing(self._module, *call).strip()
+        if num_programs == MAX_PROGRAMS:
+            raise PlanError(
+                f"`forward` of {type(self._module).__name__} depends on Python state that differs"
+                f" between calls: {guard}\nkeep it in a tensor (`register_buffer`), or pass it as"
+                " an argument"
+            )
+        self._numbers |= failed.guards.changed_numbers(self._module, *call)
+        log.info("another program is needed, as this no longer holds: %s", guard)
 
     def capture(self, call: Call, compute_dtype: torch.dtype | None, autocast: Autocast) -> Graph:
         """Capture the model in its present Python state.
@@ -116,12 +123,11 @@ class PythonCalls:
     def run(
         self,
         python: PythonCall,
-        program: Callable[[Mapping[str, Tensor]], ProgramResults],
+        program: ConstantsProgram,
         call: Call,
     ) -> Any:
         """Run a call, with `program` in place of its tensor operations."""
-        args, kwargs = call
-        return python.around(program)(self._module, *args, **kwargs)
+        return python.run(program, self._module, *call)
 
     def results(self, graph: Graph, outputs: Sequence[Any]) -> ProgramResults:
         """The outputs for the bytecode: what Python objects keep is gathered."""

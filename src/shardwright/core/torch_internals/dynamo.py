@@ -10,15 +10,16 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor, fx
 from torch._dynamo import config
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
@@ -33,7 +34,7 @@ from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.misc import NewGlobalVariable
 
 DynamoError = TorchDynamoException
-"""What Dynamo raises for Python that it cannot trace."""
+"""Raised for Python that Dynamo cannot trace."""
 
 _LOGGING = tuple(
     getattr(logging.Logger, name)
@@ -151,8 +152,6 @@ class DynamoCapture:
                 cached.append(self.wrapper_obj)
             return call(self, *args, **kwargs)
 
-        # Caches of earlier captures hold fake tensors of their models.
-        torch._dynamo.reset()
         with (
             _tracing(numbers),
             patch.object(SideEffects, "codegen_update_mutated", recorded),
@@ -170,10 +169,13 @@ class DynamoCapture:
         graph_input = self.output.backend_input
         return None if graph_input is None else graph_input.graph_module
 
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.function, follow_wrapped=False)
+
     def scope(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The local variables of a call at its start, by name."""
-        signature = inspect.signature(self.function, follow_wrapped=False)
-        call = signature.bind(owner, *args, **kwargs)
+        call = self._signature.bind(owner, *args, **kwargs)
         call.apply_defaults()
         cells = zip(
             self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True
@@ -199,11 +201,13 @@ class DynamoCapture:
                 scope.setdefault(name, value)
         for alias, module in captured.import_sources.items():
             scope.setdefault(alias, import_module(module))
-        scope[self.output.backend_input.backend_id] = program
+        backend_id = self.output.backend_input.backend_id
+        scope[backend_id] = program
         around = FunctionType(
             captured.bytecode, scope, argdefs=captured.argdefs, closure=captured.closure
         )
         around.__kwdefaults__ = captured.kwdefaults
+        weakref.finalize(around, _forget, scope, backend_id, program)
         return around
 
     def inputs(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -252,6 +256,7 @@ class DynamoCapture:
             manager = captured.build_guards(
                 self.function.__code__, hooks=Hooks(guard_filter_fn=keep)
             )
+        captured.output_graph.local_scope.clear()  # It would keep the batch.
         return Guards(self, manager, constants)
 
 
@@ -294,6 +299,12 @@ def _variables_of(source: Any) -> Any:
     # `import_source` names the module of another function by an alias of its dotted name.
     alias: str = source.base.global_name
     return alias.removeprefix("__import_").replace("_dot_", ".")
+
+
+def _forget(scope: dict[str, Any], name: str, value: object) -> None:
+    """Remove a global variable, unless it has got another value since."""
+    if scope.get(name) is value:
+        del scope[name]
 
 
 class _InputsReachedError(Exception):
