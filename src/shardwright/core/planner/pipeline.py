@@ -25,7 +25,7 @@ class Pipeline(ModuleWrapper):
     """A model to be run in pipeline stages on micro-batches.
 
     It has the parameters, buffers and parameter names of `net`. `sw.plan` divides it into stages;
-    before that, a call runs the micro-batches one after another on one device.
+    before that, a call returns the loss that a planned step trains, on one device.
 
     Args:
         net: model that returns its loss.
@@ -66,20 +66,22 @@ class Pipeline(ModuleWrapper):
         return self._wrapped[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        # The reference that plans are compared with. The loss of the batch is no mean of those of
+        # micro-batches where they divide by different numbers.
         results = []
-        # The reference that plans are compared with: the same micro-batches, on one device.
-        for index in range(self.micro_batches):
-            micro_leaves = micro_batch(leaves, index, self.micro_batches)
-            micro_args, micro_kwargs = pytree.tree_unflatten(micro_leaves, spec)
+        count = self.micro_batches if self.loss_reduction == "sum" else 1
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for index in range(count):
+            micro_args, micro_kwargs = pytree.tree_unflatten(
+                micro_batch(leaves, index, count), spec
+            )
             results.append(self.net(*micro_args, **micro_kwargs))
         if not isinstance(results[0], torch.Tensor) or results[0].ndim:
             raise StrategyError(
                 "Pipeline: the model must return its loss, a tensor of one element without"
                 " dimensions\nfor other outputs, call the model itself, `pipeline.net(...)`"
             )
-        total = torch.stack(results).sum()
-        return total / self.micro_batches if self.loss_reduction == "mean" else total
+        return torch.stack(results).sum()
 
 
 def merged_options(options: PlanOptions, pipeline: Pipeline) -> PlanOptions:
