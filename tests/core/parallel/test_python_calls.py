@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from core.parallel.python_calls_ranks import CHECKS, Counter, Returning, batches
+from core.parallel.python_calls_ranks import CHECKS, Counter, Returning, batches, trained
 from torchrun import checks_on_ranks
 
 test_python_state_changes_as_on_one_device = checks_on_ranks(CHECKS, 2)
@@ -35,6 +38,54 @@ def test_check_compares_calls_from_the_same_state() -> None:
     net, batch = Counter(), (batches()[0],)
     assert sw.check(net, batch, None, sw.plan(net, batch, devices=2)).passes()
     assert net.calls == 0
+
+
+class Following(Counter):
+    """Penalizes the distance to the weights of the last call."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.first.weight
+        distance = 0 if self.last is None else (weight - self.last).square().sum()
+        self.last = weight.detach().clone()
+        return self.hidden(x).square().mean() + distance
+
+
+def test_a_copy_of_a_parameter_stays_what_it_was() -> None:
+    net, eager = Following(), Following()
+    planned = sw.parallelize(net, sw.plan(net, (batches()[0],), devices=1))
+    torch.testing.assert_close(trained(planned), trained(eager))
+    torch.testing.assert_close(planned.last, eager.last)
+
+
+def in_an_attribute(net: Counter, x: Tensor) -> Tensor:
+    return net.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+
+
+def in_a_list(net: Counter, x: Tensor) -> Tensor:
+    net.tables[0][:2] = x.detach().mean(0)[:2]
+    return net.tables[0]
+
+
+def as_a_view(net: Counter, x: Tensor) -> Tensor:
+    net.view = net.first.bias.detach()
+    return net.view[0]
+
+
+@pytest.mark.parametrize("change", [in_an_attribute, in_a_list, as_a_view])
+def test_tensors_that_a_program_could_not_change_are_refused(
+    change: Callable[[Any, Tensor], Tensor],
+) -> None:
+    class Changing(Counter):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.hidden(x - change(self, x)).square().mean()
+
+    net = Changing()
+    net.mean, net.tables = torch.zeros(8), [torch.zeros(8)]
+    with pytest.raises(sw.CaptureError, match="`forward` changes the attribute"):
+        sw.plan(net, (batches()[0],), devices=1)
 
 
 class Growing(nn.Module):

@@ -45,7 +45,7 @@ from shardwright.core.capture.static_modules import make_static
 from shardwright.core.capture.trace import Trace, canonical, check_node
 from shardwright.core.capture.transforms import as_operators
 from shardwright.core.capture.undone_effects import undone_effects
-from shardwright.core.graph.graph import Graph, Kind
+from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import HostNumbers, PythonCall, number_tensor
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dynamo import DynamoCapture
@@ -97,7 +97,6 @@ def capture_python(
         result.outputs,
         traced.changes_objects(),
     )
-    _check_state_unchanged(graph, state)
     seconds = time.perf_counter() - started
     return replace(graph, python=python, capture_seconds=seconds)
 
@@ -183,9 +182,9 @@ class _TracedCall:
         average_on_tensors(twin)
         make_static(call.module, twin)
         dynamo = DynamoCapture.of(twin.forward, args, kwargs, numbers)
-        _check_changes(dynamo)
         if dynamo.graph_module is None:
             raise CaptureError("`forward` calls no operator on tensors")
+        _check_changes(dynamo, dynamo.graph_module.graph)
         drop_assertions(dynamo.graph_module)
         inputs = dynamo.inputs(twin, args, kwargs)
         host = HostNumbers.of(dynamo.graph_module.graph)
@@ -309,10 +308,9 @@ def _assigned_buffers(
     return {name: made[id(after[name])] for name in changed}
 
 
-def _check_changes(dynamo: DynamoCapture) -> None:
-    assert dynamo.graph_module is not None
+def _check_changes(dynamo: DynamoCapture, graph: fx.Graph) -> None:
     # Without its cache, what a function draws or changes once would be drawn or changed each time.
-    impure = bool(dynamo.changes) or any(map(_draws, dynamo.graph_module.graph.nodes))
+    impure = bool(dynamo.changes) or any(map(_draws, graph.nodes))
     if dynamo.cached_functions and impure:
         raise CaptureError("`forward` calls a function under `functools.lru_cache`")
     for change in dynamo.changes:
@@ -459,12 +457,3 @@ def _run(
         else:
             returned.append(inputs[leaf.index] if isinstance(leaf, _InputLeaf) else leaf)
     return [*returned, *(made[index] for index in result.effects)]
-
-
-def _check_state_unchanged(graph: Graph, state: Mapping[str, int]) -> None:
-    changed = {value.name for value, _ in graph.updates if value.kind is Kind.CONSTANT}
-    if changed & state.keys():
-        raise CaptureError(
-            "`forward` changes a tensor in place that is no parameter or buffer\n"
-            "register it as a buffer (`register_buffer`)"
-        )

@@ -148,6 +148,19 @@ def check_inputs_unchanged(signature: Signature, changed: Mapping[fx.Node, fx.No
             )
 
 
+def check_constants_unchanged(signature: Signature, changed: Mapping[fx.Node, fx.Node]) -> None:
+    """Raises:
+    CaptureError: if `forward` changes a tensor in place that is no parameter or buffer: a program
+        has a copy of it.
+    """
+    for node, new in changed.items():
+        if node.name in signature.constants:
+            raise CaptureError(
+                f"{line_of(new)}: this changes a tensor in place that is no parameter or buffer of"
+                " the model. Register it (`register_buffer`), or assign a new tensor."
+            )
+
+
 def take_as_buffers(
     module: nn.Module,
     signature: Signature,

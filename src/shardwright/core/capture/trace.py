@@ -42,6 +42,7 @@ from shardwright.core.capture.shared_memory import check_constants, check_memory
 from shardwright.core.capture.signature import (
     Signature,
     add_updates,
+    check_constants_unchanged,
     check_inputs_unchanged,
     drop_redundant_detach,
     gradient_sources,
@@ -123,6 +124,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     trained = gradient_sources(module, leaves, signature, graph)
     graph, changed = functionalize(graph, trained)
     check_inputs_unchanged(signature, changed)
+    check_constants_unchanged(signature, changed)
     add_updates(graph, changed)
     take_as_buffers(module, signature, changed, trained)
     canonicalize(graph)

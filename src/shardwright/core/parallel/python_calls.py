@@ -132,7 +132,8 @@ class PythonCalls:
     def results(self, graph: Graph, outputs: Sequence[Any]) -> ProgramResults:
         """The outputs for the bytecode: what Python objects keep is gathered."""
         first = graph.out_spec.num_leaves
-        kept = [_gathered(tensor) for tensor in outputs[first:]]
+        # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
+        kept = [_gathered(tensor, copies=True) for tensor in outputs[first:]]
         return [*outputs[:first], *kept], dict(self._module.named_buffers())
 
     def on_device(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -140,10 +141,12 @@ class PythonCalls:
         return {name: _gathered(tensor).to(self._device) for name, tensor in constants.items()}
 
 
-def _gathered(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor) and not tensor.requires_grad:
+def _gathered(tensor: Tensor, copies: bool = False) -> Tensor:
+    if tensor.requires_grad:
+        return tensor
+    if isinstance(tensor, DTensor):
         return tensor.full_tensor()
-    return tensor
+    return tensor.clone() if copies else tensor
 
 
 def _refusal(error: Exception, model: str) -> CaptureError:
