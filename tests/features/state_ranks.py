@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -80,25 +81,20 @@ def check_assigned_buffers() -> None:
 
 def check_refusals() -> None:
     """Each rank is told, though rank 0 alone captures."""
-    values: list[Tensor] = []
-    calls = {"forward": 0}
+    positions, means = itertools.count(), [torch.zeros(())]
 
-    def append(layer: Layer, y: Tensor) -> None:
-        values.append(y.mean())
+    def move(layer: Layer, y: Tensor) -> None:
+        next(positions)
 
-    def count(layer: Layer, y: Tensor) -> None:
-        calls["forward"] += 1
-
-    def count_in_class(layer: Layer, y: Tensor) -> None:
-        Layer.calls += 1
+    def add(layer: Layer, y: Tensor) -> None:
+        means[0].add_(y.detach().mean())
 
     def replace(layer: Layer, y: Tensor) -> None:
         layer.linear.bias = nn.Parameter(layer.linear.bias * 0.9)
 
     for then, what in (
-        (append, "variable 'values'"),
-        (count, "variable \"calls['forward']\""),
-        (count_in_class, "attribute 'calls' of the class Layer"),
+        (move, "variable 'positions'"),
+        (add, "variable 'means[0]'"),
         (replace, "parameter 'net.0.linear.bias'"),
     ):
         try:

@@ -246,7 +246,7 @@ def test_a_mistake_in_a_file_is_named_with_its_place(
         ('{"version": 1, "strategies": {"a": {}, "a": {}}}', "duplicate key 'a'"),
         (
             '{"version": 1, "strategies": {}, "layouts": {"l": {"device_matrix": 8}}}',
-            "layouts: l: device_matrix must be a list, not 8",
+            "layouts: l: 'device_matrix' must be a list, not 8",
         ),
         (
             '{"version": 1, "strategies": {},'

@@ -173,6 +173,12 @@ DISPATCH = (
         "sees of what `torch.autograd.grad` and `backward(inputs=...)` take gradients",
     ),
     PrivateName("torch.autograd._engine_run_backward", "the same"),
+    PrivateName(
+        "torch._C._functorch.get_dynamic_layer_stack_depth",
+        "leaves transforms that a refused graph of Dynamo has entered",
+    ),
+    PrivateName("torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth", "the same"),
+    PrivateName("torch.autograd.forward_ad._current_level", "the same"),
     PrivateName("torch._C._functorch.get_interpreter_stack", "whether such a transform is `grad`"),
     PrivateName("torch._C._functorch.TransformType", "the same"),
     PrivateName(

@@ -306,12 +306,18 @@ def test_without_jinja2_the_error_names_the_remedy(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data["chunk_seconds"].pop(), "chunk_seconds: 1 chunks, not 2"),
-        (lambda data: data["saved_memory"]["stages"].pop(), "saved_memory: 1 stages, not 2"),
-        (lambda data: data["step"]["parts"][0].update(kind="magic"), "step.parts.0.kind: "),
-        (lambda data: data["step"]["parts"][0].update(seconds=-1.0), "step.parts.0.seconds: "),
-        (lambda data: data["operators"][0].update(seconds="1"), "operators.0.seconds: "),
-        (lambda data: data["chunk_seconds"][0].update(forward=None), "chunk_seconds.0.forward: "),
+        (
+            lambda data: data["chunk_seconds"].pop(),
+            "`chunk_seconds` has 1 chunks, but the pipeline has 2",
+        ),
+        (
+            lambda data: data["saved_memory"]["stages"].pop(),
+            "`saved_memory` has 1 stages, but the pipeline has 2",
+        ),
+        (lambda data: data["step"]["parts"][0].update(kind="magic"), "`step.parts.0.kind`: "),
+        (lambda data: data["step"]["parts"][0].update(seconds=-1.0), "`step.parts.0.seconds`: "),
+        (lambda data: data["operators"][0].update(seconds="1"), "`operators.0.seconds`: "),
+        (lambda data: data["chunk_seconds"][0].update(forward=None), "`chunk_seconds.0.forward`: "),
     ],
 )
 def test_what_a_file_says_of_time_and_memory_is_checked(

@@ -52,7 +52,10 @@ from shardwright.core.torch_internals.dynamo import DynamoCapture
 from shardwright.core.torch_internals.hooks import forward_hooks
 from shardwright.core.torch_internals.modules import own_buffers, own_modules, own_parameters
 from shardwright.core.torch_internals.tensors import FakeTensor, storage_id
-from shardwright.core.torch_internals.transforms import transforms_called_by
+from shardwright.core.torch_internals.transforms import (
+    restored_transforms,
+    transforms_called_by,
+)
 from shardwright.errors import CaptureError
 
 _PLAIN = (int, float, complex, str, bool, type(None))
@@ -78,14 +81,14 @@ def capture_python(
     """
     started = time.perf_counter()
     _check_supported(call)
-    with _without_caller_modes():
+    with restored_transforms(), _without_caller_modes():
         traced = _TracedCall.of(call, compute_dtype, numbers)
         result = traced.result()
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         compared = (*call.module.parameters(), *call.module.buffers(), *leaves)
         unguarded = frozenset(id(each) for each in compared if isinstance(each, Tensor))
         guards = traced.dynamo.guards(call.module, call.args, call.kwargs, numbers, unguarded)
-    with isolate_capture():
+    with restored_transforms(), isolate_capture():
         graph, names = _second_trace(call, traced, result, compute_dtype)
     state = {names[name]: index for name, index in traced.state.items() if name in names}
     python = PythonCall(

@@ -7,7 +7,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+from torch._C import _functorch
 from torch._functorch import apis, eager_transforms, vmap
+from torch.autograd import forward_ad
 
 from shardwright.errors import CaptureError
 
@@ -93,3 +95,19 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
         ):
             patches.enter_context(patch.object(module, name, function))
         yield
+
+
+@contextmanager
+def restored_transforms() -> Iterator[None]:
+    """Context at whose end the transforms are active that were so at its start.
+
+    Graphs of TorchDynamo enter and leave transforms by calls, without `finally`.
+    """
+    depth, level = _functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level
+    try:
+        yield
+    finally:
+        if _functorch.get_dynamic_layer_stack_depth() > depth:
+            _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while forward_ad._current_level > level:
+            forward_ad.exit_dual_level()
