@@ -178,7 +178,9 @@ DISPATCH = (
         "leaves transforms that a refused graph of Dynamo has entered",
     ),
     PrivateName("torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth", "the same"),
-    PrivateName("torch.autograd.forward_ad._current_level", "the same"),
+    PrivateName("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", "the same"),
+    PrivateName("torch._C._autograd._saved_tensors_hooks_enable", "the same"),
+    PrivateName("torch._C._autograd._saved_tensors_hooks_disable", "the same"),
     PrivateName("torch._C._functorch.get_interpreter_stack", "whether such a transform is `grad`"),
     PrivateName("torch._C._functorch.TransformType", "the same"),
     PrivateName(

@@ -43,7 +43,6 @@ from shardwright.core.capture.replay import GraphReplay, drop_assertions, name_m
 from shardwright.core.capture.signature import Signature
 from shardwright.core.capture.static_modules import make_static
 from shardwright.core.capture.trace import Trace, canonical, check_node
-from shardwright.core.capture.transforms import as_operators
 from shardwright.core.capture.undone_effects import undone_effects
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import HostNumbers, PythonCall, number_tensor
@@ -52,10 +51,7 @@ from shardwright.core.torch_internals.dynamo import DynamoCapture
 from shardwright.core.torch_internals.hooks import forward_hooks
 from shardwright.core.torch_internals.modules import own_buffers, own_modules, own_parameters
 from shardwright.core.torch_internals.tensors import FakeTensor, storage_id
-from shardwright.core.torch_internals.transforms import (
-    restored_transforms,
-    transforms_called_by,
-)
+from shardwright.core.torch_internals.transforms import restored_transforms
 from shardwright.errors import CaptureError
 
 _PLAIN = (int, float, complex, str, bool, type(None))
@@ -401,7 +397,6 @@ def _second_trace(
     with (
         traced_autocast(call.autocast) as regions,
         preserve_tags(),
-        transforms_called_by(as_operators),
         RecordedEffects(),
         losses,
     ):

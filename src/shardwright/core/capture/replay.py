@@ -1,13 +1,13 @@
 """Runs the graph of TorchDynamo while `torch.export` traces it to ATen operators.
 
 Dynamo's graph calls functions of `torch` as the user's code does. Its sub-graphs become calls in
-place: checkpointed regions with a tag, custom autograd functions with the gradients of their
-`backward`, and transforms of functions (`torch.vmap`, `torch.func.grad`) as operators.
+place: checkpointed regions with a tag, and custom autograd functions with the gradients of their
+`backward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,24 +16,10 @@ from torch.fx import traceback
 
 from shardwright.core.capture.annotations import checkpoint_annotation
 from shardwright.core.capture.autograd_functions import traced
-from shardwright.core.capture.transforms import as_operators
 from shardwright.core.torch_internals.operators import HigherOrderOperator
 from shardwright.errors import CaptureError
 
-_OPENS_TRANSFORM = frozenset(
-    ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
-)
-_CLOSES_TRANSFORM = frozenset(
-    ("_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting")
-)
-_WITHOUT_EFFECT = frozenset(
-    (
-        "_saved_tensors_hooks_disable",
-        "_saved_tensors_hooks_enable",
-        "lazy_load_decompositions",
-    )
-)
-"""Calls around transforms that concern only the execution of Dynamo's graph itself."""
+_ENTERS_TRANSFORM = ("_increment_nesting", "_enter_dual_level")
 
 _INLINED = {"wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
 """Higher-order operators that only call their sub-graph, with the position of its first input."""
@@ -57,9 +43,6 @@ class GraphReplay(fx.Interpreter):
         super().__init__(graph_module, garbage_collect_values=False)
         self._annotations = dict(annotations or {})
         self._replaced = dict(replaced or {})
-        self._transforms = _transforms(graph_module.graph.nodes)
-        self._inside_transform: set[fx.Node] = set()
-        self._in_transform = False
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "placeholder":
@@ -67,10 +50,6 @@ class GraphReplay(fx.Interpreter):
             return self._replaced.get(n, value)
         if n in self._replaced:
             return self._replaced[n]
-        if n in self._inside_transform:
-            return self.env.get(n)
-        if n in self._transforms:
-            return self._transform(self._transforms[n])
         if self._annotations:
             n.meta["custom"] = {**self._annotations, **n.meta.get("custom", {})}
         with traceback.set_current_meta(n):
@@ -78,10 +57,9 @@ class GraphReplay(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = _function_name(target)
-        if name in _WITHOUT_EFFECT or (
-            name == "set_inplace_requires_grad_allowed" and not self._in_transform
-        ):
-            return None
+        if name.endswith(_ENTERS_TRANSFORM):
+            # Inside of one, Dynamo leaves out the `backward` of custom autograd functions.
+            raise CaptureError("a transform of functions (`torch.vmap`, `torch.func.grad`)")
         if name == "_get_data_attr":
             return args[0].detach()
         if name == "set_" and len(args) == 2:  # An assignment to `tensor.data`.
@@ -122,28 +100,6 @@ class GraphReplay(fx.Interpreter):
             return _autograd_function(args[0], args[1], args[2:])
         return super().call_function(target, args, kwargs)
 
-    def _transform(self, nodes: Sequence[fx.Node]) -> Any:
-        """The nodes between the beginning and the end of a transform, as operators."""
-        inside = set(nodes)
-        read = {i: None for n in nodes for i in n.all_input_nodes if i not in inside}
-        returned = [n for n in nodes if any(user not in inside for user in n.users)]
-
-        def function(*values: Any) -> list[Any]:
-            env, self.env = self.env, dict(zip(read, values, strict=True))
-            self._in_transform = True
-            try:
-                for node in nodes:
-                    self.env[node] = super(GraphReplay, self).run_node(node)
-                return [self.env[node] for node in returned]
-            finally:
-                self.env, self._in_transform = env, False
-
-        with traceback.set_current_meta(nodes[len(nodes) // 2]):
-            results = as_operators(function, [self.env[n] for n in read], {})
-        self.env.update(zip(returned, results, strict=True))
-        self._inside_transform |= inside
-        return self.env.get(nodes[0])
-
 
 def _keeps_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether `tensor.to(*args, **kwargs)` is the tensor itself; all devices are one here."""
@@ -173,23 +129,6 @@ def _function_name(target: Any) -> str:
     if isinstance(target, HigherOrderOperator):
         return str(target.name())  # type: ignore[no-untyped-call]
     return str(getattr(target, "__name__", target))
-
-
-def _transforms(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes of each outermost transform, by its first node."""
-    depth, transforms, current = 0, dict[fx.Node, list[fx.Node]](), list[fx.Node]()
-    for node in nodes:
-        name = _function_name(node.target) if node.op == "call_function" else ""
-        if name in _OPENS_TRANSFORM:
-            current = current if depth else []
-            depth += 1
-        if depth:
-            current.append(node)
-        if name in _CLOSES_TRANSFORM:
-            depth -= 1
-            if depth == 0:
-                transforms[current[0]] = current
-    return transforms
 
 
 def _autograd_function(

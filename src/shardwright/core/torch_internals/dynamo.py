@@ -170,12 +170,13 @@ class DynamoCapture:
         return None if graph_input is None else graph_input.graph_module
 
     @cached_property
-    def _signature(self) -> inspect.Signature:
+    def signature(self) -> inspect.Signature:
+        """The parameters of the traced function; those of wrapped functions are not its own."""
         return inspect.signature(self.function, follow_wrapped=False)
 
     def scope(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The local variables of a call at its start, by name."""
-        call = self._signature.bind(owner, *args, **kwargs)
+        call = self.signature.bind(owner, *args, **kwargs)
         call.apply_defaults()
         cells = zip(
             self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True

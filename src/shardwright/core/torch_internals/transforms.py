@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from torch._C import _functorch
+from torch._C import _autograd, _functorch
 from torch._functorch import apis, eager_transforms, vmap
 from torch.autograd import forward_ad
 
@@ -101,13 +101,18 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
 def restored_transforms() -> Iterator[None]:
     """Context at whose end the transforms are active that were so at its start.
 
-    Graphs of TorchDynamo enter and leave transforms by calls, without `finally`.
+    TorchDynamo enters and leaves transforms by calls, without `finally`: where it raises, they stay.
     """
     depth, level = _functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level
+    hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
     try:
         yield
     finally:
         if _functorch.get_dynamic_layer_stack_depth() > depth:
             _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         while forward_ad._current_level > level:
-            forward_ad.exit_dual_level()
+            forward_ad.exit_dual_level()  # type: ignore[no-untyped-call]
+        if hooks_disabled is None:
+            _autograd._saved_tensors_hooks_enable()
+        else:
+            _autograd._saved_tensors_hooks_disable(hooks_disabled)
