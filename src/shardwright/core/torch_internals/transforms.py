@@ -101,7 +101,7 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
 def restored_transforms() -> Iterator[None]:
     """Context at whose end the transforms are active that were so at its start.
 
-    TorchDynamo enters and leaves transforms by calls, without `finally`: where it raises, they stay.
+    TorchDynamo enters and leaves transforms by calls without `finally`: if it raises, they stay.
     """
     depth, level = _functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level
     hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
