@@ -275,7 +275,7 @@ def test_stages_that_are_given_are_taken_and_others_suggested(
         plan = run.plan(devices=8)
     assert plan.pipeline.stages == 2
     assert "searching pipeline stages in 1 … 4: [1, 2, 4]" in caplog.text
-    assert "of 1 to 4 stages; 2 are requested" in caplog.text
+    assert "of 1 to 4 stages, 0.0" in caplog.text
 
 
 def test_gathers_that_are_made_again_free_what_was_gathered() -> None:
@@ -305,5 +305,5 @@ def test_the_command_says_once_what_has_no_meaning(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.yaml: parallel_config\.pipeline_stage: 9 is more"):
+    with pytest.raises(ConfigError, match=r"run\.yaml: parallel_config\.pipeline_stage: 9 stages are more"):
         Run.from_file(written(tmp_path, parallel_config__pipeline_stage=9))

@@ -257,7 +257,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(
     graphs_folder().chmod(mode)
     with pytest.raises(AssertionError, match="captured"):
         cached_graph("one", _never)
-    assert f"{graphs_folder()} is not used" in caplog.text
+    assert f"{graphs_folder()} is ignored" in caplog.text
     cached_graph("two", _small)
     assert len(list(graphs_folder().iterdir())) == 1
 
