@@ -305,5 +305,5 @@ def test_the_command_says_once_what_has_no_meaning(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.yaml: parallel_config\.pipeline_stage: 9 stages are"):
+    with pytest.raises(ConfigError, match=r"run\.yaml: parallel_config\.pipeline_stage: 9 "):
         Run.from_file(written(tmp_path, parallel_config__pipeline_stage=9))
