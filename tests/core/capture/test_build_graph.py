@@ -60,7 +60,7 @@ def test_of_several_losses_a_training_step_trains_none(outputs: Any) -> None:
     assert {v.name for v in graph.parameters if v.requires_grad} == {
         v.name for v in graph.parameters
     }
-    with pytest.raises(PlanError, match=r"returns 2 numbers.*test_build_graph.py:\d+"):
+    with pytest.raises(PlanError, match=r"returns 2 scalars.*test_build_graph.py:\d+"):
         loss_of(graph)
 
 
