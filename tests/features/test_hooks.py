@@ -182,8 +182,6 @@ class WithPackedTensors(Net):
             return super().forward(x)
 
 
-observed: list[Tensor] = []
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "backward": (
         lambda: Net(lambda net: net.body[0].register_full_backward_hook(lambda *_: None)),
@@ -192,10 +190,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "root's backward": (
         lambda: Net(lambda net: net.register_full_backward_pre_hook(lambda *_: None)),
         r"the model has a backward hook",
-    ),
-    "observer": (
-        lambda: Net(lambda net: net.body[1].register_forward_hook(lambda *_: observed.clear())),
-        r"forward hook `.*lambda.*` of module 'body.1' returns nothing",
     ),
     "tensor": (WithTensorHook, r"y.register_hook\(lambda gradient.* hook of a tensor"),
     "node": (WithNodeHook, r"y.grad_fn.register_prehook.* hook of a tensor .* or of its `grad_fn`"),

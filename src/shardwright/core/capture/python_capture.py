@@ -37,6 +37,7 @@ from shardwright.core.capture.fake_copy import (
     isolate_capture,
 )
 from shardwright.core.capture.fx_nodes import restore_users
+from shardwright.core.capture.hooks import check_hooks
 from shardwright.core.capture.inline_regions import inline_regions
 from shardwright.core.capture.module_tree import ModuleTree
 from shardwright.core.capture.replay import GraphReplay, drop_assertions, name_modules
@@ -103,6 +104,7 @@ def capture_python(
 def _check_supported(call: CapturedCall) -> None:
     if call.autocast.dtype is not None:
         raise CaptureError("a call in a region of autocast cannot be captured with its Python")
+    check_hooks(call.module)
     if any(forward_hooks(call.module)):
         raise CaptureError("forward hooks of the model itself cannot be captured with its Python")
 
