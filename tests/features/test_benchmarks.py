@@ -351,7 +351,7 @@ def test_a_model_is_as_fast_as_the_best_of_its_grid() -> None:
     make = partial(language, tiny, length=64)
     case = bench_full_size.Case("tiny", make, devices=4, batch=8, length=64)
     found = bench_full_size.measured(case)
-    assert 0 < found.step <= (1 + bench_full_size.TOLERANCE) * found.by_hand
+    assert 0 < found.step <= (1 + bench_full_size.TOLERANCE) * found.grid_seconds
     assert found.parts is not None
     assert prod(found.parts[:3]) * found.parts[4] == case.devices
 
@@ -362,10 +362,10 @@ def test_full_size_plans_that_are_beaten_or_do_not_fit_miss_the_goal() -> None:
     from benchmarks.bench_full_size import CASES, Found
 
     table = Table("t", tuple("abcdefghi"))
-    found = Found(8, 1.0, 2.0, step=2.0, memory=1, by_hand=2.0, parts=(64, 1, 1, 1, 1))
+    found = Found(8, 1.0, 2.0, step=2.0, memory=1, grid_seconds=2.0, parts=(64, 1, 1, 1, 1))
     found.add_to(table, CASES[0])
     assert not table.missed
-    replace(found, by_hand=1.0).add_to(table, CASES[0])
+    replace(found, grid_seconds=1.0).add_to(table, CASES[0])
     replace(found, step=float("inf"), parts=None).add_to(table, CASES[0])
     assert table.missed == [
         "Llama-3 8B, 64 × 8192: 2.00 of its grid",
