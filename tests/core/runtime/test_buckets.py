@@ -27,6 +27,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.lower.program import Program, lower
+from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.communication import storage_as_used
 from shardwright.core.partition.decisions import LEVELS, Decisions, OptimizerParallel
@@ -49,8 +50,14 @@ def captured(name: str, micro_batches: int) -> tuple[Model, Graph]:
         labels = kwargs["labels"].clone()
         labels[0, 2:] = labels[5] = -100
         kwargs = {**kwargs, "labels": labels}
-    first = pytree.tree_map_only(Tensor, lambda t: t[: len(t) // micro_batches], (args, kwargs))
-    return (net, args, kwargs), sw.capture(net, *first)
+
+    def graph(count: int) -> Graph:
+        def pieces(t: Tensor) -> Tensor:
+            return t[: len(t) * count // micro_batches]
+
+        return sw.capture(net, *pytree.tree_map_only(Tensor, pieces, (args, kwargs)))
+
+    return (net, args, kwargs), with_whole_batch(graph(1), micro_batches, graph)
 
 
 def planned(graph: Graph, devices: int, seed: int, micro_batches: int = 1) -> Plan:
