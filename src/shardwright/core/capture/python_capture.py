@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
@@ -226,21 +226,29 @@ class _TracedCall:
             for change in self.dynamo.changes
         )
 
-    def _check_memory(self, kept: Sequence[Tensor]) -> None:
-        """Raises:
-        CaptureError: if a tensor that stays shares memory with a parameter, buffer or state.
+    def _check_memory(self, kept: Iterable[tuple[Tensor, str | None]]) -> None:
+        """Check what stays after the call.
+
+        Args:
+            kept: tensors, each with the name of the buffer that it is assigned to.
+
+        Raises:
+            CaptureError: if one shares memory with a parameter, another buffer or state.
         """
         nodes = (node for node in self.graph_module.graph.nodes if node.op == "placeholder")
         examples = (node.meta["example_value"] for node in nodes)
-        owned = {
-            storage_id(example)
+        owners = {
+            storage_id(example): source
             for source, example in zip(self.sources, examples, strict=True)
             if isinstance(example, Tensor) and not isinstance(source, int)
         }
-        if any(storage_id(tensor) in owned for tensor in kept):
-            raise CaptureError(
-                "`forward` keeps a view of a parameter, buffer or attribute: `clone()` it"
-            )
+        for tensor, buffer in kept:
+            storage = storage_id(tensor)
+            # `self.steps += 1` assigns the buffer to itself.
+            if storage in owners and (buffer is None or owners[storage] != buffer):
+                raise CaptureError(
+                    "`forward` keeps a view of a parameter, buffer or attribute: `clone()` it"
+                )
 
     def result(self) -> _Result:
         """Run the bytecode on the copy, with fake results of the operators."""
@@ -267,7 +275,8 @@ class _TracedCall:
             if isinstance(leaf, _OutputLeaf):
                 positions.setdefault(leaf.index, position)
         effects = [i for i in tensors if i not in positions and i not in buffers.values()]
-        self._check_memory([outputs[index] for index in (*effects, *buffers.values())])
+        assigned = [(outputs[index], name) for name, index in buffers.items()]
+        self._check_memory([*((outputs[index], None) for index in effects), *assigned])
         positions |= {index: len(plan_leaves) + n for n, index in enumerate(effects)}
         positions |= {index: name for name, index in buffers.items()}
         return _Result(

@@ -6,6 +6,7 @@ import importlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from shardwright.core.torch_internals.dynamo import ChangedObject
@@ -58,40 +59,29 @@ def _namespace(change: ChangedObject) -> Any:
     return change.value
 
 
+_CONTAINERS: tuple[tuple[Any, Callable[..., None]], ...] = (
+    (list, list.extend),
+    (dict, dict.update),
+    (set, set.update),
+    (deque, deque.extend),
+)
+"""Classes of containers, with the method that fills one."""
+
+
 def _snapshot_contents(value: Any) -> Callable[[], None] | None:
+    """A function that restores the contents of a container; None for other objects."""
     # Methods of the base class: those of a subclass may do more than store.
-    if isinstance(value, list):
-        items = list.copy(value)
-
-        def restore_list() -> None:
-            list.__setitem__(value, slice(None), items)
-
-        return restore_list
-    if isinstance(value, dict):
-        pairs = dict(dict.items(value))
-
-        def restore_dict() -> None:
-            dict.clear(value)
-            dict.update(value, pairs)
-
-        return restore_dict
-    if isinstance(value, set):
-        members = set.copy(value)
-
-        def restore_set() -> None:
-            set.clear(value)
-            set.update(value, members)
-
-        return restore_set
-    if isinstance(value, deque):
-        entries = deque.copy(value)
-
-        def restore_deque() -> None:
-            deque.clear(value)
-            deque.extend(value, entries)
-
-        return restore_deque
+    for cls, fill in _CONTAINERS:
+        if isinstance(value, cls):
+            return partial(_refill, value, cls.copy(value), cls.clear, fill)
     return None
+
+
+def _refill(
+    value: Any, contents: Any, clear: Callable[..., None], fill: Callable[..., None]
+) -> None:
+    clear(value)
+    fill(value, contents)
 
 
 def _snapshot_attributes(owner: Any, names: Iterable[str]) -> Callable[[], None]:
