@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
@@ -40,6 +39,12 @@ from shardwright.core.capture.fx_nodes import restore_users
 from shardwright.core.capture.hooks import check_hooks
 from shardwright.core.capture.inline_regions import inline_regions
 from shardwright.core.capture.module_tree import ModuleTree
+from shardwright.core.capture.python_refusals import (
+    assigned_buffers,
+    check_changes,
+    check_state,
+    module_slots,
+)
 from shardwright.core.capture.replay import GraphReplay, drop_assertions, name_modules
 from shardwright.core.capture.signature import Signature
 from shardwright.core.capture.static_modules import make_static
@@ -50,7 +55,7 @@ from shardwright.core.graph.python_call import HostNumbers, PythonCall, number_t
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dynamo import DynamoCapture
 from shardwright.core.torch_internals.hooks import forward_hooks
-from shardwright.core.torch_internals.modules import own_buffers, own_modules, own_parameters
+from shardwright.core.torch_internals.modules import own_buffers
 from shardwright.core.torch_internals.tensors import FakeTensor, storage_id
 from shardwright.core.torch_internals.transforms import restored_transforms
 from shardwright.errors import CaptureError
@@ -185,7 +190,7 @@ class _TracedCall:
         dynamo = DynamoCapture.of(twin.forward, args, kwargs, numbers)
         if dynamo.graph_module is None:
             raise CaptureError("`forward` calls no operator on tensors")
-        _check_changes(dynamo, dynamo.graph_module.graph)
+        check_changes(dynamo, dynamo.graph_module.graph)
         drop_assertions(dynamo.graph_module)
         inputs = dynamo.inputs(twin, args, kwargs)
         host = HostNumbers.of(dynamo.graph_module.graph)
@@ -206,7 +211,7 @@ class _TracedCall:
             if source is None and i not in on_host
         }
         for i in state.values():
-            _check_state(inputs[i])
+            check_state(inputs[i])
         number_names = {f"number_{i}": node for i, node in enumerate(host.read)}
         return cls(
             *(twin, args, kwargs, dynamo, dynamo.graph_module, inputs, sources),
@@ -256,10 +261,10 @@ class _TracedCall:
         output = next(n for n in reversed(self.graph_module.graph.nodes) if n.op == "output")
         nodes: Sequence[Any] = output.args[0]
         outputs = [numbers[node] if node in numbers else _example(node) for node in nodes]
-        before = _slots(self.twin)
+        before = module_slots(self.twin)
         with undone_effects(self.dynamo.changes), redirect_stdout(io.StringIO()):
             returned = self.dynamo.around(lambda *_: outputs)(self.twin, *self.args, **self.kwargs)
-            after = _slots(self.twin)
+            after = module_slots(self.twin)
         leaves, spec = result_leaves(returned)
         tensors = [
             index
@@ -269,7 +274,7 @@ class _TracedCall:
         made = {id(outputs[index]): index for index in tensors}
         read = {id(t): i for i, t in enumerate(self.inputs) if isinstance(t, Tensor)}
         plan_leaves = tuple(_plan_leaf(leaf, made, read) for leaf in leaves)
-        buffers = _assigned_buffers(before, after, made)
+        buffers = assigned_buffers(before, after, made)
         positions: dict[int, Any] = {}
         for position, leaf in enumerate(plan_leaves):
             if isinstance(leaf, _OutputLeaf):
@@ -285,70 +290,6 @@ class _TracedCall:
             tuple(effects),
             buffers,
             tuple(positions.get(i) for i in range(len(outputs))),
-        )
-
-
-def _slots(module: nn.Module) -> dict[str, Any]:
-    """The parameters, buffers and submodules of a model by path, also those that are None."""
-    return {
-        f"{path}.{name}".removeprefix("."): value
-        for path, part in module.named_modules()
-        for own in (own_parameters(part), own_buffers(part), own_modules(part))
-        for name, value in own.items()
-    }
-
-
-def _assigned_buffers(
-    before: Mapping[str, Any], after: Mapping[str, Any], made: Mapping[int, int]
-) -> dict[str, int]:
-    """The outputs of Dynamo's graph that buffers get, by name.
-
-    Raises:
-        CaptureError: if anything else has changed.
-    """
-    changed = [
-        name for name in {**before, **after} if before.get(name, made) is not after.get(name, made)
-    ]
-    for name in changed:
-        old = before.get(name)
-        if not isinstance(old, Tensor) or isinstance(old, nn.Parameter):
-            raise CaptureError(f"`forward` registers or replaces {name!r}: do it before `plan`")
-        if id(after.get(name)) not in made:
-            raise CaptureError(f"`forward` removes the buffer {name!r}, or makes it another tensor")
-    return {name: made[id(after[name])] for name in changed}
-
-
-def _check_changes(dynamo: DynamoCapture, graph: fx.Graph) -> None:
-    # Without its cache, what a function draws or changes once would be drawn or changed each time.
-    impure = bool(dynamo.changes) or any(map(_draws, graph.nodes))
-    if dynamo.cached_functions and impure:
-        raise CaptureError("`forward` calls a function under `functools.lru_cache`")
-    for change in dynamo.changes:
-        if isinstance(change.value, deque) and change.value.maxlen is not None:
-            # TorchDynamo 2.13 appends to it without dropping what no longer fits.
-            raise CaptureError("`forward` appends to a `deque` with `maxlen`")
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether a node of Dynamo's graph makes a tensor of random numbers."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return name.startswith(("rand", "normal", "bernoulli", "multinomial"))
-
-
-def _check_state(tensor: Any) -> None:
-    if not isinstance(tensor, Tensor):
-        raise CaptureError(
-            f"`forward` computes with {tensor!r}, a number that is drawn or changes in each call:"
-            " draw with `torch`, or pass it as a tensor"
-        )
-    if tensor.requires_grad:
-        raise CaptureError(
-            "`forward` reads a tensor of an earlier call that requires a gradient: `detach()` it"
-        )
-    if tensor.is_meta:
-        raise CaptureError(
-            "`forward` reads a tensor on the meta device that is no parameter, buffer or argument:"
-            " register it as a buffer"
         )
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from shardwright.core.graph.graph import Graph
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.graph.python_call import PythonCall
 from shardwright.core.lower.program import Program
 from shardwright.core.misuse.between_outputs import OutputsOffPath
+from shardwright.core.misuse.paired_batch import BatchSizes
+from shardwright.core.misuse.whole_batch import output_batches
 from shardwright.core.parallel.module_tensors import ModuleTensors
+from shardwright.core.parallel.output_tensor import as_output_tensor
 from shardwright.core.parallel.train_step import TrainStep
 from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.dtensor import as_dtensor
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,42 @@ class BoundProgram:
     devices: Devices
     off_path: OutputsOffPath
 
+    @property
+    def python(self) -> PythonCall | None:
+        """The Python around the graph."""
+        return self.graph.python
+
+    def wrap_outputs(
+        self,
+        outputs: Sequence[Any],
+        sizes: BatchSizes | None,
+        model: str,
+        watch: Callable[[Tensor, str], None],
+    ) -> list[Any]:
+        """Wrap sharded and partial outputs as `OutputTensor`; mark outputs of the global batch.
+
+        Args:
+            outputs: local results of the program.
+            sizes: local and global batch size if this rank passed its own shard, else None.
+            model: name of the model for errors.
+            watch: registers the check of an output's gradients.
+        """
+        flow, spec = self.program.communication, self.graph.out_spec
+        batches = output_batches(model, spec, sizes, watch)
+        # What the call leaves in Python objects is not returned.
+        batches += [None] * (len(outputs) - spec.num_leaves)
+        result = []
+        for value, tensor, batch in zip(self.graph.outputs, outputs, batches, strict=True):
+            if isinstance(value, Value):
+                layout = flow.returned(value)
+                if layout.sharded or layout.partial:
+                    like = torch.empty(value.shape, device="meta")
+                    tensor = as_output_tensor(as_dtensor(tensor, like, layout, self.devices), batch)
+                elif batch is not None:
+                    tensor = batch.mark(tensor)
+            result.append(tensor)
+        return result
+
 
 @dataclass(frozen=True)
 class BoundStep:
@@ -39,3 +85,8 @@ class BoundStep:
 
     step: TrainStep
     tensors: ModuleTensors
+
+    @property
+    def python(self) -> PythonCall | None:
+        """The Python around the graph."""
+        return self.step.partitioned.graph.python

@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from shardwright.core.capture.autocast import Autocast
-from shardwright.core.capture.build_graph import CapturedCall
-from shardwright.core.capture.shapes import Captures
-from shardwright.core.graph.graph import Graph, Value
-from shardwright.core.graph.local_map import bind_modules
-from shardwright.core.graph.python_call import ONCE_PER_BATCH, PythonCall
+from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.python_call import ONCE_PER_BATCH
 from shardwright.core.lower.program import Program, lower
-from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.misuse.batch_guard import BatchGuard
 from shardwright.core.misuse.before_backward import (
     before_backward,
@@ -33,51 +27,40 @@ from shardwright.core.misuse.before_backward import (
 )
 from shardwright.core.misuse.between_outputs import OutputsOffPath
 from shardwright.core.misuse.gradient_guard import GradientGuard
-from shardwright.core.misuse.original import OriginalModel
 from shardwright.core.misuse.paired_batch import BatchSizes
 from shardwright.core.misuse.planned_parameters import PlannedParameters
 from shardwright.core.misuse.whole_batch import (
     batch_sizes,
-    output_batches,
-    to_plain_tensor,
-    to_plain_tensors,
 )
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
-from shardwright.core.parallel.call import PlannedCall, argument_key
+from shardwright.core.parallel.call import argument_key
+from shardwright.core.parallel.call_leaves import CallLeaves, full_leaves, has_dtensors
 from shardwright.core.parallel.module_tensors import ModuleTensors
-from shardwright.core.parallel.output_tensor import as_output_tensor
-from shardwright.core.parallel.python_calls import ProgramResults, PythonCalls
-from shardwright.core.parallel.python_state import PythonState
+from shardwright.core.parallel.python_calls import ProgramResults
+from shardwright.core.parallel.recapture import Recapture
 from shardwright.core.parallel.train_step import (
     GradientAccumulation,
     StepInputs,
     TrainStep,
-    check_whole_batch,
     loss_of,
 )
 from shardwright.core.parallel.uninitialized import Initialization
-from shardwright.core.partition.decisions import adapt_decisions
-from shardwright.core.partition.fold_axes import dtensor_axes, fold_axes, split_axes
+from shardwright.core.partition.fold_axes import dtensor_axes
 from shardwright.core.partition.partitioned import Partitioned, random_operators
-from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.clip_grad import clip_grad_norm_
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import (
     add_gradients,
-    as_dtensor,
     local_shards,
     stored_shards,
 )
 from shardwright.core.runtime.micro_batches import (
     SampleDims,
-    global_leaves,
     micro_batch,
     num_micro_batches_of_call,
-    of_micro_batches,
 )
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
-from shardwright.core.torch_internals.modules import alias_module
+from shardwright.core.torch_internals.hooks import HooksOfModules
 from shardwright.errors import PlanError
 
 log = logging.getLogger(__name__)
@@ -90,7 +73,7 @@ Most runs have a handful of situations; one with sequences of every length would
 Bound = TypeVar("Bound")
 
 
-class Execution:
+class Execution(Recapture):
     """Runs calls of a parallel module on the devices of the running process group.
 
     In another mode (`eval()`), or for other arguments or shapes than planned, it captures the model
@@ -112,39 +95,29 @@ class Execution:
         devices: Devices,
         hooks: HooksOfModules,
     ) -> None:
-        self.module = module
-        self.template = template
-        self.devices = devices
+        super().__init__(module, template, partitioned, devices, hooks)
+        partitioned, graph = self.partitioned, self.partitioned.graph
+        is_split = partitioned.pipeline.micro_batches * partitioned.pipeline.stages > 1
+        if is_split and graph.python is not None and graph.python.depends_on_calls:
+            raise PlanError(ONCE_PER_BATCH)
         self.captured_hooks = nn.Module()
         """Holds the forward hooks, and a `forward` set on the instance, that programs contain."""
         self.random_seed = devices.common_seed()
         self.random_step = 0
-        self.original: OriginalModel | None = None
-        """With `copy=True`, the model that `module` was copied from; watched for later changes."""
         self.initialization: Initialization | None = None
         """Pending initialization of parameters from the meta device; None once they have values."""
         self._compiler: Callable[[Program], Program] | None = None
-        self._user_module = alias_module(module)
-        self.partitioned = partitioned = self._bind_local_maps(partitioned)
-        graph, pipeline = partitioned.graph, partitioned.pipeline
-        is_split = pipeline.micro_batches * pipeline.stages > 1
-        if is_split and graph.python is not None and graph.python.depends_on_calls:
-            raise PlanError(ONCE_PER_BATCH)
-        self._python = PythonCalls(self._user_module, devices.device)
-        self._parameters_as_planned = PlannedParameters(module, graph.frozen)
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
-        self._guard = BatchGuard(devices, partitioned.graph, partitioned.decisions.arrivals)
+        self._guard = BatchGuard(devices, graph, partitioned.decisions.arrivals)
         self._gradients = GradientGuard(devices)
-        self._state = PythonState(module, graph.attributes, hooks)
-        self._planned_call = PlannedCall(template.forward, graph)
+        self._leaves = CallLeaves(partitioned, devices)
         leaves = tuple(argument_key(leaf) for leaf in graph.inputs)
         state = self._state.key(), (), None
         self._planned_situation: tuple[Any, ...] = (*state, graph.in_spec, leaves)
         # A call with the shapes of a micro-batch has a loss of its own.
         prefix = ("micro-batch",) if graph.is_term_of_batch else ()
         self._planned_program: tuple[Any, ...] = (*prefix, *self._planned_situation)
-        self._captures = Captures(graph, state)
         self._bind_planned()
 
     @property
@@ -176,28 +149,28 @@ class Execution:
             refuse_transforms()
         self.complete_initialization()
         call = self._planned_call.reorder_arguments(args, kwargs)
-        leaves, spec = _full_leaves(call)
+        leaves, spec = full_leaves(call)
         planned_indices = self._planned_call.planned_indices(spec)
-        full_leaves = self._global_leaves(leaves, planned_indices)
-        situation = self._situation(spec, [argument_key(leaf) for leaf in full_leaves])
-        inputs = self._on_device(leaves)
+        global_leaves = self._leaves.with_global_shapes(leaves, planned_indices)
+        situation = self._situation(spec, [argument_key(leaf) for leaf in global_leaves])
+        inputs = self._leaves.on_device(leaves)
         call_key = ("forward", self.module.training, torch.is_grad_enabled(), *situation)
         # Before capture, which is local: ranks with different calls would run different programs,
         # and wait for each other in their collectives.
         self._guard.begin(call_key, inputs, planned_indices)
-        call = pytree.tree_unflatten(leaves, spec) if _has_dtensors(call) else call
-        key = self._python.matching(self._forwards, _python_of, situation, call)
+        call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
+        key = self._python.matching(self._forwards, situation, call)
         if key not in self._forwards:
             # Tensors made in inference mode cannot be saved for backward, and a later call may
             # train this program.
             with torch.inference_mode(False):
-                captured = self._capture(*pytree.tree_unflatten(full_leaves, spec))
+                captured = self._capture(*pytree.tree_unflatten(global_leaves, spec))
                 self._evict_programs(self._forwards)
                 self._forwards[key] = self._compiled(self._bind_program(captured))
         bound = _mark_used(self._forwards, key)
         if is_distributed and bound.draws_random_numbers:
             refuse_other_draws()
-        sizes = batch_sizes(leaves, full_leaves)
+        sizes = batch_sizes(leaves, global_leaves)
         if bound.graph.python is None:
             outputs, result = self._run(bound, inputs, sizes)
             return result, bound.graph, outputs
@@ -242,7 +215,8 @@ class Execution:
         # After the program: its operators have read the old values.
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.tensors.write(dict(zip(names, updates, strict=True)))
-        returned = self._wrap_outputs(bound, outputs, sizes)
+        name = type(self.module).__name__
+        returned = bound.wrap_outputs(outputs, sizes, name, self._gradients.watch)
         result = bound.graph.result(returned)
         bound.off_path.watch(returned, result)
         return returned, result
@@ -399,20 +373,20 @@ class Execution:
         dimension of the samples of each."""
         self.complete_initialization()
         call = self._planned_call.reorder_arguments(args, kwargs)
-        leaves, spec = _full_leaves(call)
+        leaves, spec = full_leaves(call)
         planned_indices = self._planned_call.planned_indices(spec)
-        dims = self._sample_dims(planned_indices)
+        dims = self._leaves.sample_dims(planned_indices)
         micro_batches = num_micro_batches_of_call(leaves, self.partitioned.pipeline, dims)
-        micro_batch_leaves = self._global_leaves(
+        micro_batch_leaves = self._leaves.with_global_shapes(
             micro_batch(leaves, 0, micro_batches, dims), planned_indices
         )
         # A step runs the program of one micro-batch; their number is part of its key because the
         # schedule depends on it.
         situation = self._situation(spec, [argument_key(leaf) for leaf in micro_batch_leaves])
         key = (*situation, micro_batches)
-        inputs = self._on_device(leaves)
+        inputs = self._leaves.on_device(leaves)
         self._guard.begin(key, inputs, planned_indices)
-        key = self._python.matching(self._train_steps, _python_of_step, key, call)
+        key = self._python.matching(self._train_steps, key, call)
         if key not in self._train_steps:
             partitioned = self.partitioned
             is_planned = key == (*self._planned_situation, micro_batches)
@@ -439,122 +413,6 @@ class Execution:
     def _devices_for(self, partitioned: Partitioned) -> Devices:
         return self.devices.with_matrix(partitioned.mesh, dtensor_axes(partitioned))
 
-    def _on_device(self, leaves: Sequence[Any]) -> list[Any]:
-        device = self.devices.device
-        return [
-            to_plain_tensor(leaf).to(device) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
-
-    def _global_leaves(self, leaves: list[Any], planned_indices: Sequence[int | None]) -> list[Any]:
-        """The leaves with global shapes; inputs that arrive sharded become meta tensors."""
-        graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
-        planned = [None if index is None else graph.inputs[index] for index in planned_indices]
-        ordinary_leaves = to_plain_tensors(planned, arrivals, leaves)
-        return global_leaves(planned, self.devices.matrix, arrivals, ordinary_leaves)
-
-    def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
-        """The cache key of a program.
-
-        Args:
-            spec: the structure of the call's arguments.
-            leaves: the keys of its leaves.
-
-        Raises:
-            PlanError: if a parameter, hook or submodule was replaced after planning.
-        """
-        if self.original is not None:
-            self.original.check(self.module)
-        return *self._module_state(), spec, tuple(leaves)
-
-    def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
-        """Python state of all submodules, parameters frozen or unfrozen, and the autocast dtype."""
-        frozen = self._parameters_as_planned.frozen_or_unfrozen()
-        return self._state.key(), frozen, self._autocast.dtype
-
-    @property
-    def _autocast(self) -> Autocast:
-        """The caller's autocast region. Programs run outside of it: their casts are operators."""
-        return Autocast.around(self.devices.device)
-
-    def _sample_dims(self, numbers: Sequence[int | None]) -> SampleDims:
-        """The dimension of the samples of each leaf of a call; empty for dimension 0.
-
-        Args:
-            numbers: position of each leaf in the planned call.
-        """
-        dims = self.partitioned.pipeline.batch_dims
-        return tuple(None if n is None else dims[n] for n in numbers) if dims else ()
-
-    def _capture(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        micro_batches: int = 1,
-        batch_dims: SampleDims = (),
-    ) -> Partitioned:
-        """Capture the model in another situation than planned, and adapt the plan's decisions.
-
-        Args:
-            args, kwargs: a call, with one of `micro_batches` micro-batches.
-            batch_dims: the dimension of the samples of each leaf; empty for dimension 0.
-
-        Raises:
-            PlanError: if a tensor has another dtype than planned.
-            CaptureError: if the model cannot be captured in this situation.
-            MixedSamplesError: if micro-batches do not make the loss of the batch.
-        """
-        planned, template = self.partitioned, self.template
-        call = CapturedCall(template, args, kwargs, self._autocast)
-        self._planned_call.check(args, kwargs)
-        # The template has the state of planning: attributes that `forward` reads follow the module.
-        self._state.copy_to(template)
-        for name, parameter, *_ in self._parameters_as_planned.all:
-            template.get_parameter(name).requires_grad_(parameter.requires_grad)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-
-        def captured(count: int) -> Graph:
-            batch = pytree.tree_unflatten(of_micro_batches(leaves, count, batch_dims), spec)
-            of_args, of_kwargs = batch
-            return self._captured(CapturedCall(template, of_args, of_kwargs, self._autocast))
-
-        graph = self._captured(call)
-        pipeline = replace(planned.pipeline, micro_batches=micro_batches)
-        if pipeline.averages_micro_batches:
-            graph = with_whole_batch(graph, micro_batches, captured)
-            check_whole_batch(graph, micro_batches)
-        self._state.watch(graph.attributes)
-        log.info(
-            "captured the model for %s, training=%s, in %.1f s",
-            *(graph.input_values, self.module.training, graph.capture_seconds),
-        )
-        graph = bind_modules(graph, self._user_module)
-        # On axes of prime sizes, a dimension that only a part of a plan's axis divides stays
-        # sharded over that part.
-        mesh, decisions = split_axes(planned.mesh, planned.decisions)
-        decisions = adapt_decisions(decisions, graph, mesh)
-        pipeline = replace(self._pipeline_for(graph), micro_batches=micro_batches)
-        partitioned = Partitioned(graph, mesh, decisions, pipeline)
-        return fold_axes(partitioned, unjoined_mesh=planned.mesh)
-
-    def _captured(self, call: CapturedCall) -> Graph:
-        # The user's saved-tensor hooks must not see fake tensors, and `torch.func` transforms in
-        # the model refuse to run under such hooks.
-        with without_saved_tensor_hooks():
-            graph = self.partitioned.graph
-            if graph.python is None:
-                graph = self._captures.graph(call, graph.compute_dtype, self._module_state())
-            if graph.python is not None:
-                # Its guards must be on the objects of the model itself, not of the template.
-                of_model = (call.args, call.kwargs)
-                graph = self._python.capture(of_model, graph.compute_dtype, call.autocast)
-            return graph
-
-    def _bind_local_maps(self, partitioned: Partitioned) -> Partitioned:
-        """Make `sw.local_map` operators run the submodules of `module`."""
-        graph = bind_modules(partitioned.graph, self._user_module)
-        return partitioned if graph is partitioned.graph else replace(partitioned, graph=graph)
-
     def _evict_programs(self, bound: dict[tuple[Any, ...], Any]) -> None:
         """Drop the least recently used entries, except those of the planned situation."""
         planned = self._planned_situation
@@ -565,59 +423,9 @@ class Execution:
         for key in other_keys[: max(0, len(bound) + 1 - MAX_CACHED_PROGRAMS)]:
             del bound[key]
 
-    def _pipeline_for(self, graph: Graph) -> PipelineSpec:
-        """The pipeline of another captured graph, with its operators on the planned stages."""
-        return self.partitioned.pipeline
-
-    def _wrap_outputs(
-        self, bound: BoundProgram, outputs: list[Any], sizes: BatchSizes | None
-    ) -> list[Any]:
-        """Wrap sharded and partial outputs as `OutputTensor`; mark outputs of the global batch.
-
-        Args:
-            bound: the program.
-            outputs: its local results.
-            sizes: local and global batch size if this rank passed its own shard, else None.
-        """
-        flow, name = bound.program.communication, type(self.module).__name__
-        effects = len(outputs) - bound.graph.out_spec.num_leaves
-        batches = output_batches(name, bound.graph.out_spec, sizes, self._gradients.watch)
-        batches += [None] * effects
-        result = []
-        for value, tensor, batch in zip(bound.graph.outputs, outputs, batches, strict=True):
-            if isinstance(value, Value):
-                layout = flow.returned(value)
-                if layout.sharded or layout.partial:
-                    like = torch.empty(value.shape, device="meta")
-                    tensor = as_output_tensor(
-                        as_dtensor(tensor, like, layout, bound.devices), batch
-                    )
-                elif batch is not None:
-                    tensor = batch.mark(tensor)
-            result.append(tensor)
-        return result
-
-
-def _python_of(bound: BoundProgram) -> PythonCall | None:
-    return bound.graph.python
-
-
-def _python_of_step(bound: BoundStep) -> PythonCall | None:
-    return bound.step.partitioned.graph.python
-
-
-def _has_dtensors(call: Any) -> bool:
-    return any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(call))
-
 
 def _mark_used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
     """Return the entry of `key`, and move it to the end: the first is the least recently used."""
     # Dictionaries keep the order of insertion.
     bound[key] = bound.pop(key)
     return bound[key]
-
-
-def _full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure of a call; DTensors, such as outputs of other models, are gathered."""
-    leaves, spec = pytree.tree_flatten(call)
-    return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec

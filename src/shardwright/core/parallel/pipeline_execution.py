@@ -171,7 +171,9 @@ class PipelineExecution(Execution):
     def _mark_outputs(self, outputs: list[Any], graph: Graph, call: Call) -> list[Any]:
         """Mark outputs as of the global batch, so that they reject pairing with a local batch."""
         local_leaves, spec = pytree.tree_flatten(call)
-        global_leaves = self._global_leaves(local_leaves, self._planned_call.planned_indices(spec))
+        global_leaves = self._leaves.with_global_shapes(
+            local_leaves, self._planned_call.planned_indices(spec)
+        )
         sizes, name = batch_sizes(local_leaves, global_leaves), type(self.module).__name__
         batches = output_batches(name, graph.out_spec, sizes, self._gradients.watch)
         return [

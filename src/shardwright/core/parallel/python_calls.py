@@ -9,9 +9,9 @@ step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.python_capture import capture_python
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import ConstantsProgram, PythonCall
+from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import Call
 from shardwright.core.torch_internals.modules import alias_module
 from shardwright.errors import CaptureError, PlanError
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 8
 """Number of programs for Python states of one shape of the arguments, as of `torch.compile`."""
-
-CachedProgram = TypeVar("CachedProgram")
 
 ProgramResults = tuple[Sequence[Any], Mapping[str, Tensor]]
 """The outputs of the graph, and the buffers of the model by name."""
@@ -62,8 +61,7 @@ class PythonCalls:
 
     def matching(
         self,
-        programs: Mapping[tuple[Any, ...], CachedProgram],
-        python_of: Callable[[CachedProgram], PythonCall | None],
+        programs: Mapping[tuple[Any, ...], BoundProgram | BoundStep],
         situation: tuple[Any, ...],
         call: Call,
     ) -> tuple[Any, ...]:
@@ -80,7 +78,7 @@ class PythonCalls:
             key = (*situation, number) if number else situation
             if key not in programs:
                 break
-            python = python_of(programs[key])
+            python = programs[key].python
             if python is None or self.holds(python, call):
                 return key
             failed = python

@@ -1,0 +1,166 @@
+"""Captures a planned model in another situation than planned, and keeps the plan's decisions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from shardwright.core.capture.autocast import Autocast
+from shardwright.core.capture.build_graph import CapturedCall
+from shardwright.core.capture.shapes import Captures
+from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.local_map import bind_modules
+from shardwright.core.micro_batches.whole_batch import with_whole_batch
+from shardwright.core.misuse.original import OriginalModel
+from shardwright.core.misuse.planned_parameters import PlannedParameters
+from shardwright.core.parallel.call import PlannedCall
+from shardwright.core.parallel.python_calls import PythonCalls
+from shardwright.core.parallel.python_state import PythonState
+from shardwright.core.parallel.train_step import check_whole_batch
+from shardwright.core.partition.decisions import adapt_decisions
+from shardwright.core.partition.fold_axes import fold_axes, split_axes
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.partition.pipeline_spec import PipelineSpec
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.micro_batches import SampleDims, of_micro_batches
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
+from shardwright.core.torch_internals.modules import alias_module
+
+log = logging.getLogger(__name__)
+
+
+class Recapture:
+    """A planned model and the state that its programs depend on.
+
+    Args:
+        module: the model, with parameters stored as planned.
+        template: a copy on the meta device, to capture from.
+        partitioned: the partitioned graph for the mode and shapes of the plan.
+        hooks: the forward hooks of the given model, whose handles the user has.
+    """
+
+    original: OriginalModel | None = None
+    """The model that `module` was copied from with `copy=True`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        template: nn.Module,
+        partitioned: Partitioned,
+        devices: Devices,
+        hooks: HooksOfModules,
+    ) -> None:
+        self.module = module
+        self.template = template
+        self.devices = devices
+        # `module` gets a class derived from the user's: guards and local maps need the user's own.
+        self._user_module = alias_module(module)
+        self._python = PythonCalls(self._user_module, devices.device)
+        self.partitioned = self._bind_local_maps(partitioned)
+        graph = self.partitioned.graph
+        self._parameters_as_planned = PlannedParameters(module, graph.frozen)
+        self._state = PythonState(module, graph.attributes, hooks)
+        self._planned_call = PlannedCall(template.forward, graph)
+        self._captures = Captures(graph, (self._state.key(), (), None))
+
+    def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
+        """The cache key of a program.
+
+        Args:
+            spec: the structure of the call's arguments.
+            leaves: the keys of its leaves.
+
+        Raises:
+            PlanError: if a parameter, hook or submodule was replaced after planning.
+        """
+        if self.original is not None:
+            self.original.check(self.module)
+        return *self._module_state(), spec, tuple(leaves)
+
+    def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
+        """Python state of all submodules, parameters frozen or unfrozen, and the autocast dtype."""
+        frozen = self._parameters_as_planned.frozen_or_unfrozen()
+        return self._state.key(), frozen, self._autocast.dtype
+
+    @property
+    def _autocast(self) -> Autocast:
+        """The caller's autocast region. Programs run outside of it: their casts are operators."""
+        return Autocast.around(self.devices.device)
+
+    def _capture(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        micro_batches: int = 1,
+        batch_dims: SampleDims = (),
+    ) -> Partitioned:
+        """Capture the model in another situation than planned, and adapt the plan's decisions.
+
+        Args:
+            args, kwargs: a call, with one of `micro_batches` micro-batches.
+            batch_dims: the dimension of the samples of each leaf; empty for dimension 0.
+
+        Raises:
+            PlanError: if a tensor has another dtype than planned.
+            CaptureError: if the model cannot be captured in this situation.
+            MixedSamplesError: if micro-batches do not make the loss of the batch.
+        """
+        planned, template = self.partitioned, self.template
+        call = CapturedCall(template, args, kwargs, self._autocast)
+        self._planned_call.check(args, kwargs)
+        # The template has the state of planning: attributes that `forward` reads follow the module.
+        self._state.copy_to(template)
+        for name, parameter, *_ in self._parameters_as_planned.all:
+            template.get_parameter(name).requires_grad_(parameter.requires_grad)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+
+        def captured(count: int) -> Graph:
+            batch = pytree.tree_unflatten(of_micro_batches(leaves, count, batch_dims), spec)
+            of_args, of_kwargs = batch
+            return self._captured(CapturedCall(template, of_args, of_kwargs, self._autocast))
+
+        graph = self._captured(call)
+        pipeline = replace(planned.pipeline, micro_batches=micro_batches)
+        if pipeline.averages_micro_batches:
+            graph = with_whole_batch(graph, micro_batches, captured)
+            check_whole_batch(graph, micro_batches)
+        self._state.watch(graph.attributes)
+        log.info(
+            "captured the model for %s, training=%s, in %.1f s",
+            *(graph.input_values, self.module.training, graph.capture_seconds),
+        )
+        graph = bind_modules(graph, self._user_module)
+        # On axes of prime sizes, a dimension that only a part of a plan's axis divides stays
+        # sharded over that part.
+        mesh, decisions = split_axes(planned.mesh, planned.decisions)
+        decisions = adapt_decisions(decisions, graph, mesh)
+        pipeline = replace(self._pipeline_for(graph), micro_batches=micro_batches)
+        partitioned = Partitioned(graph, mesh, decisions, pipeline)
+        return fold_axes(partitioned, unjoined_mesh=planned.mesh)
+
+    def _captured(self, call: CapturedCall) -> Graph:
+        # The user's saved-tensor hooks must not see fake tensors, and `torch.func` transforms in
+        # the model refuse to run under such hooks.
+        with without_saved_tensor_hooks():
+            graph = self.partitioned.graph
+            if graph.python is None:
+                graph = self._captures.graph(call, graph.compute_dtype, self._module_state())
+            if graph.python is not None:
+                # Its guards must be on the objects of the model itself, not of the template.
+                of_model = (call.args, call.kwargs)
+                graph = self._python.capture(of_model, graph.compute_dtype, call.autocast)
+            return graph
+
+    def _bind_local_maps(self, partitioned: Partitioned) -> Partitioned:
+        """Make `sw.local_map` operators run the submodules of `module`."""
+        graph = bind_modules(partitioned.graph, self._user_module)
+        return partitioned if graph is partitioned.graph else replace(partitioned, graph=graph)
+
+    def _pipeline_for(self, graph: Graph) -> PipelineSpec:
+        """The pipeline of another captured graph, with its operators on the planned stages."""
+        return self.partitioned.pipeline
