@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
 from core.parallel.python_calls_ranks import CHECKS, Counter, Returning, batches, trained
@@ -86,6 +88,90 @@ def test_tensors_that_a_program_could_not_change_are_refused(
     net.mean, net.tables = torch.zeros(8), [torch.zeros(8)]
     with pytest.raises(sw.CaptureError, match="`forward` changes the attribute"):
         sw.plan(net, (batches()[0],), devices=1)
+
+
+class Counted(Counter):
+    """Counts in a buffer, which `+=` assigns to itself, and in a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.calls += 1
+        return self.hidden(x).square().mean() * self.steps
+
+
+def test_a_buffer_that_is_assigned_to_itself_is_updated() -> None:
+    net, eager = Counted(), Counted()
+    planned = sw.parallelize(net, sw.plan(net, (batches()[0],), devices=1))
+    torch.testing.assert_close(trained(planned), trained(eager))
+    assert planned.steps.item() == eager.steps.item() == planned.calls
+
+
+class WrongScale(torch.autograd.Function):
+    """Has another derivative than its operators."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x**2
+
+
+def transformed(net: Counter, y: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: WrongScale.apply(y).square().sum())(y)  # type: ignore[no-any-return]
+
+
+def seeded(net: Counter, y: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return y * torch.rand(8)
+
+
+def drawn_by_python(net: Counter, y: Tensor) -> Tensor:
+    return y * random.random()
+
+
+def drawn_by_a_generator(net: Counter, y: Tensor) -> Tensor:
+    return y * torch.rand(8, generator=net.generator)
+
+
+def reentrant(net: Counter, y: Tensor) -> Tensor:
+    result: Tensor = checkpoint(torch.tanh, y, use_reentrant=True)
+    return result
+
+
+@pytest.mark.parametrize(
+    "compute", [transformed, seeded, drawn_by_python, drawn_by_a_generator, reentrant]
+)
+def test_what_dynamo_would_compute_otherwise_is_refused_and_leaves_nothing_behind(
+    compute: Callable[[Any, Tensor], Tensor], capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Changing(Counter):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return compute(self, self.hidden(x)).square().mean()
+
+    net, batch = Changing(), (batches()[0],)
+    net.generator = torch.Generator()
+    drawn, python = torch.get_rng_state(), random.getstate()
+    with pytest.raises(sw.CaptureError):
+        sw.plan(net, batch, devices=1)
+    assert capfd.readouterr() == ("", "")
+    assert net.calls == 0 and random.getstate() == python
+    assert torch.equal(torch.get_rng_state(), drawn) and torch.is_grad_enabled()
+    # A transform that had stayed active would refuse this.
+    assert torch.func.grad(torch.sin)(torch.zeros(())) == 1
+    with torch.autograd.graph.save_on_cpu():
+        torch.ones(2, requires_grad=True).exp().sum().backward()
 
 
 class Growing(nn.Module):

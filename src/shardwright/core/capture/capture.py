@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -57,13 +60,25 @@ def capture(
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
     call = CapturedCall(module, args, dict(kwargs or {}), autocast)
-    with naming_local_map(module, args, call.kwargs):
+    with naming_local_map(module, args, call.kwargs), _restored_generators():
         try:
             with isolate_capture():
                 graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)
         except CaptureError as refusal:
             graph = _with_python(call, compute_dtype, refusal)
     return replace(graph, capture_seconds=time.perf_counter() - started)
+
+
+@contextmanager
+def _restored_generators() -> Iterator[None]:
+    """A context that leaves the random generators of torch, Python and numpy as they were."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def _with_python(
@@ -79,4 +94,6 @@ def _with_python(
         return capture_python(call, compute_dtype)
     except Exception as error:
         log.debug("TorchDynamo cannot capture %s: %s", type(call.module).__name__, error)
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        refusal.add_note(f"TorchDynamo cannot capture it either: {first}")
     raise refusal

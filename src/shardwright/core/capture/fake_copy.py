@@ -150,7 +150,7 @@ def isolate_capture() -> Iterator[None]:
         trace_custom_backward(),
         refuse_saved_tensor_hooks(),
         checkpointed_calls_in(tagging_checkpoint),
-        _silence_export(),
+        silent_tracing(),
     ):
         yield
 
@@ -175,8 +175,9 @@ def _inference_without_gradients() -> Iterator[None]:
 
 
 @contextmanager
-def _silence_export() -> Iterator[None]:
-    """Silences what `torch.export` logs and prints about a failure, which would bury the error."""
+def silent_tracing() -> Iterator[None]:
+    """A context without what PyTorch logs and prints about a failed trace, which would bury the
+    error."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

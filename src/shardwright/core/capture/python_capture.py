@@ -34,6 +34,7 @@ from shardwright.core.capture.fake_copy import (
     fake_copy,
     fake_tensor,
     isolate_capture,
+    silent_tracing,
 )
 from shardwright.core.capture.fx_nodes import restore_users
 from shardwright.core.capture.hooks import check_hooks
@@ -79,7 +80,7 @@ def capture_python(
 
     Raises:
         CaptureError: if what the graph calls cannot be captured.
-        DynamoError: if TorchDynamo cannot trace the call as one graph.
+        TorchDynamoException: if TorchDynamo cannot trace the call as one graph.
     """
     started = time.perf_counter()
     _check_supported(call)
@@ -120,6 +121,7 @@ def _without_caller_modes() -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
+        silent_tracing(),
     ):
         yield
 

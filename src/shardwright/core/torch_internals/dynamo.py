@@ -23,7 +23,6 @@ from unittest.mock import patch
 from torch import Tensor, fx
 from torch._dynamo import config
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
-from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
 from torch._dynamo.side_effects import SideEffects
@@ -32,9 +31,6 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.misc import NewGlobalVariable
-
-DynamoError = TorchDynamoException
-"""Raised for Python that Dynamo cannot trace."""
 
 _LOGGING = tuple(
     getattr(logging.Logger, name)
@@ -111,14 +107,12 @@ class DynamoCapture:
     Args:
         output: Dynamo's graph, bytecode and the state from which guards are built.
         function: the traced function; methods without `self`.
-        owner: the object that the traced method was bound to, or None.
         changes: the objects that existed before the call and that it changes.
         cached_functions: functions under `functools.lru_cache`, whose cache Dynamo ignores.
     """
 
     output: CaptureOutput
     function: FunctionType
-    owner: object | None
     changes: tuple[ChangedObject, ...]
     cached_functions: tuple[object, ...]
 
@@ -136,7 +130,7 @@ class DynamoCapture:
             numbers: sources of Python numbers that become inputs of the graph.
 
         Raises:
-            DynamoError: if Dynamo cannot trace the function as one graph.
+            TorchDynamoException: if Dynamo cannot trace the function as one graph.
         """
         changes: list[ChangedObject] = []
         cached: list[object] = []
@@ -158,10 +152,10 @@ class DynamoCapture:
             patch.object(WrapperUserFunctionVariable, "call_function", called),
         ):
             output = fullgraph_capture(function, args, dict(kwargs))
-        traced, owner = get_traced_fn(function)
+        traced, _ = get_traced_fn(function)
         variables = traced.__globals__
         located = [replace(c, value=variables) if c.value is None else c for c in changes]
-        return cls(output, traced, owner, tuple(located), tuple(cached))
+        return cls(output, traced, tuple(located), tuple(cached))
 
     @property
     def graph_module(self) -> fx.GraphModule | None:
