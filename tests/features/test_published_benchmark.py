@@ -75,7 +75,7 @@ def test_rows_that_are_impossible_are_one_error(tmp_path, capsys) -> None:
     file.write_text(json.dumps({"rows": [row(devices=7)]}))
     with pytest.raises(SystemExit):
         main(["--only", "published", "--rows", str(file)])
-    assert "rows[0] (tiny): devices is 7" in capsys.readouterr().err
+    assert "rows[0] (tiny): `devices` is 7" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--only", "search", "--rows", str(file)])
     assert "--rows goes with --only published" in capsys.readouterr().err

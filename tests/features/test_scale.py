@@ -78,7 +78,7 @@ def test_a_group_that_splits_gives_the_groups_of_an_axis_in_one_call(
         calls.append(ranks)
         return parent
 
-    monkeypatch.setattr("shardwright.core.runtime.devices.splits", lambda group: True)
+    monkeypatch.setattr("shardwright.core.runtime.devices.supports_split_group", lambda group: True)
     monkeypatch.setattr(dist, "split_group", split_group)
     Devices.of_process(Layout((2, 128), ("a", "b")), torch.device("cpu")).group((0, 1))
     assert calls == [
