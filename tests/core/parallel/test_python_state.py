@@ -178,7 +178,7 @@ def test_what_forward_sets_is_not_left_from_before() -> None:
         lambda hidden: hidden[0],
     ]
     for use in uses:
-        with pytest.raises(PlanError, match="'hidden' of the model is set by `forward`"):
+        with pytest.raises(PlanError, match="'hidden' is set by `forward`"):
             use(planned.hidden)
 
 

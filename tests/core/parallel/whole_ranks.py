@@ -111,9 +111,9 @@ def check_training_inside_is_refused() -> None:
     with sw.whole(net):
         loss = net(*batch())[1]
         assert loss is not None
-        with pytest.raises(sw.PlanError, match=r"cannot be trained inside `shardwright.whole`"):
+        with pytest.raises(sw.PlanError, match=r"cannot be trained inside `sw.whole`"):
             loss.backward()
-        with pytest.raises(sw.PlanError, match=r"cannot be trained inside `shardwright.whole`"):
+        with pytest.raises(sw.PlanError, match=r"cannot be trained inside `sw.whole`"):
             net.train_step(*batch())  # type: ignore[operator]
     loss = net(*batch())[1]
     assert loss is not None

@@ -193,7 +193,7 @@ class _MetaChunk:
             for leaf in partitioned.graph.inputs
         ]
         buffers = {value.name: local(value) for value in chunk.graph.buffers}
-        module.step = StepContext([leaves], buffers, seed=0, of_batch=[{}])
+        module.step = StepContext([leaves], buffers, seed=0, global_batch_values=[{}])
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         run.live.watch([*tensors, *arriving, *gradient_buffers], BATCH)
         run.live.watch(run.stored.values(), PARAMETERS)

@@ -29,9 +29,9 @@ class BoundProgram:
     Args:
         recomputes: whether the backward pass recomputes some operators.
         draws_random_numbers: whether some operator draws random numbers, as dropout does.
-        devices: this rank's view of the program's device matrix, which may have other axes than
-            the plan's.
-        off_path: watches outputs that would miss gradients of other outputs.
+        devices: this rank's view of the program's device matrix, whose axes may be finer than the
+            plan's.
+        off_path: watches outputs whose gradients would miss those of other outputs.
     """
 
     graph: Graph
@@ -44,7 +44,7 @@ class BoundProgram:
 
     @property
     def python(self) -> PythonCall | None:
-        """The Python around the graph."""
+        """The captured Python that runs around the graph; None if only the graph runs."""
         return self.graph.python
 
     def wrap_outputs(
@@ -58,13 +58,13 @@ class BoundProgram:
 
         Args:
             outputs: local results of the program.
-            sizes: local and global batch size if this rank passed its own shard, else None.
+            sizes: local and global batch size if this rank passed a local batch, else None.
             model: name of the model for errors.
             watch: registers the check of an output's gradients.
         """
         flow, spec = self.program.communication, self.graph.out_spec
         batches = output_batches(model, spec, sizes, watch)
-        # What the call leaves in Python objects is not returned.
+        # Outputs after the first `num_leaves` are stored in Python objects and are not returned.
         batches += [None] * (len(outputs) - spec.num_leaves)
         result = []
         for value, tensor, batch in zip(self.graph.outputs, outputs, batches, strict=True):
@@ -88,5 +88,5 @@ class BoundStep:
 
     @property
     def python(self) -> PythonCall | None:
-        """The Python around the graph."""
+        """The captured Python that runs around the graph; None if only the graph runs."""
         return self.step.partitioned.graph.python

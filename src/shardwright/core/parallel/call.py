@@ -1,4 +1,4 @@
-"""Binds calls of a parallel module to the signature of `forward`, and checks them against the
+"""Binds calls of a planned module to the signature of `forward`, and checks them against the
 planned call."""
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ class PlannedCall:
         self._planned_indices: dict[pytree.TreeSpec, list[int | None]] = {}
 
     def reorder_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the arguments in the order of the planned call; by keyword if others are passed.
-
-        Arguments equal to their default count as not passed.
+        """Return the arguments in the order of the planned call, ignoring those equal to their
+        default; if their names differ from those of the planned call, return them by keyword.
 
         Raises:
             PlanError: if `forward` does not accept the arguments.
@@ -73,7 +72,7 @@ class PlannedCall:
                 f" inputs: {', '.join(str(leaf) for leaf in self._inputs)}"
             ) from None
         named = self._drop_defaults(self._by_name(args, kwargs))
-        # The planned structure, in which another spelling of the call hits the same program.
+        # In the planned structure, so that positional and keyword arguments hit the same program.
         if named.keys() == self._planned_names:
             values = [
                 self._argument_or_default(name, named)
@@ -119,7 +118,7 @@ class PlannedCall:
                     f"{planned.stored_dtype}\nconvert it by `.to({planned.stored_dtype})`, or plan"
                     " the model for this dtype"
                 )
-            # Decisions refer to dimensions by number. For other sizes the model is captured again.
+            # Shardings refer to dimensions by index. For other sizes the model is captured again.
             if leaf.ndim != len(planned.shape):
                 raise PlanError(
                     f"input {planned.name!r} has shape {tuple(leaf.shape)}, planned for"
@@ -128,13 +127,13 @@ class PlannedCall:
                 )
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name; those of `*args` are named `*0`, `*1`, ... by position."""
+        """Map parameter names to arguments; those of `*args` are named `*0`, `*1`, ... in order."""
         names = [*self._positions, *(f"*{n}" for n in range(len(args)))]
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def _paths(self, spec: pytree.TreeSpec) -> list[str]:
         args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
-        # By path, which is equal for an argument passed by position or by keyword.
+        # Paths, unlike indices, are equal whether an argument is passed by position or by keyword.
         flat, _ = pytree.tree_flatten_with_path(self._by_name(args, kwargs))
         return [pytree.keystr(path) for path, _ in flat]
 

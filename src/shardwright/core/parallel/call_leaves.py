@@ -1,4 +1,4 @@
-"""The leaves of a call as programs take them: plain tensors, on this rank's device."""
+"""Conversion of a call's leaves to the inputs of programs: plain tensors on this rank's device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from shardwright.core.torch_internals import pytree
 
 @dataclass(frozen=True)
 class CallLeaves:
-    """Converts the leaves of calls.
+    """Converts the leaves of calls to inputs of programs.
 
     Args:
-        partitioned: the planned model.
+        partitioned: the planned model, whose arrivals say which inputs are local batches.
     """
 
     partitioned: Partitioned
     devices: Devices
 
     def on_device(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves as plain tensors where the program runs."""
+        """Return the leaves with tensors as plain tensors on the program's device."""
         device = self.devices.device
         return [
             to_plain_tensor(leaf).to(device) if isinstance(leaf, Tensor) else leaf
@@ -38,24 +38,31 @@ class CallLeaves:
     def with_global_shapes(
         self, leaves: list[Any], planned_indices: Sequence[int | None]
     ) -> list[Any]:
-        """The leaves with global shapes; inputs that arrive sharded become meta tensors."""
+        """Return the leaves with global shapes; inputs that arrive sharded become meta tensors.
+
+        Args:
+            planned_indices: for each leaf its index in the planned call, or None.
+        """
         graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
         planned = [None if index is None else graph.inputs[index] for index in planned_indices]
         ordinary_leaves = to_plain_tensors(planned, arrivals, leaves)
         return global_leaves(planned, self.devices.matrix, arrivals, ordinary_leaves)
 
-    def sample_dims(self, numbers: Sequence[int | None]) -> SampleDims:
-        """The dimension of the samples of each leaf of a call; empty for dimension 0.
+    def sample_dims(self, planned_indices: Sequence[int | None]) -> SampleDims:
+        """Return the batch dimension of each leaf of a call; empty if it is dimension 0 for all.
 
         Args:
-            numbers: position of each leaf in the planned call.
+            planned_indices: for each leaf its index in the planned call, or None.
         """
         dims = self.partitioned.pipeline.batch_dims
-        return tuple(None if n is None else dims[n] for n in numbers) if dims else ()
+        if not dims:
+            return ()
+        return tuple(None if index is None else dims[index] for index in planned_indices)
 
 
 def full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure of a call; DTensors, such as outputs of other models, are gathered."""
+    """Return leaves and structure of a call, with DTensors (e.g. other models' outputs)
+    gathered."""
     leaves, spec = pytree.tree_flatten(call)
     return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec
 

@@ -76,12 +76,12 @@ Bound = TypeVar("Bound")
 class Execution(Recapture):
     """Runs calls of a parallel module on the devices of the running process group.
 
-    In another mode (`eval()`), or for other arguments or shapes than planned, it captures the model
-    again, and keeps the plan's sharding where it divides the shapes.
+    A call in another mode (`eval()`), or with other arguments or shapes than planned, captures the
+    model again, and keeps the plan's sharding where it divides the shapes.
 
     Args:
         module: the model, with parameters stored as planned.
-        template: a copy on the meta device to capture from.
+        template: a copy of `module` on the meta device, which is captured.
         partitioned: the partitioned graph for the mode and shapes of the plan.
         devices: this rank's view of the devices.
         hooks: forward hooks of the user's model, which the user's handles refer to.
@@ -126,9 +126,12 @@ class Execution(Recapture):
         return (self._forwards[self._planned_program].program,)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call and return what the model returns.
+        """Run a call and return the model's result.
 
-        Raises: as `call`.
+        Raises:
+            PlanError: if called under a `torch.func` transform, or during a backward pass by a
+                model that draws random numbers.
+            CaptureError: if the model cannot be captured in this situation.
         """
         return self.call(args, kwargs)[0]
 
@@ -136,7 +139,7 @@ class Execution(Recapture):
         """Run a call.
 
         Returns:
-            What the model returns, the graph that ran, and its outputs.
+            The model's result, the graph that ran, and the outputs of the graph.
 
         Raises:
             PlanError: if called under a `torch.func` transform, or during a backward pass by a
@@ -193,7 +196,10 @@ class Execution(Recapture):
         """Run a program.
 
         Args:
-            constants: current values of constants of the graph, by name.
+            bound: the program, with the module tensors that it reads and updates.
+            inputs: leaves of the call as plain tensors on this rank's device.
+            sizes: local and global batch size if this rank passed a local batch, else None.
+            constants: current values of the graph's constants, by name.
 
         Returns:
             The outputs of the graph, and the result of the model.
@@ -201,7 +207,7 @@ class Execution(Recapture):
         is_distributed = self.devices.matrix.num_devices > 1
         parameters, buffers = bound.tensors.read()
         buffers |= self._python.on_device(constants or {})
-        # Before the program runs, since they compare the versions of parameters as read here.
+        # Before the program runs: the checks compare parameter versions with those of this moment.
         checks = self._parameters_as_planned.checks_before_backward(bound.recomputes)
         shards = local_shards(parameters, self.devices.matrix)
         # Evaluation does not count: how often a run evaluates must not change its dropout masks.
@@ -249,10 +255,14 @@ class Execution(Recapture):
         return loss
 
     def _train_with_python(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Train one batch, which is one micro-batch, whose Python changes objects.
+        """Train one batch, in one micro-batch, of a model whose Python changes objects.
+
+        Returns:
+            The loss of the global batch, on every rank.
 
         Raises:
-            PlanError: as `train_step`.
+            PlanError: if the model returns no loss or several, or an argument does not match the
+                plan.
         """
         with torch.enable_grad():
             _, graph, outputs = self.call(args, kwargs)
@@ -269,7 +279,7 @@ class Execution(Recapture):
         return clip_grad_norm_(self.module.named_parameters(), max_norm, self.devices)
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], regional: bool) -> None:
-        """Compile all programs, also those of later captures.
+        """Compile all programs with `torch.compile`, those of later captures included.
 
         Args:
             args, kwargs: arguments of `torch.compile`.
@@ -303,11 +313,11 @@ class Execution(Recapture):
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
         """Return the execution of `module`, a deep copy of this execution's module. Not collective.
 
-        It shares the programs, and has its own tensors, guards and state.
+        Both executions share their programs; tensors, guards and state are separate.
 
         Args:
             module: the copy.
-            memo: the memo of its `deepcopy`.
+            memo: the memo of the `deepcopy` that made `module`.
         """
         result, graph = copy.copy(self), self.partitioned.graph
         # A shallow copy: programs, plan and process groups are shared.
@@ -350,8 +360,8 @@ class Execution(Recapture):
         recomputes, devices = bool(partitioned.decisions.recompute), self._devices_for(partitioned)
         current = graph.python.current if graph.python is not None else frozenset()
         draws, program = bool(random_operators(graph)), lower(chunk, devices, current=current)
-        # With `dataset_strategy` every output is wrapped by an autograd function that marks it as
-        # of the global batch, so the returned tensor is not the one that others are computed from.
+        # With `dataset_strategy` an autograd function marks every output as of the global batch, so
+        # the returned tensor is not the one from which other outputs are computed.
         outputs_are_marked = bool(self.partitioned.decisions.arrivals)
         off_path = OutputsOffPath(graph, program.communication, all_off_path=outputs_are_marked)
         return BoundProgram(graph, program, tensors, recomputes, draws, devices, off_path)
@@ -370,7 +380,7 @@ class Execution(Recapture):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[BoundStep, list[Any], SampleDims]:
         """Return the training step for a call, the call's leaves on this rank's device, and the
-        dimension of the samples of each."""
+        batch dimension of each leaf (empty if it is dimension 0 for all)."""
         self.complete_initialization()
         call = self._planned_call.reorder_arguments(args, kwargs)
         leaves, spec = full_leaves(call)
@@ -380,8 +390,8 @@ class Execution(Recapture):
         micro_batch_leaves = self._leaves.with_global_shapes(
             micro_batch(leaves, 0, micro_batches, dims), planned_indices
         )
-        # A step runs the program of one micro-batch; their number is part of its key because the
-        # schedule depends on it.
+        # A step runs the program of one micro-batch; the number of micro-batches is part of the key
+        # because the schedule depends on it.
         situation = self._situation(spec, [argument_key(leaf) for leaf in micro_batch_leaves])
         key = (*situation, micro_batches)
         inputs = self._leaves.on_device(leaves)
@@ -419,7 +429,7 @@ class Execution(Recapture):
         other_keys = [
             key for key in bound if key != self._planned_program and key[: len(planned)] != planned
         ]
-        # One more than fits is about to be added.
+        # One entry is about to be added, hence `+ 1`.
         for key in other_keys[: max(0, len(bound) + 1 - MAX_CACHED_PROGRAMS)]:
             del bound[key]
 

@@ -41,20 +41,21 @@ from shardwright.errors import PlanError
 log = logging.getLogger(__name__)
 
 INITIALIZERS = ("init_weights", "initialize_weights", "reset_parameters", "apply")
-"""Methods by which models initialize themselves, in PyTorch, torchtitan and transformers."""
+"""Methods that initialize parameters, by the conventions of PyTorch, torchtitan and
+transformers."""
 
 COMPILE_REMEDY = "call `net.compile()`, which compiles the programs of a planned model"
 
 
 class Copyable:
-    """Deep copies of planned models. Pickling is refused: they are bound to process groups."""
+    """Mixin for deep copies of planned models; raises on pickling, as process groups are local."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the model with its shards; the copy runs the same programs. Not collective."""
         assert isinstance(self, ParallelModule)
         if self.execution.initialization is not None:
             self.execution.initialization.take_values(self, alone=True)
-            # Placeholders of other stages' tensors are left out.
+            # The copy has None in place of other stages' tensors.
             memo |= self.execution.initialization.memo_of_copy()
         # A parameter shares the version counter of its local shard, which `deepcopy` would lose.
         memo |= copied_parameters(self, memo)
@@ -73,26 +74,28 @@ class Copyable:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise PlanError(
-            f"a planned {type(self).__name__} cannot be pickled, as it is bound to this process\n"
-            "save its parameters by `sw.save_state_dict(net, path)` or `sw.save_checkpoint`, and "
-            "load them into another model; `copy.deepcopy` copies it"
+            f"a planned {type(self).__name__} cannot be pickled, as it is bound to this process's "
+            "groups\n"
+            "save its parameters with `sw.save_state_dict(net, path)` or `sw.save_checkpoint` and "
+            "load them into another model, or copy the model with `copy.deepcopy(net)`"
         )
 
 
 class ParallelModule(Copyable, nn.Module):
     """A model that is sharded over the devices of the running process group.
 
-    Its class is derived from this one and from the user's. It keeps the methods, attributes,
+    Its class is derived from this class and from the user's. It keeps the methods, attributes,
     parameters, buffers and names of the user's model; on several devices its parameters are
     DTensors. Parameters that only other pipeline stages read are None.
 
-    Called with the global batch on every rank, it returns what the model returns. Scalars are
-    replicated; so are other tensors if there is no loss. Otherwise they are DTensors that are
-    gathered on request (`full_tensor()`) or where they meet ordinary tensors (`OutputTensor`).
-    Gradients may start from any output, in its layout, and must be equal on all ranks. If ranks
-    pass local batches (`dataset_strategy`), outputs are those of the global batch, and refuse
-    labels of a local batch (`WholeBatchTensor`). With pipeline stages the model is called under
-    `torch.no_grad()`, and trained by `train_step`.
+    Called with the global batch on every rank, it returns the results of the user's model. Scalars
+    are replicated; so are other tensors if the model returns no loss. Otherwise other tensors are
+    DTensors, gathered on request (`full_tensor()`) or by operators with ordinary tensors
+    (`OutputTensor`).
+    A backward pass may start from any output, with gradients in the output's layout that are equal
+    on all ranks. If ranks pass local batches (`dataset_strategy`), outputs are those of the global
+    batch, and pairing them with labels of a local batch raises an error (`WholeBatchTensor`). With
+    pipeline stages the model is called under `torch.no_grad()`, and trained by `train_step`.
     """
 
     execution: Execution
@@ -134,7 +137,14 @@ class ParallelModule(Copyable, nn.Module):
     def to_empty(self, *, device: Any, recurse: bool = True) -> ParallelModule:
         """Allocate parameters and buffers that are on the meta device; each rank only its shards.
 
-        Initialize them afterwards by the model's own `init_weights` or `reset_parameters`.
+        Initialize them afterwards with the model's own `init_weights` or `reset_parameters`.
+
+        Args:
+            device: a device of the type on which the model was planned.
+            recurse: whether to allocate the tensors of submodules too.
+
+        Raises:
+            PlanError: if `device` is of another type.
         """
         super().to_empty(device=device, recurse=recurse)
         if self.execution.initialization is not None:
@@ -155,7 +165,7 @@ class ParallelModule(Copyable, nn.Module):
 _RESERVED_NAMES = {"execution", "compile"} | {
     name
     for name in vars(ParallelModule).keys() - vars(nn.Module).keys()
-    # Names under which a class keeps its annotations depend on the version of Python.
+    # The names under which a class keeps its annotations depend on the version of Python.
     if not name.startswith("__annot")
 }
 
@@ -172,10 +182,10 @@ def parallel_module(
 
     Args:
         module: the user's model.
-        partitioned: its planned graph.
+        partitioned: the partitioned graph of the model.
         devices: this rank's view of the devices.
         copy: whether to shard a copy and leave `module` unchanged.
-        release: whether to free the memory of the given parameters.
+        release: whether to free the memory of the parameters of `module`.
 
     Returns:
         `module` or its copy, as an instance of a class derived from its own and `ParallelModule`.
@@ -206,7 +216,7 @@ def parallel_module(
     execution_class = Execution if partitioned.pipeline.stages == 1 else PipelineExecution
     execution = execution_class(stored, template, partitioned, devices, hooks)
     execution.initialization = initialization if initialization.names else None
-    # They were captured as part of the program, so running them on its results would do it twice.
+    # The program contains the captured hooks; running them on its results would apply them twice.
     swap_forward_hooks(stored, execution.captured_hooks)
     if "forward" in vars(stored):
         vars(execution.captured_hooks)["forward"] = vars(stored).pop("forward")
@@ -236,7 +246,7 @@ def _parallel_class(module: nn.Module, user_forward: Callable[..., Any]) -> type
 
     # `functools.wraps` refers to the bound method, which would keep the full parameters alive.
     del forward.__wrapped__
-    # Of the bound method, so `self` is added: a class has functions.
+    # The signature of a bound method lacks `self`, which a function of a class has.
     signature = inspect.signature(user_forward)
     bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [bound, *signature.parameters.values()]
@@ -254,10 +264,10 @@ def _parallel_class(module: nn.Module, user_forward: Callable[..., Any]) -> type
 
 
 def _record_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that initializes the model.
+    """Return `initialize`, a method that initializes the model, wrapped to set shards.
 
-    While parameters have no values, its operators are recorded on full tensors and replayed shard
-    by shard, so that the values are those of one device.
+    While parameters have no values, operators of `initialize` are recorded on full tensors and
+    replayed shard by shard, so that the values are those of one device.
     """
 
     @functools.wraps(initialize)
@@ -272,7 +282,7 @@ def _record_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exclude_from_compile(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude `call` from `torch.compile`, and warn on the first attempt.
+    """Return `call` excluded from `torch.compile`; its first call inside a compiled function warns.
 
     Dynamo would trace into guards and caches of `Execution`; `net.compile()` compiles the program.
     """
@@ -302,7 +312,7 @@ def _check_reserved_names(module: nn.Module) -> None:
         if name in vars(module) or is_overridden:
             raise PlanError(
                 f"{type(module).__name__} has an attribute {name!r}, a name that planned models "
-                f"define\nrename it, for instance to {name + '_'!r}"
+                f"define\nrename the attribute, for instance to {name + '_'!r}"
             )
 
 

@@ -18,7 +18,7 @@ TensorOwner = tuple[str, nn.Module, str]
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """Parameters that a graph reads, and the modules that own its buffers.
+    """Parameters that a graph reads, by name, and the owners of the buffers that it reads.
 
     Buffers are looked up on each call because `forward` may replace them; parameters are looked up
     once.
@@ -31,7 +31,8 @@ class ModuleTensors:
     def of(
         cls, module: nn.Module, parameters: Sequence[Value], buffers: Sequence[Value]
     ) -> ModuleTensors:
-        """Look up parameters and buffers by name."""
+        """Look up the parameters, and the owners of the buffers, in `module` by their full
+        names."""
 
         def owner(value: Value) -> TensorOwner:
             path, _, name = value.name.rpartition(".")
@@ -45,7 +46,7 @@ class ModuleTensors:
         return self.parameters, {n: detached_local(getattr(m, leaf)) for n, m, leaf in self.buffers}
 
     def write(self, changed: Mapping[str, Tensor]) -> None:
-        """Copy new values into buffers and parameters, by name."""
+        """Copy the values of `changed` into the buffers and parameters of these names."""
         if changed:
             _, buffers = self.read()
             with torch.no_grad():

@@ -14,20 +14,22 @@ _NN_MODULE_NAMES = frozenset(dir(nn.Module()))
 
 
 class ModuleWrapper(nn.Module):
-    """A module with the parameters, buffers, submodules, mode and attributes of another one.
+    """A module with the parameters, buffers, submodules, mode and attributes of a wrapped module.
 
-    The wrapper keeps the attributes that it has when `wrap` is called. Methods of the wrapped
-    module are forwarded only once it is planned: before, they would run it without the wrapper.
+    Attributes that the wrapper has when `wrap` is called stay its own. Methods of the wrapped
+    module are forwarded only after the wrapped module is planned: before, they would run without
+    the wrapper.
     """
 
     _wrapped: tuple[nn.Module]
-    """In a tuple, so that `nn.Module` does not register it as a submodule, with a name prefix."""
+    """The wrapped module, in a tuple so that `nn.Module` does not register it under a name
+    prefix."""
 
     def wrap(self, module: nn.Module) -> None:
         """Wrap `module`.
 
         Raises:
-            PlanError: if the model has an attribute with the name of one of the wrapper.
+            PlanError: if the model has an attribute that the wrapper has too.
         """
         vars(self).pop("_wrapped", None)
         # Names of parameters stay those of the wrapped module, also in checkpoints.
@@ -38,13 +40,14 @@ class ModuleWrapper(nn.Module):
         model = wrapped_model(module)
         for name in sorted((vars(model).keys() & own_names) - _NN_MODULE_NAMES):
             raise PlanError(
-                f"{type(model).__name__} has an attribute {name!r}, as has the "
-                f"{type(self).__name__} that wraps it\nrename it, for instance to {name + '_'!r}"
+                f"{type(model).__name__} has an attribute {name!r}, which the "
+                f"{type(self).__name__} that wraps it defines too\nrename the attribute of the "
+                f"model, for instance to {name + '_'!r}"
             )
         self._wrapped = (module,)
 
     def __getattr__(self, name: str) -> Any:
-        # By `vars`, as an attribute that is missing would end here again.
+        # By `vars`: looking up a missing attribute would call `__getattr__` again.
         if "_wrapped" in vars(self):
             (wrapped,) = self._wrapped
             value = getattr(wrapped, name, inspect.Parameter.empty)
@@ -58,7 +61,7 @@ class ModuleWrapper(nn.Module):
         is_own = wrapped is None or name in self._own_names
         if is_own:
             super().__setattr__(name, value)
-        # `train()` sets the mode of both, as `forward` of the wrapped module reads its own.
+        # `train()` sets the mode of both, as `forward` of the wrapped module reads its own mode.
         if wrapped is not None and (not is_own or name == "training"):
             setattr(wrapped[0], name, value)
 

@@ -2,9 +2,9 @@
 
 Operators whose tensor arguments are all DTensors return DTensors, as usual. DTensor raises an error
 for a mix with ordinary tensors, but labels, weights and losses of the user's code are ordinary. So
-an operator with an ordinary argument, one that DTensor does not implement, and reads of values by
-Python or numpy gather the output on all ranks, and continue with the full tensor. The backward pass
-shards the gradient again.
+the output is gathered on all ranks by an operator with an ordinary argument, by an operator that
+DTensor does not implement, and by Python or numpy reading values. The backward pass shards the
+gradient again.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def as_output_tensor(
 
     Args:
         tensor: an output of the model, or a tensor computed from one.
-        batch: the global batch it belongs to, if each rank passes a local batch.
-        dims: batch dimensions of `tensor`; by default the first of the batch's size.
+        batch: the global batch that `tensor` belongs to; None unless ranks pass local batches.
+        dims: batch dimensions of `tensor`; by default the first dimension of the global batch size.
     """
     # In place: a view would be another autograd node, which `retain_grad`, hooks and
     # `torch.autograd.grad` distinguish from the output.
@@ -84,14 +84,14 @@ class OutputTensor(DTensor):
         if func in _BACKWARD:
             return _backward(func, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # `torch.autograd.grad` takes outputs, inputs and gradients apart; it pairs none of them.
+        # `torch.autograd.grad` does not combine outputs, inputs and gradients in one operator.
         only_dtensors = func is torch.autograd.grad or all(
             isinstance(tensor, DTensor) for tensor in tensors
         )
         reason: RuntimeError | None = None
         if only_dtensors and name not in _READS:
             try:
-                # The operator itself runs on DTensors; without this, it would arrive here again.
+                # Otherwise `func` would call this `__torch_function__` again.
                 with without_torch_function_of_subclasses():
                     results = func(*args, **kwargs)
             except MixedTensorsError:
@@ -117,10 +117,10 @@ class OutputTensor(DTensor):
 
 
 def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a backward pass.
+    """Run `func`, a `backward` function, on ordinary outputs if any gradient is an ordinary tensor.
 
-    If a gradient is an ordinary tensor, outputs are gathered to match it; `inputs` never are, since
-    autograd accumulates into their own `.grad`.
+    Outputs are then gathered to match that gradient; `inputs` are not, since autograd accumulates
+    into their `.grad`.
     """
     inputs = {key: kwargs[key] for key in ("inputs",) if key in kwargs}
     given = args, {key: value for key, value in kwargs.items() if key not in inputs}
@@ -137,9 +137,8 @@ def _wrap_results(
     """Make the DTensors that a function returns `OutputTensor`s.
 
     Args:
-        results: what the function returned.
-        func, args, kwargs: the call.
-        tensors: its tensor arguments.
+        results: return value of `func(*args, **kwargs)`.
+        tensors: the tensors among `args` and `kwargs`.
     """
     leaves = pytree.tree_leaves(results)
     outputs = [tensor for tensor in tensors if isinstance(tensor, OutputTensor)]
@@ -153,7 +152,8 @@ def _wrap_results(
 
 
 def _writes_to_output(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of the function with this name modifies an output in place."""
+    """Whether calling the function `name` with these arguments changes an `OutputTensor` in
+    place."""
     changes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
     written = [*args[:1]] if changes else []
     return any(

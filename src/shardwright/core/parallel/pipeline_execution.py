@@ -89,7 +89,7 @@ class PipelineExecution(Execution):
             )
         if graph.python is None:
             return graph.result(outputs)
-        # The user's Python rebuilds objects of classes of its own.
+        # The captured Python rebuilds results of the user's own classes.
         results = self._python.results(graph, outputs)
         call = self._planned_call.reorder_arguments(args, kwargs)
         return self._python.run(graph.python, lambda _: results, call)
@@ -100,7 +100,7 @@ class PipelineExecution(Execution):
         Returns:
             The norm before clipping, on every rank.
         """
-        # A parameter that several stages own, such as a tied embedding, counts on the first.
+        # A parameter that several stages own, such as a tied embedding, counts on the first stage.
         counted_elsewhere = {
             name
             for name, stages in self.partitioned.stages_of_parameters.items()
@@ -140,8 +140,9 @@ class PipelineExecution(Execution):
             for name, parameter in ModuleTensors.of(self.module, values, ()).parameters.items():
                 if parameter is None:
                     raise PlanError(
-                        f"{name!r} is read in this mode by pipeline stage {stage}, which does not"
-                        " own it\nplan the model in this mode, or with one stage"
+                        f"pipeline stage {stage} reads {name!r} in this mode"
+                        f" (training={self.module.training}), but does not own it\nplan the model"
+                        " in this mode, or with one stage"
                     )
         return RankStages(partitioned, self._devices_for(partitioned))
 
@@ -169,7 +170,8 @@ class PipelineExecution(Execution):
         return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
 
     def _mark_outputs(self, outputs: list[Any], graph: Graph, call: Call) -> list[Any]:
-        """Mark outputs as of the global batch, so that they reject pairing with a local batch."""
+        """Mark outputs as of the global batch; pairing them with a local batch then raises an
+        error."""
         local_leaves, spec = pytree.tree_flatten(call)
         global_leaves = self._leaves.with_global_shapes(
             local_leaves, self._planned_call.planned_indices(spec)
@@ -184,17 +186,21 @@ class PipelineExecution(Execution):
     def _global_output(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
     ) -> Tensor:
-        """Return an output for the whole batch on every rank.
+        """Return an output for the global batch, as a full tensor on every rank.
 
-        Tensors with the samples of the batch are concatenated, the loss and other means or sums
-        over samples are reduced, and of others the first micro-batch's is taken.
+        Tensors with a batch dimension are concatenated over micro-batches; the loss and other means
+        or sums over samples are reduced; any other output is that of the first micro-batch.
+
+        Args:
+            value: an output of the model's graph.
+            local_outputs: this rank's tensors of all micro-batches, by name of the output.
         """
         partitioned = stages.partitioned
         chunk = next(c for c in partitioned.chunks if value.name in {v.name for v in c.returned})
         dim, shape = stages.sample_dim_of(value), list(value.shape)
         if dim is not None:
             shape[dim] *= stages.micro_batches
-        # Gathered over the devices of its stage first, then sent to their peers in other stages.
+        # Gathered over the devices of the output's stage, then broadcast to peers in other stages.
         if chunk.stage == self.devices.stage:
             tensors = [
                 self._gather(stages, chunk, value, tensor) for tensor in local_outputs[value.name]
@@ -218,9 +224,8 @@ class PipelineExecution(Execution):
     def _restore_row_order(self, rows: Tensor, micro_batches: int) -> Tensor:
         """Return the rows of concatenated micro-batches in the order of the global batch.
 
-        If ranks pass local batches, each is split into micro-batches: the rows of a micro-batch are
-        [rank, row], those of all [micro-batch, rank, row], and of the batch [rank, micro-batch,
-        row].
+        If ranks pass local batches, each local batch is split into micro-batches: `rows` are
+        ordered as [micro-batch, rank, row], the global batch as [rank, micro-batch, row].
         """
         arrivals = self.partitioned.decisions.arrivals.values()
         layouts = (TensorLayout(self.devices.matrix, axes) for axes in arrivals if axes)

@@ -1,4 +1,4 @@
-"""Runs the chunks that this rank's stage owns with the schedules of `torch.distributed.pipelining`.
+"""Runs the chunks of this rank's stage with the schedules of `torch.distributed.pipelining`.
 
 A schedule decides when a chunk runs which micro-batch, and sends activations and gradients between
 stages. Sender and receiver have the same rank within their stages, and a value crosses in the
@@ -59,34 +59,36 @@ class StepContext:
     """State that the chunks of one stage share during a step.
 
     Args:
-        micro_batch_leaves: leaves of the call's arguments, for each micro-batch.
-        buffers: buffers by name; chunks put updated values here.
+        micro_batch_leaves: for each micro-batch, the leaves of the call's arguments.
+        buffers: buffers by name; chunks replace those that they update.
         seed: random seed of the step.
-        of_batch: for each micro-batch what it reads of the whole batch, by the names of buffers.
-        returned: results of all micro-batches for each returned value; None in training.
+        global_batch_values: for each micro-batch, the values of the global batch that chunks read
+            as buffers (e.g. the number of valid targets), by buffer name.
+        evaluated: for each output that this stage computes, by name, its local tensors of all
+            micro-batches, detached; None in training.
     """
 
     micro_batch_leaves: Sequence[Sequence[Any]]
     buffers: dict[str, Tensor]
     seed: int
-    of_batch: Sequence[Mapping[str, Tensor]]
-    returned: dict[str, list[Tensor]] | None = None
+    global_batch_values: Sequence[Mapping[str, Tensor]]
+    evaluated: dict[str, list[Tensor]] | None = None
 
     @classmethod
     def of(
         cls, inputs: StepInputs, micro_batches: int, whole_batch: WholeBatchValues
     ) -> StepContext:
-        of_batch = whole_batch(inputs.leaves, inputs.buffers)
+        global_batch_values = whole_batch(inputs.leaves, inputs.buffers)
         micro_batch_leaves = inputs.micro_batches(micro_batches)
-        return cls(micro_batch_leaves, dict(inputs.buffers), inputs.seed, of_batch)
+        return cls(micro_batch_leaves, dict(inputs.buffers), inputs.seed, global_batch_values)
 
 
 class StageModule(nn.Module):
     """One chunk of a model as a module that PyTorch's schedules call.
 
     Args:
-        chunk: the chunk.
-        program: its program on this rank.
+        chunk: the part of the model that one pass of a schedule runs.
+        program: the program of `chunk` on this rank.
         model_graph: the graph of the full model, whose inputs the chunk reads.
     """
 
@@ -114,7 +116,7 @@ class StageModule(nn.Module):
         inputs = stage_boundary(received)
         outputs, updates = self.program(
             self.unsharded.tensors(),
-            {**self.step.buffers, **self.step.of_batch[micro_batch]},
+            {**self.step.buffers, **self.step.global_batch_values[micro_batch]},
             self.read(micro_batch, inputs),
             micro_batch_seed(self.step.seed, micro_batch),
         )
@@ -123,9 +125,9 @@ class StageModule(nn.Module):
         changed = (buffer.name for buffer, _ in self.chunk.graph.updates)
         self.step.buffers.update(zip(changed, updates, strict=True))
         outputs_by_value = dict(zip(self.chunk.graph.outputs, outputs, strict=True))
-        if self.step.returned is not None:
+        if self.step.evaluated is not None:
             for value in self.chunk.returned:
-                self.step.returned.setdefault(value.name, []).append(
+                self.step.evaluated.setdefault(value.name, []).append(
                     outputs_by_value[value].detach()
                 )
         if self.chunk.graph.loss is not None:
@@ -143,21 +145,22 @@ class StageModule(nn.Module):
         return stage_boundary(sent, anchors[:1])
 
     def read(self, micro_batch: int, received: Sequence[Tensor]) -> list[Any]:
-        """The program's inputs: the inputs of the model that it reads, then received tensors."""
+        """Return the program's inputs: the model inputs that it reads, then the received
+        tensors."""
         leaves = self.step.micro_batch_leaves[micro_batch]
         return [*(leaves[index] for index in self._input_indices), *received]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The leaves in which gradients accumulate.
+        """Yield the leaves in which gradients accumulate: tensors of the step, not `nn.Parameter`s.
 
-        A split backward pass differentiates with respect to what `parameters()` yields; those of
-        this module are the unsharded tensors of the step, not `nn.Parameter`s.
+        A split backward pass differentiates with respect to the tensors that `parameters()` yields.
         """
         return iter(self.unsharded.leaves())  # type: ignore[arg-type]
 
 
 def _detach_unless_trained(value: Value, tensor: Tensor) -> Tensor:
-    """Detach the tensor unless a gradient of the loss flows into the value."""
+    """Return `tensor`, the tensor of `value`, detached unless the loss needs a gradient of
+    `value`."""
     # Both sides of the boundary must agree on which values get a gradient back.
     return tensor if value.requires_grad else tensor.detach()
 
@@ -167,7 +170,7 @@ class RankStages:
     """A training step with pipeline stages: this rank's chunks, run by PyTorch's schedule.
 
     Args:
-        partitioned: the model, with the number of micro-batches of the step.
+        partitioned: the partitioned model, with the number of micro-batches of the step.
         devices: this rank's view of the devices.
     """
 
@@ -205,8 +208,9 @@ class RankStages:
     def compile(self, compiler: Callable[[Program], Program]) -> None:
         if self.pipeline.schedule_spec.splits_backward:
             raise PlanError(
-                f"{self.pipeline.schedule} splits backward passes, which compiled programs cannot\n"
-                "plan with a schedule that does not split them, such as '1f1b'"
+                f"schedule {self.pipeline.schedule!r} splits backward passes, and those of "
+                "compiled programs cannot be split\nplan with a schedule that does not split "
+                "backward passes, such as '1f1b'"
             )
         for module in self.modules:
             module.program = compiler(module.program)
@@ -246,7 +250,7 @@ class RankStages:
         """
         with torch.no_grad():
             step = self._begin(inputs)
-            step.returned = {}
+            step.evaluated = {}
             if self._forward_schedule is None:
                 self._forward_schedule = self._make_schedule(None)
             self._forward_schedule.step(
@@ -254,11 +258,11 @@ class RankStages:
             )
             for module in self.modules:
                 module.unsharded.end_step()
-        return step.returned, inputs.changed(step.buffers)
+        return step.evaluated, inputs.changed(step.buffers)
 
     def reduction_of(self, value: Value) -> float | None:
-        """Weight of each micro-batch's in the value of the batch; None for others than means and
-        sums over samples."""
+        """Return the weight of each micro-batch's tensor in the output `value` of the global batch;
+        None if the output is no mean or sum over samples."""
         if value is self.partitioned.graph.loss:
             return self._loss_weight
         match dict(whole_batch_of(self.partitioned.graph).outputs).get(value.name):
@@ -269,8 +273,12 @@ class RankStages:
         return None
 
     def sample_dim_of(self, value: Value) -> int | None:
-        """The dimension in which the value of the batch joins those of micro-batches; by default
-        dimension 0 if it is as long as that of the first input."""
+        """Return the dimension in which micro-batches of the output `value` are concatenated, or
+        None.
+
+        For outputs that the analysis of the graph does not cover, it is dimension 0 if that has
+        the size of dimension 0 of the first input.
+        """
         graph = self.partitioned.graph
         outputs = dict(whole_batch_of(graph).outputs)
         if value.name in outputs:
@@ -295,8 +303,8 @@ class RankStages:
         """Create the process groups of all stages. Collective.
 
         `new_group` is a collective of all ranks, members or not. So every rank creates the groups
-        of all chunks here, in one order; created on first use, stages would do so at different
-        times, and deadlock.
+        of all chunks here, in one order: if each group were created on first use, stages would call
+        `new_group` at different times, and deadlock.
         """
         group_axes = groups_of(self.partitioned)
         for axes in dict.fromkeys((*group_axes, *prologue_axes(self.partitioned))):
@@ -387,7 +395,8 @@ def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
 
 
 def _meta_tensor(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
-    """Return a meta tensor with the local shape of a value that crosses stages."""
+    """Return a meta tensor with the local shape of a value that stages send in the layout
+    `axes`."""
     shape = TensorLayout(chunk.mesh, axes).shard_shape(value.shape)
     empty = torch.empty(shape, dtype=value.dtype, device="meta")
     return empty.requires_grad_(value.requires_grad)
@@ -397,7 +406,7 @@ def can_split_backward(module: StageModule) -> bool:
     """Whether the backward pass can be split into input gradients (I) and weight gradients (W).
 
     Zero-bubble schedules (Qi et al., 2023) run W later. PyTorch splits where the paths to inputs
-    and to parameters part in the autograd graph, which is correct only if
+    and to parameters diverge in the autograd graph, which is correct only if
 
     - some input requires a gradient;
     - no bucket joins parameters of different operators in one autograd node;
@@ -419,7 +428,7 @@ def can_split_backward(module: StageModule) -> bool:
 
 
 def _without_weight_pass() -> Any:
-    """`dw_builder` of chunks whose I computes all gradients, so that W has nothing to do."""
+    """`dw_builder` for chunks that compute all gradients in I: returns a W that does nothing."""
     return _no_op
 
 
@@ -438,7 +447,7 @@ def _forward_only(schedule: PipelineScheduleMulti) -> None:
 
 
 class _StageBoundary(torch.autograd.Function):
-    """Detaches tensors, and makes their gradients contiguous: `isend` rejects strided tensors."""
+    """Detach tensors, and make their gradients contiguous: `isend` rejects strided tensors."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -454,7 +463,7 @@ class _StageBoundary(torch.autograd.Function):
 
 
 def stage_boundary(tensors: Sequence[Tensor], anchors: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-    """Return contiguous tensors that are no views, to send to or receive from another stage.
+    """Return `tensors`, sent to or received from another stage, contiguous and not as views.
 
     PyTorch's stages free the autograd graph of a sent tensor by detaching it in place, which is not
     possible for a view: its activations would stay in memory.

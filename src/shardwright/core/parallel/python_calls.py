@@ -1,9 +1,8 @@
 """Calls of planned models whose Python runs around the program: TorchDynamo's bytecode and guards.
 
-Every rank runs the Python of a call itself: it checks the guards of the programs that it has,
-replays side effects and rebuilds the result. A number that changes between calls becomes an input
-of the program when it is seen to change, so that a counter needs two programs and not one for each
-step.
+Every rank runs the Python of a call itself: it checks the guards of its cached programs, replays
+side effects and rebuilds the result. A Python number becomes an input of the program once its value
+has changed between calls, so that a step counter needs two programs and not one for each step.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from shardwright.errors import CaptureError, PlanError
 log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 8
-"""Number of programs for Python states of one shape of the arguments, as of `torch.compile`."""
+"""Maximal number of programs, for different Python states, per situation; as in `torch.compile`."""
 
 ProgramResults = tuple[Sequence[Any], Mapping[str, Tensor]]
 """The outputs of the graph, and the buffers of the model by name."""
@@ -40,8 +39,9 @@ class PythonCalls:
     """Runs the Python of a planned model on this rank.
 
     Args:
-        user_module: an object of the user's class that shares the state of the planned module, as
+        user_module: an instance of the user's class that shares the state of the planned module, as
             guards depend on the class.
+        device: device on which the programs run.
     """
 
     def __init__(self, user_module: nn.Module, device: torch.device) -> None:
@@ -50,13 +50,13 @@ class PythonCalls:
         self._numbers: frozenset[str] = frozenset()
 
     def of_copy(self, module: nn.Module) -> PythonCalls:
-        """The calls of a copy of the module."""
+        """Return a `PythonCalls` for `module`, a copy of the planned module."""
         result = PythonCalls(alias_module(module, type(self._module)), self._device)
         result._numbers = self._numbers
         return result
 
     def holds(self, python: PythonCall | None, call: Call) -> bool:
-        """Whether the Python state of a call is the captured one."""
+        """Whether the guards of `python` hold for `call`; True without captured Python."""
         return python is None or python.guards.hold(self._module, *call)
 
     def matching(
@@ -65,13 +65,15 @@ class PythonCalls:
         situation: tuple[Any, ...],
         call: Call,
     ) -> tuple[Any, ...]:
-        """The key of the program for the Python state of a call; of a new one if there is none.
+        """Return the key of the program whose guards hold for `call`, or the key for a new program.
 
         Args:
-            programs: by `situation`, followed by a number for further Python states.
+            programs: programs by key: `situation`, followed by 1, 2, ... for further Python states.
+            situation: the part of the key that does not depend on guards.
+            call: arguments of the call.
 
         Raises:
-            PlanError: if the Python state differs in too many calls.
+            PlanError: if `situation` already has `MAX_PROGRAMS` programs.
         """
         failed: PythonCall | None = None
         for number in count():
@@ -87,7 +89,8 @@ class PythonCalls:
         return key
 
     def _learn(self, failed: PythonCall, num_programs: int, call: Call) -> None:
-        """Note which numbers differ from those of the last program that did not match."""
+        """Record the numbers that changed since `failed`, the last of the programs, was
+        captured."""
         guard = failed.guards.failing(self._module, *call).strip()
         if num_programs == MAX_PROGRAMS:
             raise PlanError(
@@ -99,10 +102,15 @@ class PythonCalls:
         log.info("another program is needed, as this no longer holds: %s", guard)
 
     def capture(self, call: Call, compute_dtype: torch.dtype | None, autocast: Autocast) -> Graph:
-        """Capture the model in its present Python state.
+        """Capture the model in its current Python state.
+
+        Args:
+            call: arguments of the call.
+            compute_dtype: dtype of the plan's mixed precision, or None.
+            autocast: the caller's autocast region.
 
         Raises:
-            CaptureError: if it cannot be captured.
+            CaptureError: if the model cannot be captured.
         """
         state = {name: value for name, value in vars(self._module).items() if name != "execution"}
         module = alias_module(self._module, type(self._module), state)
@@ -124,18 +132,18 @@ class PythonCalls:
         program: ConstantsProgram,
         call: Call,
     ) -> Any:
-        """Run a call, with `program` in place of its tensor operations."""
+        """Run the captured Python of a call, with `program` in place of its tensor operations."""
         return python.run(program, self._module, *call)
 
     def results(self, graph: Graph, outputs: Sequence[Any]) -> ProgramResults:
-        """The outputs for the bytecode: what Python objects keep is gathered."""
+        """Return the outputs, those stored in Python objects as full tensors, and the buffers."""
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
         kept = [_gathered(tensor, copies=True) for tensor in outputs[first:]]
         return [*outputs[:first], *kept], dict(self._module.named_buffers())
 
     def on_device(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Current values of constants, where programs run."""
+        """Return `constants` as full tensors on the device of the programs."""
         return {name: _gathered(tensor).to(self._device) for name, tensor in constants.items()}
 
 
@@ -151,4 +159,6 @@ def _refusal(error: Exception, model: str) -> CaptureError:
     if isinstance(error, CaptureError):
         return error
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return CaptureError(f"`forward` of {model} cannot be captured in this state: {first}")
+    return CaptureError(
+        f"`forward` of {model} cannot be captured in its current Python state: {first}"
+    )

@@ -40,16 +40,16 @@ from shardwright.core.torch_internals.modules import own_buffers, own_modules
 from shardwright.errors import PlanError
 
 Attributes = Iterable[tuple[str, str, str]]
-"""Path, name and content of attributes, as in `Graph.attributes`."""
+"""Module path, name and content (as text) of each attribute, as in `Graph.attributes`."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateKey:
-    """Key of a state. Compared by identity, as comparing the texts is slow.
+    """Key of a Python state; compared by identity, as comparing the texts is slow.
 
     Args:
         texts: contents of the watched attributes.
-        number: how many states the module had before.
+        number: number of different states that the module had before.
     """
 
     texts: tuple[str, ...]
@@ -57,7 +57,7 @@ class StateKey:
 
 
 class SetByForward:
-    """Placeholder of an attribute that `forward` sets, which refuses every use."""
+    """Placeholder of an attribute that `forward` sets; every use raises an error."""
 
     def __init__(self, path: str, name: str) -> None:
         self._name = f"{path}.{name}".removeprefix(".")
@@ -69,8 +69,8 @@ class SetByForward:
 
     def _refuse(self, *_: object) -> NoReturn:
         raise PlanError(
-            f"attribute {self._name!r} of the model is set by `forward`, of which a planned model"
-            " keeps the operators only: return its value from `forward`, or keep it in a buffer"
+            f"attribute {self._name!r} is set by `forward`, but the program of a planned model runs"
+            " operators only\nreturn its value from `forward`, or keep it in a buffer"
         )
 
     @classmethod
@@ -91,12 +91,13 @@ class PythonState:
 
     Args:
         module: the planned module.
-        attributes: attributes that `forward` reads or sets. Those that it sets are replaced by
-            `SetByForward`, as only the captured call had their values.
-        hooks: the forward hooks of the given model, from whose dictionaries handles remove them.
+        attributes: attributes that `forward` reads or sets. Attributes that `forward` sets are
+            replaced by `SetByForward`, as only the captured call had their values.
+        hooks: the forward hooks of the user's model, in the dictionaries from which
+            `RemovableHandle.remove()` deletes them.
 
     Attributes:
-        changed_buffers: names of watched buffers whose values differ from the first capture.
+        changed_buffers: names of watched buffers whose values differ from those at first capture.
     """
 
     changed_buffers: list[str]
@@ -117,10 +118,11 @@ class PythonState:
         self.watch(attributes)
 
     def of_copy(self, module: nn.Module, inside: nn.Module) -> PythonState:
-        """The state of a copy of the module, with equal keys for equal states.
+        """Return the state of `module`, a copy; equal states of both modules have the same key.
 
         Args:
-            inside: module with the root's forward hooks that the programs contain.
+            module: a deep copy of the planned module.
+            inside: module that holds the root's forward hooks that the programs contain.
         """
         result = copy(self)
         result._by_path = dict(module.named_modules())
@@ -149,7 +151,7 @@ class PythonState:
         self._planned_children = list(map(dict, self._parents))
 
     def watch(self, attributes: Attributes) -> None:
-        """Watch further attributes, which another capture reads."""
+        """Watch `attributes` too, which a later capture reads or sets."""
         for path, name, text in attributes:
             if name in OF_MODULES:
                 continue
@@ -160,8 +162,9 @@ class PythonState:
         self._see()
 
     def key(self) -> StateKey:
-        """The key of the current state: the same object if nothing has changed, with the same texts
-        on all ranks if the same has changed.
+        """Return the key of the current state: the same object for equal states of this module.
+
+        The texts of the key are equal on all ranks whose states are equal.
 
         Raises:
             PlanError: for a hook or submodule that was added or replaced since capture.
@@ -176,13 +179,14 @@ class PythonState:
         return self._key
 
     def forget_removed_hooks(self) -> None:
-        """Remove hooks that the user has removed from the given model."""
+        """Remove captured hooks whose handles the user has removed."""
         for _, _, of_model, mine in self._captured_hooks:
             for number in mine.keys() - of_model.keys():
                 del mine[number]
 
     def copy_to(self, template: nn.Module) -> None:
-        """Copy attributes, modes, buffers and removed hooks to the template, before a capture."""
+        """Copy attributes, training modes and buffers to `template`, and remove removed hooks from
+        it, before a capture."""
         copies = dict(template.named_modules())
         of_modules = (p for p in self._names if not p[0].startswith((GLOBALS, BUFFERS)))
         for path, name in of_modules:
@@ -208,13 +212,13 @@ class PythonState:
             if children != planned:
                 raise PlanError(
                     f"a submodule of {_where(path)} was replaced after planning, which would have "
-                    "no effect: replace it before `plan`"
+                    "no effect\nreplace it before `plan`"
                 )
 
     def _see(self) -> None:
         """Record the current state, and prepare to detect changes.
 
-        Most steps find none, so the loops over all modules run in C (`map`, `itemgetter`).
+        Most steps find no change, so the loops over all modules run in C (`map`, `itemgetter`).
         """
         self._registered = num_registered_hooks()
         by_module: dict[str, list[str]] = {}
@@ -227,7 +231,7 @@ class PythonState:
         for (path, name), captured in self._names.items():
             own, value = variables_at(self._by_path, path), variable(self._by_path, path, name)
             of_buffer = path.startswith(BUFFERS)
-            # None here means that another pipeline stage owns it.
+            # A buffer is None here if another pipeline stage owns it.
             text = captured if of_buffer and value is None else state_text(path, value)
             seen.append((path, name, text if of_buffer else content(value)))
             texts.append(text)
@@ -264,7 +268,7 @@ class PythonState:
         if list(map(len, self._hooks_left)) != self._counts_left:
             return False
         try:
-            # By identity: 1 == 1.0 == True, but each is another program.
+            # By identity: 1 == 1.0 == True, but each needs its own program.
             if not all(map(is_, self._read(), self._values)):
                 return False
             if any(map(contains, *self._missing)):
@@ -278,7 +282,7 @@ class PythonState:
             return False
 
     def _hook_counts(self) -> dict[str, tuple[int, int]]:
-        """Hooks before and after forward and backward, by path; the root's hooks run as usual."""
+        """Count forward and backward hooks of each submodule, by path; the root's run as usual."""
         return {
             path: (sum(map(len, forward_hooks(child))), sum(map(len, backward_hooks(child))))
             for path, child in self._by_path.items()
@@ -286,24 +290,31 @@ class PythonState:
         }
 
     def _check_hooks(self) -> None:
-        """Raises:
-        PlanError: for a hook that was registered on a submodule since, as programs do not call
-            submodules.
+        """Check that no hook was registered on a submodule after planning, or for all modules.
+
+        Raises:
+            PlanError: if one was, as programs do not call submodules.
         """
         if any_global_hook():
-            raise PlanError("a hook was registered for all modules, which has no effect in a plan")
+            raise PlanError(
+                "a global module hook is registered, which a planned model would not run\nremove "
+                "it, or register the hook on the model before `plan`"
+            )
         for path, counts in self._hook_counts().items():
             if any(now > before for now, before in zip(counts, self._hooks[path], strict=True)):
                 raise PlanError(
                     f"a hook was registered on {_where(path)} after planning, which would have no "
-                    "effect: register forward hooks before `plan`, or hooks on the module that "
-                    "`parallelize` returned or on its parameters"
+                    "effect\nregister forward hooks before `plan`, or register hooks on the module "
+                    "that `parallelize` returned or on its parameters"
                 )
 
 
-def _still_of_class(kind: type, name: str, before: Any) -> Callable[[], bool]:
-    """Detects a changed class attribute, if it is a number, a string or `MISSING`."""
-    return lambda: before in (MISSING, getattr(kind, name, MISSING))
+def _still_of_class(owner: type, name: str, before: Any) -> Callable[[], bool]:
+    """Return a function: whether attribute `name` of class `owner` still equals `before`.
+
+    Changes are detected for numbers, strings and `MISSING`.
+    """
+    return lambda: before in (MISSING, getattr(owner, name, MISSING))
 
 
 def _still_inside(value: Any) -> Callable[[], bool]:

@@ -1,4 +1,4 @@
-"""Captures a planned model in another situation than planned, and keeps the plan's decisions."""
+"""Captures a planned model in a situation other than the planned one, with the plan's decisions."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ class Recapture:
 
     Args:
         module: the model, with parameters stored as planned.
-        template: a copy on the meta device, to capture from.
+        template: a copy of `module` on the meta device, which is captured.
         partitioned: the partitioned graph for the mode and shapes of the plan.
-        hooks: the forward hooks of the given model, whose handles the user has.
+        devices: this rank's view of the devices.
+        hooks: forward hooks of the user's model, which the user's handles refer to.
     """
 
     original: OriginalModel | None = None
-    """The model that `module` was copied from with `copy=True`."""
+    """The user's model, of which `module` is a copy (`copy=True`); None if there is no copy."""
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class Recapture:
         self.module = module
         self.template = template
         self.devices = devices
-        # `module` gets a class derived from the user's: guards and local maps need the user's own.
+        # `module` will be of a class derived from the user's: guards and local maps need the
+        # user's.
         self._user_module = alias_module(module)
         self._python = PythonCalls(self._user_module, devices.device)
         self.partitioned = self._bind_local_maps(partitioned)
@@ -69,11 +71,11 @@ class Recapture:
         self._captures = Captures(graph, (self._state.key(), (), None))
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
-        """The cache key of a program.
+        """Return the cache key of the current situation.
 
         Args:
             spec: the structure of the call's arguments.
-            leaves: the keys of its leaves.
+            leaves: keys of the arguments' leaves (`argument_key`).
 
         Raises:
             PlanError: if a parameter, hook or submodule was replaced after planning.
@@ -83,13 +85,14 @@ class Recapture:
         return *self._module_state(), spec, tuple(leaves)
 
     def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
-        """Python state of all submodules, parameters frozen or unfrozen, and the autocast dtype."""
+        """Return keys of the Python state, of the parameters frozen or unfrozen since planning, and
+        of the autocast dtype."""
         frozen = self._parameters_as_planned.frozen_or_unfrozen()
         return self._state.key(), frozen, self._autocast.dtype
 
     @property
     def _autocast(self) -> Autocast:
-        """The caller's autocast region. Programs run outside of it: their casts are operators."""
+        """The caller's autocast region. Programs run outside it, as their casts are operators."""
         return Autocast.around(self.devices.device)
 
     def _capture(
@@ -99,21 +102,22 @@ class Recapture:
         micro_batches: int = 1,
         batch_dims: SampleDims = (),
     ) -> Partitioned:
-        """Capture the model in another situation than planned, and adapt the plan's decisions.
+        """Capture the model in the current situation, and adapt the plan's decisions to its graph.
 
         Args:
-            args, kwargs: a call, with one of `micro_batches` micro-batches.
-            batch_dims: the dimension of the samples of each leaf; empty for dimension 0.
+            args, kwargs: arguments of the call, for one micro-batch.
+            micro_batches: number of micro-batches of the batch.
+            batch_dims: batch dimension of each leaf of the arguments; empty for dimension 0.
 
         Raises:
             PlanError: if a tensor has another dtype than planned.
             CaptureError: if the model cannot be captured in this situation.
-            MixedSamplesError: if micro-batches do not make the loss of the batch.
+            MixedSamplesError: if the loss of the batch is no sum or mean over its micro-batches.
         """
         planned, template = self.partitioned, self.template
         call = CapturedCall(template, args, kwargs, self._autocast)
         self._planned_call.check(args, kwargs)
-        # The template has the state of planning: attributes that `forward` reads follow the module.
+        # The template still has the state of planning time.
         self._state.copy_to(template)
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
@@ -135,8 +139,8 @@ class Recapture:
             *(graph.input_values, self.module.training, graph.capture_seconds),
         )
         graph = bind_modules(graph, self._user_module)
-        # On axes of prime sizes, a dimension that only a part of a plan's axis divides stays
-        # sharded over that part.
+        # On axes of prime sizes, a dimension that the size of an axis does not divide stays sharded
+        # over those prime factors of the axis that do.
         mesh, decisions = split_axes(planned.mesh, planned.decisions)
         decisions = adapt_decisions(decisions, graph, mesh)
         pipeline = replace(self._pipeline_for(graph), micro_batches=micro_batches)
@@ -151,16 +155,18 @@ class Recapture:
             if graph.python is None:
                 graph = self._captures.graph(call, graph.compute_dtype, self._module_state())
             if graph.python is not None:
-                # Its guards must be on the objects of the model itself, not of the template.
+                # The guards must refer to the objects of the model itself, not of the template.
                 of_model = (call.args, call.kwargs)
                 graph = self._python.capture(of_model, graph.compute_dtype, call.autocast)
             return graph
 
     def _bind_local_maps(self, partitioned: Partitioned) -> Partitioned:
-        """Make `sw.local_map` operators run the submodules of `module`."""
+        """Return `partitioned` with `sw.local_map` operators bound to the submodules of
+        `module`."""
         graph = bind_modules(partitioned.graph, self._user_module)
         return partitioned if graph is partitioned.graph else replace(partitioned, graph=graph)
 
     def _pipeline_for(self, graph: Graph) -> PipelineSpec:
-        """The pipeline of another captured graph, with its operators on the planned stages."""
+        """Return the pipeline for `graph`, a later capture, with operators on the planned
+        stages."""
         return self.partitioned.pipeline

@@ -1,7 +1,8 @@
 """Simulates a training step with pipeline stages on the simulated ranks of one stage.
 
 All chunks run on the same ranks, one after another: all micro-batches forward, then all backward,
-as in GPipe. They pass each other the tensors that stages would send, whose bytes are counted.
+as in GPipe. Each chunk passes the next one the tensors that a stage would send, and their bytes are
+counted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def simulate_stages(
     """Run one training step of all stages on the ranks of one stage.
 
     Args:
-        partitioned: a model with a loss.
+        partitioned: the partitioned model, which returns a loss.
         parameters, buffers: full tensors by name.
         inputs: leaves of the call's arguments, for the global batch.
         seed: random seed of the step.
@@ -53,7 +54,7 @@ def simulate_stages(
 
 @dataclass
 class _ChunkRun:
-    """The forward pass of one chunk for one micro-batch."""
+    """Tensors received and returned by one chunk in the forward pass of one micro-batch."""
 
     received: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -63,11 +64,11 @@ class _ChunkSequence:
     """All chunks of a model on one set of devices.
 
     Args:
-        partitioned: the model.
+        partitioned: the partitioned model.
         devices: the devices of one stage.
 
     Attributes:
-        sent: for each stage the bytes that a device sends, forward and backward.
+        sent: for each stage, the bytes that one of its devices sends: [forward, backward].
     """
 
     def __init__(self, partitioned: Partitioned, devices: Devices) -> None:
@@ -149,13 +150,18 @@ class _ChunkSequence:
         return total
 
     def _crosses_stages(self, chunk_number: int) -> bool:
-        """Whether the next chunk is on another stage."""
+        """Whether the chunk after chunk `chunk_number` is on another stage."""
         chunks = self.partitioned.chunks
         return chunks[chunk_number].stage != chunks[chunk_number + 1].stage
 
     @contextmanager
     def _count_bytes(self, chunk: Chunk, direction: int) -> Iterator[None]:
-        """Add the bytes sent in this context to the chunk's stage: forward (0) or backward (1)."""
+        """Context that adds the bytes sent in it to `sent` of the chunk's stage.
+
+        Args:
+            chunk: the running chunk.
+            direction: 0 for forward, 1 for backward.
+        """
         with ByteCounter() as counter:  # type: ignore[no-untyped-call]
             yield
         self.sent[chunk.stage][direction] += counter.sent

@@ -1,8 +1,8 @@
 """Runs a program on simulated ranks in one process.
 
 PyTorch's `LocalTensorMode` keeps one tensor per rank and computes the collectives between them. So
-tests run the program of real processes, with its collectives and gradients, and count the bytes
-that it sends.
+tests run the same program as real processes, with its collectives and gradients, and count the
+bytes that it sends.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Outcome:
     Args:
         outputs: leaves of the model's outputs, as full tensors.
         gradients: full gradients of the parameters that have one.
-        updates: new values of buffers.
-        replica_difference: largest difference between replicas.
-        stage_bytes: bytes that one device of each stage sent, forward and backward.
+        updates: new values of buffers, as full tensors by name.
+        replica_difference: largest absolute difference between replicas of any tensor.
+        stage_bytes: for each stage, the bytes that one of its devices sent: (forward, backward).
     """
 
     outputs: list[Any]
@@ -59,7 +59,12 @@ class Outcome:
 def simulated_devices(layout: DeviceMatrix) -> Iterator[tuple[Devices, LocalTensorMode | None]]:
     """Context with simulated ranks on a fake process group.
 
-    Yields the devices, and the mode of the ranks; None with one device.
+    Args:
+        layout: device matrix of the ranks.
+
+    Yields:
+        The devices, and the `LocalTensorMode` of the ranks; None in place of the mode with one
+        device.
 
     Raises:
         PlanError: if a real process group is running.
@@ -95,10 +100,10 @@ class Ranks:
     """Simulated ranks; shards the tensors of a model over them, and assembles results.
 
     Args:
-        partitioned: the model; its constants become one copy per rank.
+        partitioned: the partitioned model; its constants become one copy per rank.
         devices: the simulated devices.
-        mode: the mode of the ranks; None with one device.
-        replica_difference: largest difference between replicas in all gathered tensors.
+        mode: the `LocalTensorMode` of the ranks; None with one device.
+        replica_difference: largest absolute difference between replicas in all assembled tensors.
     """
 
     partitioned: Partitioned
@@ -113,7 +118,7 @@ class Ranks:
         self.partitioned = replace(self.partitioned, graph=replace(graph, constants=constants))
 
     def shard(self, tensor: Tensor, layout: TensorLayout) -> Tensor:
-        """Shard a full tensor over the ranks; returns one tensor that holds all shards."""
+        """Shard a full tensor over the ranks; return the `LocalTensor` that holds all shards."""
 
         def block(rank: int) -> Tensor:
             return tensor.detach()[layout.slices(rank, tuple(tensor.shape))].clone()
@@ -123,7 +128,8 @@ class Ranks:
     def shard_inputs(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Any]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:
-        """Shard parameters as stored, and buffers and inputs in their initial layouts.
+        """Shard parameters in their storage layouts, and buffers and inputs in their initial
+        layouts.
 
         Args:
             parameters, buffers: full tensors by name.
@@ -141,11 +147,12 @@ class Ranks:
         return shards, state, leaves
 
     def assemble(self, tensor: Tensor, layout: TensorLayout, shape: tuple[int, ...]) -> Tensor:
-        """Assemble the full tensor of `shape` from the blocks of all ranks."""
+        """Assemble the full tensor of `shape` from `tensor`, which holds the shards of all ranks in
+        `layout`; partial sums are added up."""
         with _without_mode(self.mode):
             blocks = by_rank(tensor) or {0: tensor}
             count = self.partitioned.mesh.num_devices
-            # A tensor that no rank-dependent operator made is one ordinary tensor for all ranks.
+            # A tensor that depends on no rank is one ordinary tensor for all ranks.
             if len(blocks) < count:
                 blocks = dict.fromkeys(range(count), tensor)
             full, replica_difference = assemble_shards(blocks, layout, shape)
@@ -164,7 +171,8 @@ class Ranks:
         Args:
             outputs: full outputs.
             gradients, updates: sharded tensors by name.
-            stage_bytes: bytes that one device of each stage sent, forward and backward.
+            stage_bytes: for each stage, the bytes that one of its devices sent: (forward,
+                backward).
         """
         graph = self.partitioned.graph
         by_name = {value.name: value for value in (*graph.parameters, *graph.buffers)}
@@ -214,9 +222,9 @@ def simulate(
         parameters, buffers: full tensors by name.
         inputs: leaves of the call's arguments.
         seed: seed of the random operators.
-        output_gradients: for each output value the gradient to start from, or None; by default 1
-            for the loss. Bytes are counted in a backward pass from `graph.trained` only, as
-            predictions are.
+        output_gradients: for each output tensor its full gradient, from which the backward pass
+            starts, or None; by default 1 for the loss. Bytes are counted in a backward pass from
+            the outputs in `graph.trained` only, as the plan predicts those.
     """
     # Outside of the simulation, in which `torch.ones` would make one tensor per rank.
     root_gradients = (
@@ -232,8 +240,8 @@ def simulate(
             results, updates = program(shards, state, leaves, seed)
         starts = _gradient_starts(ranks, communication, results, root_gradients)
         trained = [start for start in starts if start.value in graph.trained]
-        # The plan predicts the communication of the loss' gradients: those of other outputs run in
-        # a second backward pass, which starts from all.
+        # The plan predicts the communication of the loss's gradients. Gradients of other outputs
+        # need a second backward pass, which starts from all outputs.
         with ByteCounter() as backward:  # type: ignore[no-untyped-call]
             _backward(trained, retain_graph=len(trained) < len(starts))
         if len(trained) < len(starts):
@@ -287,12 +295,12 @@ def assemble_shards(
     """Assemble a full tensor from the ranks' blocks.
 
     Args:
-        blocks: the block of each rank.
-        layout: their layout; partial sums are added up.
-        shape: the shape of the full tensor.
+        blocks: the local tensor of each rank.
+        layout: layout of the full tensor; partial sums are added up.
+        shape: shape of the full tensor.
 
     Returns:
-        The full tensor, and the largest difference between replicas of a block.
+        The full tensor, and the largest absolute difference between replicas of a block.
     """
     mesh = layout.layout
     full = torch.zeros(shape, dtype=blocks[0].dtype)
@@ -330,7 +338,7 @@ def rank_at(layout: DeviceMatrix, coordinates: tuple[int, ...]) -> int:
 
 
 def _loss_gradients(graph: Graph) -> list[Tensor | None]:
-    """The gradient of each output if only the loss is trained: 1 for its first occurrence."""
+    """Return for each output value 1 at the first occurrence of the loss, and None elsewhere."""
     outputs = graph.output_values
     loss_index = outputs.index(graph.loss) if graph.loss is not None else None
     return [
@@ -354,7 +362,10 @@ def _gradient_starts(
     outputs: Sequence[Any],
     gradients: Sequence[Tensor | None],
 ) -> list[_GradientStart]:
-    """Pair outputs with their gradients. The gradient of a partial sum is replicated."""
+    """Pair the outputs that require a gradient with their gradients, sharded as the outputs.
+
+    The gradient of a partial sum is replicated over the axes of the sum.
+    """
     graph, mesh = ranks.partitioned.graph, ranks.partitioned.mesh
     pairs = [(v, t) for v, t in zip(graph.outputs, outputs, strict=True) if isinstance(v, Value)]
     starts = []
@@ -384,7 +395,8 @@ def _without_mode(mode: LocalTensorMode | None) -> Iterator[None]:
 class ByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the bytes that one device sends in collectives.
 
-    `backward` counts those called by autograd in a backward pass; `sent` counts all.
+    `backward` counts bytes of collectives that autograd calls in a backward pass; `sent` counts
+    all.
 
     Bytes are those of ring algorithms (Thakur et al., 2005) over p ranks: all-gather (p-1)/p of the
     result, reduce-scatter (p-1)/p of the input, all-reduce twice that, all-to-all (p-1)/p of the
@@ -411,7 +423,7 @@ def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
 
     Args:
         collective: name of the operator in `_c10d_functional`.
-        args: its arguments: the local tensor first, then sizes or the name of the group.
+        args: arguments of the operator: the local tensor first, then sizes or the group's name.
     """
     if collective == "wait_tensor":
         return 0
@@ -427,7 +439,8 @@ def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
         return -(-2 * (size - 1) * local // size)
     assert collective == "all_to_all_single", collective
     size = len(args[2])
-    # Unequal split sizes are a permutation or an all-to-all of uneven blocks: nothing stays local.
+    # Unequal split sizes are a permutation or an all-to-all of uneven blocks, where a rank may keep
+    # nothing: an upper bound.
     equal = all(isinstance(s, int) for s in args[2]) and len(set(args[2])) == 1
     return -(-(size - 1) * local // size) if equal else local
 

@@ -1,4 +1,4 @@
-"""Replaces the parameters and buffers of a model, or of a copy, by their planned shards."""
+"""Replacement of the parameters and buffers of a model, or of a copy, by their planned shards."""
 
 from __future__ import annotations
 
@@ -54,15 +54,14 @@ REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """How the tensors of a model are stored on this rank.
+    """The storage of a model's tensors on this rank.
 
     Args:
         storage: for each parameter the axes that shard each of its dimensions.
         devices: this rank's view of the devices.
-        initialization: collects the names of parameters on the meta device, which have no values
-            yet.
+        initialization: pending initialization of the parameters on the meta device.
         left_out: names of parameters and buffers that only other pipeline stages own.
-        release: whether to free the memory of each given parameter once its shard is copied.
+        release: whether to free the memory of each full parameter after its shard is copied.
     """
 
     storage: Storage
@@ -72,7 +71,13 @@ class StoragePlan:
     release: bool = False
 
     def shard(self, name: str, whole: Tensor, *, is_parameter: bool) -> Tensor:
-        """Return this rank's shard of a full tensor; a copy unless the given one is released."""
+        """Return this rank's shard of the full tensor `whole`; a copy unless `whole` is released.
+
+        Args:
+            name: name of the parameter or buffer.
+            whole: the full tensor.
+            is_parameter: whether `whole` is a parameter; buffers are replicated.
+        """
         if name in self.left_out:
             return whole.new_empty(0)
         if whole.is_meta and self.devices.device.type != "meta":
@@ -96,7 +101,7 @@ class StoragePlan:
     def shards(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this rank's shard of each tensor, and remove it from `tensors`.
 
-        Deferred tensors come first: their initialization may fail, while the model is unchanged.
+        Deferred tensors come first: if their initialization fails, the model is still unchanged.
 
         Raises:
             DeferredError: for a deferred tensor that cannot be initialized.
@@ -123,7 +128,7 @@ class StoragePlan:
             yield name, part
 
     def parameter(self, name: str, part: Tensor, given: nn.Parameter) -> nn.Parameter:
-        """The planned parameter, with the hooks of the given one."""
+        """Return the parameter that stores `part`, this rank's shard, with the hooks of `given`."""
         shard = partial(self.shard, name, is_parameter=True)
         if name in self.initialization.names and self.devices.is_distributed:
             pending = self.initialization.pending
@@ -143,16 +148,16 @@ class StoragePlan:
 def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
     """Replace the parameters of `module` by DTensors, and move its buffers to the device.
 
-    Tied parameters stay tied, and tensors of other stages become None. One tensor is replaced after
-    another, so that the peak is one full tensor and all shards, unless others refer to the given
-    tensors. On one device parameters stay the same objects.
+    Tied parameters stay tied, and tensors of other stages become None. Tensors are replaced one
+    after another, so that peak memory is one full tensor and all shards, unless other objects refer
+    to the full tensors. On one device parameters stay the same objects.
 
     Raises:
-        DeferredError: as `StoragePlan.shards`; the module is then unchanged.
+        DeferredError: for a deferred tensor that cannot be initialized; `module` is then unchanged.
     """
     _prepare_dtensors()
     tensors = _tensors(module)
-    # Before parameters are replaced: `adopt` finds the new ones by the origins of the old.
+    # Before parameters are replaced: `adopt` finds new parameters by the origins of the old ones.
     origins, parameters = mark_origins(module, module), _staying(tensors, plan)
     references = _References(module, tensors)
     for name, part in plan.shards(dict(tensors)):
@@ -172,10 +177,10 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
 def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
     """Return a copy of `module` with DTensor parameters, and with buffers on the device.
 
-    The given module is unchanged, except that `release` empties its parameters.
+    `module` is unchanged, except that `plan.release` empties its parameters.
 
     Raises:
-        DeferredError: as `StoragePlan.shards`.
+        DeferredError: for a deferred tensor that cannot be initialized.
     """
     _prepare_dtensors()
     tensors = _tensors(module)
@@ -185,7 +190,7 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
         given, stored = tensors[name], part
         if isinstance(given, nn.Parameter) and name not in plan.left_out:
             stored = parameters[name] = plan.parameter(name, part, given)
-        # `deepcopy` finds the stored tensor wherever the model refers to the given one.
+        # `deepcopy` puts the stored tensor wherever the model refers to the given tensor.
         memo[id(given)] = None if name in plan.left_out else stored
     result = copy.deepcopy(module, memo)
     mark_planned(parameters, mark_origins(module, result))
@@ -194,11 +199,11 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
 
 
 def copied_parameters(module: nn.Module, known: Collection[int]) -> dict[int, nn.Parameter]:
-    """Copy planned parameters, as a `deepcopy` memo.
+    """Copy the parameters of a planned module; return the copies by id, for a `deepcopy` memo.
 
     Args:
         module: a planned module.
-        known: ids of parameters that are already in the memo.
+        known: ids of parameters that are already in the memo and are not copied.
     """
     return {
         id(parameter): as_parameter(_copied(parameter), parameter)
@@ -228,14 +233,14 @@ class _References:
         self._mentioned = {id(leaf) for leaves in mentioned for leaf in leaves}
 
     def replace(self, tensor: Tensor, new: Tensor | None) -> None:
-        """Register `new` wherever `tensor` is registered."""
+        """Replace `tensor` by `new` wherever it is registered; attributes follow in `finish`."""
         for registry, name in self._registered.pop(id(tensor)):
             registry[name] = new
         if id(tensor) in self._mentioned:
             self._replaced[id(tensor)] = tensor, new
 
     def finish(self, module: nn.Module) -> None:
-        """Put the new tensors into plain attributes."""
+        """Replace tensors in plain attributes of `module`'s submodules by their new tensors."""
 
         def renewed(leaf: Any) -> Any:
             return self._replaced[id(leaf)][1] if id(leaf) in self._replaced else leaf
@@ -243,7 +248,7 @@ class _References:
         for registry, name in self._attributes:
             registry[name] = pytree.tree_map(renewed, registry[name])
         for child in module.modules():
-            # They have weak references to their parameters, for cuDNN's flat weights.
+            # Recurrent layers have weak references to their parameters, for cuDNN's flat weights.
             if isinstance(child, nn.RNNBase):
                 restore_flat_weights(child)
 
@@ -258,10 +263,10 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _staying(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Parameter]:
-    """Remove from `tensors` those that stay the same objects, and return the parameters among them.
+    """Remove from `tensors` those that stay the same objects; return the parameters among them.
 
-    These are buffers that are already on the device and, on one device, all parameters; their data
-    is moved there.
+    Buffers that are already on the device stay and, on one device, all parameters, whose data is
+    moved to the device.
     """
     device, parameters = plan.devices.device, {}
     for name, tensor in list(tensors.items()):
@@ -304,7 +309,7 @@ def _before_state(module: nn.Module, *_: object) -> None:
 
 
 def as_parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """Make a tensor a parameter with the `requires_grad` of `like`."""
+    """Return `stored` as a parameter with the `requires_grad` of `like`."""
     # In-place changes of the shard, by an optimizer with foreach kernels, must count for the
     # parameter that autograd checks.
     new = nn.Parameter(stored, requires_grad=like.requires_grad)

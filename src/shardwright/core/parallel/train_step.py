@@ -1,8 +1,9 @@
 """Training steps: forward and backward over all micro-batches of a batch.
 
-`TrainStep` is what every module runs. `GradientAccumulation` is that of a model in one stage, one
-micro-batch after another; with several stages it is `RankStages` (`pipeline_stage.py`). In both,
-micro-batches read what `WholeBatchValues` computes of the whole batch (`whole_batch_values.py`).
+`TrainStep` is the interface. `GradientAccumulation` implements it for a model in one stage, one
+micro-batch after another, and `RankStages` (`pipeline_stage.py`) for several stages. In both,
+micro-batches read values that `WholeBatchValues` computes from the global batch
+(`whole_batch_values.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class StepInputs:
         buffers: buffers by name.
         leaves: leaves of the call's arguments, for all micro-batches.
         seed: random seed of the step.
-        batch_dims: the dimension of the samples of each leaf; empty for dimension 0.
+        batch_dims: batch dimension of each leaf; empty for dimension 0.
     """
 
     shards: Mapping[str, Tensor]
@@ -49,7 +50,8 @@ class StepInputs:
         return [micro_batch(self.leaves, index, count, self.batch_dims) for index in range(count)]
 
     def changed(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the entries of `buffers` that the step has replaced."""
+        """Return the entries of `buffers` that differ, by identity, from those the step began
+        with."""
         return {name: t for name, t in buffers.items() if t is not self.buffers.get(name)}
 
 
@@ -73,7 +75,7 @@ class TrainStep(Protocol):
         """
 
     def train(self, inputs: StepInputs) -> StepResults:
-        """Run forward and backward over all micro-batches."""
+        """Run forward and backward over all micro-batches, and reduce the gradients."""
 
 
 def loss_of(graph: Graph) -> Value:
@@ -84,8 +86,8 @@ def loss_of(graph: Graph) -> Value:
     """
     if graph.loss is None:
         raise PlanError(
-            "the model returns no loss, a scalar to start the backward pass from\n"
-            "return it from `forward`, or wrap the model: `sw.WithLoss(net, nn.CrossEntropyLoss())`"
+            "the model returns no loss, a scalar from which the backward pass starts\nreturn one "
+            "from `forward`, or wrap the model: `sw.WithLoss(net, nn.CrossEntropyLoss())`"
         )
     if graph.other_losses:
         losses = [_describe_value(graph, value) for value in (graph.loss, *graph.other_losses)]
@@ -99,29 +101,33 @@ def loss_of(graph: Graph) -> Value:
 
 
 def check_whole_batch(graph: Graph, micro_batches: int) -> None:
-    """Raises an error unless micro-batches make the loss of the whole batch.
+    """Check that the loss of the global batch is a sum or mean of the micro-batches' losses.
+
+    Args:
+        graph: graph of one micro-batch; a graph without loss passes.
+        micro_batches: number of micro-batches, for the message.
 
     Raises:
         PlanError: if the model returns several losses.
-        MixedSamplesError: if they do not; names the operator that mixes samples, and its line.
+        MixedSamplesError: if the loss is none; names the operator that mixes samples, and its line.
     """
     if graph.loss is None:
         return
     loss_of(graph)
     if isinstance(graph.whole_batch, str):
         raise MixedSamplesError(
-            f"micro_batches={micro_batches}: micro-batches do not make the loss of the batch:"
-            f" {graph.whole_batch}\n"
-            "return a sum of means and sums over samples, each divided by what follows from the"
-            " inputs; plan with micro_batches=1 (recompute='auto' saves memory); name the"
-            " dimension of samples if it is not 0 (batch_dims={'x': 1}); or, to"
-            " train the sum of the micro-batches' losses, plan"
-            f" sw.Pipeline(net, {micro_batches}, loss_reduction='sum')"
+            f"micro_batches={micro_batches}: the loss of the batch does not follow from the losses"
+            f" of its micro-batches: {graph.whole_batch}\n"
+            "return a sum of means and sums over samples, each divided only by values that follow"
+            " from the inputs; plan with `micro_batches=1` (`recompute='auto'` saves memory); name"
+            " the batch dimension if it is not 0 (`batch_dims={'x': 1}`); or, to train the sum of"
+            " the micro-batches' losses, plan"
+            f" `sw.Pipeline(net, {micro_batches}, loss_reduction='sum')`"
         )
 
 
 def loss_weight(partitioned: Partitioned) -> float:
-    """Weight of the loss of each micro-batch in that of the batch."""
+    """Return the weight of each micro-batch's loss in the loss of the global batch."""
     pipeline = partitioned.pipeline
     averages = whole_batch_of(partitioned.graph).reduction == "mean"
     return 1 / pipeline.micro_batches if averages and pipeline.averages_micro_batches else 1.0
@@ -136,7 +142,7 @@ class GradientAccumulation:
     """A training step in one stage: micro-batches run one after another, and gradients accumulate.
 
     Args:
-        partitioned: the model, in one stage.
+        partitioned: the partitioned model, in one stage.
         devices: this rank's view of the devices.
 
     Raises:
@@ -149,8 +155,8 @@ class GradientAccumulation:
         self.partitioned = partitioned
         self.micro_batches = pipeline.micro_batches
         (chunk,) = partitioned.chunks
-        # A single micro-batch gathers by itself, so that gathers overlap computation at every
-        # level.
+        # The program of a single micro-batch contains the gathers, so that they overlap computation
+        # at every ZeRO level.
         current = graph.python.current if graph.python is not None else frozenset()
         unsharded = self.micro_batches > 1
         self.program = lower(chunk, devices, unsharded, pending_loss=True, current=current)
@@ -168,19 +174,21 @@ class GradientAccumulation:
         return loss, self.unsharded.end_step(), changed
 
     def run(self, inputs: StepInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run all micro-batches without the final reduction of gradients.
+        """Run all micro-batches without the final reduction of gradients, which
+        `self.unsharded.end_step()` does.
 
         Returns:
-            The loss of the global batch, and the new values of buffers. Gradients are returned by
-            `self.unsharded.end_step()`.
+            The loss of the global batch, on every rank, and the new values of buffers by name.
         """
         micro_batch_leaves = inputs.micro_batches(self.micro_batches)
         buffer_updates = self.partitioned.graph.updates
         self.unsharded.begin_step(inputs.shards)
-        of_batch = self._whole_batch(inputs.leaves, inputs.buffers)
-        # Each micro-batch reads the buffers that the one before has updated, as on one device.
+        global_batch_values = self._whole_batch(inputs.leaves, inputs.buffers)
+        # Each micro-batch reads the buffers as updated by the previous one, as on one device.
         state, pending_losses = dict(inputs.buffers), []
-        for index, (leaves, values) in enumerate(zip(micro_batch_leaves, of_batch, strict=True)):
+        for index, (leaves, values) in enumerate(
+            zip(micro_batch_leaves, global_batch_values, strict=True)
+        ):
             parameters = self.unsharded.tensors()
             outputs, updates = self.program(
                 parameters, {**state, **values}, leaves, micro_batch_seed(inputs.seed, index)

@@ -1,13 +1,13 @@
 """Parameters of a model that was planned on the meta device, until they have values.
 
-`parallelize` gives such a model meta shards. `to_empty` gives each rank the memory of its shards,
-and from then on the model's own initialization is recorded on whole tensors, as inside of
-`no_init_parameters`, and replayed shard by shard: so the values are those of one device, where an
-operator on shards would draw other numbers or lose a write to one row. Memory without values is
-filled with NaN, so that it can be told from what was initialized.
+`parallelize` gives such a model meta shards. `to_empty` allocates the shards of each rank; from
+then on the model's own initialization is recorded on full tensors, as inside `no_init_parameters`,
+and replayed shard by shard. So the values are those of one device, where an operator on shards
+would draw other random numbers or lose a write to one row. Memory without values is filled with
+NaN, to distinguish it from initialized memory.
 
-With pipeline stages the model keeps placeholders of the tensors of other stages until then, as its
-initialization writes to all of them.
+With pipeline stages the model has placeholders of the tensors of other stages until it has values,
+as its initialization writes to the tensors of all stages.
 """
 
 from __future__ import annotations
@@ -54,21 +54,24 @@ from shardwright.core.torch_internals.modules import (
 )
 from shardwright.errors import PlanError
 
-MOST_NAMES = 5
-"""Number of parameter names that an error lists."""
+MAX_LISTED_NAMES = 5
+"""Maximal number of parameter names that an error lists."""
 
 OF_OTHER_STAGE = "of_other_stage"
-"""Attribute of a former placeholder, which may be in an optimizer."""
+"""Attribute that marks a parameter that was a placeholder, to which an optimizer may refer."""
 
 Placeholder = tuple[dict[str, Any], str, str]
-"""A registry of parameters or buffers, the name in it, and the full name."""
+"""A registry (`_parameters` or `_buffers`) of a submodule, the key in it, and the tensor's full
+name."""
 
 
 class Initialization:
     """The initialization of a planned model whose parameters have no values yet.
 
     Args:
-        names: the parameters and buffers that were on the meta device, of all pipeline stages.
+        devices: this rank's view of the devices.
+        names: full names of the parameters and buffers of all pipeline stages that were on the meta
+            device when the model was planned.
     """
 
     def __init__(self, devices: Devices, names: Collection[str]) -> None:
@@ -83,11 +86,13 @@ class Initialization:
     def add_placeholders(
         self, module: nn.Module, template: nn.Module, left_out: Mapping[str, Tensor]
     ) -> None:
-        """Registers tensors in place of those of other pipeline stages, until `module` has values.
+        """Register placeholders for the tensors of other pipeline stages, until `module` has
+        values.
 
         Args:
+            module: the planned model, whose tensors of other stages are None.
             template: the model with the tensors of all stages, on the meta device.
-            left_out: the given tensors that are None in `module`, by their first names.
+            left_out: the user's tensors of other stages by name; a tied tensor by its first name.
         """
         planned: dict[str, Tensor] = dict(template.named_parameters())
         planned |= dict(template.named_buffers())
@@ -116,26 +121,29 @@ class Initialization:
 
     @property
     def placeholder_names(self) -> set[str]:
-        """All names of the tensors of other pipeline stages that the module still has."""
+        """Full names of the module's placeholders; empty once the module has values."""
         return {name for _, _, name in self._placeholders}
 
     def _remove_placeholders(self) -> None:
         for registry, leaf, _ in self._placeholders:
             placeholder, registry[leaf] = registry[leaf], None
             if isinstance(placeholder, UninitializedTensor):
-                # An optimizer may already have it.
+                # An optimizer may already refer to the placeholder.
                 placeholder.become(torch.empty(0, device=self._devices.device))
                 vars(placeholder)[OF_OTHER_STAGE] = True
         self._placeholders.clear()
 
     def memo_of_copy(self) -> dict[int, None]:
-        """The memo with which `copy.deepcopy` leaves out the placeholders."""
+        """Return a memo with which `copy.deepcopy` puts None in place of the placeholders."""
         return {id(registry[leaf]): None for registry, leaf, _ in self._placeholders}
 
     @contextmanager
     def recorded(self, module: nn.Module) -> Iterator[None]:
-        """A context around the model's own initialization. When it ends and all parameters have
-        been initialized, they get their values. Collective then."""
+        """Context that records the model's own initialization.
+
+        At its end, if all parameters have been initialized, they get their values; this is
+        collective.
+        """
         if not any(tensor.whole is not None for tensor in _uninitialized(module).values()):
             yield
             return
@@ -159,8 +167,9 @@ class Initialization:
 
         Args:
             module: the planned module.
-            alone: whether only this rank calls. It then draws from its own generator, and the next
-                collective call compares the generators of all ranks.
+            alone: whether only this rank calls, as from a state dict. Random numbers are then those
+                of its own generator, and the next collective call checks that the generators of all
+                ranks are equal.
 
         Raises:
             PlanError: if the ranks have recorded different initializations.
@@ -216,8 +225,10 @@ class Initialization:
         )
 
     def give_memory(self, module: nn.Module) -> None:
-        """Gives parameters and buffers that are still on the meta device memory, and makes them
-        ordinary: to load values into. They stay the same objects."""
+        """Allocate parameters and buffers that are still on the meta device, to load values into.
+
+        Parameters become ordinary parameters, as the same objects.
+        """
         device = self._devices.device
         with _without_weak_references(module):
             self._remove_placeholders()
@@ -237,19 +248,19 @@ class Initialization:
                     mark_uninitialized(own_buffers(child)[name])  # type: ignore[arg-type]
 
     def of_copy(self) -> Initialization:
-        """That of a copy of the module, whose shards are ordinary."""
+        """Return the initialization of a copy of the module, whose shards are ordinary."""
         return Initialization(self._devices, self.names)
 
     def end(self, module: nn.Module) -> None:
-        """Makes tensors ordinary that got their values by other means, as from a checkpoint, or
-        that no program reads."""
+        """Make all remaining parameters ordinary: they have values, e.g. from a checkpoint, or no
+        program reads them."""
         with _without_weak_references(module):
             self._remove_placeholders()
             for tensor in _uninitialized(module).values():
                 tensor.become_ordinary()
 
     def mark_memory(self, module: nn.Module) -> None:
-        """After `to_empty`, mark the memory of buffers and of parameters that are no DTensors."""
+        """Mark buffers, and parameters that are no DTensors, as uninitialized after `to_empty`."""
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
         for name in self.names:
             tensor = tensors.get(name)
@@ -259,46 +270,51 @@ class Initialization:
                 mark_uninitialized(tensor)
 
     def check_has_values(self, module: nn.Module, used: set[str]) -> None:
-        """Raises on all ranks alike, before any values are replayed. Collective.
+        """Check that the tensors that the program reads have values. Collective.
 
         Args:
             module: the planned module.
             used: names of the parameters and buffers that the program reads.
 
         Raises:
-            PlanError: on all ranks, if one of them has no values on any rank.
+            PlanError: on all ranks, if a tensor has no values on some rank.
         """
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
         lacking = [n for n, t in tensors.items() if n in self.names & used and _has_no_value(t)]
         if self._devices.is_distributed:
-            # The longest list of all ranks: a shard of another rank may lack values that this one
-            # has.
+            # The longest list of all ranks: another rank's shard may have no values.
             lacking = max(values_of_ranks(lacking), key=len)
         if not lacking:
             return
-        more = len(lacking) - MOST_NAMES
-        names = ", ".join(lacking[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        more = len(lacking) - MAX_LISTED_NAMES
+        names = ", ".join(lacking[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
         raise PlanError(
-            f"no values in {names} of the {type(module).__name__}, which was built on the meta "
-            "device\ninitialize it by `net.to_empty(device=...)` and its own `init_weights()` or "
-            "`reset_parameters()`; or load it by `net.load_state_dict(state)`, `sw.load_checkpoint`"
+            f"parameters or buffers of the {type(module).__name__}, which was built on the meta "
+            f"device, have no values: {names}\ninitialize the model with "
+            "`net.to_empty(device=...)` and its own `init_weights()` or `reset_parameters()`; or "
+            "load it with `net.load_state_dict(state)` or `sw.load_checkpoint`"
         )
 
 
 def initialization_of(module: nn.Module) -> Initialization | None:
-    """The pending initialization of a planned module; None if all parameters have values."""
+    """Return the pending initialization of a planned module; None if all parameters have values."""
     execution = vars(module).get("execution")
     initialization: Initialization | None = getattr(execution, "initialization", None)
     return initialization
 
 
 def is_of_other_stage(parameter: nn.Parameter) -> bool:
-    """Whether a parameter stood for one of another stage until the model had values."""
+    """Whether a parameter was a placeholder for a parameter of another pipeline stage."""
     return OF_OTHER_STAGE in vars(parameter)
 
 
 def give_memory(net: nn.Module) -> None:
-    """Allocate the parameters of a planned module that are on the meta device, to load values."""
+    """Allocate the parameters and buffers of `net` that are on the meta device, to load values
+    into.
+
+    Args:
+        net: a planned module, or a wrapper of one; other modules are left unchanged.
+    """
     net = wrapped_model(net)
     initialization = initialization_of(net)
     if initialization is not None:
@@ -306,8 +322,10 @@ def give_memory(net: nn.Module) -> None:
 
 
 def tie_like(module: nn.Module, template: nn.Module) -> None:
-    """Ties parameters again that are tied in `template`: `nn.Module.to_empty` replaces ordinary
-    parameters one by one."""
+    """Tie the parameters of `module` that are tied in `template`.
+
+    `nn.Module.to_empty` replaces ordinary parameters one by one, which unties them.
+    """
     first: dict[int, tuple[dict[str, Any], str]] = {}
     for path, planned in template.named_modules():
         own = own_parameters(module.get_submodule(path))
@@ -319,7 +337,7 @@ def tie_like(module: nn.Module, template: nn.Module) -> None:
 def _without_placeholders(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
-    """Removes the tensors of other pipeline stages from a state dict."""
+    """State dict post-hook: remove the placeholders of other pipeline stages' tensors."""
     initialization = initialization_of(module)
     if initialization is not None:
         for name in initialization.placeholder_names:
@@ -336,8 +354,10 @@ def _has_no_value(tensor: Tensor) -> bool:
 
 @contextmanager
 def _without_weak_references(module: nn.Module) -> Iterator[None]:
-    """A context in which recurrent modules have no weak references to their parameters, which
-    `torch.utils.swap_tensors` refuses."""
+    """Context in which recurrent modules have no weak references to their parameters.
+
+    `torch.utils.swap_tensors` raises an error for tensors with weak references.
+    """
     recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
     for child in recurrent:
         forget_flat_weights(child)

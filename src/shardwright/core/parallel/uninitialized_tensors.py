@@ -1,8 +1,8 @@
 """Parameters without values, of a model that was planned on the meta device.
 
-They are on the meta device until `to_empty`. From then on the operators that initialize them are
-recorded on whole tensors and replayed when values are needed, so that each rank keeps its shards of
-the values of one device.
+The parameters are on the meta device until `to_empty`. From then on the operators that initialize
+them are recorded on full tensors and replayed when values are needed, so that each rank gets its
+shards of the values that one device would have.
 """
 
 from __future__ import annotations
@@ -37,42 +37,44 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class PendingInit:
-    """The initialization of a model whose tensors have no values yet.
+    """The recorded initialization of a model whose tensors have no values yet.
 
     Args:
-        record: the operators of it.
-        device: where the planned model computes.
+        record: the operators that initialize the model.
+        device: the device on which the planned model computes.
     """
 
     record: Record
     device: torch.device
 
     def check_device(self, device: torch.device) -> None:
-        """
+        """Check the device on which memory is allocated.
+
         Raises:
-            PlanError: if memory is asked for on another type of device than the planned one.
+            PlanError: if it is of another type than the device of the planned model.
         """
         if device.type != self.device.type:
             raise PlanError(
-                f"memory of a planned model on {str(device)!r}, which computes on "
-                f"{str(self.device)!r}\nask for it there: "
-                f"`net.to_empty(device={str(self.device)!r})`"
+                f"a model planned for device {str(self.device)!r} cannot be allocated on "
+                f"{str(device)!r}\ncall `net.to_empty(device={str(self.device)!r})`"
             )
 
 
 class Uninitialized(Tensor):
     """A tensor of a planned model without values.
 
-    Operators on it run on the meta device, or are recorded on the whole tensor. It becomes an
-    ordinary parameter, as the same object, when it gets its values.
+    Operators on the tensor run on the meta device before `to_empty`; after it they are recorded on
+    the full tensor. When the tensor gets its values, it becomes an ordinary parameter, as the same
+    object.
     """
 
     pending: PendingInit
     whole: Deferred | None
-    """Records the initialization of the whole tensor; None before `to_empty`."""
+    """Deferred tensor that records the initialization of the full tensor; None before
+    `to_empty`."""
 
     take_hooks: Callable[[Tensor], object] | None = None
-    """Registers the hooks of the given parameter on the ordinary one."""
+    """Function that registers the hooks of the user's parameter on the ordinary parameter."""
 
     records_in_its_place = True
 
@@ -91,8 +93,8 @@ class Uninitialized(Tensor):
             return tensors[0].with_memory(device)
         if function is aten._to_copy.default:
             raise PlanError(
-                "a planned model without values is to be converted or moved\n"
-                "convert it before `plan`; give it memory by `net.to_empty(device=...)`"
+                "a planned model without values cannot be converted or moved\n"
+                "convert the model before `sw.plan`; allocate it with `net.to_empty(device=...)`"
             )
         substituted = dict[int, Tensor]()
         substitute = _on_meta if any(t.whole is None for t in tensors) else _recorded
@@ -105,19 +107,19 @@ class Uninitialized(Tensor):
         return pytree.tree_map_only(Tensor, lambda t: substituted.get(id(t), t), results)
 
     def is_initialized(self) -> bool:
-        """Whether a value of the whole tensor is recorded."""
+        """Whether operators that give the full tensor values are recorded."""
         return self.whole is not None and is_initialized(self.whole)
 
     def view_with(self, whole: Deferred | None) -> Self:
-        """The same memory as another object, whose initialization `whole` records."""
+        """Return a new object with the same memory, whose initialization `whole` records."""
         raise NotImplementedError
 
     def with_memory(self, device: torch.device) -> Tensor:
-        """The tensor that `to_empty` replaces it by, whose initialization is recorded."""
+        """Return a replacement with memory on `device`, whose initialization is recorded."""
         raise NotImplementedError
 
     def on_meta(self) -> Tensor:
-        """An ordinary tensor on the meta device in its place."""
+        """Return an ordinary tensor on the meta device with the same metadata."""
         raise NotImplementedError
 
     def _register_hooks(self) -> None:
@@ -130,17 +132,18 @@ class Uninitialized(Tensor):
 
 
 class UninitializedShard(Uninitialized, DTensor):
-    """A shard without values: on the meta device, or after `to_empty` in memory of its own."""
+    """A shard without values: on the meta device, or after `to_empty` in uninitialized memory."""
 
     @classmethod
     def of(cls, local: Tensor, like: DTensor, pending: PendingInit) -> UninitializedShard:
-        """A shard in the memory of `local` with the mesh, placements and shape of `like`."""
+        """Return a shard in the memory of `local` with the mesh, placements and shape of `like`."""
         result = dtensor_of_class(cls, local, spec_of(like))
         assert isinstance(result, UninitializedShard)
         return result._set(pending, None)
 
     def to_local(self, **kwargs: Any) -> Tensor:
-        """This rank's shard, with the values that were recorded; others may be written to it."""
+        """Return this rank's shard with its recorded values; without any, values may be written to
+        it."""
         self.take_value()
         return self.to_local(**kwargs)
 
@@ -153,21 +156,20 @@ class UninitializedShard(Uninitialized, DTensor):
         return self.redistribute(*args, **kwargs)
 
     def take_value(self) -> None:
-        """Replays what was recorded for this parameter, and makes it an ordinary DTensor; without
-        a value its memory stays as it is."""
+        """Make this shard an ordinary DTensor, with the recorded values if there are any."""
         if self.whole is not None and is_initialized(self.whole):
             self.store(value_of(self.whole))
         self.become_ordinary()
 
     def store(self, value: Tensor) -> None:
-        """Copies this rank's part of a whole tensor into the memory of the shard."""
+        """Copy this rank's shard of the full tensor `value` into the memory of this tensor."""
         with torch.no_grad():
             local_tensor(self).copy_(local_part_of(value, self))
 
     def become_ordinary(self) -> None:
         del self.pending, self.whole
         self.__class__ = DTensor  # type: ignore[assignment]
-        # With hooks it is a leaf that autograd has seen already, and cannot be swapped.
+        # A parameter with hooks is already a leaf of autograd, and cannot be swapped.
         if isinstance(self, nn.Parameter) and not has_hooks(self):
             same = with_spec(local_tensor(self), spec_of(self))
             counting = share_version_counter(same).requires_grad_(self.requires_grad)
@@ -176,7 +178,8 @@ class UninitializedShard(Uninitialized, DTensor):
         Uninitialized._register_hooks(self)
 
     def give_memory(self) -> None:
-        """Makes it an ordinary DTensor with the recorded value, or uninitialized memory."""
+        """Make this shard an ordinary DTensor with recorded values, or with uninitialized
+        memory."""
         if local_tensor(self).is_meta:
             new = nn.Parameter(self.with_memory(self.pending.device), self.requires_grad)
             torch.utils.swap_tensors(self, new)  # type: ignore[no-untyped-call]
@@ -195,7 +198,7 @@ class UninitializedShard(Uninitialized, DTensor):
 
     def _of_local(self, local: Tensor, whole: Deferred | None) -> UninitializedShard:
         result = UninitializedShard.of(local, self, self.pending)
-        # Such as the mark of an optimizer's parameter, and that it is a parameter.
+        # Attributes such as the marks of a parameter and of an optimizer's parameter.
         vars(result).update(vars(self))
         return result._set(self.pending, whole)
 
@@ -204,8 +207,9 @@ class UninitializedTensor(Uninitialized, Tensor):
     """A parameter without values of a pipeline stage on one device, or of another stage.
 
     The initialization of a model draws the parameters of all stages one after another, so each
-    stage records those of the others too. It has no memory until it gets its value. After
-    `to_empty` it reports the planned device, as `nn.init` skips tensors on the meta device.
+    stage also records the initialization of other stages' parameters. The tensor has no memory
+    until it gets its values. After `to_empty` its `device` is the planned device, as `nn.init`
+    skips tensors on the meta device.
     """
 
     __torch_function__ = plain_torch_function  # type: ignore[assignment]
@@ -224,25 +228,26 @@ class UninitializedTensor(Uninitialized, Tensor):
         return as_subclass(cls, on_meta)._set(pending, None)
 
     def give_memory(self) -> None:
-        """Makes it an ordinary parameter with the recorded value, or uninitialized memory."""
+        """Make this an ordinary parameter with recorded values, or with uninitialized memory."""
         if self.whole is not None and is_initialized(self.whole):
             self.become(value_of(self.whole).to(self.pending.device))
         else:
             self.become(self.new_memory(self.pending.device))
 
     def become_ordinary(self) -> None:
-        """Makes it an ordinary parameter on the meta device, which no program reads."""
+        """Make this an ordinary parameter on the meta device, which no program reads."""
         self.become(self.on_meta())
 
     def new_memory(self, device: torch.device) -> Tensor:
-        """Uninitialized memory of its shape."""
+        """Return uninitialized memory on `device` with the shape, strides and dtype of this
+        tensor."""
         memory = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=device)
         if device.type != "meta":
             mark_uninitialized(memory)
         return memory
 
     def become(self, value: Tensor) -> None:
-        """Makes it an ordinary parameter with this value, as the same object."""
+        """Make this an ordinary parameter with the values of `value`, as the same object."""
         new = nn.Parameter(value, requires_grad=self.requires_grad)
         del self.pending, self.whole
         vars(new).update(vars(self))
@@ -255,7 +260,7 @@ class UninitializedTensor(Uninitialized, Tensor):
         return result._set(self.pending, whole)
 
     def with_memory(self, device: torch.device) -> UninitializedTensor:
-        # `nn.Module.to_empty` keeps the object and takes the memory of the result, which has none.
+        # `nn.Module.to_empty` keeps the object, and takes the result's memory: none, as for `self`.
         self.whole = deferred_like(self, self.pending.record)
         return self.view_with(self.whole)
 
@@ -264,7 +269,12 @@ class UninitializedTensor(Uninitialized, Tensor):
 
 
 def _on_meta(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
-    """An ordinary tensor on the meta device in place of one without values."""
+    """Return an ordinary meta tensor in place of an `Uninitialized`; other tensors unchanged.
+
+    Args:
+        substituted: filled with the replaced tensors, by id of the meta tensor.
+        tensor: an argument of an operator.
+    """
     if not isinstance(tensor, Uninitialized):
         return tensor
     ordinary = tensor.on_meta()
@@ -273,8 +283,13 @@ def _on_meta(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
 
 
 def _recorded(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
-    """The whole tensor that records in place of one without values; others on the CPU, where the
-    record is replayed."""
+    """Return the deferred full tensor in place of an `Uninitialized`; other tensors as full tensors
+    on the CPU, where the record is replayed.
+
+    Args:
+        substituted: filled with the replaced tensors, by id of the deferred tensor.
+        tensor: an argument of an operator.
+    """
     if isinstance(tensor, Uninitialized):
         assert tensor.whole is not None
         substituted[id(tensor.whole)] = tensor
@@ -285,7 +300,8 @@ def _recorded(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
 
 
 def mark_uninitialized(tensor: Tensor) -> None:
-    """Fills memory without values so that `is_uninitialized` recognizes it."""
+    """Fill `tensor` with NaN, or the smallest integer, by which `is_uninitialized` recognizes
+    it."""
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(torch.nan)
@@ -294,7 +310,8 @@ def mark_uninitialized(tensor: Tensor) -> None:
 
 
 def is_uninitialized(tensor: Tensor) -> bool:
-    """Whether a tensor is on the meta device or has memory in which no value was ever written."""
+    """Whether a tensor is on the meta device, or all its elements are as `mark_uninitialized` left
+    them."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     if local.is_meta:
         return True

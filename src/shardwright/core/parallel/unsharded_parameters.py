@@ -1,4 +1,4 @@
-"""Unsharded parameters, in the layout of their use, through the micro-batches of one step.
+"""Unsharded parameters, in the layout in which operators read them, for one step's micro-batches.
 
 unsharded = UnshardedParameters(program)                # lowered with unsharded=True
 unsharded.begin_step(shards)
@@ -30,7 +30,7 @@ from shardwright.core.torch_internals.tensors import prioritize_gradient
 class UnshardedParameters:
     """Provides the `parameters` of a program that was lowered with `unsharded=True`.
 
-    All tensors are local. How a bucket is handled depends on the plan's level:
+    All tensors are local. The handling of a bucket depends on the plan's ZeRO level:
 
     - none and `level1`: gathered and cast once per step. `tensors()` returns leaves, in which
       unsharded gradients accumulate in the stored dtype; `end_step()` reduces them once per step.
@@ -44,7 +44,7 @@ class UnshardedParameters:
     stored shards.
 
     Args:
-        program: the program; its buckets decide what is gathered.
+        program: the program, with the buckets that are gathered and reduced.
     """
 
     def __init__(self, program: Program) -> None:
@@ -62,13 +62,13 @@ class UnshardedParameters:
         self._accumulators: dict[int, list[Tensor]] = {}
 
     def begin_step(self, shards: Mapping[str, Tensor]) -> None:
-        """Begin a step, and start the gathers for which `tensors` waits.
+        """Begin a step, and start the gathers that `tensors` waits for.
 
         Args:
             shards: this rank's stored shards by name.
         """
-        # Leaves of this step: their `grad` accumulates over micro-batches, and not in the
-        # parameters.
+        # Detached leaves: gradients of micro-batches accumulate in their `grad`, and not in that of
+        # the parameters.
         self._leaves = {
             value.name: shards[value.name].detach().requires_grad_(value.requires_grad)
             for value in self._parameter_values
@@ -120,8 +120,8 @@ class UnshardedParameters:
         """End the step after the last backward pass, and free the gathered parameters.
 
         Returns:
-            Gradients of stored shards by name, in the stored dtype, without those of parameters
-            that got none.
+            Gradients of stored shards by name, in the stored dtype; parameters without a gradient
+            are left out.
         """
         gradients = {name: leaf.grad for name, leaf in self._leaves.items()}
         with torch.no_grad():
@@ -133,7 +133,7 @@ class UnshardedParameters:
             for bound, pending in started:
                 shards = bound.shard_gradients(pending)
                 for member, gradient in zip(bound.bucket.members, shards, strict=True):
-                    # A parameter that is also read in another layout has another gradient.
+                    # A parameter that is also read in another layout has a second gradient.
                     name, previous = member.value.name, gradients[member.value.name]
                     gradients[name] = gradient if previous is None else previous + gradient
         self._leaves, self._casts = {}, {}
@@ -144,9 +144,9 @@ class UnshardedParameters:
         return [self._leaves[member.value.name].detach() for member in bound.bucket.members]
 
     def _gathered_members(self, bound: BoundBucket) -> list[Tensor]:
-        """Return the unsharded members of a bucket; leaves if gradients accumulate in them.
+        """Return the unsharded members of a bucket; the first call in a step waits for the gather.
 
-        The first call in a step waits for the gather.
+        They are autograd leaves if gradients accumulate in them.
         """
         number = bound.bucket.number
         if number not in self._gathered:
@@ -179,7 +179,8 @@ class UnshardedParameters:
         return self._accumulators[number]
 
     def _start_reduction(self, bound: BoundBucket) -> Tensor | None:
-        """Start to reduce the accumulated gradients of a bucket; None if it has none."""
+        """Start reducing a bucket's accumulated gradients; return the pending result, or None if
+        the bucket has no gradient."""
         number = bound.bucket.number
         leaves = self._accumulators.get(number) or self._gathered.get(number, [])
         gradients = [None if leaf.grad is None else leaf.grad.to(bound.dtype) for leaf in leaves]
@@ -191,7 +192,7 @@ class UnshardedParameters:
 
 
 class _AccumulateInStoredDtype(torch.autograd.Function):
-    """Returns the first tensor; its gradient flows to the second one, in the dtype of that."""
+    """Return `tensor` unchanged; its gradient flows to `accumulator`, in the dtype of that."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, accumulator: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ def whole(
 ) -> Iterator[nn.Module]:
     """Context in which `net` is an eager instance of the user's class with full parameters.
 
-    Use it to generate, save, or inspect the model. The shards are restored at the end. Like FSDP's
-    `summon_full_params`.
+    Use the context to generate, save, or inspect the model. The shards are restored at its end, as
+    by FSDP's `summon_full_params`.
 
     Collective: the parameters of all stages are gathered, one after another. Writes to parameters
     under `torch.no_grad()` are copied to the shards, so every rank must write the same values. A
@@ -50,7 +50,7 @@ def whole(
     """
     if not isinstance(net, nn.Module):
         raise PlanError(
-            f"`whole` was called with {net!r}, which is no module\n"
+            f"`sw.whole` was called with {net!r}, which is no module\n"
             "pass the planned model: `net = sw.parallelize(net, plan)`, `with sw.whole(net):`"
         )
     net = wrapped_model(net)
@@ -60,7 +60,7 @@ def whole(
     execution, parallel_class = net.execution, type(net)
     execution.complete_initialization()
     parameters = _gather_parameters(execution, device, not rank0_only or _is_rank_0())
-    # Now: inside the context `net` has the full parameters.
+    # Before the context, in which `net` has the full parameters.
     shards = [(name, detached_local(parameter)) for name, parameter in net.named_parameters()]
     shard_versions = [version(shard) for _, shard in shards]
     with ExitStack() as undo:
@@ -74,21 +74,23 @@ def whole(
         for name, parameter in parameters.items():
             if net.get_parameter(name) is not parameter:
                 raise PlanError(
-                    f"{name!r} was replaced inside `shardwright.whole`, which has no effect\n"
-                    "copy into it under `torch.no_grad()`, or replace it before `plan`"
+                    f"parameter {name!r} was replaced inside `sw.whole`, which has no effect\n"
+                    "copy the new values into the parameter under `torch.no_grad()`, or replace it "
+                    "before `sw.plan`"
                 )
-    # The shards themselves were out of reach in the context, but an optimizer refers to them.
+    # The model did not refer to its shards in the context, but an optimizer did.
     for (name, shard), planned_version in zip(shards, shard_versions, strict=True):
         if version(shard) != planned_version:
             raise PlanError(
-                f"an optimizer changed {name!r} inside `shardwright.whole`, where the model has "
-                "copies of its parameters\ncall `optimizer.step()` outside"
+                f"an optimizer changed parameter {name!r} inside `sw.whole`, where the model has "
+                "copies of its parameters\ncall `optimizer.step()` outside `sw.whole`"
             )
     for name, parameter in net.named_parameters():
         if rank0_only and version(parameters[name]) != versions[name]:
             raise PlanError(
-                f"{name!r} was written inside `whole(net, rank0_only=True)`, where only rank 0 has "
-                "values\nwrite the same values on every rank inside `whole(net)`"
+                f"parameter {name!r} was written inside `sw.whole(net, rank0_only=True)`, where "
+                "only rank 0 has values\nwrite the same values on every rank inside "
+                "`sw.whole(net)`"
             )
         if not rank0_only:
             local, written_local = (
@@ -110,9 +112,9 @@ def _gather_parameters(
     """Gather the parameters of all stages, by name. Collective.
 
     Args:
-        execution: the execution of the model.
+        execution: the execution of the planned model.
         device: device of the full parameters; by default the device of the model.
-        has_values: whether this rank keeps the values; otherwise its tensors are meta tensors.
+        has_values: whether this rank gets the values; otherwise it gets meta tensors.
     """
     owned, devices = dict(execution.module.named_parameters()), execution.devices
     target_device = torch.device(device) if device is not None else devices.device
@@ -135,10 +137,10 @@ def _gather_from_stage(
     """Gather a tensor within its stage, and broadcast it from the first stage that owns it.
 
     Args:
-        execution: the execution of the model.
-        name: name of the tensor.
-        planned: the tensor of the template.
-        owned: this rank's tensor; None if its stage does not own it.
+        execution: the execution of the planned model.
+        name: name of the parameter or buffer.
+        planned: the full tensor of the template, on the meta device.
+        owned: this rank's tensor; None if this rank's stage does not own it.
     """
     devices = execution.devices
     tensor = owned.detach() if owned is not None else None
@@ -182,12 +184,12 @@ def _set_tensor(net: nn.Module, name: str, tensor: Tensor, undo: ExitStack) -> N
 
 
 def _restore_original(net: nn.Module, execution: Execution, undo: ExitStack) -> None:
-    """Restore the hooks and `forward` that the programs contain, and make training raise errors."""
+    """Restore the hooks and the `forward` that the programs contain, and make training raise."""
     later_hooks = nn.Module()
     swap_forward_hooks(net, later_hooks)
     undo.callback(swap_forward_hooks, net, later_hooks)
     execution.forget_removed_hooks()
-    # First those that the program contains, in the order in which they were registered.
+    # Hooks that the program contains come first, in the order in which they were registered.
     add_forward_hooks(net, execution.captured_hooks)
     add_forward_hooks(net, later_hooks)
     attributes: dict[str, Any] = {
@@ -209,6 +211,6 @@ def _restore_original(net: nn.Module, execution: Execution, undo: ExitStack) -> 
 
 def _refuse_training(*_: Any, **__: Any) -> NoReturn:
     raise PlanError(
-        "a model cannot be trained inside `shardwright.whole`, where its parameters are copies "
-        "that no optimizer has\ntrain it outside the context"
+        "a model cannot be trained inside `sw.whole`, where its parameters are copies that no "
+        "optimizer updates\ntrain the model outside `sw.whole`"
     )

@@ -1,7 +1,8 @@
 """Values of the global batch that micro-batches read, such as its number of valid targets.
 
-The prologue of a step (`Graph.whole_batch`) depends on no parameter, so every rank that reads its
-outputs computes them itself. Inputs that arrive sharded are gathered first.
+They are outputs of the prologue of a step (`Graph.whole_batch`), a graph that reads no parameter,
+so every rank that needs the values runs the prologue itself. Inputs that arrive sharded are
+gathered first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Buffers = dict[str, Tensor]
 
 
 def whole_batch_of(graph: Graph) -> WholeBatch:
-    """How micro-batches make the loss of the batch; as means over samples if nothing is known."""
+    """Return how to combine the micro-batches' losses; without analysis, as means over samples."""
     return graph.whole_batch if isinstance(graph.whole_batch, WholeBatch) else WholeBatch()
 
 
@@ -33,8 +34,9 @@ class WholeBatchValues:
     """Computes the outputs of the prologue, on each rank that reads them.
 
     Args:
-        partitioned: the whole model, for one micro-batch.
-        read: the buffers that this rank's chunks read.
+        partitioned: the model with all its stages, for one micro-batch.
+        devices: this rank's view of the devices.
+        read: the buffers that this rank's chunks read; by default all.
     """
 
     def __init__(
@@ -51,11 +53,11 @@ class WholeBatchValues:
         self._rows = _shards_of_batch(partitioned) if self._prologue is not None else 1
 
     def __call__(self, leaves: Sequence[Any], buffers: Mapping[str, Tensor]) -> list[Buffers]:
-        """Returns for each micro-batch what it reads, by the names of buffers.
+        """Return for each micro-batch the values of the global batch that it reads, by buffer name.
 
         Args:
-            leaves: of the call with the whole batch, as this rank receives them.
-            buffers: those of the module.
+            leaves: leaves of the call's arguments for all micro-batches, as passed to this rank.
+            buffers: the module's buffers by name.
         """
         if self._prologue is None:
             return [{} for _ in range(self._count)]
@@ -80,14 +82,22 @@ class WholeBatchValues:
         return [tensors[value] for value in graph.output_values]
 
     def _whole(self, value: Value, leaf: Tensor) -> Tensor:
-        """An input for the whole batch, of which this rank may have received a shard."""
+        """Return input `value` for the global batch, gathered if `leaf` is this rank's shard."""
         for dim, axes in enumerate(self._arrivals.get(value.name, ())):
             if axes:
                 leaf = all_gather(dim, self._devices.group(axes))(leaf.detach())
         return leaf.detach()
 
     def _part(self, tensor: Tensor, dim: int | None, number: int) -> Tensor:
-        """The part of a micro-batch: where ranks pass their own rows, some rows of each rank."""
+        """Return the rows of `tensor` that belong to micro-batch `number`.
+
+        If ranks pass local batches, these are rows of each rank's local batch.
+
+        Args:
+            tensor: value for the global batch.
+            dim: batch dimension of `tensor`; None if all micro-batches read the full tensor.
+            number: index of the micro-batch.
+        """
         if dim is None:
             return tensor
         shape = tensor.shape
@@ -96,43 +106,45 @@ class WholeBatchValues:
 
 
 def _inputs(prologue: Graph) -> tuple[tuple[int, Value], ...]:
-    """The inputs that a prologue reads, each with its position among the leaves of a call."""
+    """Return the inputs that a prologue reads, each with its index among the leaves of a call."""
     read = {value for op in prologue.ops for value in op.inputs} | set(prologue.output_values)
     leaves = enumerate(prologue.inputs)
     return tuple((n, leaf) for n, leaf in leaves if isinstance(leaf, Value) and leaf in read)
 
 
 def _whole_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
-    """A buffer of the module.
+    """Return the buffer `value` as a full tensor.
 
     Raises:
-        PlanError: if this rank has a part of it, or none.
+        PlanError: if this rank has a shard of the buffer, or does not own it.
     """
     buffer = buffers.get(value.name)
     if buffer is None or tuple(buffer.shape) != value.shape:
         raise PlanError(
-            f"the loss of the whole batch needs the buffer {value.name!r}, of which this rank has"
-            " a part or none\nplan with micro_batches=1, or without stages"
+            f"the loss of the global batch needs the full buffer {value.name!r}, which this rank"
+            " does not have\nplan with micro_batches=1, or without pipeline stages"
         )
     return buffer
 
 
 def _shards_of_batch(partitioned: Partitioned) -> int:
-    """Number of ranks that each pass their own rows of the batch."""
+    """Return the number of local batches that ranks pass; 1 if all pass the global batch."""
     arrivals = partitioned.decisions.arrivals
     layouts = (TensorLayout(partitioned.mesh, axes) for axes in arrivals.values() if axes)
     return max((layout.shard_counts[0] for layout in layouts), default=1)
 
 
 def prologue_axes(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
-    """Axes over which the inputs of the prologue are gathered."""
+    """Return the sets of mesh axes over which inputs of the prologue are gathered."""
     axes = (of_dim for cut, _ in _gathered(partitioned) for of_dim in cut if of_dim)
     return tuple(dict.fromkeys(axes))
 
 
 def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
-    """Bytes that a device of a stage sends in a step to gather the inputs of the prologue. A plan
-    does not count them."""
+    """Return the bytes that each device of `stage` sends per step to gather inputs of the prologue.
+
+    The communication volume of a plan does not include them.
+    """
     mesh, total = partitioned.mesh, 0
     read = {v.name for chunk in partitioned.chunks_of(stage) for v in chunk.graph.buffers}
     if read.isdisjoint(whole_batch_of(partitioned.graph).names):
