@@ -37,6 +37,7 @@ from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import RankedPlans
 from shardwright.core.runtime.adopt_optimizer import adopt
+from shardwright.core.runtime.stop_signals import StopSignals
 from shardwright.errors import (
     CaptureError,
     CheckpointError,
@@ -78,6 +79,7 @@ __all__ = [
     "Position",
     "RankedPlans",
     "ShardwrightError",
+    "StopSignals",
     "StrategyError",
     "TensorLayout",
     "WithLoss",

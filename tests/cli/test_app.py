@@ -391,6 +391,40 @@ def test_a_rank_killed_in_mid_step_ends_the_run(folder: Path) -> None:
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("receiver", ["the launcher", "rank 1"])
+def test_a_signal_ends_all_ranks_with_a_checkpoint_from_which_the_run_goes_on(
+    command: Command, folder: Path, receiver: str
+) -> None:
+    steps = "train: {steps: 400, checkpoint: {folder: %s, every: 1000}, "
+    edit(folder, "train: {epochs: 2", steps % "saved" + "epochs: 1000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwright", "train", "config.yaml", "--devices", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("epoch: 0, step: 0, loss is ")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    stopped = process.pid if receiver == "the launcher" else int(children[1])
+    os.kill(stopped, signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    said = re.fullmatch(
+        r"error: stopped by SIGTERM; rank [01] received it, and all ranks saved a checkpoint after"
+        r" step (\d+)\nuse --resume to go on from there\n",
+        err,
+    )
+    assert said and process.returncode == 128 + signal.SIGTERM, err
+    assert (folder / "saved" / f"step-{said[1]}").exists() and 0 < int(said[1]) < 400
+    status, _, err = command("train", "config.yaml", "--resume", "--log-dir", "resumed")
+    assert (status, err) == (0, "")
+    edit(folder, "folder: saved", "folder: other")
+    command("train", "config.yaml", "--log-dir", "one")
+    resumed, one = losses(folder / "resumed"), losses(folder / "one")
+    assert resumed == pytest.approx(one[-len(resumed) :], abs=1e-9)
+
+
 def test_a_file_of_strategies_pins_the_model_of_a_configuration(
     command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import LlamaForCausalLM, TrainingArguments
+from transformers import LlamaForCausalLM, TrainingArguments, set_seed
 
 import shardwright as sw
 from forked import python
@@ -124,6 +124,23 @@ def test_lora_on_four_processes_equals_one_device_and_resumes_on_one(
         path.rmdir()
     run(EXAMPLE, tmp_path, "--resume")
     assert_equal_runs(tmp_path, plain, 8)
+
+
+@pytest.mark.distributed
+def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    script = Path(__file__).with_name("stopped_trainer_ranks.py")
+    printed = torchrun(script, 2, str(tmp_path / "stopped"))
+    for rank in range(2):
+        assert f"rank {rank} ends with 143 after 3\n" in printed, printed
+    (checkpoint,) = (tmp_path / "stopped").glob("checkpoint-*")
+    assert checkpoint.name == "checkpoint-3"
+    set_seed(0)
+    resumed, whole = (small_trainer(tmp_path / name, 6) for name in ("resumed", "whole"))
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    whole.train()
+    torch.testing.assert_close(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -31,6 +32,7 @@ from shardwright.core.checkpoint.position import Position
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.whole import whole
 from shardwright.core.plan import Plan
+from shardwright.core.runtime.stop_signals import StopSignals
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import ConfigError, PlanError
 from shardwright.integrations.fused_lm_head import replace_fused_lm_heads
@@ -38,7 +40,7 @@ from shardwright.integrations.fused_lm_head import replace_fused_lm_heads
 try:
     from accelerate.data_loader import prepare_data_loader
     from accelerate.utils import RNGType
-    from transformers import trainer, trainer_pt_utils
+    from transformers import trainer, trainer_callback, trainer_pt_utils
 except ImportError as error:
     raise ConfigError(
         f"ShardwrightTrainer needs `transformers` and `accelerate` ({error})\npip install "
@@ -165,6 +167,30 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
     # Training
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer` does.
+
+        If checkpoints are saved, SIGTERM or Ctrl-C on any rank ends all ranks after the same step,
+        with a checkpoint.
+
+        Raises:
+            SystemExit: a rank received SIGTERM; the status is 143.
+            KeyboardInterrupt: a rank received SIGINT.
+        """
+        if not self._saves_at_signals:
+            return super().train(*args, **kwargs)
+        with StopSignals() as stop:
+            callback = _StopAfterStep(stop)
+            self.add_callback(callback)
+            try:
+                result = super().train(*args, **kwargs)
+            finally:
+                self.remove_callback(callback)
+        if stop.stopped_by is None or self.state.global_step >= self.state.max_steps:
+            return result
+        _, number = stop.stopped_by
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
     def create_accelerator_and_postprocess(self) -> None:
         for name in ("fp16", "fsdp", "deepspeed", "torch_compile", "auto_find_batch_size"):
             if getattr(self.args, name, None):
@@ -175,6 +201,10 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
                 )
         # Every rank has all tokens of the global batch.
         self.args.average_tokens_across_devices = False
+        # `Trainer` itself would save on the rank that receives a signal only.
+        saves = self.args.save_strategy != "no"
+        self._saves_at_signals = saves or self.args.enable_jit_checkpoint
+        self.args.enable_jit_checkpoint = False
         super().create_accelerator_and_postprocess()
         # Accelerate would wrap the model in DDP, and gather outputs that every rank already has.
         self.accelerator.prepare_model = lambda model, *_, **__: model
@@ -317,6 +347,17 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         """The optimizer without accelerate's wrapper."""
         unwrapped: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return unwrapped
+
+
+class _StopAfterStep(trainer_callback.TrainerCallback):
+    """Stops a training, with a checkpoint, after the step in which any rank received a signal."""
+
+    def __init__(self, stop: StopSignals) -> None:
+        self._stop = stop
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._stop.requested():
+            control.should_save = control.should_training_stop = True
 
 
 def _peek_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:

@@ -120,6 +120,16 @@ def device_of_group() -> torch.device:
     return torch.device(accelerator.type, index if chosen else local_rank)
 
 
+def device_of_few_numbers() -> torch.device:
+    """The CPU if the process group has a backend for it, otherwise the device of the group.
+
+    A few numbers sent from the host then do not wait for the accelerator.
+    """
+    backends = dist.get_backend_config().split(",")
+    has_host_backend = any(pair.partition(":")[0] == CPU.type for pair in backends)
+    return CPU if has_host_backend else device_of_group()
+
+
 def backend_of(device: torch.device) -> str:
     """The default backend for tensors on `device`."""
     return str(dist.get_default_backend_for_device(device))

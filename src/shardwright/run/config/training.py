@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardwright.core.agreement.collective import values_of_ranks
 from shardwright.core.api import parallelize
 from shardwright.core.api.shared_plan import shared_plan
 from shardwright.core.checkpoint.checkpoint import Checkpoints
@@ -21,9 +22,11 @@ from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
 from shardwright.core.plan.measured import Measured
 from shardwright.core.runtime.accelerator import peak_bytes
+from shardwright.core.runtime.stop_signals import StopSignals
 from shardwright.errors import ConfigError, PlanError
 from shardwright.run.config.run import Run
 from shardwright.run.launch.process_group import World, process_group
+from shardwright.run.launch.rank_failure import StoppedError
 from shardwright.run.loop.loop import train
 from shardwright.run.loop.non_finite import check_finite_state
 from shardwright.run.loop.step_log import StepRecord
@@ -52,6 +55,7 @@ def train_rank(
         CheckpointError: the newest checkpoint belongs to another model.
         ConfigError: fewer steps remain than are to be profiled.
         ShardwrightError: planning failed on rank 0; raised on all ranks.
+        StoppedError: a rank has received a signal to stop, and all have saved a checkpoint.
     """
     if isinstance(plan, Plan) and world.size != plan.devices:
         raise PlanError(
@@ -61,13 +65,21 @@ def train_rank(
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     # Leaving the context waits for an asynchronous save that is still being written.
     saving: AbstractContextManager[Checkpoints | None] = run.checkpoints() or nullcontext()
-    with process_group(world, timeout, run.config.train.device) as device, saving as checkpoints:
-        if not isinstance(plan, Plan):
-            # Every rank builds its model, and shares the plan only with ranks whose model is equal:
-            # if all took rank 0's graph, code that differs between nodes would go unnoticed.
-            plan = shared_plan((run.model_to_plan(), run.config.parallel.model_dump()), plan)
-        training = RankTraining.of(run, plan, device, profile)
-        training.train(checkpoints, on_step, on_start)
+    with process_group(world, timeout, run.config.train.device) as device:
+        with saving as checkpoints:
+            if not isinstance(plan, Plan):
+                # Every rank builds its model, and shares the plan only with ranks whose model is
+                # equal: if all took rank 0's graph, code that differs between nodes would go
+                # unnoticed.
+                request = run.model_to_plan(), run.config.parallel.model_dump()
+                plan = shared_plan(request, plan)
+            training = RankTraining.of(run, plan, device, profile)
+            stopped = training.train(checkpoints, on_step, on_start)
+        if stopped is not None:
+            # A launcher ends all ranks with the first, which must not be before all have saved.
+            values_of_ranks(None)
+    if stopped is not None:
+        raise stopped
 
 
 @dataclass(frozen=True)
@@ -132,12 +144,18 @@ class RankTraining:
         checkpoints: Checkpoints | None,
         on_step: Callable[[StepRecord], None],
         on_start: Callable[[Position], None] = lambda start: None,
-    ) -> None:
+    ) -> StoppedError | None:
         """Restore the newest checkpoint, and run the remaining steps.
+
+        With checkpoints, a signal to stop that any rank receives ends all ranks after the same
+        step, with a checkpoint.
 
         Args:
             checkpoints: where to restore from and save to; None for neither.
             on_step, on_start: see `train_rank`.
+
+        Returns:
+            The error to end with if a signal has ended the run before its last step.
         """
         run, net, optimizer = self.run, self.net, self.optimizer
         settings, policy, numbers = run.config.train, run.checkpoint_policy, run.numbers
@@ -152,18 +170,24 @@ class RankTraining:
                 self._report_measured(step_profile)
             on_step(self._add_throughput(record))
 
-        def after_step(position: Position) -> None:
-            saves = policy.saves_at(position.step, last_step) and checkpoints is not None
+        # Without checkpoints nothing could be saved, so that signals have their usual effect.
+        end, stop = start, None if checkpoints is None else StopSignals()
+
+        def after_step(position: Position) -> bool:
+            nonlocal end
+            end, stops = position, stop is not None and stop.requested()
+            saves = checkpoints is not None and (stops or policy.saves_at(position.step, last_step))
             # Reads all parameters, so only where NaN would outlive the run: in a checkpoint or in
             # the final weights.
             if saves or position.step == last_step:
                 check_finite_state(net, optimizer, f"after step {position.step}")
             if saves and checkpoints is not None:
                 checkpoints.save(net, optimizer, position, self.plan, numbers)
+            return stops
 
         devices = net.execution.devices
         waits = devices.waits.enable(devices.device) if devices.is_distributed else nullcontext()
-        with self._profile_context() as step_profile, waits:
+        with stop or nullcontext(), self._profile_context() as step_profile, waits:
             train(
                 net,
                 optimizer,
@@ -179,6 +203,14 @@ class RankTraining:
                 non_finite=settings.non_finite,
                 evaluation=run.evaluation,
             )
+        if stop is None or stop.stopped_by is None or end.step == last_step:
+            return None
+        rank, number = stop.stopped_by
+        return StoppedError(
+            number,
+            f"rank {rank} received it, and all ranks saved a checkpoint after step {end.step}\n"
+            "use --resume to go on from there",
+        )
 
     def _add_throughput(self, record: StepRecord) -> StepRecord:
         """Return the record with tokens per second, MFU and the accelerator's peak memory."""

@@ -19,12 +19,18 @@ from types import FrameType
 from shardwright.errors import ConfigError
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.process_group import TIMEOUT
-from shardwright.run.launch.rank_failure import RankFailedError, StoppedError, first_failure
+from shardwright.run.launch.rank_failure import (
+    RankFailedError,
+    StoppedError,
+    first_failure,
+    requested_stop,
+)
 from shardwright.run.launch.rank_processes import (
     RankProcess,
     end_ranks,
     rank_environments,
     serve_store,
+    stop_ranks,
     wait_for_ranks,
 )
 
@@ -56,8 +62,9 @@ def launch(
 
     Raises:
         RankFailedError: a rank failed and no restarts are left; the others are terminated.
-        StoppedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT; all ranks are
-            terminated.
+        StoppedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT, or a rank received
+            SIGINT or SIGTERM. Ranks that save checkpoints end with one, at a second signal and
+            otherwise at once.
     """
     # One store for all restarts; `join_store` gives the keys of each restart a prefix of its own.
     with serve_store() as port, _collect_stop_signals() as stop_signals:
@@ -71,11 +78,16 @@ def launch(
                 for rank, environment in enumerate(environments):
                     ranks.append(RankProcess.start(rank, command, environment, logs, locks))
                 wait_for_ranks(ranks, timeout, stop_signals)
+                if stop_signals:
+                    stop_ranks(ranks, timeout, stop_signals)
             finally:
                 end_ranks(ranks)
+            ends = [rank.end for rank in ranks]
+            stopped = requested_stop(ends)
+            if stopped is not None:
+                raise stopped
             if stop_signals:
                 raise StoppedError(stop_signals[0])
-            ends = [rank.end for rank in ranks]
             if all(end.status == 0 for end in ends):
                 return
             if restart == max_restarts:

@@ -38,6 +38,7 @@ from shardwright.run.launch.rank_failure import (
     RankFailedError,
     StoppedError,
     first_failure,
+    requested_stop,
 )
 from shardwright.run.launch.rank_processes import SHUTDOWN_SECONDS, process_settings
 
@@ -139,7 +140,8 @@ def launch_node(
         ConfigError: the store cannot be served or reached, or another node has the same rank.
         RankFailedError: a rank failed and no restarts are left, too few nodes joined, or node 0 no
             longer answers.
-        StoppedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT.
+        StoppedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT, or a rank received
+            SIGINT or SIGTERM and no restarts are left.
     """
     os.environ.update(_agent_environment(node))
     # The agent would log failures of ranks with its own stack traces; this function raises them.
@@ -167,7 +169,8 @@ def launch_node(
         try:
             elastic_launch(agent, sys.executable)(*command)
         except ChildFailedError as error:
-            raise first_failure(_rank_ends(error.failures, logs), logs) from None
+            ends = _rank_ends(error.failures, logs)
+            raise requested_stop(ends) or first_failure(ends, logs) from None
         except SignalException as error:
             raise StoppedError(error.sigval) from None
         except RendezvousTimeoutError:

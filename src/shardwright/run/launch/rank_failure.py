@@ -38,12 +38,15 @@ class RankFailedError(Exception):
 
 
 class StoppedError(Exception):
-    """The launching process received a signal to stop, for example by Ctrl-C."""
+    """The run received a signal to stop, for example by Ctrl-C.
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(
-            f"stopped by {signal.Signals(signal_number).name}; all ranks have been terminated"
-        )
+    Args:
+        signal_number: number of the signal.
+        outcome: what has become of the run.
+    """
+
+    def __init__(self, signal_number: int, outcome: str = "all ranks have been terminated") -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}; {outcome}")
         self.signal_number = signal_number
 
 
@@ -64,6 +67,14 @@ class RankError:
             return None
         exception_type, _, text = message["message"].partition(": ")
         return RankError(exception_type, text, message["extraInfo"]["py_callstack"].rstrip())
+
+    @property
+    def stop(self) -> StoppedError | None:
+        """The error if the rank has ended because the run was to stop."""
+        if self.exception_type != StoppedError.__name__:
+            return None
+        reason, _, outcome = self.text.partition("; ")
+        return StoppedError(signal.Signals[reason.rpartition(" ")[2]], outcome)
 
     @property
     def is_consequence(self) -> bool:
@@ -110,7 +121,7 @@ class RankEnd:
     def failed_by_itself(self) -> bool:
         """Whether the rank failed by itself, not because of another rank."""
         if self.error is not None:
-            return not self.error.is_consequence
+            return not self.error.is_consequence and self.error.stop is None
         return self.killed_by is not None or (self.status not in (0, None) and not self.signals)
 
     @property
@@ -131,6 +142,12 @@ class RankEnd:
         if self.signals:
             return f"{name} did not answer the other ranks"
         return f"rank {self.rank} exited with status {self.status}"
+
+
+def requested_stop(ends: Sequence[RankEnd]) -> StoppedError | None:
+    """Return the error of a run that has stopped because one of its ranks was to stop."""
+    stops = (end.error.stop for end in ends if end.error is not None)
+    return next((stop for stop in stops if stop is not None), None)
 
 
 def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:

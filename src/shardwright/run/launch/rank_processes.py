@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardwright.core.runtime.accelerator import LOOPBACK, loopback_interfaces
 from shardwright.run.launch.log_folder import LogFolder
-from shardwright.run.launch.rank_failure import RankEnd, RankError
+from shardwright.run.launch.rank_failure import RankEnd, RankError, requested_stop
 
 # Seconds between two polls of the processes.
 POLL_SECONDS = 0.05
@@ -143,11 +143,33 @@ def wait_for_ranks(
     while grace_left > 0 and not stop_signals:
         running = [rank for rank in ranks if rank.poll()]
         failed = [rank.end for rank in ranks if rank.process.returncode]
+        failed = [end for end in failed if requested_stop([end]) is None]
         if not running or any(end.is_root_cause for end in failed):
             return
         if any(rank.seconds_stopped > timeout.total_seconds() for rank in running):
             return
         grace_left -= POLL_SECONDS if failed else 0
+        time.sleep(POLL_SECONDS)
+
+
+def stop_ranks(ranks: Sequence[RankProcess], timeout: timedelta, stop_signals: Sized) -> None:
+    """Ask all ranks to stop, and wait until they have saved a checkpoint.
+
+    Ranks that do not save checkpoints end at once.
+
+    Args:
+        timeout: longest wait.
+        stop_signals: stop signals that this process has received; a further one ends the wait.
+    """
+    received, deadline = len(stop_signals), time.monotonic() + timeout.total_seconds()
+    running = [rank for rank in ranks if rank.poll()]
+    if any(rank.stopped_by for rank in running):
+        return  # It would receive no signal, and the others would wait for it.
+    for rank in running:
+        rank.send(signal.SIGTERM)
+    while [rank for rank in ranks if rank.poll()]:
+        if len(stop_signals) > received or time.monotonic() > deadline:
+            return
         time.sleep(POLL_SECONDS)
 
 

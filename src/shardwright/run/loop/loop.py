@@ -30,7 +30,7 @@ def train(
     on_step: Callable[[StepRecord], None],
     max_steps: int | None = None,
     start: Position = BEGINNING,
-    after_step: Callable[[Position], None] | None = None,
+    after_step: Callable[[Position], bool | None] | None = None,
     rate: Callable[[int], float] | None = None,
     clip_norm: float | None = None,
     non_finite: NonFinite = "stop",
@@ -46,7 +46,7 @@ def train(
         on_step: called after every step.
         max_steps: total number of steps, over all epochs and including those before `start`.
         start: the position at which to resume.
-        after_step: called after `on_step` with the new position.
+        after_step: called after `on_step` with the new position; the run stops if it returns True.
         rate: maps a step, counted from 0, to its learning rate; by default the optimizer's own.
         clip_norm: maximum global norm of the gradients; None for no clipping.
         non_finite: `stop` the run at a step whose loss or gradient norm is not finite, or `skip`
@@ -86,8 +86,8 @@ def train(
             position.epoch, position.batch, loss, speed, evaluation_loss, learning_rate
         )
         on_step(replace(record, exposed_communication=exposed))
-        if after_step is not None:
-            after_step(next_position)
+        if after_step is not None and after_step(next_position):
+            break
 
 
 def _forward_backward(

@@ -1,0 +1,98 @@
+"""Turn a signal to one rank into a decision of all ranks to stop after the same step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.core.agreement.collective import has_other_ranks
+from shardwright.core.runtime.accelerator import device_of_few_numbers
+
+REPEAT_SECONDS = 2.0
+"""Seconds within which a further signal counts as the same: a terminal signals each process of a
+run, and a launcher then passes on the signal that it got itself."""
+
+
+class StopSignals:
+    """A context in which signals to stop wait for the end of a step, on all ranks at once.
+
+    By itself SIGTERM ends only the rank that receives it, and the others fail in their next
+    collective. In this context each rank remembers its signals, and `requested` tells all ranks of
+    a signal to any of them:
+
+        with sw.StopSignals() as stop:
+            for batch in loader:
+                net.train_step(*batch)
+                ...
+                if stop.requested():
+                    sw.save_checkpoint(folder, net, optimizer)
+                    break
+
+    A second signal after more than 2 s has its usual effect, for a run that hangs. Handlers are
+    installed in the main thread only, where Python runs them.
+
+    Args:
+        signals: the signals to wait with; by default SIGTERM and SIGINT (Ctrl-C).
+    """
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        self.signals = signals or (signal.SIGTERM, signal.SIGINT)
+        self.stopped_by: tuple[int, signal.Signals] | None = None
+        """The rank and signal for which all ranks stop; None before `requested` returns True."""
+        self._received: int | None = None
+        self._received_at = 0.0
+        self._earlier_handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.signals:
+                # A shell makes background jobs ignore Ctrl-C, which is for others then.
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._earlier_handlers[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        while self._earlier_handlers:
+            number, handler = self._earlier_handlers.popitem()
+            # None stands for a handler that was not installed from Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def requested(self) -> bool:
+        """Whether any rank has received a signal; equal on all ranks.
+
+        Collective: every rank must call it after the same steps. It all-reduces one number, on the
+        CPU if the process group has a backend for it.
+        """
+        if self.stopped_by is None:
+            self.stopped_by = self._first_of_all_ranks()
+        return self.stopped_by is not None
+
+    def _first_of_all_ranks(self) -> tuple[int, signal.Signals] | None:
+        """The highest rank that has received a signal, and its signal. Collective."""
+        if not has_other_ranks():
+            return None if self._received is None else (0, signal.Signals(self._received))
+        rank, base = dist.get_rank(), signal.NSIG
+        code = 0 if self._received is None else (rank + 1) * base + self._received
+        box = torch.tensor(code, device=device_of_few_numbers())
+        dist.all_reduce(box, dist.ReduceOp.MAX)
+        rank_plus_1, number = divmod(int(box), base)
+        return None if number == 0 else (rank_plus_1 - 1, signal.Signals(number))
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._received is None:
+            self._received, self._received_at = number, now
+        elif now - self._received_at > REPEAT_SECONDS:
+            self.__exit__(None, None, None)
+            signal.raise_signal(number)
