@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwright.errors import PlanError
 
 SUPPORTED_OUTPUTS = {"log_probs", "entropy", "is_top1"}
-"""Outputs per token that the replacement can compute."""
+"""Per-token outputs that the replacement of a fused head can compute."""
 
 
 def replace_fused_lm_heads(model: nn.Module) -> None:
@@ -21,7 +21,7 @@ def replace_fused_lm_heads(model: nn.Module) -> None:
     trl's fused head is an autograd function with its own backward pass, which cannot be captured.
 
     Raises:
-        PlanError: the head computes outputs that the replacement does not support.
+        PlanError: a fused head computes outputs that the replacement does not support.
     """
     for module in model.modules():
         forward: Any = vars(module).get("forward")
@@ -60,7 +60,7 @@ def _forward_with_logits(model: nn.Module, temperature: float) -> MethodType:
             return values.masked_fill(~mask, 0)
 
         all_log_probs = logits.log_softmax(-1)
-        # The label -100 is not a valid index; its log probability is mask_out.
+        # The label -100 is not a valid index; its log probability is masked out.
         label_index = shift_labels.clamp(min=0).unsqueeze(-1)
         log_probs = mask_out(all_log_probs.gather(-1, label_index).squeeze(-1))
         return FusedCausalLMOutput(

@@ -120,8 +120,8 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         if plan.arrivals:
             raise PlanError(
                 f"{type(self).__name__} gives every process the global batch, but the plan's"
-                " dataset_strategy expects each process's own shard\n"
-                "plan with dataset_strategy='full_batch'"
+                " `dataset_strategy` expects each process's own shard\n"
+                "plan with `dataset_strategy='full_batch'`"
             )
         parallel_model = parallelize(self.model, plan, self.args.device, release=True)
         self.model = self.model_wrapped = parallel_model
@@ -160,7 +160,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         )
 
     def _global_batch_size(self, batch_size: int) -> int:
-        """Return the global batch size; with `split_batches`, `batch_size` is already global."""
+        """Convert a batch size per process to the global one; with `split_batches` it is global."""
         if self.args.accelerator_config.split_batches:
             return batch_size
         return batch_size * int(self.args.world_size)
@@ -209,8 +209,8 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         # Accelerate would wrap the model in DDP, and gather outputs that every rank already has.
         self.accelerator.prepare_model = lambda model, *_, **__: model
         self.accelerator.gather = lambda data, *_, **__: data
-        self.accelerator.gather_for_metrics = self._cut_padding
-        self.gather_function = self._cut_padding
+        self.accelerator.gather_for_metrics = self._truncate_last_batch
+        self.gather_function = self._truncate_last_batch
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: `parallelize` moves only this rank's shards to the device."""
@@ -307,10 +307,10 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         self._batch_rows = batch_size_of(inputs)
         return _gather_full_tensors(super().prediction_step(model, inputs, *args, **kwargs))
 
-    def _cut_padding(self, data: Any, *_: Any, **__: Any) -> Any:
-        """Cut the last batch to its real size; replaces accelerate's `gather_for_metrics`.
+    def _truncate_last_batch(self, data: Any, *_: Any, **__: Any) -> Any:
+        """Truncate outputs to the real size of the last batch; replaces `gather_for_metrics`.
 
-        Gathers nothing, because every process has the global batch.
+        Unlike accelerate, gathers nothing, because every process has the global batch.
         """
         rows = self._batch_rows
         if rows is None or not self.accelerator.gradient_state.end_of_dataloader:
@@ -361,7 +361,7 @@ class _StopAfterStep(trainer_callback.TrainerCallback):
 
 
 def _peek_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
-    """Read the first samples of an iterable dataset, without consuming them for training.
+    """Read the first `count` samples of an iterable dataset, which training reads again.
 
     Raises:
         ConfigError: the dataset can be iterated only once.
@@ -382,7 +382,7 @@ def _peek_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
 
 
 def _tensor_names_in(folder: Path) -> set[str]:
-    """Return on all ranks the tensor names in the safetensors files that rank 0 has in `folder`."""
+    """Return, on all ranks, the tensor names in the safetensors files in rank 0's `folder`."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors") if is_rank_0() else ():
         with safe_open(file, "pt") as content:
@@ -391,7 +391,7 @@ def _tensor_names_in(folder: Path) -> set[str]:
 
 
 def _forward_in_bfloat16(model: nn.Module, device_type: str) -> MethodType:
-    """Wrap the model's `forward` as accelerate does: under autocast, with float32 outputs."""
+    """Return the model's `forward` under bfloat16 autocast, with float32 outputs."""
     # An instance may have its own `forward`, for example from `replace_fused_lm_heads`.
     instance_forward = vars(model).get("forward")
     original = type(model).forward if instance_forward is None else instance_forward.__func__

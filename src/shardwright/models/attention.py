@@ -36,7 +36,7 @@ def causal_attention(
         attention: fused kernel or separate operators.
         query: `[batch, heads, positions, size]`.
         key, value: `[batch, kv_heads, prefix + positions, size]`; with fewer heads than `query`
-            (has_groups-query attention), each is shared by a group of adjacent query heads.
+            (grouped-query attention), each is shared by a group of adjacent query heads.
         scale: factor of the scores, usually size^-0.5.
         dropout: dropout probability of the attention weights.
 

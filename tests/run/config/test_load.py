@@ -87,11 +87,11 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "parallel: {mode: semi_auto, expert: {}}",
-            "parallel.expert needs a language model, not `model.target`",
+            "`parallel.expert` needs a language model, not `model.target`",
         ),
         (
             "parallel: {recompute: {}}",
-            "parallel.recompute needs the key `modules` if `model.target` is set, for example "
+            "`parallel.recompute` needs the key `modules` if `model.target` is set, for example "
             "`modules: [encoder]`",
         ),
         (
@@ -109,7 +109,7 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ("data: {dtype: uint16}", "data: the key `dtype` needs `name: tokens`"),
         (
             "train: {evaluation: {every: 5}}",
-            "train.evaluation needs the key `path` of its data",
+            "`train.evaluation` needs the key `path` of the evaluation data",
         ),
         (
             "train: {evaluation: {path: val.bin}}",

@@ -51,12 +51,12 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         packed_text(1, tmp_path / "absent.txt")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no \.txt file in it"):
+    with pytest.raises(DataError, match=r"the folder contains no \.txt file"):
         packed_text(1, tmp_path / "empty")
     (tmp_path / "short.txt").write_text("ab")
     with pytest.raises(DataError, match="3 tokens are less than one sequence of seq_length 8"):
         packed_text(8, tmp_path / "short.txt")
-    with pytest.raises(DataError, match=r"no such tokenizer\.json"):
+    with pytest.raises(DataError, match=r"set `data\.tokenizer` to"):
         packed_text(1, tmp_path / "short.txt", tmp_path / "absent.json")
 
 
@@ -71,9 +71,9 @@ def test_code_beside_a_tokenizer_is_not_run(
     for name in ("tokenizer_config.json", "config.json"):
         (tmp_path / name).write_text(json.dumps(PLANTED))
     (tmp_path / "planted.py").write_text("open('run', 'w')")
-    with pytest.raises(DataError, match=r"the tokenizer cannot be loaded: .*custom code"):
+    with pytest.raises(DataError, match=r"cannot load this tokenizer: .*custom code"):
         packed_text(4, tmp_path / "a.txt", tmp_path)
     (tmp_path / "damaged.json").write_text("{")
-    with pytest.raises(DataError, match=r"damaged\.json: the tokenizer cannot be loaded"):
+    with pytest.raises(DataError, match=r"damaged\.json: `transformers` cannot load"):
         packed_text(4, tmp_path / "a.txt", tmp_path / "damaged.json")
     assert not (tmp_path / "run").exists()

@@ -98,7 +98,7 @@ def test_what_is_no_file_of_tokens_is_one_clear_error(tmp_path: Path) -> None:
         token_sequences(wide, 16)
     assert torch.equal(token_sequences(wide, 16, dtype="uint32")[0][ROWS], wanted()[ROWS])
     short.write_bytes(b"123")
-    with pytest.raises(DataError, match="3 bytes are not a whole number of uint16 tokens"):
+    with pytest.raises(DataError, match="3 bytes are not a multiple of the size of a uint16 token"):
         token_sequences(short, 16)
     short.write_bytes(b"1234")
     with pytest.raises(DataError, match="2 tokens are less than one sequence of seq_length 16"):
@@ -115,7 +115,7 @@ def test_what_is_no_file_of_tokens_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         token_sequences(tmp_path / "absent.bin", 16)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"no \.bin or \.npy file in it"):
+    with pytest.raises(DataError, match=r"the folder contains no \.bin or \.npy file"):
         token_sequences(tmp_path / "folder", 16)
     wide.with_suffix(".idx").write_bytes(b"something else")
     with pytest.raises(DataError, match=r"wide\.idx: not the index"):

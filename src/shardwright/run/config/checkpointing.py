@@ -1,4 +1,4 @@
-"""Initial weights and checkpoints of a run: what it loads and what it saves."""
+"""Loads the initial weights or a checkpoint of a run, and decides when it saves checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.run.loop.weights import load_weights
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """Where a run loads its weights from, and when it saves checkpoints.
+    """Initial weights, checkpoint folder and save interval of a run.
 
     Args:
         train: the `train` section of the configuration.
@@ -26,7 +26,7 @@ class CheckpointPolicy:
         file: name of the configuration file, for error messages.
         load_key, resume_key: names of the keys for initial weights and for resuming in `file`, for
             error messages.
-        must_resume: raise an error if there is no checkpoint to resume from.
+        must_resume: whether to raise an error if there is no checkpoint to resume from.
     """
 
     train: TrainSection
@@ -53,13 +53,14 @@ class CheckpointPolicy:
         """Check that the run can start from its weights or checkpoints.
 
         Raises:
-            CheckpointError: a new run would write into a folder with checkpoints of another run; a
-                resumed run has no checkpoints; or the initial weights are missing.
+            CheckpointError: the folder of a new run already has checkpoints, a run to resume has
+                none, or the initial weights are missing.
         """
         checkpoints, weights = self.checkpoints(), self.weights
         if weights is not None and not weights.exists():
             raise CheckpointError(
-                f"{self.file}: {self.load_key}: {weights}: no such file or folder"
+                f"{self.file}: {self.load_key}: {weights}: no such file or folder\n"
+                f"set `{self.load_key}` to a `state_dict` file or a folder of checkpoints"
             )
         if self.train.resume and checkpoints is None:
             raise CheckpointError(
@@ -117,7 +118,7 @@ class CheckpointPolicy:
         if saved is None or not (position.batch or position.sample):
             return
         changes = {
-            "data.seed": (saved.data_seed, numbers.data_seed),
+            "`data.seed`": (saved.data_seed, numbers.data_seed),
             "the number of samples": (saved.samples, numbers.samples),
         }
         for name, (saved_value, new_value) in changes.items():
@@ -126,8 +127,8 @@ class CheckpointPolicy:
                     f"{self.file}: {name} is {new_value}, but was {saved_value} when {folder} was"
                     f" saved in the middle of epoch {position.epoch}: the sample order would"
                     " change, and samples would be trained on twice or never\n"
-                    f"resume with {saved_value}, or start a new run from these weights:"
-                    f" `{self.load_key}: {folder}`, and another folder for checkpoints"
+                    f"resume with {name} = {saved_value}, or start a new run from these weights,"
+                    f" with `{self.load_key}: {folder}` and another `train.checkpoint.folder`"
                 )
 
     def saves_at(self, step: int, last_step: int) -> bool:

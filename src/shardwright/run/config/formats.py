@@ -29,7 +29,7 @@ class ForeignRun(Protocol):
 
     @property
     def memory_limit(self) -> int | None:
-        """Memory limit in bytes per device; None for all of its memory."""
+        """Memory limit in bytes per device; None for the whole device memory."""
 
     @property
     def only_strategies(self) -> bool:

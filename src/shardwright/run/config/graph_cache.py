@@ -53,7 +53,8 @@ def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
         folder = graphs_folder()
         graph = _read_graph(folder, key)
     except ValueError as error:
-        logger.warning("%s is damaged, capturing again: %s", folder / f"{key}.graph", error)
+        path = folder / f"{key}.graph"
+        logger.warning("%s is damaged, so the model is captured again: %s", path, error)
         graph = None
     except (OSError, RuntimeError) as error:
         # Path.home() raises RuntimeError for a user without a home folder.
@@ -115,13 +116,13 @@ def _write_graph(folder: Path, key: str, graph: Graph) -> None:
             except OSError:
                 temporary_path.unlink(missing_ok=True)
                 raise
-        _evict_oldest(folder)
+        _evict_least_recently_used(folder)
     # Constants of the graph may be objects of any library, and serializing them can raise anything.
     except Exception as error:
         logger.warning("the captured graph is not cached: %s", error)
 
 
-def _evict_oldest(folder: Path) -> None:
+def _evict_least_recently_used(folder: Path) -> None:
     last_used: dict[Path, float] = {}
     for path in folder.iterdir():
         # Another process may evict the same file at the same time.
@@ -149,7 +150,7 @@ def _package_version(package: str) -> str:
 
 @cache
 def _source_hash() -> str:
-    """Hash the source of this package: any change of the code invalidates cached graphs."""
+    """Return a hash of all source files of this package: a change of one invalidates all graphs."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())

@@ -46,7 +46,8 @@ def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) ->
         if not isinstance(net, nn.Module):
             returned = type(net).__name__
             raise ConfigError(
-                f"model.target: {model.target} returned a {returned}, not an nn.Module"
+                f"model.target: {model.target} returned a {returned}, not an nn.Module\n"
+                "return the model from this callable"
             )
         return net.to(dtype)
     # `build` takes these arguments too, but each has a configuration key of its own.
@@ -87,7 +88,7 @@ def wrap_errors(key: str, error_type: type[ShardwrightError]) -> Iterator[None]:
     """Context that re-raises third-party exceptions as `error_type`, with key, file and line.
 
     Args:
-        key: the configuration key whose value the code handles.
+        key: the configuration key that the code inside the context handles.
 
     Raises:
         error_type: an exception other than a `ShardwrightError` was raised.
@@ -117,10 +118,10 @@ def naming_file(file: str) -> Iterator[None]:
 def _call_naming_key(
     key: str, function: Callable[..., Returned], *args: Any, **kwargs: Any
 ) -> Returned:
-    """Call `function`; its errors start with the configuration key.
+    """Call `function` with the remaining arguments, and prefix its errors with `key`.
 
     Raises:
-        ConfigError: the function does not take these arguments, or rejects a value.
+        ConfigError: `function` does not take these arguments, or rejects a value.
     """
     # Bound first, to distinguish wrong arguments from a TypeError inside the function.
     try:
@@ -139,15 +140,15 @@ def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
     """Mark the modules to be recomputed in the backward pass (activation checkpointing).
 
     Raises:
-        ConfigError: the model has no such module, or no blocks.
+        ConfigError: a module path or a block index does not exist in the model.
     """
     modules = dict(net.named_modules())
     for path, op_types in _recomputed_op_types(net, section).items():
         if path not in modules:
-            near = get_close_matches(path, modules, n=1, cutoff=0.0)
+            close_matches = get_close_matches(path, modules, n=1, cutoff=0.0)
             raise ConfigError(
                 f"parallel.recompute.modules: the model has no module {path!r}\n"
-                f"did you mean {near[0]!r}?"
+                f"did you mean {close_matches[0]!r}?"
             )
         recompute(modules[path], section.communication, operators=op_types)
 
@@ -195,7 +196,7 @@ def load_samples(
 ) -> tuple[Samples, ...]:
     """Load the dataset as tensors with samples on dimension 0.
 
-    Token files are memory-mapped, and their tokens are checked only when they are read.
+    Token files are memory-mapped; token ids are checked only when a batch is read.
 
     Args:
         folder: the folder to which paths of the section are relative.
@@ -284,7 +285,7 @@ def call_target(key: str, target: str, arguments: Mapping[str, Any], folder: Pat
     """Import `target`, call it with `arguments` and return what it returns.
 
     Args:
-        key: the configuration key that names the target, for error messages.
+        key: configuration key of `target`, such as `model.target`, for error messages.
         target: `package.module:callable`.
         folder: the configuration's folder; its modules take precedence over installed ones.
 
@@ -298,7 +299,10 @@ def call_target(key: str, target: str, arguments: Mapping[str, Any], folder: Pat
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise ConfigError(f"{key}: {target}{signature} cannot be called: {error}") from None
+        raise ConfigError(
+            f"{key}: {target}{signature} cannot be called: {error}\n"
+            f"set `{key.replace('target', 'arguments')}` to arguments that it takes"
+        ) from None
     with wrap_errors(key, ConfigError):
         return function(**arguments)
 
@@ -320,10 +324,13 @@ def _import_target(key: str, target: str, folder: Path) -> Callable[..., Any]:
         ) from None
     for name in attribute.split("."):
         if not hasattr(target_object, name):
-            near = difflib.get_close_matches(name, dir(target_object), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            close_matches = difflib.get_close_matches(name, dir(target_object), n=1)
+            hint = f"; did you mean {close_matches[0]}?" if close_matches else ""
             raise ConfigError(f"{key}: module {module_name} has no attribute {attribute}{hint}")
         target_object = getattr(target_object, name)
     if not callable(target_object):
-        raise ConfigError(f"{key}: {target} is {target_object!r}, not a callable")
+        raise ConfigError(
+            f"{key}: {target} is {target_object!r}, not a callable\n"
+            "use a function or class that the configuration can call"
+        )
     return target_object  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ PRESETS: dict[str, Any] = {
     "data parallel": None,
     "fully sharded data parallel": {"level": "level3", "threshold": 0},
 }
-"""Value of the option `hsdp` of each preset, by its name; presets need no search."""
+"""Planner option `hsdp`, by name of the preset; presets are planned without a search."""
 
 # Options that turn off every decision of the planner, and the memory limit: the page shows presets
 # even if they do not fit into memory.
@@ -36,11 +36,13 @@ NO_SEARCH: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class AlternativePlanner:
-    """Plans alternatives of a planned run, from its captured model.
+    """Plans alternatives to the plan of a run, reusing its captured graph where possible.
 
     Args:
         unplanned: the run as configured, before the number of micro-batches was chosen.
         run: the run with the chosen number of micro-batches.
+        model, graph: model of `run` and its captured graph, as returned by `Run.capture`.
+        plan: the chosen plan of `run`.
     """
 
     unplanned: Run
@@ -51,7 +53,7 @@ class AlternativePlanner:
 
     @classmethod
     def of(cls, run: Run, devices: int) -> AlternativePlanner:
-        """Plan `run` for `devices` devices.
+        """Capture `run` and plan it for `devices` devices.
 
         Raises:
             ShardwrightError: see `Run.plan`.
@@ -61,10 +63,10 @@ class AlternativePlanner:
         return cls(unplanned, run, model, graph, run.plan_graph(model, graph, devices))
 
     def what_if_plans(self) -> Iterator[tuple[str, Plan | str]]:
-        """Plan with half the memory, twice the devices, half the batch, and twice the batch.
+        """Plan `run` with half the memory, twice the devices, and half and twice the batch size.
 
         Yields:
-            The name of each change, and its plan, or the error message if there is no plan.
+            The name of each change, and the plan, or the error message if planning failed.
         """
         devices, batch_size = self.plan.devices, self.run.config.data.batch_size
         limit = self.plan.memory_limit
@@ -78,22 +80,24 @@ class AlternativePlanner:
         yield self._plan_with_batch_size("twice the batch", 2 * batch_size)
 
     def preset_plans(self) -> Iterator[tuple[str, Plan | str]]:
-        """Plan each of `PRESETS`, without a search and without a memory limit.
+        """Plan `run` with each of `PRESETS`, without a search and without a memory limit.
 
         Yields:
-            The name of each preset, and its plan, or the error message if there is no plan.
+            The name of each preset, and the plan, or the error message if planning failed.
         """
         for name, hsdp in PRESETS.items():
             yield self._plan_with_options(name, self.plan.devices, hsdp=hsdp, **NO_SEARCH)
 
     def best_plans(self, top: int) -> Iterator[tuple[str, Plan | str]]:
-        """Plan the fastest strategy of each of the `top` best kinds, except `plan` itself.
+        """Plan the fastest strategy of each of the `top` fastest kinds, except `plan` itself.
+
+        A kind is a combination of stages, storage, recomputation and micro-batches.
 
         Yields:
-            Each kind of strategy, and its plan, or the reason why this kind has no plan.
+            Each kind as text, and its plan, or the reason why it has no plan.
 
         Raises:
-            ShardwrightError: the run names no cluster, so step times cannot be predicted.
+            ShardwrightError: the configuration names no cluster, so step times cannot be predicted.
         """
         ranked = self.unplanned.best_plans(self.plan.devices, top)
         for strategy_kind, plan in ranked.plans.items():
@@ -115,9 +119,9 @@ class AlternativePlanner:
         return _plan_or_error(run, name, partial(run.plan, self.plan.devices))
 
 
-def _plan_or_error(run: Run, name: str, plan: partial[Plan]) -> tuple[str, Plan | str]:
+def _plan_or_error(run: Run, name: str, make_plan: partial[Plan]) -> tuple[str, Plan | str]:
     run.on_progress(name)
     try:
-        return name, plan()
+        return name, make_plan()
     except ShardwrightError as error:
         return name, one_line(error)

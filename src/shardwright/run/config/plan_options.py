@@ -35,7 +35,7 @@ def plan_options(config: Config, model: nn.Module) -> dict[str, Any]:
 
 
 def _has_megatron_stages(config: Config) -> bool:
-    """Whether each pipeline stage is a run of consecutive blocks, as in Megatron, not searched."""
+    """Whether stages are consecutive blocks in fixed numbers, as in Megatron, not searched."""
     is_manual = config.parallel.mode == "semi_auto" and config.model.is_language_model
     schedule = SCHEDULES.get(config.parallel.schedule)
     # Interleaved schedules have several chunks per stage, which the planner assigns.

@@ -68,12 +68,12 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class Run:
-    """A configuration, and the objects and plans that follow from it.
+    """A configured run, with methods that build its model, data, optimizer, graph and plan.
 
     Args:
         folder: the folder to which imported modules and paths are relative.
         foreign: the parsed file of another framework, whose batch size may depend on the number of
-            devices; None for a file with Shardwright's own keys.
+            devices; None for a file in Shardwright's own format.
         file: name of the configuration file, the prefix of each error message.
         on_progress: called before each phase: building, capturing, searching.
     """
@@ -86,7 +86,7 @@ class Run:
 
     @staticmethod
     def from_file(path: str | Path) -> Run:
-        """Load a configuration file with Shardwright's own keys, or of an installed format.
+        """Load a configuration file, in Shardwright's own format or in that of a plug-in.
 
         Raises:
             ConfigError: see `shardwright.run.config.load.load`.
@@ -147,7 +147,7 @@ class Run:
         return Evaluation(batches, section.every, section.batches)
 
     def check_data(self) -> None:
-        """Load the training and evaluation data now, so that later accesses cannot fail.
+        """Load the training and evaluation data now, so that missing data is reported early.
 
         Raises:
             DataError: the data is missing or damaged.
@@ -165,7 +165,7 @@ class Run:
     def last_step(self, start: Position) -> int:
         """Return the last step of a run that resumes at `start`, counted from 1 over all epochs.
 
-        Counts the steps before `start` as `start.step`: a run may resume with another batch size.
+        The steps before `start` count as `start.step`, even if their batch size was another.
         """
         settings = self.config.train
         steps = start.step + self.batches.steps_from(start, settings.epochs)
@@ -184,13 +184,13 @@ class Run:
         return net if loss == "none" else WithLoss(net, LOSSES[loss]())
 
     def plan(self, devices: int, files: SavedGraphs | None = None) -> Plan:
-        """Plan the run for `devices` devices, with shapes of the first batch.
+        """Plan the run for `devices` devices and the shapes of its first batch.
 
         Needs no process group.
 
         Args:
-            files: where to save the captured graph, and then the plan or the error; None to save
-                nothing.
+            files: destination of the captured graph, then of the plan or the error; None to save
+                neither.
 
         Raises:
             ShardwrightError: the model cannot be built, captured or planned.
@@ -224,17 +224,20 @@ class Run:
         return self._with_num_micro_batches(self._search(devices).pipeline.micro_batches)
 
     def best_plans(self, devices: int, top: int) -> RankedPlans:
-        """Plan the fastest strategy of each of the `top` best kinds; see `shardwright.best_plans`.
+        """Plan the fastest strategy of each of the `top` fastest kinds; see `sw.best_plans`.
 
         Raises:
-            ShardwrightError: see `plan`; or the run names no cluster.
+            ShardwrightError: see `plan`; or the configuration names no cluster.
         """
         ranking = Ranking(top)
         self.for_devices(devices)._search(devices, ranking)
         return ranking.ranked()
 
     def _search(self, devices: int, ranking: Ranking | None = None) -> Candidate:
-        """Search a plan, or one per number of micro-batches if the planner chooses it.
+        """Search the fastest plan, over all numbers of micro-batches if the planner chooses it.
+
+        Args:
+            ranking: receives the candidates of each kind; None to rank nothing.
 
         Returns:
             The fastest candidate.
@@ -369,7 +372,7 @@ class Run:
             changes: options of the planner that replace those of the configuration.
 
         Raises:
-            ShardwrightError: there is no plan, for example within the memory limit.
+            ShardwrightError: no plan exists, for example within the memory limit.
         """
         return plan_model(self._plan_options(model, devices, **changes), graph)
 
@@ -399,7 +402,7 @@ class Run:
 
     @property
     def cluster(self) -> str | None:
-        """Name of the cluster, or path of its file; None without one."""
+        """Name of the cluster, or path of its file; None if the configuration names none."""
         cluster = self.config.parallel.cluster
         if cluster is None or not Path(cluster).suffix:
             return cluster
@@ -416,7 +419,7 @@ class Run:
 
     @property
     def checkpoint_policy(self) -> CheckpointPolicy:
-        """Where weights are loaded from, and when checkpoints are saved."""
+        """Initial weights and checkpoints of the run, with the key names of its file's format."""
         policy = CheckpointPolicy(self.config.train, self.folder, self.file)
         return policy if self.foreign is None else self.foreign.checkpoint_policy(policy)
 
@@ -451,10 +454,10 @@ class Run:
         return build_optimizer(self.config.optimizer, parameters)
 
     def rate(self, num_steps: int) -> Callable[[int], float] | None:
-        """Return a function from the step to its learning rate; None for a constant rate.
+        """Return a function from a step, counted from 0, to its rate; None for a constant rate.
 
         Args:
-            num_steps: length of the run, which scales the schedule.
+            num_steps: number of steps of the run, which scales the schedule.
         """
         schedule = build_schedule(self.config.optimizer)
         return None if schedule is None else lambda step: schedule.rate(step, num_steps)

@@ -138,7 +138,7 @@ _DATASETS_BY_KEY = {
     "tokenizer": ("text",),
     "dtype": ("tokens",),
 }
-"""Values of `name` with which a key of the section is valid, by the key."""
+"""Values of `data.name` with which a key of the section may be set, by key."""
 
 
 class ScheduleSection(Section, frozen=True):
@@ -391,7 +391,7 @@ class Config(Section, frozen=True):
         if evaluation is not None:
             key = "arguments" if self.data.target is not None else "path"
             if not getattr(evaluation, key):
-                raise ValueError(f"train.evaluation needs the key `{key}` of its data")
+                raise ValueError(f"`train.evaluation` needs the key `{key}` of the evaluation data")
             try:
                 _ = self.evaluation_data
             except ValidationError as error:
@@ -410,12 +410,12 @@ class Config(Section, frozen=True):
         if self.model.is_language_model and self.loss_name != "none":
             raise ValueError("remove `loss`: a language model computes its own")
         if self.parallel.expert is not None and not self.model.is_language_model:
-            raise ValueError("parallel.expert needs a language model, not `model.target`")
+            raise ValueError("`parallel.expert` needs a language model, not `model.target`")
         recompute = self.parallel.recompute
         names_blocks = recompute is not None and not recompute.auto and recompute.modules is None
         if names_blocks and not self.model.is_language_model:
             raise ValueError(
-                "parallel.recompute needs the key `modules` if `model.target` is set, for example"
+                "`parallel.recompute` needs the key `modules` if `model.target` is set, for example"
                 " `modules: [encoder]`"
             )
         return self

@@ -44,16 +44,16 @@ def train_rank(
     """Train as one rank of `world`.
 
     Args:
-        plan: a plan, or a function that makes one, which only rank 0 calls; the others receive its
-            result.
+        plan: a plan, or a function that returns one; only rank 0 calls it, and the other ranks
+            receive its result.
         on_step: called after each step.
         on_start: called with the position at which the run starts or resumes.
-        profile: steps to profile; None to profile no step.
+        profile: number of steps to profile, and destinations of the results; None for no profile.
 
     Raises:
         PlanError: the plan is for another number of devices, or for another model.
         CheckpointError: the newest checkpoint belongs to another model.
-        ConfigError: fewer steps remain than are to be profiled.
+        ConfigError: fewer steps remain than `profile` needs.
         ShardwrightError: planning failed on rank 0; raised on all ranks.
         StoppedError: a rank has received a signal to stop, and all have saved a checkpoint.
     """
@@ -84,7 +84,7 @@ def train_rank(
 
 @dataclass(frozen=True)
 class Profile:
-    """Steps to profile, and destinations of the results.
+    """Number of steps to profile, and destinations of the results.
 
     Args:
         steps: number of profiled steps, after one warm-up step.
@@ -98,7 +98,7 @@ class Profile:
 
 
 def check_profiled_steps(profiled: int, steps: int) -> None:
-    """Raise ConfigError if `steps` remaining steps are too few to profile `profiled` of them."""
+    """Raise ConfigError unless `steps` allow one warm-up step and `profiled` profiled steps."""
     if steps <= profiled:
         remedy = f"\nuse at most --profile {steps - 1}" if steps > 1 else ""
         raise ConfigError(
@@ -128,9 +128,9 @@ class RankTraining:
         """
         if plan.arrivals:
             raise PlanError(
-                "the plan's dataset_strategy expects each rank's own shard of a batch, but a"
+                "the plan's `dataset_strategy` expects each rank's own shard of a batch, but a"
                 " configured run passes the global batch to every rank\n"
-                "plan with dataset_strategy='full_batch', or write a training loop with"
+                "plan with `dataset_strategy='full_batch'`, or write a training loop with"
                 " `sw.dataloader`"
             )
         # A rehearsal on the meta device has no values to initialize.
@@ -151,7 +151,7 @@ class RankTraining:
         step, with a checkpoint.
 
         Args:
-            checkpoints: where to restore from and save to; None for neither.
+            checkpoints: source and destination of checkpoints; None for neither.
             on_step, on_start: see `train_rank`.
 
         Returns:

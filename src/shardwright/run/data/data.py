@@ -29,7 +29,7 @@ DIGITS_SIZE, MNIST_SIZE = 8, 28
 
 
 class Samples(Protocol):
-    """A field of all samples: a tensor with samples on dimension 0, or a lazy reader of a file."""
+    """One field of a dataset: a tensor with samples on dimension 0, or a lazy reader of a file."""
 
     def __len__(self) -> int: ...
 
@@ -97,19 +97,19 @@ class Batches:
             yield tuple(batch[id(tensor)] for tensor in self.tensors)
 
     def first_sample(self, position: Position) -> int:
-        """Return the index of the batch's first sample in the shuffled order of its epoch."""
+        """Return the index in the epoch's shuffled order of the first sample at `position`."""
         # A position without `sample` comes from an epoch whose batches all have the same size.
         return position.batch * self.batch_size if position.sample is None else position.sample
 
     def position_after(self, position: Position) -> Position:
-        """Return the position of the next batch."""
+        """Return the position of the batch after the one at `position`."""
         step, end = position.step + 1, self.first_sample(position) + self.batch_size
         if end + self.batch_size > self.samples:
             return Position(step, position.epoch + 1, 0, 0)
         return Position(step, position.epoch, position.batch + 1, end)
 
     def steps_from(self, position: Position, epochs: int) -> int:
-        """Return the number of batches from `position` to the end of `epochs` epochs."""
+        """Return the number of batches from `position` to the end of a run of `epochs` epochs."""
         if position.epoch >= epochs:
             return 0
         rest_of_epoch = max(0, self.samples - self.first_sample(position)) // self.batch_size
@@ -123,13 +123,13 @@ def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
     centered digits of 24 x 24 pixels, similar to MNIST.
 
     Returns:
-        Images [1797, 1, size, size] with values in 0…1, and labels [1797].
+        Images [1797, 1, image_size, image_size] with values in 0…1, and labels [1797].
 
     Raises:
-        DataError: scikit-learn is not installed, or the size is below 8.
+        DataError: scikit-learn is not installed, or `image_size` is below 8.
     """
     if image_size < DIGITS_SIZE:
-        raise DataError(f"image_size={image_size}: digits need at least {DIGITS_SIZE} pixels")
+        raise DataError(f"image_size={image_size}: use at least {DIGITS_SIZE} pixels per side")
     with needs_extra("run", "the digits dataset needs `scikit-learn`", DataError):
         from sklearn.datasets import load_digits
     pixels, labels = load_digits(return_X_y=True)
@@ -209,12 +209,15 @@ def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (gzip.BadGzipFile, EOFError) as error:
-        raise DataError(f"{path}: incomplete or corrupt gzip file ({error})") from None
+        raise DataError(
+            f"{path}: incomplete or corrupt gzip file ({error})\ndownload it again"
+        ) from None
     magic, header = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
     if content[:4] != magic:
         raise DataError(
             f"{path}: starts with 0x{content[:4].hex()}, but an IDX file of unsigned bytes with "
-            f"{ndim} dimensions starts with 0x{magic.hex()}"
+            f"{ndim} dimensions starts with 0x{magic.hex()}\n"
+            "the file may have another format or be damaged: download it again"
         )
     if len(content) < header:
         raise DataError(
@@ -270,7 +273,8 @@ def packed_text(
         Token ids [samples, seq_length], and a copy as labels, which language models shift.
 
     Raises:
-        DataError: the file does not exist, is not UTF-8 text, or has less than one sequence.
+        DataError: a file does not exist or is not UTF-8 text, or the text has fewer than
+            `seq_length` tokens.
     """
     encode, end_of_text = (
         _byte_tokenizer() if tokenizer is None else _load_tokenizer(Path(tokenizer))
@@ -298,9 +302,11 @@ def _read_texts(path: str | Path | None) -> list[str]:
     text_files = sorted(location.glob("*.txt")) if location.is_dir() else [location]
     if not text_files or not text_files[0].exists():
         problem = (
-            "no .txt file in it" if location.is_dir() else "no such file or folder of .txt files"
+            "the folder contains no .txt file" if location.is_dir() else "no such file or folder"
         )
-        raise DataError(f"{location}: {problem}")
+        raise DataError(
+            f"{location}: {problem}\nset `data.path` to a text file or a folder of .txt files"
+        )
     return [read_text(file, DataError) for file in text_files]
 
 
@@ -317,7 +323,10 @@ def _load_tokenizer(path: Path) -> tuple[Encode, list[int]]:
     with needs_extra("transformers", f"{path}: a tokenizer needs `transformers`", DataError):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     if not path.exists():
-        raise DataError(f"{path}: no such tokenizer.json or tokenizer folder")
+        raise DataError(
+            f"{path}: no such file or folder\n"
+            "set `data.tokenizer` to a `tokenizer.json` or a folder of `transformers`"
+        )
     try:
         tokenizer = (
             AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
@@ -326,7 +335,10 @@ def _load_tokenizer(path: Path) -> tuple[Encode, list[int]]:
         )
     except Exception as error:  # Damaged files can raise anything.
         reason = str(error).strip().partition("\n")[0]
-        raise DataError(f"{path}: the tokenizer cannot be loaded: {reason}") from None
+        raise DataError(
+            f"{path}: `transformers` cannot load this tokenizer: {reason}\n"
+            "use a `tokenizer.json`, or a folder written by `save_pretrained`"
+        ) from None
     end_of_text = tokenizer.eos_token_id
     return (
         lambda text: list(tokenizer.encode(text, add_special_tokens=False)),

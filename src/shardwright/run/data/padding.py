@@ -22,7 +22,7 @@ class PadToMultiple:
     ranks do not know the lengths on other ranks: use a multiple that no sample exceeds.
 
     Args:
-        values: padding value, by field name; dimension 0 is padded, other fields are not.
+        values: padding value of each padded field, by name; padding extends dimension 0.
         multiple: the padded length is a multiple of this number.
 
     Raises:
@@ -35,7 +35,7 @@ class PadToMultiple:
     def __post_init__(self) -> None:
         if not isinstance(self.multiple, int) or self.multiple < 1:
             raise DataError(
-                f"PadToMultiple: multiple={self.multiple!r} is not a whole number of at least 1"
+                f"PadToMultiple: multiple={self.multiple!r} is not an integer of at least 1"
             )
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -52,7 +52,8 @@ class PadToMultiple:
             if any(value is None for value in columns[name]):
                 raise DataError(
                     f"PadToMultiple: a sample has no field {name!r}; the first sample has"
-                    f" {', '.join(map(repr, samples[0]))}"
+                    f" {', '.join(map(repr, samples[0]))}\n"
+                    "return the same fields for every sample, or remove the field from `values`"
                 )
             columns[name] = [torch.as_tensor(value) for value in columns[name]]
         longest = max((len(value) for name in self.values for value in columns[name]), default=0)
@@ -63,6 +64,6 @@ class PadToMultiple:
 
 
 def _pad(tensor: Tensor, length: int, value: float) -> Tensor:
-    """Pad dimension 0 of `tensor` to `length`."""
+    """Pad dimension 0 of `tensor` at its end to `length`, with `value`."""
     padding = tensor.new_full((length - len(tensor), *tensor.shape[1:]), value)
     return torch.cat([tensor, padding])

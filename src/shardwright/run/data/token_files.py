@@ -66,7 +66,7 @@ class TokenSequences:
         vocab_size: exclusive upper bound of token ids; None for no check.
 
     Raises:
-        DataError: the arrays have less than `seq_length` tokens.
+        DataError: the arrays have fewer than `seq_length` tokens in total.
     """
 
     arrays: tuple[TokenArray, ...]
@@ -124,11 +124,11 @@ def token_sequences(
         dtype: dtype of `.bin` files without a header, by default uint16.
 
     Returns:
-        Token sequences, and label sequences, which language models shift: the tokens themselves
+        Token sequences, and label sequences, not shifted. The labels are the tokens themselves
         unless the data has a column `labels`.
 
     Raises:
-        DataError: the file does not exist, is not a token file, or has less than `seq_length`
+        DataError: the file does not exist, is not a token file, or has fewer than `seq_length`
             tokens.
     """
     labels: tuple[TokenArray, ...] = ()
@@ -142,8 +142,11 @@ def token_sequences(
         if path.is_dir():
             files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy"))
         if not files or not files[0].is_file():
-            problem = "no .bin or .npy file in it" if path.is_dir() else "no such file or folder"
-            raise DataError(f"{path}: {problem}\nset `data.path` to a token file or their folder")
+            contains = "the folder contains no .bin or .npy file"
+            problem = contains if path.is_dir() else "no such file or folder"
+            raise DataError(
+                f"{path}: {problem}\nset `data.path` to a token file or a folder of token files"
+            )
         tokens = tuple(TokenArray(str(file), _map_tokens(file, dtype)) for file in files)
     sequences = TokenSequences(tokens, seq_length, vocab_size)
     return sequences, TokenSequences(labels, seq_length) if labels else sequences
@@ -168,7 +171,10 @@ def _map_tokens(file: Path, dtype: str | None) -> NDArray[Any]:
         token_dtype, offset = _read_dtype_and_offset(file, dtype)
         size = file.stat().st_size - offset
         if size % np.dtype(token_dtype).itemsize:
-            raise DataError(f"{file}: {size} bytes are not a whole number of {token_dtype} tokens")
+            raise DataError(
+                f"{file}: {size} bytes are not a multiple of the size of a {token_dtype} token\n"
+                "check `data.dtype`, and that the file is complete"
+            )
         array = np.memmap(file, np.dtype(token_dtype).newbyteorder("<"), "r", offset)
     except (ValueError, OSError) as error:  # Empty, truncated, or without permission.
         raise DataError(f"{file}: not a token file: {error}") from None
@@ -192,7 +198,10 @@ def _read_dtype_and_offset(file: Path, dtype: str | None) -> tuple[str, int]:
             start = content.read(18)
         if start.startswith(b"MMIDIDX") and len(start) == 18 and start[17] in MEGATRON_DTYPES:
             return MEGATRON_DTYPES[start[17]], 0
-        raise DataError(f"{index}: not the index file of a Megatron-LM dataset")
+        raise DataError(
+            f"{index}: not the index file of a Megatron-LM dataset\n"
+            f"set `data.dtype` to read {file.name} without an index file"
+        )
     with file.open("rb") as content:
         start = content.read(4)
     magic = struct.unpack("<I", start)[0] if len(start) == 4 else 0
@@ -219,7 +228,10 @@ def saved_dataset(path: Path, column: str) -> Any:
     try:
         dataset = load_from_disk(str(path))
     except Exception as error:  # Damaged files can raise anything.
-        raise DataError(f"{path}: `datasets` cannot load this folder: {error}") from None
+        raise DataError(
+            f"{path}: `datasets` cannot load this folder: {error}\n"
+            "use a folder written by `save_to_disk`"
+        ) from None
     if isinstance(dataset, DatasetDict):
         raise DataError(
             f"{path}: the dataset has several splits: {', '.join(dataset)}\n"
@@ -245,7 +257,8 @@ def _read_column(path: Path, name: str, optional: bool = False) -> tuple[TokenAr
             values = chunk.flatten().to_numpy(zero_copy_only=True)
         except (AttributeError, ValueError) as error:
             raise DataError(
-                f"{path}: expected lists of token ids in the column `{name}`: {error}"
+                f"{path}: the column `{name}` does not contain lists of token ids: {error}\n"
+                "save the dataset with a column of integer lists without missing values"
             ) from None
         arrays.append(TokenArray(f"{path}, column {name}", values, first))
         first += len(values)

@@ -54,9 +54,9 @@ def launch(
         num_ranks: number of processes.
         logs: the log folder, with a folder for each rank.
         max_restarts: number of times that all ranks are restarted after a failure.
-        on_restart: called before each restart with its number, counted from 1.
-        timeout: how long a rank may be stopped by a signal such as SIGSTOP before it counts as
-            failed; usually the timeout of collectives, since the other ranks wait for it in one.
+        on_restart: called before each restart with the number of the restart, counted from 1.
+        timeout: longest time for which a rank may be stopped by a signal such as SIGSTOP without
+            counting as failed; usually the timeout of the collectives in which others wait.
         locks: file descriptors of locked folders; inherited by the ranks, so that folders stay
             locked until all ranks have ended, even if this process is killed.
 
@@ -167,9 +167,10 @@ def launch_elastic(
     Args:
         command_for: maps the number of remaining devices to the command that continues the run,
             and the number of devices that it uses.
-        devices: number of devices of the first start.
+        command: arguments of the Python interpreter at the first start.
+        devices: number of devices at the first start.
         minimum: smallest number of devices on which to continue.
-        on_restart: called with the reason of the restart and the new number of devices, as text.
+        on_restart: called before each restart with a text: its reason and the number of devices.
         timeout, locks: see `launch`.
 
     Raises:
@@ -192,7 +193,7 @@ def launch_elastic(
                 ) from None
             if restarts > max_restarts:
                 raise
-            # After the semicolon comes the path of the log.
+            # The message continues with the path of the log, after a semicolon.
             reason = str(error).partition(";")[0]
         command, devices = command_for(remaining_devices)
         on_restart(f"{reason}; devices left: {remaining_devices}; continuing on {devices}")

@@ -129,12 +129,12 @@ def launch_node(
     max_restarts: int = 0,
     timeout: timedelta = TIMEOUT,
 ) -> None:
-    """Run `python <command>` as the ranks of `node`, and wait until those of all nodes have ended.
+    """Run `python <command>` as the ranks of `node`, and wait for the ranks of all nodes.
 
     Args:
         command: the arguments of the Python interpreter.
-        max_restarts: how many times the ranks are restarted after a rank of this node has failed.
-        timeout: how long to wait for other nodes.
+        max_restarts: number of restarts of all ranks after failures of ranks of this node.
+        timeout: longest time to wait for other nodes.
 
     Raises:
         ConfigError: the store cannot be served or reached, or another node has the same rank.
@@ -183,7 +183,7 @@ def launch_node(
 
 
 def _rank_ends(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankEnd]:
-    """Convert the agent's report of failed ranks.
+    """Convert the agent's report of failed ranks to a `RankEnd` for each.
 
     After a failure, the agent sends SIGTERM to the other ranks, then SIGKILL to those that do not
     exit. It does not report the signals that it sent, so they are inferred from exit codes and
@@ -211,19 +211,19 @@ def _rank_ends(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[
 
 
 def _agent_environment(node: Node) -> dict[str, str]:
-    """Return environment variables for torchrun's agent; those that the user has set win."""
+    """Return the environment variables of torchrun's agent; the user's values take precedence."""
     return {
         **process_settings(node.local_size),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),
         **os.environ,
-        # Not overridable: rank 0 must serve a new store at each start, because an agent that
+        # Cannot be overridden: rank 0 must serve a new store at each start, because an agent that
         # replaces a killed one never learns the address of a shared store.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
 
 class _RankLogsSpecs(LogsSpecs):
-    """Gives ranks the log paths of a local run; the output of rank 0 is also printed."""
+    """Log files of the agent's ranks, at the paths of a local run; prints rank 0's stdout too."""
 
     def __init__(self, logs: LogFolder) -> None:
         super().__init__(str(logs.root))
@@ -251,9 +251,9 @@ class _RankLogsSpecs(LogsSpecs):
 
 @contextmanager
 def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
-    """Context in which this node is connected to the store, has claimed its rank, and is alive.
+    """Context in which this node has claimed its rank in the store, and sends heartbeats.
 
-    Node 0 serves the store; all nodes send heartbeats.
+    Node 0 serves the store.
 
     Yields:
         The IP address at which other nodes reach this one.
@@ -315,15 +315,18 @@ def _exit_without_cleanup(node: Node) -> None:
 
 
 def _no_answer_message(node: Node) -> str:
-    return f"node 0 no longer answers at {node.endpoint}: it has ended, or cannot be reached"
+    return (
+        f"node 0 no longer answers at {node.endpoint}: it has ended, or cannot be reached\n"
+        "check the log of node 0, and the network between the nodes"
+    )
 
 
 def _local_address(node: Node) -> str:
     """Return the IP address of this node's interface to node 0.
 
     Raises:
-        ConfigError: the host does not exist; or this is node 0, and the host is another machine or
-            the port is in use.
+        ConfigError: the host name cannot be resolved; or this is node 0, and the host is another
+            machine or the port is in use.
     """
     try:
         family, socket_type, _, _, address = socket.getaddrinfo(
@@ -349,12 +352,12 @@ def _local_address(node: Node) -> str:
 
 
 def _claim_node_rank(store: Store, node: Node) -> None:
-    """Claim the node rank, unless a live node has it.
+    """Register this process as the owner of its node rank in the store.
 
     Raises:
         ConfigError: a live node has this rank.
     """
-    owner_key = f"holder of node {node.rank}"
+    owner_key = f"owner of node {node.rank}"
     if store.add(f"claims of node {node.rank}", 1) > 1:
         # An earlier owner is alive if its heartbeats continue.
         heartbeats = store.add(_heartbeat_key(node), 0)

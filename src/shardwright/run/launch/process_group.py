@@ -68,7 +68,7 @@ def is_launched() -> bool:
 
 
 def local_device(world: World, choice: DeviceChoice = "auto") -> torch.device:
-    """Return the accelerator of this process, or the CPU if chosen or without accelerators.
+    """Return the accelerator of this rank; the CPU if `choice` is `cpu` or there is none.
 
     Raises:
         ConfigError: this machine has fewer accelerators than ranks.
@@ -103,7 +103,7 @@ def process_group(
         use_device(local)
         yield local
         return
-    _die_with_launcher()
+    _die_with_agent()
     with naming_redistributions():
         # Device types are compared before the group is created: otherwise ranks with different
         # backends would wait for each other in its initialization.
@@ -138,7 +138,7 @@ def check_same_run(
 
     Args:
         facts: JSON values to compare, by name.
-        timeout: how long to wait for the other ranks.
+        timeout: longest time to wait for the other ranks.
         device: see `process_group`.
 
     Raises:
@@ -156,8 +156,8 @@ def check_same_run(
     del store
 
 
-def _die_with_launcher() -> None:
-    """Ask the kernel to kill this process when the elastic agent that started it dies.
+def _die_with_agent() -> None:
+    """Ask the kernel to kill this process when its elastic agent dies.
 
     Otherwise the process would survive its agent as long as ranks on other nodes continue.
     """
@@ -199,11 +199,12 @@ def _join_checked_store(
     Args:
         facts: JSON values to compare, by name.
         purpose: prefix of the store keys of this comparison.
-        timeout: how long to wait for the other ranks.
+        timeout: longest time to wait for the other ranks.
         own: a value that must differ between ranks, such as the hardware id of their device.
 
     Raises:
-        ConfigError: a fact differs between ranks, or `own` is equal; raised on all of them.
+        ConfigError: a fact differs between ranks, or two ranks have equal `own`; raised on all
+            ranks.
         CommunicationError: a rank did not join in time.
     """
     try:
@@ -212,6 +213,6 @@ def _join_checked_store(
     except RuntimeError as error:
         raise CommunicationError(
             f"not all {world.size} ranks joined within {timeout.total_seconds():.0f} s\n"
-            "check the logs of all ranks, and on several nodes that each was started"
+            "check the logs of all ranks and, with several nodes, that each node was started"
         ) from error
     return joined

@@ -21,7 +21,7 @@ class RankFailedError(Exception):
     Args:
         exception_type, text: type name and message of the exception that ended the rank; empty
             without one.
-        lost_ranks: ranks that were killed by a signal, whose devices count as lost.
+        lost_ranks: ranks killed by one of `DEVICE_LOSS_SIGNALS`, whose devices count as lost.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RankError:
 
     @staticmethod
     def read(file: Path) -> RankError | None:
-        """Read the JSON file that `torch.distributed`'s `record` wrote; None if missing or cut."""
+        """Read the JSON file of `torch.distributed`'s `record`; None if missing or truncated."""
         try:
             message = json.loads(file.read_text())["message"]
         except (FileNotFoundError, json.JSONDecodeError):
@@ -84,7 +84,7 @@ class RankError:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How the process of a rank ended.
+    """Exit status, time, signals and exception of the ended process of a rank.
 
     Args:
         rank, pid: rank and process id.
@@ -107,7 +107,7 @@ class RankEnd:
 
     @property
     def killed_by(self) -> int | None:
-        """The signal that killed the process; None if the launcher sent it, or without one."""
+        """The signal that killed the process, unless the launcher sent it; otherwise None."""
         if self.status is None or self.status >= 0 or -self.status in self.signals:
             return None
         return -self.status
@@ -119,14 +119,14 @@ class RankEnd:
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether the rank failed by itself, not because of another rank."""
+        """Whether the rank failed without a failure of another rank as the cause."""
         if self.error is not None:
             return not self.error.is_consequence and self.error.stop is None
         return self.killed_by is not None or (self.status not in (0, None) and not self.signals)
 
     @property
     def is_root_cause(self) -> bool:
-        """Whether this end alone explains the failure of the run."""
+        """Whether the rank lost its device or raised an error that no other rank caused."""
         return self.is_lost or (self.error is not None and self.failed_by_itself)
 
     def __str__(self) -> str:
@@ -151,10 +151,13 @@ def requested_stop(ends: Sequence[RankEnd]) -> StoppedError | None:
 
 
 def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
-    """Return the failure that caused the others.
+    """Return the error of the rank that most likely caused the failures of the others.
 
-    Prefers, in this order: ranks that were killed, were stopped, failed by themselves, still ran
-    when others timed out, timed out. Ties go to the earliest.
+    Ranks in order of preference: those that lost their device, were stopped by a signal, failed by
+    themselves, did not answer the others, timed out. Ties go to the earliest end.
+
+    Args:
+        ends: the end of each rank; at least one is a failure.
     """
     groups = (
         [end for end in ends if end.is_lost],

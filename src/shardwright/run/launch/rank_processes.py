@@ -23,8 +23,8 @@ from shardwright.run.launch.rank_failure import RankEnd, RankError, requested_st
 # Seconds between two polls of the processes.
 POLL_SECONDS = 0.05
 
-# Seconds to wait, after a failure that another rank may have caused, for the failure of that other
-# rank, which is the one to report.
+# Seconds to wait for the root cause after a rank has failed, possibly because of another rank: the
+# failure of that other rank is the one to report.
 GRACE_SECONDS = 2.0
 
 # Seconds after SIGTERM until ranks are killed, and after SIGKILL until they are abandoned: a
@@ -48,8 +48,8 @@ class RankProcess:
 
     Args:
         logs: the log folder of the run.
-        ended: seconds on the monotonic clock when the end was observed; None while it runs.
-        seconds_stopped: seconds since a signal such as SIGSTOP stopped the process.
+        ended: monotonic clock in seconds when the end was observed; None while the process runs.
+        seconds_stopped: seconds since a signal such as SIGSTOP stopped the process; 0 if it runs.
         stopped_by: the signal that stopped the process; None while it is not stopped.
         signals: signals that this launcher sent to the process.
     """
@@ -70,9 +70,10 @@ class RankProcess:
         logs: LogFolder,
         locks: Collection[int],
     ) -> RankProcess:
-        """Start `python <command>`, with output to the log folder.
+        """Start `python <command>`, with stdout and stderr in the log folder.
 
         Args:
+            environment: all environment variables of the process, except the error file.
             locks: file descriptors that the process inherits.
         """
         # -I -S (isolated, no site-packages): START_RANK needs the standard library only.
@@ -133,10 +134,10 @@ def wait_for_ranks(
 ) -> None:
     """Wait until all ranks have ended, or one has failed.
 
-    After a failure that another rank may have caused, waits `GRACE_SECONDS` more for that rank.
+    After a failure that another rank may have caused, waits up to `GRACE_SECONDS` for its failure.
 
     Args:
-        timeout: how long a rank may be stopped by a signal.
+        timeout: longest time for which a rank may be stopped by a signal.
         stop_signals: stop signals that this process has received; the first one ends the wait.
     """
     grace_left = GRACE_SECONDS
@@ -216,7 +217,7 @@ def serve_store() -> Iterator[int]:
 
 
 def process_settings(num_local: int) -> dict[str, str]:
-    """Return default environment variables of the `num_local` ranks of one node."""
+    """Return default environment variables of each of the `num_local` ranks of a node."""
     return {
         # Each rank would start one thread per core, and the ranks would compete for them.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_local)),

@@ -18,18 +18,18 @@ from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals import pytree
 
 NO_FINDING = 2**62
-"""Sort key of a rank without a finding: larger than that of any finding."""
+"""Sort key of a rank that found no non-finite value: larger than all other sort keys."""
 
 NON_FINITE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "nan": torch.isnan,
     "inf": torch.isposinf,
     "-inf": torch.isneginf,
 }
-"""Test for each non-finite value, by its name in messages."""
+"""Elementwise test for each non-finite value, by name of the value in messages."""
 
 
 def non_finite_value(tensor: Tensor) -> str | None:
-    """Return the first key of `NON_FINITE` that occurs in a tensor; None if all are finite."""
+    """Return the first key of `NON_FINITE` found in `tensor`; None if all elements are finite."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -39,10 +39,13 @@ def non_finite_value(tensor: Tensor) -> str | None:
 
 
 def earliest_finding(net: torch.nn.Module, order: int, text: str) -> str | None:
-    """Return the earliest finding of all ranks, on every rank; None if no rank has one.
+    """Return, on every rank, the earliest finding of any rank; None if no rank has one.
+
+    A finding is a non-finite value with its origin.
 
     Args:
-        order: sort key of this rank's finding by time; `NO_FINDING` without one.
+        net: the trained module; without other ranks, this rank's finding is the result.
+        order: sort key by time of this rank's finding; `NO_FINDING` without one.
         text: description of this rank's finding.
     """
     if not (
@@ -83,7 +86,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
 
 
 def _step_inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each row of the batch, then each parameter, with a name for messages."""
+    """Yield a name for messages, and each row of the batch, then each parameter."""
     for index, tensor in enumerate(batch):
         for row, values in enumerate(tensor if tensor.ndim else tensor.view(1)):
             yield f"the batch itself: row {row} of input {index}", values
@@ -92,12 +95,12 @@ def _step_inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple
 
 @dataclass
 class _ResultChecker(TorchFunctionMode):
-    """Checks the outputs of a program's operators, and their gradients.
+    """Mode that checks the outputs of a program's operators, and the gradients of these outputs.
 
     Args:
         num_checked: number of tensors checked so far.
-        forward, backward: the first finding in the pass, by key of `NON_FINITE`: the value of
-            `num_checked` and a description.
+        forward, backward: first occurrence of each key of `NON_FINITE` in the pass, as the value
+            of `num_checked` and a description.
     """
 
     num_checked: int = 0
@@ -143,7 +146,9 @@ class _ResultChecker(TorchFunctionMode):
             findings[value] = (self.num_checked, f"{value} first in {role} {line}")
 
     def first_finding(self, stage: int, stages: int) -> tuple[int, str]:
-        """Return the sort key by time, and the description, of this rank's first finding.
+        """Return sort key by time and description of this rank's first non-finite value.
+
+        Without one, returns `(NO_FINDING, "")`.
 
         Args:
             stage: pipeline stage of this rank.

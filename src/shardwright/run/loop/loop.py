@@ -43,9 +43,9 @@ def train(
             schedule and micro-batches.
         batches: the training data.
         device: the device to which batches are moved.
-        on_step: called after every step.
+        on_step: called after every step with its record.
         max_steps: total number of steps, over all epochs and including those before `start`.
-        start: the position at which to resume.
+        start: position of the first batch; after a restart, that of the checkpoint.
         after_step: called after `on_step` with the new position; the run stops if it returns True.
         rate: maps a step, counted from 0, to its learning rate; by default the optimizer's own.
         clip_norm: maximum global norm of the gradients; None for no clipping.

@@ -19,7 +19,7 @@ class LRSchedule:
         warmup_steps: number of warmup steps.
         warmup_ratio: warmup steps as a fraction of `total_steps`; overrides `warmup_steps`.
         total_steps: steps after which the rate stays at `end`; None for the length of the run.
-        power: exponent of `polynomial`.
+        power: exponent of the decay `polynomial`.
     """
 
     kind: str

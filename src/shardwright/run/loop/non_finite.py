@@ -32,14 +32,14 @@ NonFinite = Literal["stop", "skip"]
 
 @dataclass
 class NonFiniteGuard:
-    """Undoes steps whose loss or gradient norm is not finite, on all ranks.
+    """Undoes steps whose loss or gradient norm is not finite.
 
-    Loss and norm are reduced over all ranks, so every rank takes the same decision.
+    Loss and norm are reduced over all ranks, so all ranks undo the same steps.
 
     Args:
         net: the trained module.
         optimizer: the optimizer of `net`; an undone step clears its gradients.
-        policy: stop the run or skip the step.
+        policy: whether an undone step stops the run or is skipped.
     """
 
     net: nn.Module
@@ -62,10 +62,11 @@ class NonFiniteGuard:
             self._saved_generators = generator_states(device_of(self.net))
 
     def undo(self, batch: Sequence[Tensor], loss: float, norm: float, where: str) -> None:
-        """Undo a step with a non-finite loss or gradient norm, before the optimizer has run.
+        """Undo forward and backward of a step with a non-finite loss or gradient norm.
 
         Args:
             batch: the batch of the step, on the device of `net`.
+            loss, norm: loss and global gradient norm of the step.
             where: description of the step, for messages.
 
         Raises:
@@ -87,7 +88,7 @@ class NonFiniteGuard:
             self._restore_state()
         self.optimizer.zero_grad()
         raise NonFiniteError(
-            f"{problem}; {cause or 'a repetition of the step was finite'}. No later checkpoint is"
+            f"{problem}; {cause or 'repeating the step gave finite values'}. No later checkpoint is"
             " saved\nset `train.non_finite: skip` to skip such steps"
         )
 
@@ -120,7 +121,7 @@ def check_finite_state(net: nn.Module, optimizer: torch.optim.Optimizer, where: 
 
 
 def is_finite(loss: Tensor, norm: Tensor) -> tuple[bool, float, float]:
-    """Return whether both scalars are finite, and their values on the host."""
+    """Return whether `loss` and `norm` are finite, and both as Python numbers."""
     # Stacked, so that the host waits for the device once, not twice.
     values: list[float] = torch.stack([loss.detach().double(), norm.detach().double()]).tolist()
     return all(map(math.isfinite, values)), values[0], values[1]
@@ -143,7 +144,7 @@ def _training_state(
 
 
 def _tensors_changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers and parameters that `forward` updates in place, by name."""
+    """Return by name the buffers, and the parameters that `forward` updates in place."""
     if not isinstance(net, ParallelModule):
         return dict(net.named_buffers())
     state = dict(net.named_parameters()) | dict(net.named_buffers())

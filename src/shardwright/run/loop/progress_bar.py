@@ -21,7 +21,7 @@ class LiveProgress(Progress):
     Args:
         console: receives the output.
         num_steps: number of steps of the run, the length of the bar.
-        steps_per_epoch: converts an epoch and its step into a position on the bar.
+        steps_per_epoch: number of steps per epoch.
     """
 
     def __init__(self, console: Console, num_steps: int, steps_per_epoch: int) -> None:
@@ -61,8 +61,8 @@ POLL_SECONDS = 0.1
 def follow_files(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None]:
     """Context that follows growing files, like `tail -F`.
 
-    The files need not exist yet. If a file is is_replaced, the old one is read to its end, then the
-    new one from its beginning. On exit, the rest of each file is read, including a last line
+    The files need not exist yet. If a file is replaced, the old file is read to its end, then
+    the new one from its beginning. On exit, the rest of each file is read, including a last line
     without a newline.
 
     Args:
@@ -90,7 +90,7 @@ def follow_files(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None
 
 
 class _FollowedFile:
-    """A growing file, possibly replaced by a new one, with the part that was read so far."""
+    """A growing file, possibly replaced by a new one, with its last unfinished line."""
 
     def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
         self._path, self._on_line = path, on_line
@@ -98,7 +98,7 @@ class _FollowedFile:
         self._unfinished = b""
 
     def read(self) -> None:
-        """Call `on_line` with each new line of the file, and of a file that replaced it."""
+        """Call `on_line` with each line appended to the file, and to a file that replaced it."""
         for file in self._unread_files():
             *lines, self._unfinished = (self._unfinished + file.read()).split(b"\n")
             for line in lines:

@@ -20,7 +20,7 @@ class StepRecord:
         epoch, step: index of the epoch, and of the step within its epoch, both from 0.
         loss: mean loss of the global batch.
         samples_per_second: throughput over all devices.
-        evaluation_loss: mean loss on the evaluation data after the step, if evaluated.
+        evaluation_loss: mean loss on the evaluation data after the step; None if not evaluated.
         learning_rate: learning rate of the first parameter group.
         tokens_per_second: throughput over all devices; None unless samples are token sequences.
         utilization: model FLOPs utilization (MFU) of all devices, 0 to 1; None if the plan was made
@@ -43,7 +43,7 @@ class StepRecord:
 
     @property
     def line(self) -> str:
-        """Line for the console; losses are rounded to float32 and printed with fewest digits."""
+        """Line for the console, with losses in the shortest form that identifies a float32."""
         line = f"epoch: {self.epoch}, step: {self.step}, loss is {np.float32(self.loss)!s}"
         if self.evaluation_loss is not None:
             line += f", evaluation loss is {np.float32(self.evaluation_loss)!s}"

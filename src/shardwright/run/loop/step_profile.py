@@ -23,7 +23,7 @@ class StepProfile:
     """Context that profiles `steps` steps, after one warm-up step.
 
     Args:
-        folder: where to write the trace, a Chrome trace for `ui.perfetto.dev`.
+        folder: folder for the trace, a Chrome trace for `ui.perfetto.dev`.
         device: the device of this rank.
     """
 
@@ -69,7 +69,7 @@ class StepProfile:
     def summarize(
         self, rank: int, stage: int, net: nn.Module, optimizer: torch.optim.Optimizer
     ) -> MeasuredRank:
-        """Summarize the profiled steps, after the last has ended.
+        """Summarize the profiled steps, after the last of them has ended.
 
         Args:
             rank, stage: this rank and its pipeline stage.

@@ -36,9 +36,9 @@ class _EventContext:
     """Properties that an event inherits from the events that enclose it.
 
     Args:
-        kind: the kind of work to which its time is added; empty if not yet determined.
-        backward: whether it runs in the backward pass.
-        waiting: whether it is in a pipeline schedule, but outside all passes of its chunks.
+        kind: kind of work to which the event's time is added; empty if not yet determined.
+        backward: whether the event is in the backward pass.
+        waiting: whether the event is in a pipeline schedule, but outside all passes of chunks.
         collective: collective and mesh axes of the enclosing send or wait; None outside one.
     """
 
@@ -93,7 +93,7 @@ class StepSummary:
         weight: float,
         is_accelerated: bool,
     ) -> None:
-        """Add an event to the averages.
+        """Add the time of an event, and the bytes of a send, to the averages.
 
         Args:
             self_seconds: self time of the event, divided by the number of steps.
