@@ -11,7 +11,8 @@ gives its gradients:
 - **Operators.** `backward` computes the derivative of `forward`, by other means. Then the
   operators of `forward` are differentiated like all others.
 
-Other functions raise CaptureError.
+Every device computes other functions in full (`functions_in_full`). Those that change an input in
+place, or whose arguments have parameters of their own, raise CaptureError.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardwright.core.capture.annotations import tagging_checkpoint
-from shardwright.core.capture.function_trials import FACTOR, OPERATORS, called, trial
+from shardwright.core.capture.function_trials import CHANGES_INPUT, FACTOR, OPERATORS, called, trial
+from shardwright.core.capture.functions_in_full import traced_in_full
 from shardwright.core.torch_internals.autograd import (
     functions_applied_by,
     in_differentiating_transform,
@@ -102,10 +104,15 @@ def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, A
     if found.way == OPERATORS:
         return _of_operators(function, args, kwargs)
     if found.way != FACTOR:
-        raise CaptureError(
-            f"cannot capture the custom backward of the autograd function "
-            f"`{function.__qualname__}`: {found.problem}. {_REMEDY}"
-        )
+        result, problem = None, found.problem
+        if problem != CHANGES_INPUT and not in_transform():
+            result, problem = traced_in_full(function, args, kwargs)
+        if problem:
+            raise CaptureError(
+                f"cannot capture the custom backward of the autograd function "
+                f"`{function.__qualname__}`: {problem}. {_REMEDY}"
+            )
+        return result
     if found.is_curved and in_differentiating_transform():
         raise CaptureError(second_derivative(function.__qualname__))
     result = _with_factor(function, args, kwargs)

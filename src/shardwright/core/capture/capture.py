@@ -18,6 +18,7 @@ from shardwright.core.capture.autocast import ON_CPU, Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.capturable import check_capturable
 from shardwright.core.capture.fake_copy import isolate_capture, warn_of_packing
+from shardwright.core.capture.functions_in_full import warn_of_functions_in_full
 from shardwright.core.capture.python_capture import capture_python
 from shardwright.core.capture.trace import canonical, trace
 from shardwright.core.capture.way_out import naming_local_map
@@ -66,6 +67,7 @@ def capture(
                 graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)
         except CaptureError as refusal:
             graph = _with_python(call, compute_dtype, refusal)
+    warn_of_functions_in_full(graph)
     return replace(graph, capture_seconds=time.perf_counter() - started)
 
 

@@ -22,6 +22,8 @@ MOST_ELEMENTS_OF_DERIVATIVE = 1 << 20
 
 FACTOR, OPERATORS = "factor", "operators"
 
+CHANGES_INPUT = "it changes its input in place"
+
 ArgumentTypes = Sequence[tuple[torch.Size, torch.dtype] | None]
 """Shape and dtype of each argument; None for what is no tensor."""
 
@@ -153,7 +155,7 @@ class _Trial:
                 if not y.is_floating_point():
                     return "it returns no floating-point numbers", False
                 if versions != _versions(inputs):
-                    return "it changes its input in place", False
+                    return CHANGES_INPUT, False
                 factors = backward(torch.ones_like(y))
                 gradient = self._gradient(y)
                 for x, factor, found in zip(inputs, factors, backward(gradient), strict=True):

@@ -18,7 +18,7 @@ from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.autograd import functions_applied_by
 from shardwright.core.torch_internals.dispatch import TorchDispatchMode
 from shardwright.core.torch_internals.operators import operator_name
-from shardwright.core.torch_internals.tensors import FakeTensorMode
+from shardwright.core.torch_internals.tensors import FakeTensorMode, version
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class DryResult:
         changed: which parameters and buffers, by number, it changes.
         constant: numbers of the arguments, parameters and buffers that get no gradient.
         random: whether it draws random numbers.
+        changes_arguments: whether it changes a tensor argument in place.
     """
 
     results: ShapesAndDtypes
@@ -38,6 +39,7 @@ class DryResult:
     changed: tuple[int, ...]
     constant: frozenset[int]
     random: bool
+    changes_arguments: bool
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class DryCall:
         results = [(tuple(part.shape), part.dtype) for part in found]
         state = enumerate(tensors[given:])
         changed = tuple(n for n, t in state if n in after or id(t) in effects.statistics)
-        return DryResult(results, output, changed, _constant(tensors, found), effects.random)
+        in_place = any(version(tensor) > 0 for tensor in tensors[:given])
+        constant = _constant(tensors, found)
+        return DryResult(results, output, changed, constant, effects.random, in_place)
 
 
 def _constant(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:

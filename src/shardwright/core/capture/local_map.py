@@ -293,15 +293,21 @@ def _check_closure(function: Any) -> None:
     Raises:
         StrategyError: if a function reads what is trained other than by its arguments.
     """
+    for owner in trained_reads(function):
+        raise StrategyError(
+            f"local_map: {function_text(function)!r} reads a"
+            f" {type(owner).__name__} that is not among its arguments, and would get no"
+            " gradient of other shards\n"
+            "give the module itself (`sw.local_map(net.attention, …)`), or pass the tensor"
+        )
+
+
+def trained_reads(function: Any) -> Iterator[Any]:
+    """The trained modules and tensors that a function reads beside its arguments."""
     for thing in _things_read(function):
         tensors = thing.parameters() if isinstance(thing, nn.Module) else (thing,)
         if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
-            raise StrategyError(
-                f"local_map: {function_text(function)!r} reads a"
-                f" {type(thing).__name__} that is not among its arguments, and would get no"
-                " gradient of other shards\n"
-                "give the module itself (`sw.local_map(net.attention, …)`), or pass the tensor"
-            )
+            yield thing
 
 
 def _things_read(function: Any) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from torch.fx import traceback
 
 from shardwright.core.capture.annotations import checkpoint_annotation
 from shardwright.core.capture.autograd_functions import traced
+from shardwright.core.capture.naming import line_of
 from shardwright.core.torch_internals.operators import HigherOrderOperator
 from shardwright.errors import CaptureError
 
@@ -52,6 +53,7 @@ class GraphReplay(fx.Interpreter):
             return self._replaced[n]
         if self._annotations:
             n.meta["custom"] = {**self._annotations, **n.meta.get("custom", {})}
+        self._node = n
         with traceback.set_current_meta(n):
             return super().run_node(n)
 
@@ -97,7 +99,7 @@ class GraphReplay(fx.Interpreter):
         if name in _INLINED:
             return GraphReplay(args[0], self._annotations).run(*args[_INLINED[name] :])
         if name == "autograd_function_apply":
-            return _autograd_function(args[0], args[1], args[2:])
+            return _autograd_function(args[0], args[1], args[2:], line_of(self._node))
         return super().call_function(target, args, kwargs)
 
 
@@ -132,9 +134,13 @@ def _function_name(target: Any) -> str:
 
 
 def _autograd_function(
-    forward: fx.GraphModule, backward: fx.GraphModule, tensors: Sequence[Any]
+    forward: fx.GraphModule, backward: fx.GraphModule, tensors: Sequence[Any], line: str
 ) -> Any:
-    """A custom autograd function, of which Dynamo made one graph for each direction."""
+    """A custom autograd function, of which Dynamo made one graph for each direction.
+
+    Args:
+        line: the user's code that applies it, which names it, as Dynamo forgets its class.
+    """
 
     class Traced(torch.autograd.Function):
         @staticmethod
@@ -146,6 +152,7 @@ def _autograd_function(
         def backward(ctx: Any, *gradients: Any) -> Any:
             return GraphReplay(backward).run(*gradients, *ctx.saved_for_graph)
 
+    Traced.__qualname__ = line
     differentiable = any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
     if not (torch.is_grad_enabled() and differentiable):
         with torch.no_grad():

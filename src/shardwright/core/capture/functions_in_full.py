@@ -1,0 +1,111 @@
+"""Custom autograd functions that are computed in full on every device.
+
+Such a function becomes one operator of the graph, a `LocalCall` without dimensions that may be
+sharded: each device runs `forward` and `backward` eagerly on replicated inputs. This is right for
+every function, whatever its `backward` computes, but divides none of its work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shardwright.core.capture.function_trials import CHANGES_INPUT
+from shardwright.core.capture.local_dry_call import DryCall
+from shardwright.core.capture.local_map import trained_reads
+from shardwright.core.capture.local_trace import LocalPart, Options
+from shardwright.core.capture.naming import current_line
+from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.local_declaration import Declaration
+from shardwright.core.graph.local_map import LocalCall
+from shardwright.core.torch_internals import pytree
+
+log = logging.getLogger(__name__)
+
+_CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, slice, range)
+"""Types of arguments that have no parameters of their own and whose text identifies them."""
+
+
+@dataclass(frozen=True, eq=False)
+class AppliedFunction:
+    """The code of a custom autograd function, which has no parameters or buffers of its own."""
+
+    function: type[Function]
+
+    def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
+        return self.function.apply(*args, **kwargs), {}  # type: ignore[no-untyped-call]
+
+    @property
+    def text(self) -> str:
+        return f"{self.function.__module__}.{self.function.__qualname__}"
+
+
+def traced_in_full(
+    function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, str]:
+    """The results of an operator that computes a function in full.
+
+    Returns:
+        The results; or None, and why the function cannot be computed in this way.
+    """
+    if problem := _problem(function, args, kwargs):
+        return None, problem
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    constants = tuple((n, leaf) for n, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
+    body = AppliedFunction(function)
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    dry = DryCall(body, structure, constants, autocast).run(tensors)
+    if dry is None:
+        return None, "it does not run without values, so the sizes of its results are unknown"
+    if dry.changes_arguments:
+        return None, CHANGES_INPUT
+    inputs = tuple(("_",) * tensor.ndim for tensor in tensors)
+    outputs = tuple(("_",) * len(shape) for shape, _ in dry.results)
+    text = f"{_notation(inputs)} -> {_notation(outputs)}"
+    declaration = Declaration(inputs, outputs, (None,) * len(outputs), text)
+    where = f"autograd function `{function.__qualname__}` at {current_line()}"
+    part = LocalPart(where, Options(declaration, None, None, None, None), body, body)
+    return part.traced(tuple(args), dict(kwargs), []), ""
+
+
+def warn_of_functions_in_full(graph: Graph) -> None:
+    """Warn of the custom autograd functions that every device computes in full."""
+    bodies = (op.target.body for op in graph.ops if isinstance(op.target, LocalCall))
+    names = {body.text: body.function for body in bodies if isinstance(body, AppliedFunction)}
+    for function in names.values():
+        log.warning(
+            "every device computes the autograd function %s in full, as its gradients are not "
+            "those of `forward` or of each element alone\n"
+            "if parts of its inputs can be computed alone, call its `apply` through"
+            ' `sw.local_map(F.apply, "b _ -> b _")`',
+            function.__qualname__,
+        )
+
+
+def _problem(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What a function reads besides its tensors that would get no gradient, or "" if nothing."""
+    for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))):
+        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+            return f"it takes a {type(leaf).__name__}, whose parameters would get no gradient"
+    for code in _functions(function):
+        for owner in trained_reads(code):
+            return f"it reads a {type(owner).__name__} that is not among its arguments"
+    return ""
+
+
+def _functions(function: type[Function]) -> Iterator[Any]:
+    for name in ("forward", "setup_context", "backward", "vjp"):
+        own = getattr(function, name)
+        if own is not getattr(Function, name):
+            yield own
+
+
+def _notation(entries: Sequence[Sequence[str]]) -> str:
+    return ", ".join(" ".join(entry) or "()" for entry in entries)
