@@ -146,7 +146,7 @@ def test_a_model_on_the_meta_device_can_be_planned_and_runs_once_it_has_values()
         x = torch.empty(4, 4)
     net = sw.parallelize(net, sw.plan(net, (x,), devices=1))
     with pytest.raises(
-        sw.PlanError, match="no values in weight, bias of the Linear, which was built"
+        sw.PlanError, match=r"of the Linear, which was built .* have no values: weight, bias"
     ):
         net(torch.ones(4, 4))
     eager = nn.Linear(4, 4)

@@ -78,7 +78,7 @@ def test_a_change_without_effect_is_said_once(what: str, caplog: pytest.LogCaptu
         for _ in range(3):
             planned(X)
     (message,) = warnings(caplog)
-    assert message.startswith(f"{what} of the `Net` that was passed to `parallelize` changed")
+    assert message.startswith(f"{what} of the `Net` that was passed to `sw.parallelize` changed")
 
 
 @pytest.mark.parametrize("what", list(CHANGES)[:5])
@@ -122,7 +122,7 @@ def test_that_the_model_is_trained_instead_is_said_once(caplog: pytest.LogCaptur
             net(X).backward()
             optimizer.step()
     (message,) = warnings(caplog)
-    assert message.startswith("the `Net` that was passed to `parallelize` is called for training")
+    assert message.startswith("the `Net` that was passed to `sw.parallelize` is trained")
     assert "net = sw.parallelize(net, plan)" in message
 
 

@@ -36,8 +36,8 @@ def trained(make: Make) -> DTensor:
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [
-        (lambda p: torch.optim.SGD(p, 0.1, fused=True), "leave out `fused=True` of `SGD`"),
-        (lambda p: torch.optim.Adagrad(p, 0.1, fused=True), "leave out `fused=True` of `Adag"),
+        (lambda p: torch.optim.SGD(p, 0.1, fused=True), "remove `fused=True` from `SGD`"),
+        (lambda p: torch.optim.Adagrad(p, 0.1, fused=True), "remove `fused=True` from `Adag"),
         (lambda p: torch.optim.Rprop(p, 0.1), "`Rprop` calls it: use another optimizer"),
         (lambda p: torch.optim.Adafactor(p, 0.1), "`Adafactor` calls it: use another optimizer"),
     ],
@@ -75,7 +75,7 @@ def test_a_parameter_that_meets_an_ordinary_tensor_says_what_to_do(
 ) -> None:
     local = torch.ones(2, 4, requires_grad=True)
     parameter = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)])
-    with pytest.raises(MixedTensorsError, match=r"take the full parameter \(`p.full_tensor\(\)`"):
+    with pytest.raises(MixedTensorsError, match=r"use the full parameter \(`p.full_tensor\(\)`"):
         meet(parameter)
 
 

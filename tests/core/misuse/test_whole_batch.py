@@ -209,7 +209,7 @@ def test_constants_of_one_row_are_accepted_unless_a_part_has_one() -> None:
     output, constant = torch.randn(4, 3), torch.rand(1, 3)
     batch_of(2, 4).mark(output) * constant
     one_row = batch_of(1, 4).mark(output)
-    with pytest.raises(sw.DataError, match=r"take its row \(`c\[0\]`\)"):
+    with pytest.raises(sw.DataError, match=r"pass the row \(`c\[0\]`\)"):
         one_row * constant
     torch.testing.assert_close(to_plain_tensor(one_row * constant[0]), output * constant)
     torch.testing.assert_close(

@@ -153,7 +153,7 @@ def check_a_loss_in_the_model_is_that_of_the_whole_batch() -> None:
 def check_an_output_of_the_whole_batch_is_no_part_for_another_model() -> None:
     x, _, my_x, _ = batch(2)
     first = planned(nn.Linear(8, 8), x)
-    assert "make one model of both" in refusal(planned(classifier(), x), first(my_x))
+    assert "combine both models in one module" in refusal(planned(classifier(), x), first(my_x))
     whole = sw.parallelize(net := classifier(), sw.plan(net, (x,), devices=2), copy=True)
     assert whole(first(my_x)).shape == (4, CLASSES)
 

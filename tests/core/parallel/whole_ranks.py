@@ -141,7 +141,7 @@ def check_a_part_that_is_called_by_itself_says_what_to_do() -> None:
     net = language()
     parallel = sw.parallelize(net, sw.plan(net, batch(), devices=4, mem_coeff=10.0), copy=True)
     with pytest.raises(
-        sw.PlanError, match=r"submodule `Embedding` .* called by itself[\s\S]*whole\(net"
+        sw.PlanError, match=r"submodule `Embedding` .* called directly[\s\S]*whole\(net"
     ):
         parallel.embedding_of(batch()[0])  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""Deferred tensors on several ranks: compare their records, and share rank 0's generator states."""
+"""Deferred tensors on several ranks: compare their records, and use rank 0's generator states."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardwright.core.torch_internals import pytree
 
 
 def records_of(tensors: Iterable[Tensor]) -> list[Record]:
-    """The distinct records of the deferred ones of `tensors`."""
+    """Return the distinct records of the deferred tensors among `tensors`."""
     return list(dict.fromkeys(t._record for t in tensors if isinstance(t, Deferred)))
 
 
 def init_record_lines(tensors: Iterable[Tensor]) -> Iterator[str]:
-    """One line per recorded operation, to compare between ranks.
+    """Yield one line per operation recorded for deferred tensors among `tensors`, to compare ranks.
 
-    Generator states are left out: ranks may have different seeds, and take rank 0's.
+    Generator states are left out: ranks may have different seeds, and use rank 0's states.
     """
     for record in records_of(tensors):
         for number, operation in enumerate(record.operations):
@@ -34,16 +34,19 @@ def init_record_lines(tensors: Iterable[Tensor]) -> Iterator[str]:
 def share_generator_states(
     tensors: Iterable[Tensor], share: Callable[[dict[str, Tensor]], object]
 ) -> None:
-    """Replace the generator states with which the random draws of deferred tensors start.
+    """Replace the generator states from which the random draws of deferred tensors start.
 
-    If that changes a state, a replay does not advance this rank's generators: the recorded draws
-    are not those of its own random stream.
+    If that changes a state, a replay does not advance this rank's generators: the draws then belong
+    to another rank's random stream.
 
     Args:
-        share: receives the states by name, and may overwrite them in place.
+        tensors: tensors, of which only deferred ones have random draws to replay.
+        share: function that is called with the states by name, and may overwrite them in place,
+            e.g. by a broadcast from rank 0.
     """
     for record in records_of(tensors):
-        # Only the first draw of a stream has a state; others start where an earlier one ended.
+        # Only the first draw of a stream has a state; later draws start where the previous one
+        # ended.
         start_states = {
             f"state {number}": operation.draw.start
             for number, operation in enumerate(record.operations)
@@ -60,5 +63,5 @@ def _argument_text(leaf: Any) -> str:
         return f"values with the hash {int(content_hash(leaf.tensor)):x}"
     if isinstance(leaf, StorageView):
         return f"{list(leaf.shape)}"
-    # The `repr` of a generator has its address.
+    # The `repr` of a generator contains its address, which differs between ranks.
     return "" if isinstance(leaf, torch.Generator) else repr(leaf)

@@ -1,9 +1,9 @@
 """The record of the operations that initialize deferred tensors.
 
-Tensors are views of storages. An operation reads, updates or overwrites storages, or creates new
-ones; creating another view of a storage needs no record. An operation that draws random numbers
-also advances the state of a generator, which is a dependency like any other: a draw starts where an
-earlier draw ended, or at a state that the user has set.
+Tensors are views of storages. An operation reads, updates, overwrites or creates storages; an
+operation that only creates a view needs no record. An operation that draws random numbers also
+advances the state of a generator, which is a dependency too: a draw starts where an earlier draw
+ended, or at a state that the user has set.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from shardwright.core.torch_internals.tensors import (
 from shardwright.errors import DeferredError
 
 COPY_LIMIT = 1 << 20
-"""Size in bytes up to which a tensor that an operation reads is copied, so that the user may modify
-it afterwards. Larger ones are not copied, and checked for modification in the replay."""
+"""Size in bytes up to which an ordinary tensor that an operation reads is copied, so that the user
+may modify it afterwards. Larger tensors are not copied; the replay checks that they are
+unmodified."""
 
 
 @dataclass(frozen=True)
 class StorageView:
-    """A tensor as a view of a storage; stride and offset count elements."""
+    """A tensor as a view of a numbered storage of a record; stride and offset count elements."""
 
     storage: int
     dtype: torch.dtype
@@ -45,7 +46,7 @@ class StorageView:
     negated: bool = False
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """This view of `storage`, as a tensor."""
+        """Return the tensor that this view is if its storage is `storage`."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.shape, self.stride)
         if self.conjugated:
@@ -55,24 +56,26 @@ class StorageView:
 
 @dataclass(frozen=True)
 class TensorVersion:
-    """A real tensor that an operation reads, with its autograd version counter at that time."""
+    """A real tensor that an operation reads, with its autograd version when it was recorded."""
 
     tensor: Tensor
     version: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorVersion:
-        """A reference to `tensor`, or a copy if it is small."""
+        """Refer to `tensor`, or to a copy if it has at most `COPY_LIMIT` bytes."""
         snapshot = tensor.clone() if tensor.nbytes <= COPY_LIMIT else tensor
         return cls(snapshot, version(snapshot))
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The generator from which an operation draws.
+    """The random draw of an operation.
 
     Args:
-        start: the operation whose draw precedes this one, or the state of the generator.
+        generator: the generator from which the operation draws.
+        start: index of the operation whose draw precedes this draw, or the generator's state before
+            this draw.
     """
 
     generator: torch.Generator
@@ -85,13 +88,14 @@ class Operation:
 
     Args:
         function: the operator.
-        args, kwargs: its arguments, with a `StorageView` or `TensorVersion` in place of tensors.
-        results: views of its results in new storages; None for results in existing ones.
-        reads: storages that it only reads.
-        updates: storages that it writes partially, or reads and writes.
-        fills: storages that it creates or overwrites completely.
-        draw: the source of its random numbers; None if it draws none.
-        default_dtype: torch's default dtype at the time of the call.
+        args, kwargs: arguments of the call, with a `StorageView` or `TensorVersion` in place of
+            each tensor.
+        results: for each result, its view if it has a new storage, or None.
+        reads: numbers of the storages that are only read.
+        updates: numbers of the storages that are written partially, or read and written.
+        fills: numbers of the storages that are created or overwritten completely.
+        draw: the random draw of the call; None if it draws no random numbers.
+        default_dtype: PyTorch's default dtype at the time of the call.
     """
 
     function: Callable[..., Any]
@@ -119,7 +123,8 @@ class Record:
 
     Args:
         recording: whether the context is still open.
-        states_after: generator states after draws that have been replayed before.
+        operations: the recorded operations.
+        states_after: generator states after replayed draws, by index of the drawing operation.
     """
 
     recording: bool = True
@@ -130,14 +135,15 @@ class Record:
     _draws_by_state: dict[torch.Generator, dict[bytes, int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
-        """Return this record: copies of deferred tensors are recorded in it, too."""
+        """Return this record itself: operators on copies of deferred tensors are added to it
+        too."""
         return self
 
     def storage_view(self, tensor: Tensor) -> StorageView:
-        """Describe a meta tensor as a view of its storage."""
+        """Return a meta tensor as a view of its storage, which gets a number if it has none."""
         number = self._numbers.setdefault(storage_id(tensor), len(self._storages))
         if number == len(self._storages):
-            # The reference keeps the storage alive, so that no other one gets the same id.
+            # The reference keeps the storage alive, so that no other storage gets the same id.
             self._storages.append(tensor.untyped_storage())
         return StorageView(
             number,
@@ -193,7 +199,8 @@ class Record:
     def _accessed_storages(
         self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[set[int], set[int], set[int]]:
-        """The storages of a call's arguments: those only read, those updated, those overwritten."""
+        """Return the storages of a call's arguments: those read, those updated, those
+        overwritten."""
         reads, updates, fills = set[int](), set[int](), set[int]()
         for argument, value in bind_arguments(function, args, kwargs):
             written = argument.alias_info is not None and argument.alias_info.is_write
@@ -205,36 +212,37 @@ class Record:
         return reads, updates, fills
 
     def last_draw(self, generator: torch.Generator) -> int | None:
-        """Number of the recorded draw that left `generator` in its current state, or None.
+        """Return the index of the operation whose draw left `generator` in its current state, or
+        None.
 
-        Each recorded draw advances the real generator by one number, so that its state identifies
-        the draw.
+        Each recorded draw advances the real generator by one random number, so that the generator's
+        state identifies the draw.
         """
-        # By a digest of the state, which for the CPU has 5 KB.
+        # By a digest of the state, which has 5 KB for the CPU.
         return self._draws_by_state.get(generator, {}).get(_digest(generator.get_state()))
 
     def generators(self) -> Iterator[torch.Generator]:
         yield from self._draws_by_state
 
     def add_generator_state(self, generator: torch.Generator, draw: int) -> None:
-        """Record the current state of `generator` as that after `draw`."""
+        """Record the current state of `generator` as the state after operation `draw`."""
         states = self._draws_by_state.setdefault(generator, {})
         states[_digest(generator.get_state())] = draw
 
     def forget_generator_states(self) -> None:
-        """Forget the states after draws, so that a replay does not advance generators."""
+        """Forget the recorded generator states, so that a replay does not advance generators."""
         self._draws_by_state = {generator: {} for generator in self._draws_by_state}
 
     def _draw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         generators = [
             x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)
         ]
-        # Operators without a generator draw from the default one of the CPU, where replays run.
+        # Operators without a generator draw from the CPU's default generator, as replays run there.
         generator = generators[0] if generators else torch.default_generator
         number = self.last_draw(generator)
         start = generator.get_state() if number is None else number
-        # The state must change, to identify this draw, but not as far as the draw advances it:
-        # drawing all numbers would take as long as initializing the model.
+        # The state must change, to identify this draw. One number is enough: drawing all numbers of
+        # the operation would take as long as initializing the model.
         torch.empty(1, device="cpu").uniform_(generator=generator)
         self.add_generator_state(generator, len(self.operations))
         return Draw(generator, start)
@@ -262,7 +270,7 @@ OVERWRITING = frozenset(
         aten.zero_,
     }
 )
-"""In-place operators that do not read the values that they overwrite, which schemas do not say."""
+"""In-place operators that do not read the values that they overwrite; schemas do not tell."""
 
 
 def bind_arguments(
@@ -279,7 +287,7 @@ def bind_arguments(
 def mutated_tensors(
     function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """The tensors whose values a call mutates."""
+    """Return the tensors whose values a call of `function` mutates."""
     # In-place views (`t_`, `squeeze_`) change sizes and strides, not values.
     if torch.Tag.inplace_view in function.tags:
         return []
@@ -298,12 +306,13 @@ def draws_random_numbers(function: OpOverload) -> bool:
 
 
 def on_meta(tensor: Tensor) -> bool:
-    """Whether a tensor is on the meta device, even if its `device` property says otherwise."""
+    """Whether a tensor's memory is on the meta device, even if its `device` property differs."""
     return underlying_device(tensor).type == "meta"
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether a tensor has every element of its storage, so that a write to it overwrites all."""
+    """Whether a tensor covers its storage, so that a write to the tensor overwrites all
+    elements."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
@@ -315,12 +324,12 @@ def check_unchanged(data: TensorVersion) -> Tensor:
     """Return the tensor of `data`.
 
     Raises:
-        DeferredError: if it was modified in place after it was recorded.
+        DeferredError: if the tensor was modified in place after it was recorded.
     """
     if version(data.tensor) != data.version:
         raise DeferredError(
             f"a tensor of shape {tuple(data.tensor.shape)} from which parameters are initialized "
-            "was modified in place after it was read inside no_init_parameters\n"
-            "pass a copy of it: `tensor.clone()`"
+            "was modified in place after it was read inside `no_init_parameters`\n"
+            "read a copy of the tensor instead: `tensor.clone()`"
         )
     return data.tensor

@@ -15,17 +15,18 @@ from shardwright.core.torch_internals.modules import forget_flat_weights, restor
 def materialize(module: nn.Module) -> nn.Module:
     """Initialize every tensor of `module` that was created inside `no_init_parameters`.
 
-    The values are created in place, on the CPU. Parameters keep their identity, so an optimizer
-    that refers to them remains valid, and tied parameters stay tied.
+    Values are computed on the CPU. Parameters stay the same objects, so an optimizer that refers to
+    them remains valid, and tied parameters stay tied.
 
     Returns:
         `module`.
 
     Raises:
-        DeferredError: if a tensor depends on one that never had values.
+        DeferredError: if a tensor depends on a meta tensor that never had values, or on data that
+            has been modified.
     """
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
-    # Recurrent modules have weak references to their weights, which `swap_tensors` refuses.
+    # `swap_tensors` rejects weights with weak references, which recurrent modules hold.
     recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
     for child in recurrent:
         forget_flat_weights(child)
@@ -38,21 +39,22 @@ def materialize(module: nn.Module) -> nn.Module:
 
 
 def materialize_attributes(module: nn.Module) -> None:
-    """Initialize, in place, deferred tensors that are plain attributes of modules."""
+    """Initialize, in place, deferred tensors in plain attributes of `module` and its submodules."""
     for tensor in list(deferred_attributes(module)):
         _swap_contents(tensor, value_of(tensor))
 
 
 def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:
-    """Deferred tensors in plain attributes of modules, which are neither parameters nor buffers."""
+    """Yield deferred tensors in attributes of `module` and its submodules that are neither
+    parameters nor buffers."""
     return (tensor for tensor in _attributes(module) if isinstance(tensor, Deferred))
 
 
 def copies_of_attributes(module: nn.Module) -> dict[int, Tensor]:
-    """Memo for `copy.deepcopy` that shares tensors in plain attributes of modules.
+    """Return a memo for `copy.deepcopy` that shares tensors in plain attributes of modules.
 
-    They are detached, as `deepcopy` refuses tensors that are not leaves. Deferred ones are
-    initialized.
+    Ordinary tensors are detached, as `deepcopy` rejects tensors that are not leaves. Deferred
+    tensors are replaced by their values.
     """
     return {
         id(tensor): value_of(tensor) if isinstance(tensor, Deferred) else tensor.detach()
@@ -69,8 +71,8 @@ def _attributes(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _swap_contents(tensor: Tensor, value: Tensor) -> None:
-    """Give the object `tensor` the contents of `value`."""
-    # Swapped, not assigned to `tensor.data`: that cannot change the class or the device type.
+    """Make the object `tensor` have the class, memory and values of `value`."""
+    # An assignment to `tensor.data` can change neither the class nor the type of device.
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]

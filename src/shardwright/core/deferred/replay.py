@@ -22,20 +22,26 @@ from shardwright.core.torch_internals.dispatch import without_dispatch_modes, wi
 from shardwright.errors import DeferredError
 
 OnFinished = Callable[[str, Tensor], Tensor]
-"""Called with the name and value of a finished tensor; returns the part to return, such as a
-shard."""
+"""Called with the name and value of a tensor as soon as it is complete; returns what to keep of it,
+such as a shard."""
 
 
 def replay(
     record: Record, requested: Mapping[str, StorageView], on_finished: OnFinished
 ) -> dict[str, Tensor]:
-    """Compute the `requested` tensors on the CPU, and return what `on_finished` returns for each.
+    """Compute the `requested` tensors on the CPU, and return the results of `on_finished` by name.
 
-    Every tensor is passed to `on_finished` as soon as it is finished, and then freed. So peak
-    memory is that of the results plus the largest tensor with its temporaries.
+    Each tensor is passed to `on_finished` as soon as it is complete, and then freed. So peak memory
+    is that of the results plus the largest tensor with its temporaries.
+
+    Args:
+        record: the record of the operations.
+        requested: views to compute, by name.
+        on_finished: called with the name and value of each tensor.
 
     Raises:
-        DeferredError: if a tensor depends on one that never had values, or on modified data.
+        DeferredError: if a tensor depends on a meta tensor that never had values, or on data that
+            has been modified.
     """
     schedule = plan_replay(record, requested, ())
     if schedule.missing:
@@ -44,15 +50,15 @@ def replay(
 
 
 def advance_generators(record: Record) -> None:
-    """Advance generators to the state that they would have without deferred initialization.
+    """Advance generators to the states that they would have without deferred initialization.
 
-    Generators that have been used or seeded since the last recorded draw are left as they are.
+    Generators that have been used or seeded since the last recorded draw are unchanged.
     """
     for generator in record.generators():
         last = record.last_draw(generator)
         if last is None:
             continue
-        # No requested tensor needed the last draw: it is made for the state after it.
+        # If no requested tensor needed the last draw, replay it for the state after it.
         if last not in record.states_after:
             _run_schedule(record, plan_replay(record, {}, (last,)), {}, lambda name, tensor: tensor)
         generator.set_state(record.states_after[last])
@@ -64,9 +70,9 @@ class ReplaySchedule:
     """The operations to replay.
 
     Args:
-        steps: the number of each operation, in order, with the requested storages that are finished
-            after it, and the storages that can be freed after it.
-        missing: storages that are read but never initialized.
+        steps: for each operation, in order, its index in the record, the requested storages that
+            are complete after it, and the storages that can be freed after it.
+        missing: storages that are read or requested but never initialized.
     """
 
     steps: tuple[tuple[int, frozenset[int], frozenset[int]], ...]
@@ -79,7 +85,9 @@ def plan_replay(
     """Find the operations to replay by walking the record backwards from the requested tensors.
 
     Args:
-        states: numbers of draws after which the generator's state is requested, too.
+        record: the record of the operations.
+        requested: views to compute, by name.
+        states: indices of operations whose generator state after the draw is requested too.
     """
     finished = _last_writes(record, {view.storage for view in requested.values()})
     live: set[int] = set()
@@ -103,7 +111,7 @@ def plan_replay(
 
 
 def _last_writes(record: Record, storages: set[int]) -> dict[int, set[int]]:
-    """Map the number of each operation to those of `storages` that it is the last to write."""
+    """Map the index of each operation to those of `storages` that it is the last to write."""
     # Backwards: the first operation found that writes a storage is the last to do so.
     remaining, finished = set(storages), {}
     for number in reversed(range(len(record.operations))):
@@ -145,7 +153,7 @@ def _run_operation(record: Record, number: int, storages: dict[int, torch.Untype
             return check_unchanged(leaf)
         if not isinstance(leaf, StorageView):
             return leaf
-        # A storage that is not there yet is only written: `plan_replay` has found no reads of it.
+        # A storage that does not exist yet is only written: `plan_replay` has found no read of it.
         if leaf.storage not in storages:
             size = record.nbytes(leaf.storage)
             storages[leaf.storage] = torch.empty(size, dtype=torch.uint8).untyped_storage()
@@ -167,8 +175,11 @@ def _run_operation(record: Record, number: int, storages: dict[int, torch.Untype
 
 
 def _as_recorded(operation: Operation, view: StorageView, result: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a result, after checking that its strides are those on the meta device:
-    recorded views refer to elements by offset."""
+    """Return the storage of `result`, which later operations access by the recorded views.
+
+    Raises:
+        DeferredError: if shape, strides, offset or dtype differ from those on the meta device.
+    """
     if (tuple(result.shape), result.stride(), result.storage_offset(), result.dtype) != (
         view.shape,
         view.stride,
@@ -176,16 +187,17 @@ def _as_recorded(operation: Operation, view: StorageView, result: Tensor) -> tor
         view.dtype,
     ):
         raise DeferredError(
-            f"{operation.function} returns a tensor of shape {tuple(result.shape)} and strides "
-            f"{result.stride()} on the CPU, but {view.shape} and {view.stride} on the meta "
-            "device\nbuild this part of the model outside of no_init_parameters"
+            f"`{operation.function}` returns a tensor of shape {tuple(result.shape)} and strides "
+            f"{result.stride()} on the CPU, but of shape {view.shape} and strides {view.stride} on "
+            "the meta device\nbuild this part of the model outside `no_init_parameters`"
         )
     return result.untyped_storage()
 
 
 @contextmanager
 def _preserve_state(record: Record) -> Iterator[None]:
-    """Context without the caller's modes that restores generators and the default dtype."""
+    """Context without the caller's dispatch and function modes and without gradients, which
+    restores the record's generators and the default dtype."""
     states = [(generator, generator.get_state()) for generator in record.generators()]
     dtype = torch.get_default_dtype()
     try:
@@ -198,13 +210,13 @@ def _preserve_state(record: Record) -> Iterator[None]:
 
 
 def _no_values(record: Record, requested: Mapping[str, StorageView]) -> str:
-    """The error message for the first requested tensor that cannot be initialized."""
-    # One at a time: all of them together do not say which one lacks values.
+    """Return the error message for the first requested tensor that cannot be initialized."""
+    # One tensor at a time: a plan for all tensors does not tell which one lacks values.
     name = next(
         name for name, view in requested.items() if plan_replay(record, {name: view}, ()).missing
     )
     return (
-        f"{name!r} cannot be initialized: it depends on a tensor on the meta device that never "
-        "had values (created outside of no_init_parameters, or moved there with `.to('meta')`)\n"
-        "create that tensor inside no_init_parameters, or give it values"
+        f"{name!r} cannot be initialized, as it depends on a meta tensor that never had values "
+        "(created outside `no_init_parameters`, or moved by `.to('meta')`)\n"
+        "create that tensor inside `no_init_parameters`, or on the CPU"
     )

@@ -34,11 +34,11 @@ aten = torch.ops.aten
 
 
 class Deferred(Tensor):
-    """A meta tensor that records the operators on it and is materialized on demand.
+    """A meta tensor whose operators are recorded, and whose values are computed on demand.
 
-    Every operator on it is recorded, even after the context has ended, so copies, casts and moves
-    of a module stay deferred. While the context is open its `device` is the CPU, as without the
-    context: code that skips meta tensors must initialize it.
+    Operators on the tensor are recorded even after the `no_init_parameters` context has ended, so
+    copies, casts and moves of a module stay deferred. Inside the context the tensor's `device` is
+    the CPU, as without the context, so that code that skips meta tensors initializes it.
     """
 
     _record: Record
@@ -66,9 +66,9 @@ class Deferred(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DeferredError(
-            f"cannot save a parameter of shape {tuple(self.shape)} created inside"
-            " no_init_parameters, which has no values yet\ncall shardwright.parallelize or"
-            " shardwright.materialize first"
+            f"cannot save a parameter of shape {tuple(self.shape)}, which was created inside"
+            " `no_init_parameters` and has no values yet\ncall `sw.parallelize` or"
+            " `sw.materialize` on the model first"
         )
 
 
@@ -77,20 +77,20 @@ def no_init_parameters() -> Iterator[None]:
     """Context in which models are built without allocating their parameters.
 
     Parameters are on the meta device, and the operators that initialize them are recorded.
-    `parallelize` then creates only this rank's shards, `materialize` all parameters, with the
-    values that they would have without this context: the same bits from the same seed.
+    `parallelize` then creates only this rank's shards, and `materialize` all parameters, with
+    bitwise the values that the parameters would have without this context from the same seed.
 
-    Random numbers are drawn at that time. Those that other code draws between this context and
-    `parallelize`, or in a second context, therefore differ from those of a run without it: build
-    everything in one context.
+    Random numbers of the initialization are drawn by `parallelize` or `materialize`. Random numbers
+    that other code draws before that, or in a second context, therefore differ from those of a run
+    without this context: build everything in one context.
 
     Tensors created from data (`torch.tensor`, `torch.from_numpy`) and tensors on devices other than
     the CPU are allocated at once. Where code reads a value (`.item()`, `if`), the tensor is
-    computed for it.
+    computed.
 
     Raises:
-        DeferredError: if a random operator writes into a tensor that has values, or an operator
-            cannot be recorded.
+        DeferredError: if a random operator writes into a tensor that has values, or if an operator
+            has no meta kernel.
     """
     if any(isinstance(mode, _Recording) for mode in dispatch_modes()):
         yield  # The outer context records.
@@ -100,7 +100,8 @@ def no_init_parameters() -> Iterator[None]:
         with recording(record):
             yield
     finally:
-        # From here on deferred tensors report the meta device, so that a use of their values fails.
+        # From here on the `device` of deferred tensors is the meta device, so that reads of their
+        # values fail.
         record.recording = False
 
 
@@ -112,20 +113,20 @@ def recording(record: Record) -> Iterator[None]:
 
 
 def deferred_like(tensor: Tensor, record: Record) -> Deferred:
-    """A deferred tensor of this shape and dtype that nothing has initialized yet."""
+    """Return an uninitialized deferred tensor of `record` with the shape and dtype of `tensor`."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return _as_deferred(empty, record)
 
 
 def is_initialized(tensor: Deferred) -> bool:
-    """Whether a recorded operation gives all elements of the tensor a value."""
+    """Whether a recorded operation gives values to all elements of `tensor`."""
     record = tensor._record
     storage = record.storage_view(tensor).storage
     return any(storage in operation.fills for operation in record.operations)
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operators that create or modify deferred tensors."""
+    """Dispatch mode that records operators that create or modify deferred tensors."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -134,7 +135,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Such classes, as `UninitializedShard`, record the operators on them themselves.
+        # Classes such as `UninitializedShard` record operators on their tensors themselves.
         if any(hasattr(tensor_type, "records_in_its_place") for tensor_type in types):
             return NotImplemented
         return _record_or_run(self.record, function, args, kwargs or {})
@@ -143,8 +144,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _DeviceQueries(TorchFunctionMode):
     """Function mode for functions that read a tensor's device before they call an operator.
 
-    `new_tensor` would create its data on the meta device, and setting `data` to a tensor on the CPU
-    would fail, as the devices differ.
+    For a deferred tensor `new_tensor` would create its result on the meta device, and assigning a
+    CPU tensor to `data` would fail, as the devices differ.
     """
 
     def __init__(self, record: Record) -> None:
@@ -167,14 +168,14 @@ class _DeviceQueries(TorchFunctionMode):
 def _record_or_run(
     record: Record, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Record an operator if it creates or modifies a deferred tensor, else run it."""
+    """Record an operator call if it creates or modifies a deferred tensor, else run it."""
     with without_torch_function():
-        # Tensors of another context have no place in this record: their values are computed.
+        # Deferred tensors of other records are replaced by their values.
         args, kwargs = pytree.tree_map_only(
             Deferred, lambda t: t if t._record is record else value_of(t), (args, kwargs)
         )
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        # Real operators stay real, but for those that would draw or allocate on the CPU.
+        # Operators on ordinary tensors run, unless they draw random numbers or allocate on the CPU.
         if not any(isinstance(t, Deferred) for t in tensors) and not (
             _runs_on_cpu(tensors, kwargs)
             and (draws_random_numbers(function) or _creates_tensor(function, tensors))
@@ -182,7 +183,7 @@ def _record_or_run(
             return function(*args, **kwargs)
         targets = mutated_tensors(function, args, kwargs)
         if any(not on_meta(target) for target in targets):
-            # A real tensor cannot be written later, so the deferred arguments are computed now.
+            # A write to an ordinary tensor cannot be postponed: compute the deferred arguments now.
             _check_draw(function)
         elif targets or _returns_tensors(function):
             _check_use(record, function, tensors, targets)
@@ -227,15 +228,17 @@ def _record_call(
 
 
 def _as_deferred(tensor: Tensor, record: Record) -> Deferred:
-    """View a meta tensor as a deferred tensor of `record`."""
+    """Return a meta tensor as a deferred tensor of `record`."""
     deferred = as_subclass(Deferred, tensor)
     deferred._record = record
     return deferred
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or if it is deferred a new tensor with its values. Does not advance
-    generators."""
+    """Return a new tensor with the values of `tensor` if it is deferred, else `tensor` itself.
+
+    Random generators are not advanced.
+    """
     if not isinstance(tensor, Deferred):
         return tensor
     requested = {"a tensor": tensor._record.storage_view(tensor)}
@@ -243,25 +246,26 @@ def value_of(tensor: Tensor) -> Tensor:
 
 
 def values_of(tensors: Mapping[str, Tensor], on_finished: OnFinished) -> dict[str, Tensor]:
-    """Compute the values of the deferred ones of `tensors`.
+    """Compute the values of the deferred tensors among `tensors`.
 
     Tied tensors are computed once. Generators end in the state that they would have without
     `no_init_parameters`, unless they have been used or seeded since.
 
     Args:
         tensors: tensors by name; those that are not deferred are ignored.
-        on_finished: called with the name and value of each tensor, on the CPU, as soon as it is
-            computed, in the order in which the model was built; the value is then freed.
+        on_finished: called with the name and value of each deferred tensor, on the CPU, as soon as
+            the value is computed, in the order in which the model was built; the value is then
+            freed.
 
     Returns:
         The results of `on_finished` by name.
 
     Raises:
-        DeferredError: if a tensor depends on one that never had values, or on data that has been
-            modified.
+        DeferredError: if a tensor depends on a meta tensor that never had values, or on data that
+            has been modified.
     """
     requested: dict[Record, dict[str, StorageView]] = {}
-    # Record by record: tensors of several contexts have independent operations.
+    # Record by record, as operations of several contexts are independent.
     for name, tensor in tensors.items():
         if isinstance(tensor, Deferred):
             record = tensor._record
@@ -274,7 +278,7 @@ def values_of(tensors: Mapping[str, Tensor], on_finished: OnFinished) -> dict[st
 
 
 def _meta_keywords(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments that make `function` create its results on the meta device."""
+    """Return keyword arguments with which `function` creates its results on the meta device."""
     names = {argument.name for argument in schema_of(function).arguments}
     keywords: dict[str, Any] = {}
     if "device" in names:
@@ -286,13 +290,14 @@ def _meta_keywords(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _runs_on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator would run on the CPU without the context."""
+    """Whether an operator call would run on the CPU outside the deferred-initialization context;
+    meta tensors count as CPU."""
     device = kwargs.get("device") or torch.device("cpu")
     return all(t.device.type in ("cpu", "meta") for t in tensors) and device.type in ("cpu", "meta")
 
 
 def _creates_tensor(function: Any, tensors: Iterable[Tensor]) -> bool:
-    """Whether an operator creates a tensor and reads none."""
+    """Whether an operator call creates a tensor and reads no tensor."""
     names = {argument.name for argument in schema_of(function).arguments}
     return not tensors and "device" in names and _returns_tensors(function)
 
@@ -304,31 +309,38 @@ def _returns_tensors(function: Any) -> bool:
 def _check_draw(function: Any) -> None:
     if draws_random_numbers(function):
         raise DeferredError(
-            f"{function} writes random numbers into a tensor that already has values, inside "
-            "no_init_parameters\ncreate this tensor inside too (not from data), or initialize it "
-            "outside"
+            f"`{function}` writes random numbers into a tensor that already has values, inside "
+            "`no_init_parameters`\ncreate the tensor inside `no_init_parameters` (not from data), "
+            "or initialize it outside"
         )
 
 
 def _check_meta_kernel(function: Any, targets: list[Tensor], error: NotImplementedError) -> None:
     if targets or draws_random_numbers(function):
         raise DeferredError(
-            f"cannot record {function} inside no_init_parameters, because it has no meta kernel"
-            "\nregister one (`torch.library.register_fake`), or call it outside"
+            f"cannot record `{function}` inside `no_init_parameters`, because it has no meta kernel"
+            "\nregister a meta kernel (`torch.library.register_fake`), or call the operator outside"
         ) from error
 
 
 def _check_use(record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]) -> None:
-    """Check that a deferred tensor is not used outside of the context, except in copies, casts and
-    writes.
+    """Check that an operator call after the context is no computation with deferred tensors.
+
+    Copies and casts of deferred tensors, and writes to them, are allowed.
+
+    Args:
+        record: the record of the deferred tensors.
+        function: the operator.
+        tensors: all tensor arguments of the call.
+        targets: those that the call mutates.
 
     Raises:
-        DeferredError: if it is.
+        DeferredError: if deferred and ordinary tensors are combined.
     """
-    # Beside real data it is the forward pass of a model without values.
+    # A call with ordinary tensors is the forward pass of a model without values.
     if record.recording or targets or all(on_meta(tensor) for tensor in tensors):
         return
     raise DeferredError(
-        f"{function} uses a parameter created inside no_init_parameters, which has no values yet\n"
-        "call shardwright.parallelize or shardwright.materialize on the model before running it"
+        f"`{function}` reads a parameter created inside `no_init_parameters`, which has no values "
+        "yet\ncall `sw.parallelize` or `sw.materialize` on the model before running it"
     )

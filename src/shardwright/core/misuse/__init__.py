@@ -1,21 +1,21 @@
-"""Detect uses of a planned model that would silently compute something else on several devices.
+"""Detect uses of a planned model that would silently give other results on several devices.
 
-**Policy.** A use is checked if it works on one device, but on several would compute other numbers,
-lose a write or a gradient, or deadlock. It raises an error that names the user's line or tensor and
-the remedy. A use that may be intended is a warning, once. Uses that PyTorch rejects with a clear
-error are left to PyTorch.
+**Policy.** A use is checked if it works on one device, but on several devices would give other
+results, lose a write or a gradient, or deadlock. Such a use raises an error that names the user's
+line or tensor and the remedy. A use that may be intended causes one warning. Uses that PyTorch
+rejects with a clear error are left to PyTorch.
 
 **Time and cost.** A misuse is detected as early as possible. Checks that compare a full model or
-batch run in the first calls and in some later ones (`ranks.is_due`). Times are for one CPU core,
-which also launches operators, and a model of 32 layers (`benchmarks/misuse_costs.py`;
+batch run in the first calls and periodically in later calls (`ranks.is_due`). Times are for one CPU
+core, which also launches operators, and a model of 32 layers (`benchmarks/misuse_costs.py`;
 `guard_ranks.py` for comparisons between ranks).
 
-When the model is made; later without cost unless DTensors are used outside of the model:
+Installed by `parallelize`; no cost later unless user code applies operators to DTensors:
 
-- `unsupported_operators`: a DTensor meets an ordinary tensor, a collective, or an operator that
-  DTensors do not support. Improves the message of an existing error.
+- `unsupported_operators`: a DTensor is combined with an ordinary tensor, or passed to a collective
+  or to an operator that DTensors do not support. Improves the message of an existing error.
 - `gathered_copies`: a write to a gathered part of a DTensor. 15 us for each view of a DTensor,
-  0.1 ms if it is gathered.
+  0.1 ms for a view that is gathered.
 - `partial_state`: pickling the shards or the stage of one rank. Runs during pickling.
 - `stage_parameters`: a norm, or LBFGS, over the parameters of one pipeline stage. Checks norms of
   `torch.nn.utils`, and the first step of an optimizer.
@@ -30,22 +30,22 @@ At each call of the model:
 - `original`: the model that was passed to `parallelize` is changed or trained. 3 ms in the first 8
   calls and 1 of 256, otherwise 1 us.
 - `batch_guard`: ranks make different calls, or pass different batches. 0.12 ms; 0.36 ms with the
-  contents of the batch, in the first 10 calls and 1 of 100. Only the first call of each kind waits
-  for the comparison.
+  contents of the batch, in the first 10 calls and 1 of 100. Only the first call of each signature
+  waits for the comparison.
 
 At each backward pass:
 
-- `between_outputs`: a gradient that would be missing at an output from which others are computed.
-  No cost if the program returns the tensor that other operators read; otherwise a hook each.
-- `gradient_guard`: ranks that pass shards of the batch train an output with different losses. One
-  pass over the gradient and an all-reduce, in the first 10 passes and 1 of 100.
+- `between_outputs`: an incomplete gradient of an output from which other outputs are computed. No
+  cost if the program returns the tensor that other operators read; otherwise one hook per output.
+- `gradient_guard`: ranks that pass local batches train an output with different losses. One pass
+  over the gradient and an all-reduce, in the first 10 backward passes and 1 of 100.
 
-At each operator, if ranks pass shards of the batch:
+At each operator on an output, if ranks pass local batches:
 
-- `whole_batch`, `paired_batch`: an output of the global batch is paired with a rank's shard.
-  0.02 ms for a scalar such as a loss, about 0.4 ms for a tensor: the operator runs without data.
+- `whole_batch`, `paired_batch`: an output of the global batch is paired with a rank's local batch.
+  0.02 ms for a scalar such as a loss, about 0.4 ms for a tensor, on which the operator also runs
+  without data.
 
-**Not checked.** Anything on one device and inside of `shardwright.whole`; writes to the memory of a
-local shard; calls that a periodic check skips. Changes of Python state in `forward` are rejected by
-`core/capture`.
+**Not checked.** Any use on one device or inside `sw.whole`; writes to the memory of a local shard;
+calls that a periodic check skips. `core/capture` rejects changes of Python state in `forward`.
 """

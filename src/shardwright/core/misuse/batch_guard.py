@@ -1,9 +1,9 @@
-"""Detect ranks that call the model differently than others, or with another batch.
+"""Detect ranks whose calls of the model, or whose batches, differ from those of other ranks.
 
 Each call starts an all-reduce of a few numbers per rank: a hash of the call's signature and, in the
-first calls and some later ones, a hash of the inputs. The result is read when a later call begins,
-so nothing waits for it. Only the first call of each signature waits, before anything runs, because
-different programs on different ranks would deadlock.
+first calls and periodically in later calls, a hash of the inputs. The result is read when a later
+call begins, so that no call waits for it. Only the first call of each signature waits, before its
+program runs, because different programs on different ranks would deadlock.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
 FIRST_CALLS = 10
-"""Number of first calls that compare the contents of the batch."""
+"""Number of calls, from the first, that all compare the contents of the batch."""
 
 PERIOD = 100
-"""Calls from one comparison of contents to the next, after the first calls."""
+"""Number of calls between comparisons of the batch's contents after `FIRST_CALLS`."""
 
 MAX_CACHED_SIGNATURES = 256
-"""Largest number of cached call signatures; a call whose signature was evicted is a new one."""
+"""Largest number of cached call signatures; the least recently used is evicted."""
 
 MAX_PENDING_COMPARISONS = 2
 """Largest number of pending comparisons; the next call waits for the oldest."""
 
 GLOBAL_BATCH = (
-    "every rank must pass the same global batch: draw it in one order from one seed, as"
-    " shardwright.run.BatchSampler does, without a DistributedSampler; to pass a shard of the batch"
-    " on each rank, plan with dataset_strategy='data_parallel'"
+    "pass the same global batch on every rank: sample with the same seed on all ranks, as "
+    "`shardwright.run.BatchSampler` does, and without a `DistributedSampler`; to pass a local "
+    "batch on each rank, plan with `dataset_strategy='data_parallel'`"
 )
 SHARD_OF_BATCH = (
-    "dataset_strategy decides which ranks pass the same shard of the batch: use"
-    " shardwright.run.BatchSampler or shardwright.run.local_batch"
+    "use `shardwright.run.BatchSampler` or `shardwright.run.local_batch`, which follow"
+    " `dataset_strategy` in which ranks pass the same local batch"
 )
 
 
 @dataclass(frozen=True)
 class SharedInputs:
-    """Inputs with the same sharding.
+    """Inputs of a graph that are sharded alike over the ranks.
 
     Args:
         leaf_indices: indices of the inputs among the leaves of a call's arguments.
         names: names of the inputs, for errors.
-        replica_groups: for each shard that several ranks must pass, the ranks that pass it.
+        replica_groups: for each shard that several ranks must pass, these ranks.
     """
 
     leaf_indices: tuple[int, ...]
@@ -69,13 +69,14 @@ class SharedInputs:
 
 @dataclass(frozen=True)
 class CallComparison:
-    """A pending comparison of one call.
+    """A pending comparison of one call between ranks.
 
     Args:
         call: the number of the call, from 1.
-        rows: int64 table on the host, one row per rank: hash of the call's signature, batch size,
-            hashes of the inputs; valid once the comparison has arrived.
-        hashes: hashes of this rank's inputs, kept alive until they have been read.
+        rows: int64 table on the host of shape (ranks, 2 + number of `SharedInputs`). A row has the
+            hash of the call's signature, the batch size, and hashes of the inputs; valid once the
+            comparison has arrived.
+        hashes: hashes of this rank's inputs; referenced here until the all-reduce has read them.
         work: handle of the asynchronous all-reduce.
         arrival: event recorded after the copy to the host; None on the CPU.
     """
@@ -97,13 +98,13 @@ class CallComparison:
 
 
 class BatchGuard:
-    """Compare the calls of a module between ranks; every rank must have a guard.
+    """Compares the calls of a module between ranks; every rank must have a guard.
 
     Args:
-        devices: the devices of the program.
-        graph: the graph, whose inputs are the arguments of the calls.
-        arrivals: the inputs of which each rank passes its shard, by name, with the mesh axes that
-            shard each dimension.
+        devices: this rank's view of the devices.
+        graph: the graph of the module, whose inputs are the arguments of the calls.
+        arrivals: for each input that ranks pass sharded, by name, the mesh axes that shard each of
+            its dimensions.
     """
 
     def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
@@ -119,14 +120,14 @@ class BatchGuard:
     def begin(
         self, signature: Hashable, leaves: Sequence[Any], input_indices: Sequence[int | None]
     ) -> None:
-        """Start to compare a call.
+        """Start to compare a call between ranks, and check pending comparisons.
 
         Args:
-            signature: structure, shapes and dtypes of the arguments; its `repr` must be equal on
-                all ranks.
+            signature: structure, shapes and dtypes of the arguments. The `repr` of signatures that
+                are equal must be equal on all ranks.
             leaves: the leaves of the arguments, on the device.
-            input_indices: index of the graph's input for each leaf; None for a leaf that is no
-                input of the graph.
+            input_indices: for each leaf, the index of its input in the graph; None for a leaf that
+                is no input of the graph.
 
         Raises:
             DataError: on every rank, if this call or an earlier one differs between ranks.
@@ -151,9 +152,10 @@ class BatchGuard:
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """Raise the error of a pending comparison instead of one inside the context.
+        """Context that replaces an error inside it by the error of a pending comparison, if any.
 
-        Ranks with different batches fail in many ways, which that error explains.
+        Ranks with different batches fail in many ways; the error of the comparison names the cause.
+        An index that is out of bounds becomes a `DataError`.
         """
         try:
             yield
@@ -180,7 +182,7 @@ class BatchGuard:
         return hashes
 
     def _signature_table(self, signature: Hashable, leaves: Sequence[Any]) -> Tensor:
-        """The `CallComparison.rows` of a call before the all-reduce, without hashes of inputs.
+        """Return this rank's `CallComparison.rows` before the all-reduce, without hashes of inputs.
 
         The rows of other ranks are zero.
         """
@@ -190,10 +192,10 @@ class BatchGuard:
         return table
 
     def _start_comparison(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
-        """Start to all-reduce the tables of all ranks, which is cheaper than to gather rows.
+        """Start to all-reduce the tables of all ranks, which is cheaper than gathering rows.
 
         Args:
-            rows: this rank's table, of shape (ranks, 2 + inputs).
+            rows: this rank's table, of shape (ranks, 2 + number of `SharedInputs`).
             contents: hashes of this rank's inputs; empty if contents are not compared.
         """
         rank = dist.get_rank()
@@ -215,10 +217,10 @@ class BatchGuard:
             return CallComparison(self._calls, rows, contents, work, self._side_stream.event())
 
     def _check_pending(self, min_count: int) -> None:
-        """Check the comparisons that have arrived.
+        """Check the pending comparisons that have arrived, oldest first.
 
         Args:
-            min_count: number of comparisons to check even if they have not arrived.
+            min_count: number of comparisons to wait for.
         """
         while self._pending_comparisons and (
             min_count > 0 or self._pending_comparisons[0].has_arrived()
@@ -231,39 +233,44 @@ class BatchGuard:
                 self._check_rows(comparison.call, comparison.rows.tolist())
 
     def _check_rows(self, call: int, rows: list[list[int]]) -> None:
-        """Compare the rows of all ranks for one call.
+        """Check that all ranks have equal rows for one call.
+
+        Args:
+            call: the number of the call, from 1, for errors.
+            rows: `CallComparison.rows` after the all-reduce.
 
         Raises:
-            DataError: if the ranks differ.
+            DataError: if signatures, batch sizes, or inputs that must be equal differ.
         """
         if rows.count(rows[0]) == len(rows):
             return
         for rank, (signature, size, *_) in enumerate(rows):
             if size != rows[0][1]:
                 raise DataError(
-                    f"call {call}: rank {rank} passed a batch of {size} rows, rank 0 one of"
+                    f"call {call}: rank {rank} passed a batch of {size} rows, but rank 0 a batch of"
                     f" {rows[0][1]} rows\n{self._remedy}"
                 )
             if signature != rows[0][0]:
                 raise DataError(
-                    f"call {call}: rank {rank} and rank 0 make different calls of the model\ntrain"
-                    " and evaluate on all ranks at the same time, with inputs of the same shapes;"
-                    f" {self._remedy}"
+                    f"call {call}: rank {rank} calls the model with other arguments or in another"
+                    " mode than rank 0\ntrain and evaluate on all ranks at the same time, with"
+                    f" inputs of the same shapes; {self._remedy}"
                 )
         for column, inputs in enumerate(self._inputs, 2):
             for first, *others in inputs.replica_groups:
                 for rank in others:
                     if rows[rank][column] != rows[first][column]:
                         raise DataError(
-                            f"call {call}: rank {rank} passed another batch than rank {first}"
-                            f" (input {', '.join(inputs.names)})\n{self._remedy}"
+                            f"call {call}: rank {rank} passed other values than rank {first} for"
+                            f" input {', '.join(map(repr, inputs.names))}\n{self._remedy}"
                         )
 
 
 def _shared_inputs(
     devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]
 ) -> tuple[SharedInputs, ...]:
-    """Group the inputs by sharding; omits inputs of which no two ranks pass the same shard."""
+    """Group the graph's inputs by sharding; leave out inputs of which no two ranks pass the same
+    shard."""
     layout, world = devices.matrix, dist.get_world_size()
     indices_of_axes: dict[CutAxes, list[int]] = {}
     for index, leaf in enumerate(graph.inputs):
@@ -284,5 +291,5 @@ def _shared_inputs(
 
 
 def _batch_size(leaves: Sequence[Any]) -> int:
-    """Size of dimension 0 of the first tensor that is not a scalar; 0 without one."""
+    """Return the size of dimension 0 of the first tensor with dimensions; 0 if there is none."""
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)

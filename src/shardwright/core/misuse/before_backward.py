@@ -1,4 +1,4 @@
-"""Reject derivatives of a planned model other than one ordinary backward pass."""
+"""Reject derivatives of a planned model other than those of one ordinary backward pass."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ def refuse_transforms() -> None:
     """
     if in_transform():
         raise PlanError(
-            "a planned model was called under `vmap`, `grad` or another transform of `torch.func`,"
-            " forward-mode AD or `torch.jit.trace`: its collectives have one derivative, in a"
+            "a planned model was called under a transform of `torch.func` (`vmap`, `grad`, ...),"
+            " forward-mode AD or `torch.jit.trace`, but its collectives support only one ordinary"
             " backward pass\n"
-            "call it inside `with shardwright.whole(net):`, or plan for one device"
+            "call the model inside `with sw.whole(net):`, or plan for one device"
         )
 
 
 def refuse_other_draws() -> None:
-    """Reject a call that recomputes a model with random operators in a backward pass.
+    """Reject a call of a model with random operators in a backward pass.
 
-    `torch.utils.checkpoint` around the model makes such calls.
+    `torch.utils.checkpoint` around the model makes such a call to recompute it, which would draw
+    other random numbers than the forward pass.
 
     Raises:
-        PlanError: if a backward pass is running: the call would draw other random numbers than
-            the forward pass.
+        PlanError: if a backward pass is running.
     """
     if in_backward_pass():
         raise PlanError(
             "a backward pass recomputes a planned model, which would draw other random numbers"
             " than the forward pass\n"
-            "leave out `torch.utils.checkpoint` around it, and mark the modules to recompute with"
-            " `shardwright.recompute` before `plan`"
+            "remove `torch.utils.checkpoint` around the model, and mark modules to recompute with"
+            " `sw.recompute` before `sw.plan`"
         )
 
 
 def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]) -> None:
-    """Register hooks that run where a backward pass enters the program, before communication.
+    """Register hooks on `outputs`, which run before the backward pass of the program communicates.
 
-    The hooks reject `create_graph=True` and anomaly mode and call `checks`. The program's
-    collectives are differentiable only once: a second derivative would be wrong. A gradient that
-    is a DTensor, such as that of a penalty on parameters, is converted to a full tensor.
+    The hooks reject `create_graph=True`, as the program's collectives are differentiable only once,
+    and anomaly mode. They call `checks`, and convert a gradient that is a DTensor, e.g. from a
+    penalty on parameters, to a full tensor.
 
     Args:
         outputs: the outputs of the program.
@@ -61,15 +61,15 @@ def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]
     def enter(gradient: Tensor) -> Tensor | None:
         if torch.is_grad_enabled():
             raise PlanError(
-                "a backward pass with create_graph=True: gradients of gradients (a penalty on"
-                " gradients) are not supported on several devices\n"
-                "leave them out, or plan for one device"
+                "gradients of gradients (`create_graph=True`), as of a gradient penalty, are not"
+                " supported on several devices\n"
+                "train without them, or plan for one device"
             )
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             raise PlanError(
                 "`torch.autograd.set_detect_anomaly` is not supported on several devices\n"
-                "leave it out, pass `check_nan=False`, or plan for one device; `train.non_finite`"
-                " finds the operator of a number that is not finite"
+                "remove it, pass `check_nan=False`, or plan for one device; `train.non_finite`"
+                " finds the operator that computes the first NaN or infinity"
             )
         for check in checks:
             check()

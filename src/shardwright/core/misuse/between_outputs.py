@@ -1,11 +1,11 @@
 """Reject gradients of outputs that would miss the contribution of other outputs.
 
 A program may return an output gathered or as a DTensor, while it computes other outputs from the
-value before that conversion. The returned tensor is then a leaf of its own branch of the autograd
-graph: a gradient of `loss` reaches the parameters, but not the tensor returned as `hidden`, so
-hooks of that tensor, `hidden.grad` and `torch.autograd.grad(loss, hidden)` would be wrong. An
-output returned without conversion is on the path to the outputs computed from it, and gets its full
-gradient. Other outputs are "off path" in this module.
+value before that conversion. The returned tensor is then at the end of its own branch of the
+autograd graph: a gradient of `loss` reaches the parameters, but not the tensor returned as
+`hidden`, so hooks of that tensor, `hidden.grad` and `torch.autograd.grad(loss, hidden)` would be
+wrong. An output returned without conversion is on the path to the outputs computed from it, and
+gets its full gradient. Outputs returned with conversion are called "off path" in this module.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class OutputMark:
 
     Args:
         name: path of the output in the returned structure, such as `output['loss']`.
-        source: the user's line that computes it; empty if unknown.
-        computed_from: off-path outputs from which this one is computed; its gradient does not
-            reach the tensors returned for them.
+        source: the user's line that computes the output; empty if unknown.
+        computed_from: off-path outputs from which this output is computed. The gradient of this
+            output does not reach the tensors that are returned for them.
     """
 
     name: str
@@ -52,10 +52,10 @@ class WatchedOutput:
     """An off-path output, and the hooks registered on its tensor.
 
     Args:
-        mark: name and origin of the output.
-        tensor: weak reference to its tensor, because the hooks may outlive it.
-        hooks: the registered hooks, by the name of the method that registers them.
-        internal_hooks: (method, key) of the hooks that the user has not registered.
+        mark: name and source line of the output.
+        tensor: weak reference to the output's tensor, as hooks may outlive the tensor.
+        hooks: hooks of the tensor, by the name of the method that registers them.
+        internal_hooks: (registering method, key) of each hook that is not the user's.
     """
 
     mark: OutputMark
@@ -67,8 +67,8 @@ class WatchedOutput:
     def of(cls, mark: OutputMark, tensor: Tensor, outputs: Sequence[Any]) -> WatchedOutput:
         """Watch `tensor`, one of the `outputs`.
 
-        Hooks of its autograd node are watched only if the node made no other output: otherwise
-        they may be meant for the other one.
+        Hooks of its autograd node are watched only if the node computes no other output, for which
+        the hooks may be meant.
         """
         of_node = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is tensor.grad_fn]
         is_only_output = all(x is tensor for x in of_node)
@@ -80,7 +80,8 @@ class WatchedOutput:
         return ((method, key) for method, hooks in self.hooks.items() for key in hooks)
 
     def gradient_request(self) -> str:
-        """The user's call that needs the gradient, such as `retain_grad`; empty without one."""
+        """Return the user's call that needs the tensor's gradient, such as `retain_grad`; empty if
+        there is none."""
         tensor = self.tensor()
         if tensor is not None and tensor.retains_grad:
             return "`retain_grad`"
@@ -99,8 +100,8 @@ class OutputsOffPath:
     Args:
         graph: the graph of the program.
         flow: communication of the program.
-        all_off_path: whether to take every output for off path, as in a compiled program, where
-            one autograd node makes all outputs.
+        all_off_path: whether all outputs are off path, as in a compiled program, where one autograd
+            node computes all outputs.
     """
 
     def __init__(self, graph: Graph, flow: Communication, all_off_path: bool) -> None:
@@ -121,7 +122,7 @@ class OutputsOffPath:
         """Make a backward pass raise PlanError if a requested gradient would be incomplete.
 
         Args:
-            outputs: the leaves of `result`.
+            outputs: the leaves of `result`, as returned to the user.
             result: the structure that the model returns.
         """
         if not self._computed_from:
@@ -159,10 +160,10 @@ class OutputsOffPath:
 
 
 def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
-    """Whether an uncompiled program computes other values from the tensor that it returns.
+    """Whether an uncompiled program computes other values from the tensor returned for `value`.
 
-    True if the tensor is not a DTensor, and the routes to all consumers begin with the
-    redistribution of the output.
+    This is so if the tensor is not a DTensor, and the redistributions to all consumers begin with
+    the redistribution of the output.
 
     Args:
         graph: the graph of the program.
@@ -180,7 +181,7 @@ def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
 
 
 def _dependent_outputs(graph: Graph, value: Value) -> list[int]:
-    """Indices of the outputs from which a gradient flows to a value, including the value itself."""
+    """Return the indices of the outputs from which a gradient flows to `value`, itself included."""
     dependents = {value}
     for op in graph.ops:
         if not dependents.isdisjoint(op.inputs):
@@ -199,11 +200,12 @@ def _output_names(result: Any, count: int) -> list[str]:
 def _refuse_incomplete_gradients(
     mark: OutputMark, missing: Sequence[WatchedOutput]
 ) -> Callable[[Tensor | None], None]:
-    """Make a hook of an output that raises if a requested gradient would miss its contribution.
+    """Return a hook for the gradient of an output, which raises an error if the user requests the
+    gradient of one of `missing`, as it would miss the contribution of this output.
 
     Args:
         mark: the output that gets the hook.
-        missing: the off-path outputs it is computed from.
+        missing: the off-path outputs from which this output is computed.
     """
 
     def refuse(gradient: Tensor | None) -> None:
@@ -223,8 +225,8 @@ def _message(call: str, output: OutputMark, later: OutputMark) -> str:
     source = f" ({output.source})" if output.source else ""
     return (
         f"{line}{': ' if line else ''}{call} on {output.name}{source} of a planned model: "
-        f"{later.name} is computed from it inside of the model, and its gradient does not pass "
-        f"through the returned tensor\ncompute {later.name} from {output.name} outside of the "
+        f"{later.name} is computed from it inside the model, and the gradient of {later.name} does "
+        f"not reach the returned tensor\ncompute {later.name} from {output.name} outside the "
         "model, or return only one of the two"
     )
 
@@ -248,8 +250,8 @@ def _check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
 
 
 def _visited_dependents(requested: set[OutputMark], outputs: Sequence[Any]) -> Iterator[OutputMark]:
-    """Yield the outputs computed from a requested output that a backward pass from `outputs`
-    visits."""
+    """Yield the outputs that a backward pass from `outputs` visits and that are computed from one
+    of `requested`."""
     stack = [gradient_edge_of(each) for each in outputs]
     nodes, edges = set[Any](), set[tuple[Any, int]]()
     while stack:

@@ -16,7 +16,7 @@ LIBRARIES = frozenset(
 
 
 def user_line() -> str:
-    """The innermost line outside of `LIBRARIES`, as ` (file:line)`; empty without one."""
+    """Return the innermost calling line outside `LIBRARIES`, as ` (file:line)`; else empty."""
     for frame in _frames():
         if _module(frame).partition(".")[0] not in LIBRARIES:
             return f" ({frame.f_code.co_filename}:{frame.f_lineno})"
@@ -24,7 +24,7 @@ def user_line() -> str:
 
 
 def is_called_by(*modules: str) -> bool:
-    """Whether code of one of these packages or modules is among the callers."""
+    """Whether code of one of the packages or modules named `modules` is on the call stack."""
     names = tuple(f"{module}." for module in modules)
     return any(f"{_module(frame)}.".startswith(names) for frame in _frames())
 

@@ -11,9 +11,9 @@ from shardwright.errors import MixedTensorsError, PlanError
 
 
 def explain_calls_of_parts(net: nn.Module) -> None:
-    """Make submodules explain the error of mixed tensors if the user's code calls them.
+    """Make submodules of the planned model `net` explain the error of mixed tensors when called.
 
-    The program of the planned model itself never calls submodules, only the user's code can.
+    The program of the planned model never calls submodules; only the user's code can.
     """
     for part in net.modules():
         if part is not net:
@@ -21,7 +21,7 @@ def explain_calls_of_parts(net: nn.Module) -> None:
 
 
 def leave_calls_of_parts(net: nn.Module) -> None:
-    """Undo `explain_calls_of_parts`."""
+    """Undo `explain_calls_of_parts` for the submodules of `net`."""
     for part in net.modules():
         if getattr(vars(part).get("forward"), "__func__", None) is _forward_of_part:
             del vars(part)["forward"]
@@ -31,14 +31,13 @@ def _forward_of_part(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the submodule's own `forward`.
 
     Raises:
-        PlanError: if it mixes sharded parameters with ordinary tensors.
+        PlanError: if `forward` mixes sharded parameters with ordinary tensors.
     """
     try:
         return type(part).forward(part, *args, **kwargs)
     except MixedTensorsError:
         raise PlanError(
-            f"submodule `{type(part).__name__}` of a planned model was called by itself: its "
-            "parameters are sharded, and only calls of the full model run as planned\ncall it "
-            "with full parameters, inside `with shardwright.whole(net):`, or in `forward` of the "
-            "model"
+            f"submodule `{type(part).__name__}` of a planned model was called directly, but its "
+            "parameters are sharded, and only calls of the full model run as planned\ncall the "
+            "submodule inside `with sw.whole(net):`, or in `forward` of the model"
         ) from None

@@ -1,7 +1,8 @@
 """Reject writes to views of DTensors that are really copies.
 
-`p[0]` and `p.view(-1)` of an ordinary tensor share its memory. On a DTensor, a view along a sharded
-dimension gathers it first, so the result is a copy, and a write to it would be lost silently.
+`p[0]` and `p.view(-1)` of an ordinary tensor share its memory. A view of a DTensor along a sharded
+dimension gathers the DTensor first, so the result is a copy, and a write to it would be lost
+silently.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ VIEWS = (
 
 
 def refuse_lost_writes() -> None:
-    """Make views of every DTensor of this process reject writes if they are copies."""
+    """Make views of all DTensors of this process reject writes if the views are copies."""
     for view in VIEWS:
         change_results(view, _make_copies_read_only)
 
@@ -56,7 +57,8 @@ def _make_copies_read_only(results: Any, args: Sequence[Any]) -> Any:
 
 
 class GatheredCopy(Tensor):
-    """A read-only tensor: the local tensor of a view of a DTensor that shares no memory with it."""
+    """The local tensor of a view of a DTensor, read-only as it shares no memory with the
+    DTensor."""
 
     tensor: Tensor
     __torch_function__ = plain_torch_function  # type: ignore[assignment]
@@ -98,11 +100,15 @@ class GatheredCopy(Tensor):
 
 
 def _check_writable(function: Any, value: Any) -> None:
-    """Raise PlanError if the argument that an operator writes to is a gathered copy, or a list with
-    one."""
+    """Check that `value`, an argument that an operator writes to, has no `GatheredCopy` in it.
+
+    Raises:
+        PlanError: if `value` is a `GatheredCopy`, or a list with one.
+    """
     if any(isinstance(leaf, GatheredCopy) for leaf in pytree.tree_leaves(value)):
         raise PlanError(
-            f"{function} writes to a part of a DTensor along a sharded dimension: PyTorch has"
-            " gathered this part, so the write would change only a copy\nwrite to the full tensor"
-            " (`mul_`, `masked_fill_`, `copy_`), or before `plan`; to change a copy, `clone` it"
+            f"`{function}` writes to a view of a DTensor along a sharded dimension, which is a "
+            "gathered copy, so the DTensor would not change\nwrite to the whole DTensor (`mul_`, "
+            "`masked_fill_`, `copy_`), or before `sw.plan`; to change only a copy, `clone` the "
+            "view"
         )

@@ -1,8 +1,8 @@
-"""Detect losses outside of the model that differ between ranks.
+"""Detect losses outside the model that differ between ranks.
 
-If each rank passes a shard of the batch, outputs still are those of the global batch, so the
-gradient of an output must be equal on all ranks. Its checksums are compared where a backward pass
-enters the model, in the first passes and some later ones.
+If each rank passes a local batch, outputs are still those of the global batch, so the gradient of
+an output must be equal on all ranks. Checksums of the gradient are compared where a backward pass
+enters the model, in the first backward passes and periodically in later ones.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
 TOLERANCE = 1e-3
-"""Largest difference between the checksums of two ranks, as a fraction of the sum of absolute
-values. Not zero, because kernels add in varying order."""
+"""Largest allowed difference between the checksums of two ranks, as a fraction of the sum of the
+gradient's absolute values; not zero, because kernels add in varying order."""
 
 
 class GradientGuard:
-    """Compare the gradients of outputs between ranks."""
+    """Compares the gradients of outputs between ranks."""
 
     def __init__(self, devices: Devices) -> None:
         self._active = devices.is_distributed and has_other_ranks()
         self._passes = 0
 
     def watch(self, output: Tensor, name: str) -> None:
-        """Compare the gradients of an output; a backward pass raises DataError if they differ."""
+        """Compare the gradient of `output` between ranks in later backward passes.
+
+        A backward pass raises `DataError`, with `name` of the output, if ranks differ.
+        """
         if self._active and output.requires_grad:
             hook = partial(self._compare_ranks, name)
             output.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -51,18 +54,17 @@ class GradientGuard:
             rank = int(is_different.nonzero()[0])
             with delay_data_errors():
                 raise DataError(
-                    f"rank {rank} and rank 0 train {name} with different losses: with this"
-                    " `dataset_strategy` each rank passes a shard of the batch, but outputs are of"
-                    " the global batch, so a loss outside of the model must be the same on all"
-                    " ranks\nput the loss into the model (`sw.WithLoss`, or return it from"
-                    " `forward`), or gather the labels of all ranks"
-                    " (`torch.distributed.all_gather`)"
+                    f"rank {rank} and rank 0 train {name} with different losses, but with this"
+                    " `dataset_strategy` each rank passes a local batch and gets outputs of the"
+                    " global batch, so a loss outside the model must be the same on all ranks\nput"
+                    " the loss into the model (`sw.WithLoss`, or return it from `forward`), or"
+                    " gather the labels of all ranks (`torch.distributed.all_gather`)"
                 )
 
 
 def _checksums(gradient: Tensor) -> Tensor:
-    """The sum, the sum of absolute values, and a sum weighted by position, which detects
-    permutations; of shape (3,), float32."""
+    """Return the sum, the sum of absolute values, and a sum weighted by position, which detects
+    permutations, of the gradient's elements; shape (3,), float32."""
     numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     numbers = numbers.to_dense() if numbers.is_sparse else numbers
     flat = numbers.reshape(-1).float()

@@ -1,8 +1,8 @@
 """Warn if the model that was passed to `parallelize(copy=True)` is changed or trained.
 
 Changes and calls of the original have no effect on the planned copy. A user who changes or trains
-the original usually means the copy: with `DistributedDataParallel(net)` both share parameters. But
-the original may also be a reference or a teacher, so this is a warning.
+the original usually means the copy: `DistributedDataParallel(net)` and `net` share parameters. But
+the original may also be a reference or a teacher, so this is no error.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from shardwright.core.torch_internals.tensors import version
 log = logging.getLogger("shardwright")
 
 FIRST_CALLS, PERIOD = 8, 256
-"""All attributes are compared in the first 8 calls, then in one of 256; `training` in every
-call."""
+"""All watched attributes are compared in the first `FIRST_CALLS` calls, then in every `PERIOD`-th
+call; `training` is compared in every call."""
 
 MIN_TRAINING_CALLS = 2
-"""Training calls of the original, before the first call of the planned model, that cause the
-warning; a single call may be a comparison of results."""
+"""Number of training calls of the original, before the first call of the planned model, that cause
+the warning; a single call may be a comparison of results."""
 
 SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of parameters"
 TRAINED = "requires_grad of parameters"
 
 WatchedAttribute = tuple[str, str]
-"""(path of a submodule, name of its attribute or one of `SUBMODULES`, `PARAMETERS`, `VALUES`,
-`TRAINED`)."""
+"""Path of a submodule, and the name of its attribute or one of `SUBMODULES`, `PARAMETERS`,
+`VALUES`, `TRAINED`."""
 
 
 class OriginalModel:
@@ -45,8 +45,8 @@ class OriginalModel:
 
     Args:
         net: the original model, when `parallelize` returns.
-        attributes: (path, name, content) of the attributes that `forward` reads or sets, as in
-            the graph.
+        attributes: module path, name and content of each attribute that `forward` reads or sets, as
+            in `Graph.attributes`.
     """
 
     def __init__(self, net: nn.Module, attributes: tuple[tuple[str, str, str], ...]) -> None:
@@ -63,9 +63,9 @@ class OriginalModel:
         self._stop_observing_calls = observe_calls(net, self._warn_if_trained)
 
     def check(self, planned: nn.Module) -> None:
-        """Warn, once per attribute, if the original has changed and the planned model has not.
+        """Warn, once per attribute, if the original has changed and `planned` has not.
 
-        Runs at each call of the planned model.
+        Called at each call of the planned model.
         """
         self._stop_observing_calls()
         net = None if self._net is None else self._net()
@@ -80,7 +80,7 @@ class OriginalModel:
     def _warn_if_trained(self) -> None:
         """Warn, once, if the original is trained before the planned model is called.
 
-        Runs at each call of the original.
+        Called at each call of the original.
         """
         net = None if self._net is None else self._net()
         trains = net is not None and net.training and torch.is_grad_enabled()
@@ -90,10 +90,10 @@ class OriginalModel:
         if self._num_training_calls == MIN_TRAINING_CALLS:
             self._stop_observing_calls()
             log.warning(
-                "the `%s` that was passed to `parallelize` is called for training, on this device "
-                "only, and the planned model that `parallelize` returned, which is a copy, is not "
-                "called\ntrain the returned model, as in `net = sw.parallelize(net, plan)`; ignore "
-                "this warning if you use both, as teacher and student",
+                "the `%s` that was passed to `sw.parallelize` is trained, on this device only, but "
+                "the planned copy that `sw.parallelize` returned is not called\ntrain the returned "
+                "model, as in `net = sw.parallelize(net, plan)`; ignore this warning if you use "
+                "both models, as teacher and student",
                 type(net).__name__,
             )
 
@@ -114,17 +114,17 @@ class OriginalModel:
         if different:
             more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
             log.warning(
-                "%s%s of the `%s` that was passed to `parallelize` changed, which has no effect on "
-                "the planned model that `parallelize` returned, which is a copy\nchange the "
-                "returned model, or change the original before `plan`; ignore this warning if you "
-                "use both, as teacher and student",
+                "%s%s of the `%s` that was passed to `sw.parallelize` changed, which has no effect "
+                "on the planned copy that `sw.parallelize` returned\nchange the returned model, or "
+                "change the original before `sw.plan`; ignore this warning if you use both models, "
+                "as teacher and student",
                 _description(different[0]),
                 more,
                 type(net).__name__,
             )
 
     def _state(self, net: nn.Module) -> Iterator[tuple[WatchedAttribute, Hashable]]:
-        """Yield the watched attributes with contents that can be compared."""
+        """Yield each watched attribute of `net`, with its content as a value to compare."""
         modules = dict(net.named_modules())
         for path, name in self._watched:
             if path in modules:
@@ -135,7 +135,8 @@ class OriginalModel:
             yield (path, PARAMETERS), tuple((n, id(p)) for n, p in parameters.items())
             yield (path, TRAINED), tuple((n, p.requires_grad) for n, p in parameters.items())
             if self._calls <= 1 and not any(map(is_trained_in_original, parameters.values())):
-                # Later, in-place changes are normal: a teacher may follow the planned model.
+                # In later calls in-place changes are normal: a teacher may follow the planned
+                # model.
                 yield (path, VALUES), tuple(map(version, parameters.values()))
 
 
@@ -147,7 +148,7 @@ def _is_equal(
     """Whether an attribute that changed in the original has the same value in the planned model.
 
     Args:
-        attribute: path and name of the attribute.
+        attribute: a watched attribute.
         original: the submodules of the original, by path.
         planned: the submodules of the planned model, by path.
     """

@@ -1,8 +1,8 @@
-"""Detect whether a function pairs the rows of a batch with those of another tensor.
+"""Detect whether a function pairs the rows of the global batch with rows of a local batch.
 
-The function is called on the meta device with changed sizes. If it runs when the other tensor is as
-long as the batch, and fails when their lengths differ, it pairs their rows. A *candidate* is a
-dimension of a tensor that may be this rank's shard of the batch.
+The function is called on the meta device with changed sizes. If the call succeeds when both have
+the same number of rows, and fails when the numbers differ, the function pairs their rows. A
+*candidate* is a dimension of a tensor that may be the batch dimension of this rank's local batch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from shardwright.core.torch_internals.dispatch import (
 )
 
 MAX_CANDIDATES_FOR_ALL_SUBSETS = 4
-"""Largest number of candidates of which all subsets are tried; with more, only the set of all and
-each candidate alone, as the number of subsets is exponential."""
+"""Largest number of candidates of which all subsets are tried; of more candidates, only the set of
+all and each candidate alone are tried, as the number of subsets is exponential."""
 
 NEED_DATA = {
     *("__getitem__", "__setitem__", "index_put", "index_put_", "masked_select"),
     *("allclose", "equal"),
 }
-"""Functions that do not run without data. They are called with zeros on the CPU, and check shapes
-before they read values."""
+"""Functions that do not run on the meta device. They are called with zeros on the CPU instead, as
+they check shapes before they read values."""
 
 UNSAFE_TO_RESIZE = {
     *("lstm", "gru", "rnn_tanh", "rnn_relu"),
@@ -42,16 +42,16 @@ UNSAFE_TO_RESIZE = {
 
 BatchDims = frozenset[int]
 CandidateDim = tuple[Tensor, int]
-"""(tensor, its dimension that may be a shard of the batch)."""
+"""A tensor, and the index of a dimension that may be the batch dimension of the local batch."""
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Numbers of rows of the batch of a call.
+    """Batch sizes of a call, in rows.
 
     Args:
-        local: rows that this rank passed.
-        total: rows of the global batch.
+        local: size of the local batch that this rank passed.
+        total: size of the global batch.
     """
 
     local: int
@@ -64,10 +64,11 @@ class BatchCall:
 
     Args:
         function: the called function, with its `args` and `kwargs`.
-        sizes: numbers of rows of the batch.
-        batch_dims: batch dimensions of the tensors of the global batch, by tensor id. Their size is
-            the number of rows or, if the batch is flattened with other dimensions, a multiple.
-        others: the tensors that do not depend on the batch.
+        sizes: sizes of the local and of the global batch.
+        batch_dims: batch dimensions of the tensors computed from outputs of the global batch, by
+            tensor id. The size of such a dimension is the global batch size or, if it is flattened
+            with other dimensions, a multiple.
+        others: the tensor arguments that are not computed from outputs, such as labels.
     """
 
     function: Callable[..., Any]
@@ -78,14 +79,14 @@ class BatchCall:
     others: Sequence[Tensor]
 
     def paired_shards(self) -> tuple[Tensor, ...]:
-        """Tensors with the size of this rank's shard whose rows the function would pair with those
-        of the global batch; empty if it pairs none."""
+        """Return the tensors of this rank's local batch whose rows the function would pair with
+        rows of the global batch; empty if there are none."""
         candidates = [each for other in self.others for each in self._candidate_dims(other)]
         if not candidates:
             return ()
         rows, other_rows = self._recognizable_sizes()
         for subset in _subsets(candidates):
-            # Gathered labels must be resized with the batch, constants of its size must not be.
+            # Gathered labels must be resized with the global batch; constants of its size must not.
             for resize_global in (True, False):
                 if self._accepts_sizes(subset, rows, rows, resize_global) and not (
                     self._accepts_sizes(subset, rows, other_rows, resize_global)
@@ -94,7 +95,7 @@ class BatchCall:
         return ()
 
     def dims_of_results(self, results: Sequence[Any]) -> list[BatchDims]:
-        """The batch dimensions of each result of the call."""
+        """Return the batch dimensions of each of `results`, the leaves of the call's result."""
         rows, _ = self._recognizable_sizes()
         for resize_global in (True, False):
             others = self._resized_global_shapes(rows) if resize_global else {}
@@ -110,13 +111,13 @@ class BatchCall:
     def _accepts_sizes(
         self, shards: Sequence[CandidateDim], rows: int, shard_rows: int, resize_global: bool
     ) -> bool:
-        """Whether the function runs for a batch of `rows` rows and shards of `shard_rows` rows.
+        """Whether the call succeeds with other sizes of the global batch and of the local batch.
 
         Args:
-            shards: the candidates that are resized as shards of the batch.
-            rows: number of rows of the global batch.
-            shard_rows: number of rows of the shards.
-            resize_global: whether to resize other tensors that are as long as the global batch.
+            shards: candidates to resize as batch dimensions of the local batch.
+            rows: size to which the global batch is resized.
+            shard_rows: size to which the local batch is resized.
+            resize_global: whether to resize tensors in `others` with the global batch size.
         """
         shapes = {id(tensor): tuple(tensor.shape) for tensor, _ in shards}
         for tensor, dim in shards:
@@ -127,7 +128,8 @@ class BatchCall:
         return _call_with_shapes(self, shapes) is not None
 
     def _resized_batch_shapes(self, rows: int) -> dict[int, tuple[int, ...]]:
-        """Shapes of the tensors of the global batch, resized to `rows` rows, by tensor id."""
+        """Map tensor id to shape, with batch dimensions resized to `rows`, for each tensor in
+        `batch_dims`."""
         return {
             id(tensor): _resized_shape(
                 tensor.shape, self.batch_dims[id(tensor)], self.sizes.total, rows
@@ -137,8 +139,8 @@ class BatchCall:
         }
 
     def _resized_global_shapes(self, rows: int) -> dict[int, tuple[int, ...]]:
-        """Shapes of the other tensors as long as the batch, such as gathered labels, resized to
-        `rows` rows, by tensor id."""
+        """Map tensor id to shape, with dimension 0 resized to `rows`, for each tensor in `others`
+        whose dimension 0 is the global batch size (e.g. gathered labels)."""
         return {
             id(other): _resized_shape(other.shape, (0,), self.sizes.total, rows)
             for other in self.others
@@ -146,7 +148,8 @@ class BatchCall:
         }
 
     def _is_batch_dim(self, rows: int, size: int) -> bool:
-        """Whether a batch dimension would have size `size` if the batch had `rows` rows."""
+        """Whether some batch dimension of a tensor would have `size` if the batch had `rows`
+        rows."""
         return any(
             size * self.sizes.total == tensor.shape[dim] * rows
             for tensor in self.tensors
@@ -159,8 +162,8 @@ class BatchCall:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def _recognizable_sizes(self) -> tuple[int, int]:
-        """Two ascending primes larger than the batch that divide no size of a tensor, so that
-        resized dimensions are recognized in results."""
+        """Return two ascending primes, larger than the global batch size, that divide no size of a
+        tensor argument, so that dimensions resized to them are recognized in results."""
         sizes = {size for tensor in self.tensors for size in tensor.shape}
         primes = (
             prime
@@ -170,7 +173,8 @@ class BatchCall:
         return next(primes), next(primes)
 
     def _guess_batch_dims(self, result: Any) -> BatchDims:
-        """Guess the batch dimensions of a result of a function that cannot run without data."""
+        """Guess the batch dimensions of a result from its shape, for calls that cannot be
+        resized."""
         if not isinstance(result, Tensor):
             return frozenset()
         for tensor in self.tensors:
@@ -185,13 +189,13 @@ def batch_dims_of_new_tensors(
     arguments: Sequence[Tensor],
     call: BatchCall | None,
 ) -> dict[int, BatchDims]:
-    """The batch dimensions of the results that are new tensors, by index of the result.
+    """Map the index of each result that is a new tensor to its batch dimensions.
 
     Args:
-        tensor_class: exact class of the tensors to return; other results are left out.
-        results: the leaves of the function's result.
-        arguments: the tensors that the function was called with.
-        call: the call; None if no argument has a batch dimension.
+        tensor_class: exact class of the results to include.
+        results: the leaves of a function's result.
+        arguments: the tensors that the function was called with; results among them are not new.
+        call: the call of the function; None if no argument has a batch dimension.
     """
     argument_ids = {id(tensor) for tensor in arguments}
     new = [
@@ -207,22 +211,22 @@ def batch_dims_of_new_tensors(
 
 
 def dim_of_size(shape: Sequence[int], rows: int) -> BatchDims:
-    """The first dimension of size `rows`, otherwise the first whose size is a multiple of it;
-    empty without one."""
+    """Return the first dimension of size `rows`, otherwise the first whose size is a multiple of
+    `rows`; empty if there is none."""
     equal = [dim for dim, size in enumerate(shape) if size == rows]
     multiple = [dim for dim, size in enumerate(shape) if size and size % rows == 0]
     return frozenset((equal or multiple)[:1])
 
 
 def _call_with_shapes(call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) -> list[Any] | None:
-    """Repeat a call with other shapes.
+    """Repeat a call with other shapes, without data.
 
     Args:
         call: the call to repeat.
         shapes: the changed shapes, by tensor id.
 
     Returns:
-        The leaves of its result; None if it raises, or cannot be checked.
+        The leaves of the result; None if the call fails, or cannot run with other shapes.
     """
     name = getattr(call.function, "__name__", "")
     if name in UNSAFE_TO_RESIZE:
@@ -230,7 +234,7 @@ def _call_with_shapes(call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) ->
     for device in ("meta", "cpu") if name in NEED_DATA else ("meta",):
         try:
             return _call_on(device, call, shapes)
-        except Exception as error:  # the function may be any, and so may its error
+        except Exception as error:  # `call.function` may raise any exception
             if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
                 return None
     return None
@@ -238,7 +242,7 @@ def _call_with_shapes(call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) ->
 
 def _call_on(device: str, call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) -> list[Any]:
     def zeros_for(tensor: Tensor) -> Tensor:
-        # Autocast, which is not active here, may have cast all to one dtype.
+        # Tensors of different dtypes may have been legal under autocast, which is not active here.
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         shape = shapes.get(id(tensor), tuple(tensor.shape))
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -260,7 +264,10 @@ def _call_on(device: str, call: BatchCall, shapes: Mapping[int, tuple[int, ...]]
 def _resized_shape(
     shape: Sequence[int], dims: Iterable[int], old: int, new: int
 ) -> tuple[int, ...]:
-    """The shape with `new` rows of the batch instead of `old` in the dimensions `dims`."""
+    """Return `shape` with the sizes of `dims` scaled from `old` rows of a batch to `new` rows.
+
+    Sizes that `old` does not divide are unchanged.
+    """
     result = list(shape)
     for dim in dims:
         if result[dim] % old == 0:

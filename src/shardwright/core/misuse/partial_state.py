@@ -1,8 +1,10 @@
-"""Reject saving only one rank's shards or pipeline stage of a model or optimizer.
+"""Reject saving one rank's shards, or one pipeline stage, as if they were a full model or
+optimizer.
 
-Sharded parameters are DTensors, which reject pickling. A stage on one device has ordinary tensors:
-the state dict of an incomplete model returns `StageTensor`s, that of its optimizer a `StageState`.
-`torch.distributed.checkpoint` saves from all ranks, so it may pickle any of them.
+Sharded parameters are DTensors, and pickling DTensors is rejected. A stage on one device has
+ordinary tensors: its state dict contains `StageTensor`s, and the state dict of its optimizer is a
+`StageState`; both reject pickling. `torch.distributed.checkpoint` saves from all ranks, so it may
+pickle all of these.
 """
 
 from __future__ import annotations
@@ -24,19 +26,25 @@ from shardwright.errors import PlanError
 
 SAVES_FROM_ALL_RANKS = "torch.distributed.checkpoint"
 SENDS_TO_RANKS = "torch.distributed.distributed_c10d"
-"""Module of the collectives of objects, such as `gather_object`, which pickle the objects that they
-send. A rank can collect all stages with them."""
+"""Module of collectives such as `gather_object`, which pickle the objects that they send. With
+these collectives a rank can gather all stages."""
 
 SHARD, STAGE = "shard of each tensor", "pipeline stage"
 
 
 def refuse_to_save_shards() -> None:
-    """Make DTensors of planned models reject pickling unless every rank has all values."""
+    """Make DTensors of planned models reject pickling, unless every rank has the full model."""
     refuse_pickling(_check_complete)
 
 
 def _check_complete(tensor: DTensor) -> None:
-    """Raise PlanError for a tensor of a planned model if other ranks have parts of the state."""
+    """Check that this rank has the full state of the planned model that `tensor` belongs to.
+
+    Tensors of other models pass.
+
+    Raises:
+        PlanError: if `tensor` is sharded, or the model has several pipeline stages.
+    """
     stages = stages_of_plan(tensor.device_mesh)
     if stages is None:
         return
@@ -47,23 +55,29 @@ def _check_complete(tensor: DTensor) -> None:
 
 
 def _refuse_saving(part: str) -> None:
-    """Raise PlanError unless the caller combines the parts of all ranks."""
+    """Reject saving, unless the caller combines the parts of all ranks.
+
+    Args:
+        part: this rank's part of the state, `SHARD` or `STAGE`.
+
+    Raises:
+        PlanError: if no such caller is on the call stack.
+    """
     if is_called_by(SAVES_FROM_ALL_RANKS) or (part == STAGE and is_called_by(SENDS_TO_RANKS)):
         return
     raise PlanError(
-        f"`torch.save`, pickle or safetensors{user_line()} of a planned model's state: this rank"
-        f" has only its {part}, so the state would be incomplete\ncall `sw.save_state_dict(net,"
-        " path)` on every rank, which writes the complete model to one file, or"
-        " `sw.save_checkpoint` for model and optimizer; for a single sharded tensor save"
-        " `tensor.full_tensor()`"
+        f"`torch.save`, `pickle` or `safetensors`{user_line()} would save an incomplete state of a"
+        f" planned model, as this rank has only its {part}\ncall `sw.save_state_dict(net, path)` on"
+        " every rank, which writes the full model to one file, or `sw.save_checkpoint` for model"
+        " and optimizer; for a single sharded tensor, save `tensor.full_tensor()`"
     )
 
 
 def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
-    """Make the incomplete state dicts of a pipeline stage and its submodules reject pickling.
+    """Make state dicts of a stage and its submodules reject pickling if entries are missing.
 
     Args:
-        module: this rank's stage of the model.
+        module: this rank's pipeline stage of the model.
         names: names of the parameters and persistent buffers of all stages.
     """
     for path, child in module.named_modules():
@@ -78,7 +92,12 @@ def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
 def _mark_stage(
     missing: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
-    """Convert the tensors of a state dict to `StageTensor`, unless it has the entry `missing`."""
+    """State dict post-hook: convert tensors to `StageTensor`s, unless entry `missing` is present.
+
+    Args:
+        missing: name, relative to `module`, of an entry that only other stages have.
+        module, state, prefix, metadata: arguments of a state dict post-hook.
+    """
     if prefix + missing in state:  # complete: inside of `whole`
         return
     for name, value in state.items():
@@ -87,7 +106,7 @@ def _mark_stage(
 
 
 class StageTensor(Tensor):
-    """A tensor from the state dict of one pipeline stage, or computed from such a tensor.
+    """A tensor from the state dict of one pipeline stage, or a tensor computed from one.
 
     It rejects pickling, as a checkpoint of one stage would be incomplete.
     """
@@ -113,9 +132,9 @@ class StageTensor(Tensor):
         return super().storage()  # type: ignore[no-untyped-call]
 
     def _check_safetensors(self) -> None:
-        """Reject safetensors, which reads the memory instead of pickling.
+        """Reject `safetensors`, which reads the memory instead of pickling.
 
-        It falls back to `storage` if `untyped_storage` raises, so both methods call this.
+        `safetensors` falls back to `storage` if `untyped_storage` raises, so both methods check.
         """
         if is_called_by("safetensors"):
             _refuse_saving(STAGE)
@@ -133,5 +152,8 @@ class StageState(dict[str, Any]):
 
 
 def mark_stage_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Convert the state dict of an optimizer of one stage to one that rejects pickling."""
+    """Return `state`, the state dict of an optimizer of one stage, as a dict that rejects pickling.
+
+    A state dict without state is returned unchanged.
+    """
     return StageState(state) if state["state"] else state

@@ -1,4 +1,4 @@
-"""Reject parameters of a planned model that were replaced, or modified before backward."""
+"""Detect parameters of a planned model that were replaced, or modified before the backward pass."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from shardwright.core.torch_internals.tensors import (
 from shardwright.errors import PlanError
 
 FIRST_CALLS, PARTS = 10, 8
-"""The first 10 calls check the memory of all parameters, later calls one eighth each.
-
-The check is slow, and code that replaces `.data` usually does so in every step."""
+"""The first `FIRST_CALLS` calls check the memory of all parameters, later calls of one in `PARTS`
+parameters each. The check is slow, and code that replaces `.data` usually does so in every step."""
 
 
 class PlannedParameter(NamedTuple):
     """A parameter as planned.
 
     Args:
-        name: its name in the model, with the module path.
-        trained: whether it requires a gradient in the plan.
-        storage: id of the parameter's storage when it was planned; for a DTensor the storage of
-            the wrapper, which differs from that of its local shard.
+        name: full name of the parameter in the model.
+        parameter: the parameter that `parallelize` registered.
+        trained: whether the parameter requires a gradient in the plan.
+        storage: id of the parameter's storage when it was planned; for a DTensor, id of the
+            storage of the wrapper, which differs from that of the local shard.
     """
 
     name: str
@@ -42,10 +42,10 @@ class PlannedParameter(NamedTuple):
 
 
 class PlannedParameters:
-    """The parameters of a planned module.
+    """The parameters of a planned module, as planned.
 
     Args:
-        module: the module.
+        module: the planned module.
         frozen: names of the parameters that require no gradient in the plan.
     """
 
@@ -64,7 +64,7 @@ class PlannedParameters:
         self._checked_in_call = chain([sharded] * FIRST_CALLS, cycle(parts))
 
     def frozen_or_unfrozen(self) -> tuple[str, ...]:
-        """Names of the parameters whose `requires_grad` differs from the plan.
+        """Return the names of the parameters whose `requires_grad` differs from the plan.
 
         Raises:
             PlanError: if a parameter or its `.data` was replaced.
@@ -76,8 +76,9 @@ class PlannedParameters:
             if storage_id(parameter) != storage:
                 raise PlanError(
                     f"`.data` of parameter {name!r} was replaced, which has no effect on a "
-                    "DTensor\ncopy into it under `torch.no_grad()` (`parameter.copy_(value)`); "
-                    "convert a model (`to`, `half`, `double`) before `plan`"
+                    "DTensor\ncopy the values into the parameter under `torch.no_grad()` "
+                    "(`parameter.copy_(value)`); convert a model (`to`, `half`, `double`) before "
+                    "`sw.plan`"
                 )
         with getters_without_overrides():
             if tuple(map(requires_grad, self._tensors)) == self._trained:
@@ -94,18 +95,18 @@ class PlannedParameters:
                     name = f"{path}.{leaf}" if path else leaf
                     raise PlanError(
                         f"parameter {name!r} was {action} after planning, which "
-                        "would have no effect\ncopy into the existing parameters under "
-                        "`torch.no_grad()`, or change the model before `plan`"
+                        "would have no effect\ncopy values into the existing parameters under "
+                        "`torch.no_grad()`, or change the model before `sw.plan`"
                     )
 
     def checks_before_backward(self, recomputes: bool) -> list[Callable[[], None]]:
-        """Functions that raise RuntimeError if a parameter was modified in place since this call,
-        like autograd's version check; to call before the backward pass.
+        """Return functions to call before the backward pass, which raise `RuntimeError` if a
+        parameter was modified in place since this call, like autograd's version check.
 
         Args:
-            recomputes: whether the backward pass recomputes operators: it then reads parameters
+            recomputes: whether the backward pass recomputes operators. It then reads parameters
                 that autograd has not saved, so autograd does not check their versions. Otherwise
-                autograd's check is enough, and the list is empty.
+                autograd's own check is enough, and the list is empty.
         """
         if not recomputes:
             return []
@@ -116,7 +117,7 @@ class PlannedParameters:
                 raise RuntimeError(
                     "a parameter that the backward pass reads to recompute operators has been "
                     "modified by an inplace operation since the forward pass\n"
-                    "call `backward()` before the parameter is modified, as by `optimizer.step()`"
+                    "call `backward()` before modifying parameters, e.g. by `optimizer.step()`"
                 )
 
         return [check]

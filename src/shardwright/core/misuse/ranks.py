@@ -1,4 +1,4 @@
-"""Schedule the checks that compare ranks, and let every rank see a difference."""
+"""The schedule of periodic checks, and the delay of errors that all ranks must raise."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from contextlib import contextmanager
 from shardwright.errors import DataError
 
 GRACE_SECONDS = 0.5
-"""Seconds that a rank waits before it raises an error that other ranks must find too."""
+"""Seconds that a rank waits before it raises an error that other ranks must detect too."""
 
 
 def is_due(number: int, first: int, period: int) -> bool:
-    """Whether a periodic check runs in this call.
+    """Whether a periodic check runs in call `number`.
 
     Args:
         number: the number of the call, from 1.
-        first: number of first calls that are all checked.
-        period: calls from one later check to the next.
+        first: number of calls, from the first, that are all checked.
+        period: number of calls between checks after those.
     """
     return number <= first or number % period == 0
 
 
 @contextmanager
 def delay_data_errors() -> Iterator[None]:
-    """Delay a DataError, so that other ranks find it too.
+    """Context that delays a `DataError` by `GRACE_SECONDS`, so that other ranks detect it too.
 
-    Their comparison would fail with an error of the network if this process ended at once.
+    If this process ended at once, the comparison of other ranks would fail with a network error.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Reject norms and optimizers that would combine the parameters of one pipeline stage only.
 
-A rank has the parameters of its own stage, so their norm is not the model's. Clipping by it would
-scale the gradients of each stage by a different factor.
+A rank has the parameters of its own stage, so their norm is not that of the model. Clipping by the
+norm of one stage would scale the gradients of each stage by a different factor.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shardwright.errors import PlanError
 
 
 class StageParameters(NamedTuple):
-    """The parameters of one stage of a planned model.
+    """The parameters of this rank's stage of a planned model.
 
     Args:
-        parameters: the parameters of this rank.
-        elsewhere: names of the parameters that other stages have, including parameters tied
-            across stages; all names of a tied parameter.
+        parameters: the parameters that this rank owns.
+        elsewhere: names of the parameters that other stages own, including parameters tied across
+            stages; all names of a tied parameter.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -40,20 +40,20 @@ class StageParameters(NamedTuple):
 
 @cache
 def _pipelined_models() -> WeakKeyDictionary[nn.Module, StageParameters]:
-    """The pipelined models of this process."""
+    """Return the stage parameters of each pipelined model of this process."""
     return WeakKeyDictionary()
 
 
 def watch_stage(
     module: nn.Module, whole: nn.Module, stages: Mapping[str, tuple[int, ...]], stage: int
 ) -> None:
-    """Reject norms over the parameters of a pipeline stage.
+    """Reject norms, LBFGS and saved optimizer states over the parameters of one pipeline stage.
 
     Args:
         module: this rank's stage of the model.
-        whole: the original model, without values.
-        stages: the stages that have each parameter, by the parameter's first name; parameters that
-            are missing are on the first stage.
+        whole: the full model, on the meta device.
+        stages: for each parameter, by its first name, the stages that own it; a parameter that is
+            missing is owned by the first stage.
         stage: index of this rank's stage.
     """
     first = {id(parameter): name for name, parameter in whole.named_parameters()}
@@ -68,16 +68,16 @@ def watch_stage(
 
 
 def _check_norm(function: str, tensors: Sequence[Tensor], source: nn.Module | None) -> None:
-    """Check a norm of tensors that may be parameters or gradients of a stage.
+    """Check that a norm is not over parameters or gradients of one stage only.
 
     Args:
-        function: name of the function of `torch.nn.utils`.
+        function: name of the function of `torch.nn.utils` that computes the norm.
         tensors: the tensors that the function was called with.
         source: the module whose parameters the tensors are; None if unknown.
 
     Raises:
         PlanError: if some of the tensors are parameters or gradients of a stage, unless this stage
-            has all parameters of `source` and no other stage has any.
+            alone owns all parameters of `source`.
     """
     argument_ids = {_memory_id(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
     for module, (parameters, elsewhere) in _pipelined_models().items():
@@ -85,28 +85,28 @@ def _check_norm(function: str, tensors: Sequence[Tensor], source: nn.Module | No
         stage_ids |= {_memory_id(p.grad) for p in parameters if p.grad is not None}
         if argument_ids & stage_ids and not _is_complete(source, module, elsewhere):
             raise PlanError(
-                f"`torch.nn.utils.{function}`{user_line()} of a model in pipeline stages: a rank"
-                " has the parameters of its own stage only, so each stage would clip by another"
-                " norm\ncall `net.clip_grad_norm_(max_norm)`, which clips by the norm over all"
-                " stages and returns it (`math.inf` to clip nothing); to clip by the norm of one"
-                " parameter, or of a submodule in a single stage, pass `parameter` or"
-                " `submodule.parameters()` itself, not a list"
+                f"`torch.nn.utils.{function}`{user_line()} was called on a model in pipeline "
+                "stages, but a rank has the parameters of its own stage only, so each stage would "
+                "clip by a different norm\ncall `net.clip_grad_norm_(max_norm)`, which clips by "
+                "the norm over all stages and returns it (`math.inf` to clip nothing); to clip by "
+                "the norm of one parameter, or of a submodule in a single stage, pass `parameter` "
+                "or `submodule.parameters()` itself, not a list"
             )
 
 
 def _memory_id(tensor: Tensor) -> int:
-    """An id that is equal for tensors with shared memory."""
+    """Return an id that is equal for tensors with the same storage."""
     local = detached_local(tensor)
     return storage_id(local) if local.layout is torch.strided else id(tensor)
 
 
 def _is_complete(source: nn.Module | None, planned: nn.Module, elsewhere: frozenset[str]) -> bool:
-    """Whether all parameters of a submodule are in this stage only.
+    """Whether this stage alone owns all parameters of the submodule `source`.
 
     Args:
-        source: the submodule; False is returned if it is None or not in `planned`.
+        source: a module; False is returned if it is None or no submodule of `planned`.
         planned: this rank's stage of a model.
-        elsewhere: names of the parameters that other stages have.
+        elsewhere: names of the parameters that other stages own.
     """
     for path, child in planned.named_modules():
         if child is source:
@@ -130,9 +130,9 @@ def _watch_optimizers() -> None:
         is_of_stage = not stage_ids.isdisjoint(map(id, parameters))
         if is_of_stage and isinstance(optimizer, LBFGS):
             raise PlanError(
-                f"`LBFGS`{user_line()} on a model in pipeline stages: it needs the gradients of"
-                " all parameters at once, and a rank has those of its own stage only\n"
-                "plan without stages, or use another optimizer"
+                f"`LBFGS`{user_line()} needs the gradients of all parameters at once, but a rank of"
+                " a model in pipeline stages has those of its own stage only\n"
+                "plan without pipeline stages, or use another optimizer"
             )
         checked.add(optimizer)
         if is_of_stage:

@@ -18,10 +18,10 @@ from shardwright.errors import MixedTensorsError, PlanError
 aten = torch.ops.aten
 
 REMEDIES: dict[OpOverload, str] = {
-    aten._fused_sgd_.default: "leave out `fused=True` of `SGD`",
-    aten._fused_sgd_.tensor_lr: "leave out `fused=True` of `SGD`",
-    aten._fused_adagrad_.default: "leave out `fused=True` of `Adagrad`",
-    aten._fused_adagrad_.tensor_lr: "leave out `fused=True` of `Adagrad`",
+    aten._fused_sgd_.default: "remove `fused=True` from `SGD`",
+    aten._fused_sgd_.tensor_lr: "remove `fused=True` from `SGD`",
+    aten._fused_adagrad_.default: "remove `fused=True` from `Adagrad`",
+    aten._fused_adagrad_.tensor_lr: "remove `fused=True` from `Adagrad`",
     aten.pow_.Scalar: "`Adafactor` calls it: use another optimizer; in your own code, use `pow`",
     aten.index_put_.default: (
         "`Rprop` calls it: use another optimizer; in your own code, use `masked_fill_` or `where`"
@@ -31,9 +31,9 @@ REMEDIES: dict[OpOverload, str] = {
 OPTIMIZER_STEP_OPERATORS = frozenset({"add_", "addcdiv_", "addcmul_", "lerp_", "mul_"})
 """Operators that optimizers apply to each parameter in each step.
 
-Explaining their errors would take a quarter of an optimizer step, so they are explained only if
-called as methods of DTensors. If an ordinary tensor is modified, PyTorch's own error is clear
-enough."""
+Explaining their errors would take a quarter of the time of an optimizer step, so errors are
+explained only if the operator is called as a method of a DTensor. If it modifies an ordinary
+tensor, PyTorch's own error is clear enough."""
 
 
 COLLECTIVES = tuple(
@@ -52,7 +52,8 @@ user code call."""
 
 
 def explain_unsupported_operators() -> None:
-    """Add remedies to the errors of all DTensors in this process."""
+    """Add remedies to errors of unsupported operators on DTensors, for all DTensors of this
+    process."""
     for operator, remedy in REMEDIES.items():
         set_operator_handler(operator, partial(_explain_errors, operator, remedy))
     for operator in COLLECTIVES:
@@ -74,17 +75,19 @@ def _explain_errors(
 def _mixed_tensors_error(operator: OpOverload | str) -> MixedTensorsError:
     return MixedTensorsError(
         f"{operator}: got mixed torch.Tensor and DTensor; the parameters of a planned model, their"
-        " gradients and what is computed from them are DTensors\ntake the full parameter"
-        " (`p.full_tensor()`, which is differentiable), or shard the tensor like it"
+        " gradients and tensors computed from them are DTensors\nuse the full parameter"
+        " (`p.full_tensor()`, which is differentiable), or shard the ordinary tensor like the"
+        " parameter"
         " (`torch.distributed.tensor.distribute_tensor(tensor, p.device_mesh, p.placements)`);"
         " write `loss = loss + penalty` instead of `loss += penalty`; inside"
-        " `with shardwright.whole(net):` all tensors are ordinary"
+        " `with sw.whole(net):` all tensors are ordinary"
     )
 
 
 def _refuse_collective(operator: OpOverload, *_: object) -> NoReturn:
     raise PlanError(
-        f"{operator} of parameters or gradients that are DTensors: a planned model reduces its"
-        " gradients itself\nleave out `DistributedDataParallel` and your own reductions of"
-        " gradients (`mode='data_parallel'` plans them); pass other collectives `p.full_tensor()`"
+        f"collective `{operator}` was called on parameters or gradients that are DTensors, but a"
+        " planned model reduces its gradients itself\nremove `DistributedDataParallel` and your own"
+        " reductions of gradients (`mode='data_parallel'` plans them); pass `p.full_tensor()` to"
+        " other collectives"
     )

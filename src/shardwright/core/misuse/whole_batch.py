@@ -1,9 +1,9 @@
-"""Reject pairing an output of the global batch with a rank's own shard of the batch.
+"""Reject pairing an output of the global batch with tensors of a rank's local batch.
 
-With `dataset_strategy`, each rank passes a shard of the batch but gets outputs of the global batch.
-Its labels are those of its shard: combined with an output they would broadcast (a shard of one
-sample) or be paired with rows of other ranks (`gather`). So outputs, and tensors computed from
-them, are `WholeBatchTensor`s, which record their batch dimensions and check each function call.
+With `dataset_strategy`, each rank passes a local batch but gets outputs of the global batch. The
+labels of a local batch, combined with an output, would broadcast (a local batch of one sample) or
+be paired with rows of other ranks (`gather`). So outputs, and tensors computed from outputs, are
+`WholeBatchTensor`s, which record their batch dimensions and check each function call.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ TENSOR_GETTERS = (base_getter, grad_getter)
 """Getters of tensor attributes, which return existing tensors."""
 
 REMEDY = (
-    "put the loss into the model (`sw.WithLoss`, or return it from `forward`), to which each rank"
-    " passes its own labels; or gather the labels of all ranks (`torch.distributed.all_gather`); if"
-    " the tensor is one row for all samples, take its row (`c[0]`) or expand it"
-    " (`c.expand(len(output), -1)`)"
+    "put the loss into the model (`sw.WithLoss`, or return it from `forward`), and pass the local"
+    " labels to the model on each rank; or gather the labels of all ranks"
+    " (`torch.distributed.all_gather`); if the tensor is one row for all samples, pass the row"
+    " (`c[0]`) or expand the tensor (`c.expand(len(output), -1)`)"
 )
 
 
 @dataclass(frozen=True)
 class OutputBatch:
-    """The batch of an output.
+    """The global batch of an output, if ranks pass local batches.
 
     Args:
         output: name of the output for errors.
-        sizes: numbers of rows of the batch.
-        watch: registers the check that all ranks train the output with the same loss; called with
-            the tensor and `output`.
+        sizes: sizes of the local and of the global batch.
+        watch: function that registers the check that all ranks train the output with the same loss;
+            called with the tensor and `output`.
     """
 
     output: str
@@ -58,11 +58,11 @@ class OutputBatch:
     watch: Callable[[Tensor, str], None]
 
     def mark(self, output: Tensor, dims: BatchDims | None = None) -> Tensor:
-        """Convert an output to a tensor that cannot be combined with a shard of the batch.
+        """Convert an output to a tensor that rejects pairing with a local batch.
 
         Args:
-            output: the output; scalars are returned as they are.
-            dims: its batch dimensions; by default `dims_in` of its shape.
+            output: a full output of the global batch; scalars stay ordinary tensors.
+            dims: batch dimensions of `output`; by default `dims_in(output.shape)`.
         """
         if type(output) is not Tensor:
             output = output.clone()  # a `GatheredCopy`, which is read-only
@@ -73,7 +73,7 @@ class OutputBatch:
         return WholeBatchTensor.of(output, self, dims) if output.ndim else output
 
     def dims_in(self, shape: Sequence[int]) -> BatchDims:
-        """The dimension of an output that is assumed to be the batch; empty without one."""
+        """Return the assumed batch dimension of an output of this shape; empty if there is none."""
         return dim_of_size(shape, self.sizes.total)
 
 
@@ -83,13 +83,13 @@ def output_batches(
     sizes: BatchSizes | None,
     watch: Callable[[Tensor, str], None],
 ) -> list[OutputBatch | None]:
-    """The batch of each output of a call; None for all if ranks pass the global batch.
+    """Return the global batch of each output of a call; None for each if ranks pass global batches.
 
     Args:
         model: name of the model for errors.
         structure: the structure of the outputs.
-        sizes: numbers of rows of the batch; None if ranks pass the global batch.
-        watch: registers the check of an output's gradients (`OutputBatch.watch`).
+        sizes: sizes of the local and of the global batch; None if ranks pass the global batch.
+        watch: function that registers the check of an output's gradients (`OutputBatch.watch`).
     """
     count = structure.num_leaves
     if sizes is None:
@@ -103,11 +103,11 @@ def output_batches(
 
 
 def batch_sizes(leaves: Sequence[Any], global_leaves: Sequence[Any]) -> BatchSizes | None:
-    """The numbers of rows of a call's batch; None if this rank passes all rows, or no row.
+    """Return the batch sizes of a call; None if this rank passes the global batch, or no rows.
 
     Args:
-        leaves: leaves of the arguments of this rank.
-        global_leaves: leaves with the shapes of the global batch.
+        leaves: leaves of the arguments that this rank passes.
+        global_leaves: the same leaves with the shapes of the global batch.
     """
     for leaf, global_leaf in zip(leaves, global_leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] != global_leaf.shape[0]:
@@ -118,15 +118,15 @@ def batch_sizes(leaves: Sequence[Any], global_leaves: Sequence[Any]) -> BatchSiz
 def to_plain_tensors(
     planned: Sequence[Any], arrivals: Collection[str], leaves: Sequence[Any]
 ) -> list[Any]:
-    """Convert the leaves of a call to ordinary tensors.
+    """Convert the tensors among the leaves of a call to ordinary tensors.
 
     Args:
-        planned: for each leaf, the graph's input; may be a constant.
-        arrivals: names of the inputs of which each rank passes its shard.
+        planned: for each leaf, the planned input: a value of the graph, a constant, or None.
+        arrivals: names of the inputs that ranks pass sharded.
         leaves: leaves of the arguments of the call.
 
     Raises:
-        DataError: if an output of the global batch is passed as the shard of a rank.
+        DataError: if an output of the global batch is passed as a local batch.
     """
     for value, leaf in zip(planned, leaves, strict=True):
         name = getattr(value, "name", None)
@@ -134,8 +134,9 @@ def to_plain_tensors(
             assert leaf.batch is not None
             raise DataError(
                 f"input {name!r}{user_line()} is {leaf.batch.output}, which has the rows of the"
-                " global batch, but with this `dataset_strategy` each rank passes a shard of the"
-                " batch\nmake one model of both, or plan with dataset_strategy='full_batch'"
+                " global batch, but with this `dataset_strategy` each rank passes a local batch\n"
+                "combine both models in one module and plan that, or plan with"
+                " `dataset_strategy='full_batch'`"
             )
     return [to_plain_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
@@ -148,11 +149,11 @@ class WholeBatchTensor(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, batch: OutputBatch, dims: BatchDims) -> WholeBatchTensor:
-        """Convert a tensor, sharing its memory and its autograd graph.
+        """Return `tensor` as a `WholeBatchTensor` that shares its memory and autograd graph.
 
         Args:
             tensor: an output, or a tensor computed from one.
-            batch: the batch of the output.
+            batch: the global batch of the output.
             dims: batch dimensions of `tensor`.
         """
         with without_torch_function_of_subclasses():
@@ -187,8 +188,8 @@ class WholeBatchTensor(Tensor):
 
 
 def to_plain_tensor(tensor: Tensor) -> Tensor:
-    """Convert a `WholeBatchTensor` to an ordinary tensor, sharing its memory; other tensors are
-    returned unchanged."""
+    """Return a `WholeBatchTensor` as an ordinary tensor that shares its memory; return other
+    tensors unchanged."""
     if not isinstance(tensor, WholeBatchTensor):
         return tensor
     with without_torch_function_of_subclasses():
@@ -198,7 +199,7 @@ def to_plain_tensor(tensor: Tensor) -> Tensor:
 def _batch_call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Sequence[Tensor]
 ) -> BatchCall | None:
-    """The call with its batch dimensions; None if no argument has rows of the global batch."""
+    """Return the call with the batch dimensions of its arguments; None if no argument has any."""
     derived = [tensor for tensor in arguments if isinstance(tensor, WholeBatchTensor)]
     with_rows = [tensor for tensor in derived if tensor.batch_dims]
     if not with_rows or with_rows[0].batch is None:
@@ -219,7 +220,11 @@ def _batch_call(
 
 
 def _refuse_shards(call: BatchCall, arguments: Sequence[Tensor]) -> None:
-    """Raise DataError if the function would pair rows of the global batch with those of a shard."""
+    """Check that a call does not pair rows of the global batch with rows of a local batch.
+
+    Raises:
+        DataError: if it does.
+    """
     with without_torch_function_of_subclasses():
         shards = call.paired_shards() or _shards_used_as_indices(call)
     if shards:
@@ -229,10 +234,10 @@ def _refuse_shards(call: BatchCall, arguments: Sequence[Tensor]) -> None:
 
 
 def _shards_used_as_indices(call: BatchCall) -> tuple[Tensor, ...]:
-    """The indices of `output[torch.arange(len(labels)), labels]` if both have the rows of a shard.
+    """Return the indices in `output[torch.arange(len(labels)), labels]` if they have local rows.
 
-    This runs with any sizes, so `paired_shards` does not find it, but every rank would read the
-    rows of the first rank.
+    Indexing runs with any sizes, so `paired_shards` does not detect it, but every rank would read
+    the rows of the first rank. Empty for other calls.
     """
     if call.function is not Tensor.__getitem__ or not isinstance(call.args[1], tuple):
         return ()
@@ -253,9 +258,9 @@ def _raise_pairing_error(
     shapes = " and ".join(str(list(shard.shape)) for shard in shards)
     sizes = batch.sizes
     raise DataError(
-        f"{resolve_name(call.function) or call.function}{user_line()} combines {batch.output},"
-        f" of shape {list(output.shape)}, with a tensor of shape {shapes}: with this"
-        f" `dataset_strategy` this rank passed {sizes.local} of {sizes.total} rows, but outputs"
+        f"`{resolve_name(call.function) or call.function}`{user_line()} combines {batch.output},"
+        f" of shape {list(output.shape)}, with a tensor of shape {shapes}, but with this"
+        f" `dataset_strategy` this rank passed {sizes.local} of {sizes.total} rows, and outputs"
         f" have all rows\n{REMEDY}"
     )
 
@@ -263,12 +268,13 @@ def _raise_pairing_error(
 def _mark_results(
     results: Any, batch: OutputBatch, call: BatchCall | None, arguments: Sequence[Tensor]
 ) -> Any:
-    """Convert results that were computed from an output of `batch` to `WholeBatchTensor`s; scalars
-    stay ordinary tensors.
+    """Convert new tensors computed from an output of `batch` to `WholeBatchTensor`s.
+
+    Scalars stay ordinary tensors.
 
     Args:
-        results: what the function returned.
-        batch: the batch of one of the arguments.
+        results: return value of the function.
+        batch: the global batch of an argument.
         call: the call with its batch dimensions; None if no argument has any.
         arguments: the tensors that the function was called with.
     """
