@@ -286,7 +286,7 @@ def test_it_goes_on_with_the_devices_that_are_left(
         output, error = process.communicate(timeout=200)
     assert process.returncode == 0
     assert re.fullmatch(
-        "(?s)all operators are replicated: no operator can be cut over 3 devices .*\n", error
+        "(?s)all operators are replicated: no operator can be sharded over 3 devices .*\n", error
     )
     assert "was killed by SIGKILL; devices left: 3; continuing on 2" in output
     assert_same_steps("logs_fewer", "logs_one", tolerance=1e-9)

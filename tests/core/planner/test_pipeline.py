@@ -89,7 +89,7 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
 def test_rounds_of_interleaved_chunks_must_be_equal() -> None:
     x = torch.ones(10, 8)
     config = {"one": 0, "two": 1}
-    with pytest.raises(sw.StrategyError, match="nearest valid numbers are"):
+    with pytest.raises(sw.StrategyError, match="nearest valid numbers: "):
         sw.plan(
             Net(),
             (x, ARGS[1]),

@@ -52,7 +52,7 @@ def test_a_size_that_no_axes_have_is_refused_with_those_that_there_are() -> None
     with pytest.raises(sw.StrategyError) as error:
         stored([(24, 8)], 12, shard_size=5)
     assert "shard_size=5: parameter 'parts.0' is replicated over 12 devices" in str(error.value)
-    assert "valid values are -1, 1, 2, 3, 4, 6, 12" in str(error.value)
+    assert "use one of -1, 1, 2, 3, 4, 6, 12" in str(error.value)
 
 
 def test_the_threshold_counts_bytes_of_the_whole_parameter() -> None:

@@ -1,4 +1,4 @@
-"""The sequence of options that the planner attempts under a memory limit, and the error if no plan
+"""The options that the planner tries in turn under a memory limit, and the error if no plan
 fits."""
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from shardwright.core.planner.options import AUTO_RECOMPUTE, PlanOptions
 from shardwright.errors import MemoryLimitError, PlanError
 
 MEM_COEFF_FACTOR, MAX_MEM_COEFF = 8.0, 1e4
-"""Ratio of `mem_coeff` between one attempt and the one before, and the largest value attempted."""
+"""Ratio of `mem_coeff` between consecutive attempts, and the largest value that is attempted."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Options that the planner plans with to meet the memory limit.
+    """One try of the planner to meet the memory limit.
 
     Args:
-        recompute: whether the planner may recompute operators that the user has not marked.
+        options: options with which the planner searches.
+        recompute: whether the planner may recompute operators that the user did not mark.
     """
 
     options: PlanOptions
@@ -33,15 +34,15 @@ class Attempt:
 
 
 AttemptGroups = Sequence[Sequence[Attempt]]
-"""Attempts of one phase, in groups of equal `mem_coeff`, ascending: the best attempt of a group is
-rarely faster than the best of the group before."""
+"""Attempts of one phase, in groups of equal `mem_coeff`, ascending: the fastest attempt of a group
+is rarely faster than that of the previous group."""
 
 
 def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
-    """Return the attempts in phases; a phase begins only if no attempt of earlier phases fits.
+    """Return the attempts for `options` in phases; a phase begins only if no earlier attempt fits.
 
     On a cluster all changes are attempts of a single phase, and predicted step times decide.
-    Without a cluster there are no step times to compare, so that each change is a phase of its own,
+    Without a cluster there are no step times to compare, so that each change is a separate phase,
     the least intrusive first: sharded optimizer state and parameters, recomputation, a larger
     `mem_coeff`, more stages.
     """
@@ -66,7 +67,7 @@ def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
 
 
 def _with_levels(options: PlanOptions) -> tuple[PlanOptions, ...]:
-    """Return the options with the requested ZeRO level and with each higher one."""
+    """Return `options` with the requested ZeRO level and with each higher level."""
     return (options, *_with_higher_levels(options))
 
 
@@ -92,8 +93,11 @@ def _with_larger_mem_coeffs(options: PlanOptions) -> Iterator[PlanOptions]:
 
 
 def _with_more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
-    """Yield the options with every larger number of stages that divides the devices and that the
-    schedule can run with the requested micro-batches; none if `stage_config` fixes the stages."""
+    """Yield `options` with every larger number of stages that divides the number of devices and
+    that the schedule can run with the requested micro-batches.
+
+    Yields nothing if `stage_config` fixes the stages.
+    """
     if options.stage_config is not None or not isinstance(options.stages, int):
         return
     for stages in range(options.stages + 1, options.devices + 1):
@@ -107,11 +111,11 @@ def _with_more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
 
 
 def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLimitError:
-    """Return the error that no plan fits into `limit` bytes per device.
+    """Return the error for a model of which no plan fits into `limit` bytes per device.
 
     Args:
-        attempt: the attempt whose plan needs least memory.
-        memory: memory of that plan.
+        attempt: attempt whose plan needs the least memory.
+        memory: memory of the plan of `attempt`.
     """
     stage = max(memory.stages, key=lambda stage: stage.peak)
     on_stage = f" on stage {stage.stage}" if len(memory.stages) > 1 else ""

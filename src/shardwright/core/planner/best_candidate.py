@@ -1,4 +1,4 @@
-"""The best candidate for a captured model: pipeline stages first, then the memory limit."""
+"""Find the best candidate for a captured model, over numbers of stages and under a memory limit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from shardwright.core.planner.ranking import Ranking
 def best_candidate(
     model: CapturedModel, options: PlanOptions, ranking: Ranking | None = None
 ) -> Candidate:
-    """Return the fastest candidate that fits into memory.
+    """Return the fastest candidate that fits into memory, or without a cluster the first that fits.
 
     Args:
-        ranking: receives the fastest candidate of each kind.
+        ranking: records the fastest candidate of each kind.
 
     Raises:
         StrategyError: if no operator can be sharded, or the requested stages are invalid.
-        MemoryLimitError: if no plan fits; names the smallest limit with which one would.
+        MemoryLimitError: if no plan fits; contains the smallest memory limit with which a plan
+            fits.
     """
 
     def decide(options: PlanOptions) -> Sequence[Candidate]:

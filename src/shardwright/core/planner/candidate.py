@@ -1,5 +1,7 @@
-"""Candidates: decisions for a captured model with their predicted step time and memory. Only the
-best one becomes a plan."""
+"""Candidates: decisions for a captured model with their predicted step time and memory.
+
+Only the best candidate becomes a plan.
+"""
 
 from __future__ import annotations
 
@@ -48,18 +50,20 @@ class CapturedModel:
     """A captured model, the user's constraints, and caches that all candidates share.
 
     Args:
+        graph: graph of one micro-batch.
         pins: strategies and parameter placements fixed by the user.
         modules: module names that are valid in `stage_config`.
         training: whether the model was captured in training mode.
-        loss_reduction: how losses of micro-batches are combined, `mean` or `sum`.
-        batch_dims: the dimension of the samples of each leaf of the call; empty for dimension 0.
+        loss_reduction: reduction over the losses of micro-batches, `mean` or `sum`.
+        batch_dims: sample dimension of each leaf of the model's arguments; empty if it is 0 for
+            all.
         dry_runs: cached dry runs of chunks.
-        searched: cached results of searches (cuts, and seconds that the search took), by their
-            arguments.
-        divisions: cached assignments of operators to chunks, by search arguments, index of the
-            result and number of chunks.
-        predictions: cached step time predictions, as searches with different arguments often return
-            the same cuts. A list, as decisions cannot be hashed.
+        searched: cached results of searches, (cuts, seconds that the search took), by the arguments
+            of the search.
+        divisions: cached assignments of operators to chunks, by the arguments of the search, the
+            index of its result and the number of chunks.
+        predictions: cached (key, predicted step time) pairs, as searches with different arguments
+            often return the same cuts. A list, as decisions cannot be hashed.
     """
 
     graph: Graph
@@ -75,7 +79,7 @@ class CapturedModel:
 
     @cached_property
     def recompute(self) -> Mapping[str, Recompute]:
-        """Operators marked by `sw.recompute`."""
+        """Recomputation of the operators marked by `sw.recompute`, by operator name."""
         return recompute_of(self.graph)
 
     @property
@@ -86,12 +90,12 @@ class CapturedModel:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Decisions for a model, and the options they were made with.
+    """Decisions for a model, and the options with which they were made.
 
     Args:
-        mesh: device matrix of one stage, with one axis per prime factor.
+        mesh: device matrix of one stage, with axes of prime sizes.
         search_seconds: seconds that the search took.
-        measured: memory of each stage by dry runs; None if not measured.
+        measured: memory of each stage by dry runs; None if it was not measured.
         pinned: cuts fixed by the user, by operator name.
     """
 
@@ -106,12 +110,13 @@ class Candidate:
 
     @cached_property
     def partitioned(self) -> Partitioned:
-        """The model partitioned by the decisions."""
+        """The model, partitioned by `decisions` on `mesh`."""
         return Partitioned(self.model.graph, self.mesh, self.decisions, self.pipeline)
 
     @cached_property
     def folded(self) -> Partitioned:
-        """The partitioned model on a device matrix with as few axes as it needs."""
+        """The model, partitioned by the same decisions on a device matrix with as few axes as
+        possible."""
         return fold_axes(self.partitioned)
 
     @cached_property
@@ -121,7 +126,7 @@ class Candidate:
             return None
         cluster, cached = self.options.resolved_cluster, self.model.predictions
         key = (cluster, self.mesh, self.decisions, self.pipeline)
-        # Compared one by one, as decisions have dicts and cannot be hashed; there are few.
+        # Compared one by one, as decisions have dicts and cannot be hashed; few are cached.
         predicted = next((value for cached_key, value in cached if cached_key == key), None)
         if predicted is None:
             self._report_activity("step time")
@@ -131,17 +136,16 @@ class Candidate:
 
     @cached_property
     def parameter_axes(self) -> int:
-        """Number of axes of the DTensor mesh of the parameters."""
+        """Number of axes of the `DeviceMesh` on which parameters are DTensors."""
         return len(dtensor_axes(self.partitioned))
 
     @cached_property
     def aligned(self) -> Candidate:
-        """The candidate with operators changed to split equal axes at the same position.
+        """This candidate, changed so that operators split equal axes at the same position.
 
-        Only if its DTensor mesh has more than `MAX_PARAMETER_AXES` axes and the change gives a
-        smaller mesh without increasing the predicted step time; else the candidate itself.
-
-        It takes many predictions, so it is computed only for candidates that may be chosen.
+        The candidate is unchanged unless `parameter_axes` is above `MAX_PARAMETER_AXES` and the
+        change decreases it without increasing the predicted step time. The change takes many
+        predictions, so it is made only for candidates that may be chosen.
         """
         has_many_axes = (
             self.options.cluster is not None and self.parameter_axes > MAX_PARAMETER_AXES
@@ -150,13 +154,14 @@ class Candidate:
 
     @property
     def shards_storage(self) -> bool:
-        """Whether any parameter is stored in another layout than that of its use, as with ZeRO."""
+        """Whether a parameter is stored in another layout than operators use it in, as with
+        ZeRO."""
         used = storage_as_used(self.model.graph, self.mesh, self.decisions.cuts)
         return self.decisions.storage != used
 
     @property
     def communicated_bytes(self) -> int:
-        """Bytes that a device sends per step, in the stage that sends most."""
+        """Bytes that a device sends per step, in the stage that sends the most bytes."""
         return max(map(sum, self.partitioned.step_bytes))
 
     @property
@@ -171,7 +176,7 @@ class Candidate:
 
         Args:
             decisions: decisions to measure; by default those of the candidate.
-            stages: stages to measure; by default all.
+            stages: indices of the stages to measure; by default all.
         """
         self._report_activity("memory")
         partitioned = self.partitioned
@@ -183,7 +188,7 @@ class Candidate:
         self.options.on_progress(f"{activity}: {self.options.in_words()}")
 
     def plan(self) -> Plan:
-        """Return the plan, on the folded device matrix."""
+        """Return the plan of this candidate, on the folded device matrix."""
         model, options = self.model, self.options
         plan = make_plan(
             self.folded,
@@ -205,11 +210,11 @@ class Candidate:
 
 
 Decide = Callable[[PlanOptions], Sequence[Candidate]]
-"""Searches with the given options and returns one or more candidates."""
+"""A function that searches with the given options and returns one or more candidates."""
 
 
 def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate]:
-    """Search with exactly these options and return the candidates to choose from.
+    """Search with `options` and return the candidates to choose from, whatever the memory limit.
 
     Raises:
         StrategyError: if no operator can be sharded, or the requested stages or pins are invalid.
@@ -228,7 +233,7 @@ def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate
 
 
 def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candidate]:
-    """Return a candidate for each result of the mode's search."""
+    """Return a candidate for each result of the search with a mode."""
     graph, pins = model.graph, model.pins
     check_takes_pins(mode, pins.strategies)
     pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction, model.batch_dims)
@@ -244,7 +249,8 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
         order=options.order,
         log_costs=options.log_costs,
     )
-    # All that the result of a search depends on: candidates that differ in the rest share it.
+    # All arguments on which the result of a search depends: candidates with equal arguments share
+    # it.
     shard_size = None if pricing is None else pricing.optimizer_shard_size
     counts = pipeline.stages, pipeline.micro_batches
     search_options = options.search_options.values() if MODES[mode].takes_pricing else ()
@@ -261,14 +267,14 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
     # Without a cluster no step time is predicted, so that results cannot be compared.
     results = results if options.cluster is not None else results[:1]
     if options.cluster is not None and options.limit is not None:
-        # Slower but smaller twins: only a memory limit can make them the answer.
+        # Slower variants that need less memory: they can be the best only under a memory limit.
         rings = (ring_cuts(graph, fixed.mesh, c, fixed.cuts, options.limit) for c in results)
         results = [*results, *(cuts for cuts in rings if cuts is not None)]
     for index, cuts in enumerate(results):
         balanced_pipeline = pipeline
         if pipeline.stages > 1 and options.stage_config is None:
             division = key, index, pipeline.num_chunks
-            # The division depends on the cuts only, not on how parameters are stored.
+            # The division depends on the cuts only, not on the storage of parameters.
             if division not in model.divisions:
                 model.divisions[division] = _balance_chunks(
                     model, options, fixed.mesh, pipeline, cuts
@@ -305,7 +311,7 @@ def _balance_chunks(
     pipeline: PipelineSpec,
     cuts: Mapping[str, Cuts],
 ) -> Mapping[str, int]:
-    """Return the chunk of each operator, by name, with chunks that take about the same time."""
+    """Return the chunk index of each operator, by name, with chunks that take about equal time."""
     # Without a cluster the work of an operator is its multiply-adds and parameters.
     work = None
     if options.cluster is not None:
@@ -315,13 +321,17 @@ def _balance_chunks(
 
 
 MAX_PARAMETER_AXES = 4
-"""Number of axes of the DTensor mesh of the parameters above which the first step takes DTensor
-over ten seconds, and about six times as long with each further axis."""
+"""Maximum number of axes of the parameters' `DeviceMesh` for which operators are not aligned. With
+more axes DTensor needs over ten seconds for the first step, and about six times as long with each
+further axis."""
 
 
 def _align_axes(candidate: Candidate) -> Candidate:
-    """Return the candidate with the smallest parameter mesh among those that split equal axes at
-    the same position and are not slower; ties go to the fastest, then to the unchanged one."""
+    """Return `candidate` changed so that operators split equal axes at the same position.
+
+    Among changes that are not predicted to be slower, the one with the fewest axes of the
+    parameters' `DeviceMesh` is applied; ties go to the fastest, then to no change.
+    """
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
     levels = TimeModel(options.resolved_cluster, mesh, candidate.pipeline.stages).links.levels
     best = candidate
@@ -342,8 +352,8 @@ def _align_axes(candidate: Candidate) -> Candidate:
 
 
 def _reassign_equal_axes(candidate: Candidate) -> Candidate:
-    """Return the candidate with axes of equal size permuted per operator, if that sends no more
-    bytes; see `reassign_equal_axes`."""
+    """Return `candidate` with axes of equal size permuted per operator, unless that sends more
+    bytes."""
     # Only without a cluster, where all links are equal and these axes are interchangeable.
     model, mesh, decisions = candidate.model, candidate.mesh, candidate.decisions
     cuts = reassign_equal_axes(model.graph, mesh, decisions.cuts, candidate.pinned)
@@ -360,8 +370,8 @@ def _reassign_equal_axes(candidate: Candidate) -> Candidate:
 def _storage(
     model: CapturedModel, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], options: PlanOptions
 ) -> Storage:
-    """Return the storage layout of each parameter: as used, as pinned, or sharded further by ZeRO
-    or HSDP."""
+    """Return the storage layout of each parameter: pinned, sharded further by ZeRO or HSDP, or as
+    operators use the parameter."""
     graph, pinned = model.graph, model.pins.parameters
     storage: Storage = requested_storage(graph, mesh, pinned, storage_as_used(graph, mesh, cuts))
     if options.sharding is None:

@@ -1,4 +1,4 @@
-"""Choose the number of micro-batches by predicted step time."""
+"""Choose the number of micro-batches with the shortest predicted step time."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ log = logging.getLogger("shardwright.search")
 def with_best_micro_batches(
     counts: Sequence[int], plan_with: Callable[[int], Candidate]
 ) -> Candidate:
-    """Return the candidate with the shortest step of the whole batch; ties go to the fewest
-    micro-batches.
+    """Return the candidate with the shortest predicted step; ties go to the fewest micro-batches.
 
-    Numbers with which the model cannot be planned are skipped. So are all numbers but 1 if the loss
-    cannot be computed by micro-batches (`core/micro_batches`).
+    Numbers of micro-batches with which the model cannot be planned are skipped. So are all numbers
+    but 1 if the loss cannot be computed by micro-batches (`core/micro_batches`).
 
-    Each number is planned independently, as if it were requested, because the graph, the memory of
-    activations and the number of stages without idle time depend on it. So the result is never
-    slower than a plan with any fixed number.
+    Each number is planned independently, as if the user requested it, because the graph, the memory
+    of activations and the best number of stages depend on it. So the result is never slower than a
+    plan with a fixed number of micro-batches.
 
     Args:
         counts: numbers of micro-batches to try, ascending.
-        plan_with: returns the best candidate with a number of micro-batches.
+        plan_with: function from a number of micro-batches to the best candidate with it.
 
     Raises:
-        MemoryLimitError: if no number fits into the memory limit; the error of the number that
-            needs least memory.
+        MemoryLimitError: if no plan with any number fits into the memory limit; it is the error of
+            the number that needs the least memory.
         StrategyError: if the model can only be trained with one micro-batch, and cannot be planned
             with one.
-        ShardwrightError: if no number can be planned for another reason; the error of the smallest
-            number.
+        ShardwrightError: if no number can be planned for another reason; it is the error of the
+            smallest number.
     """
     best: Candidate | None = None
     errors: list[ShardwrightError] = []
@@ -54,14 +53,14 @@ def with_best_micro_batches(
                     f"micro_batches='auto': this model can be trained with one micro-batch only:"
                     f" {error}\nbut it cannot be planned with one: {errors[0]}"
                 ) from error
-            # The samples are mixed with every number but 1.
+            # The loss mixes samples, so every number but 1 raises this error.
             break
         except (CaptureError, MemoryLimitError, PlanError, StrategyError) as error:
             errors.append(error)
             log.info("%d micro-batches: %s", count, error)
             continue
         if best is not None and candidate.model.graph.loss is None:
-            break  # Without a loss nothing is trained, so that only one micro-batch makes sense.
+            break  # Without a loss the model is not trained, so only one micro-batch is useful.
         log.info("%d micro-batches: %.4g s per step", count, candidate.seconds)
         # Numbers ascend, so that ties go to the fewest micro-batches.
         if best is None or candidate.seconds < best.seconds:

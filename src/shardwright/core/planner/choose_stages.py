@@ -1,4 +1,4 @@
-"""Choose the number of pipeline stages and the schedule by predicted step time."""
+"""Choose the number of pipeline stages and the schedule with the shortest predicted step time."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ def with_best_stages(
 ) -> Candidate:
     """Return the fastest candidate that fits into memory, over numbers of stages and schedules.
 
-    Numbers of stages must divide the devices, be at most the number of micro-batches, and run with
-    the schedule. Several schedules are tried with `schedule="auto"` only.
+    A number of stages must divide the number of devices, be at most the number of micro-batches,
+    and be possible with the schedule. Several schedules are tried only with `schedule="auto"`.
 
-    Operators are sharded anew for each number of stages, and stages are balanced by time. A single
-    best-first search fits all of them into memory; the step time without a memory limit is the
-    lower bound of each number of stages.
+    Operators are sharded anew for each number of stages, and stages are balanced by time. One
+    best-first search under the memory limit covers all numbers of stages and schedules. For each of
+    them the step time without a memory limit is a lower bound.
 
     Args:
-        decide: searches with given options and returns candidates.
-        best: the fastest candidate with its own number of stages and schedule, if it is known.
-        ranking: receives the fastest candidate of each kind; see `fastest_within_memory`.
+        decide: function that searches with given options and returns candidates.
+        best: fastest candidate with one number of stages and schedule, which are not searched
+            again; None if there is none.
+        ranking: records the fastest candidate of each kind; see `fastest_within_memory`.
 
     Raises:
-        MemoryLimitError: if no number of stages fits; the error of the number that needs least
-            memory.
+        MemoryLimitError: if no plan with any number of stages fits; contains the smallest memory
+            limit with which a plan fits.
         PlanError, StrategyError: if the model cannot be planned with any number of stages.
     """
     stage_options: list[StageOptions] = []
@@ -51,7 +52,7 @@ def with_best_stages(
     new_options = [each for each in all_options if best is None or not _has_stages(best, each)]
     numbers = sorted({_num_stages(each) for each in all_options})
     log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
-    # First one search for each, without fitting it into memory: a lower bound of its step time.
+    # One search for each without a memory limit gives a lower bound on its step time.
     for index, staged in enumerate(new_options):
         report = nested_progress(options.on_progress, "", index, len(new_options))
         try:
@@ -67,7 +68,7 @@ def with_best_stages(
         log.info("%s: at least %.4g s per step", _stages_text(staged), min_seconds)
     if not stage_options and best is None:
         raise errors[0]
-    # Slower candidates than the known one need not be fitted into memory.
+    # Candidates slower than `best` are not needed.
     below = float("inf") if best is None else best.seconds
     fastest = best
     if stage_options:
@@ -78,18 +79,18 @@ def with_best_stages(
 
 
 def _with_stages(options: PlanOptions) -> Iterator[PlanOptions]:
-    """Yield the options with each schedule and each number of stages to try."""
+    """Yield `options` with each combination of a schedule and a number of stages to try."""
     has_schedule = options.schedule != AUTO
     for schedule in (options.schedule,) if has_schedule else SCHEDULES:
         scheduled = replace(options, schedule=schedule)
         for stages in stage_counts(scheduled):
-            # A single stage is the same with every schedule, so it is tried with the first only.
+            # A single stage is the same with every schedule, so it is tried with one schedule only.
             if stages > 1 or has_schedule or schedule == next(iter(SCHEDULES)):
                 yield replace(scheduled, stages=stages)
 
 
 def _has_stages(candidate: Candidate, options: PlanOptions) -> bool:
-    """Whether a candidate has the number of stages and the schedule of `options`."""
+    """Whether `candidate` has the number of stages and the schedule of `options`."""
     pipeline = candidate.pipeline
     return (options.stages, options.schedule) == (pipeline.stages, pipeline.schedule)
 
@@ -105,17 +106,18 @@ def _stages_text(options: PlanOptions) -> str:
 
 
 def _options_of_lower_bound(options: PlanOptions) -> PlanOptions:
-    """Return options whose step time is a lower bound under any memory limit."""
-    # All changes that save memory slow a step down, except sharding the optimizer state: each
-    # device then updates fewer parameters. So the optimizer state is sharded here.
+    """Return `options` relaxed so that the predicted step time is a lower bound on that of
+    `options`, whatever the memory limit."""
+    # All changes that save memory slow a step down, except sharding the optimizer state, with which
+    # each device updates fewer parameters. So the optimizer state is sharded here.
     coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff
     sharding = options.sharding or OptimizerParallel()
     return replace(options, mem_coeff=coefficient, hsdp=sharding)
 
 
 def stage_counts(options: PlanOptions) -> Iterator[int]:
-    """Yield the numbers of stages to try with the schedule; only the requested one unless it is
-    'auto'."""
+    """Yield the numbers of stages to try with the schedule of `options`: the requested number, or
+    all that are valid if `stages` is 'auto'."""
     if isinstance(options.stages, int):
         yield options.stages
         return
@@ -128,15 +130,19 @@ def stage_counts(options: PlanOptions) -> Iterator[int]:
 
 
 def max_stages(options: PlanOptions) -> int:
-    """Return the largest number of stages to try."""
+    """Return the largest number of pipeline stages that the planner tries."""
     # With fewer micro-batches than stages, some stage is always idle.
     return min(options.devices, options.num_micro_batches, options.max_stages or options.devices)
 
 
 def suggest_stages(options: PlanOptions, chosen: Candidate, decide: Decide) -> None:
-    """Warn if another number of stages is predicted to be faster than the requested one.
+    """Warn if another number of stages is predicted to be faster than the requested number.
 
-    Does nothing without a cluster, as no step time is predicted then.
+    Without a cluster no step time is predicted, so that there is no warning.
+
+    Args:
+        chosen: best candidate with the requested number of stages.
+        decide: function that searches with given options and returns candidates.
     """
     if options.cluster is None:
         log.info("`suggest_stages` has no effect without a cluster: name one with `cluster`")

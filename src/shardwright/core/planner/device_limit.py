@@ -1,4 +1,4 @@
-"""Apply the memory of the named cluster's devices as the default memory limit."""
+"""Use the device memory of the named cluster as the default memory limit."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ log = logging.getLogger("shardwright.search")
 def within_device_memory(
     options: PlanOptions, decide: Callable[[PlanOptions], Candidate]
 ) -> Candidate:
-    """Plan without a memory limit and, if the result does not fit into the cluster's devices, again
-    with their memory as the limit.
+    """Return the best candidate, which fits into the device memory of the named cluster.
 
-    Options with an explicit limit or without a cluster are planned once.
+    The model is planned without a memory limit. If the result does not fit into the cluster's
+    devices, the model is planned again with their memory as the limit. Options with an explicit
+    limit or without a named cluster are planned once, as they are.
 
     Args:
-        decide: returns the best candidate for given options.
+        decide: function from options to the best candidate with these options.
 
     Raises:
-        MemoryLimitError: if no plan fits; names the smallest limit with which one would.
+        MemoryLimitError: if no plan fits; contains the smallest memory limit with which a plan
+            fits.
     """
     limit = options.default_limit
     if limit is None:
         return decide(options)
     requested = decide(replace(options, memory_limit=NO_LIMIT))
-    # The lower bound needs no dry run, which is made only if the bound does not rule the plan out.
+    # The lower bound needs no dry run; a dry run is made only if the bound is within the limit.
     needed = max(least_memory(requested.partitioned, options.optimizer))
     if needed <= limit:
         needed = requested.memory().peak
@@ -47,8 +49,8 @@ def within_device_memory(
             " set memory_limit='none' to plan without one",
             error.needed,
         ) from None
-    # A mode that weighs memory leaves sharding and recomputation to the search. In the other modes
-    # the user has decided, so that a plan with further changes deserves a warning.
+    # A mode that weighs memory leaves sharding and recomputation to the search. In all other modes
+    # the user has decided both, so that a plan with further changes deserves a warning.
     log.log(
         logging.INFO if options.weighs_memory else logging.WARNING,
         "the requested plan needs at least %s per device, but a device of cluster %r has %s:"

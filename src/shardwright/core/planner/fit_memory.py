@@ -19,7 +19,7 @@ class StageOptions:
     """Options with a fixed number of stages and a fixed schedule.
 
     Args:
-        min_seconds: lower bound of the step time in seconds, under any memory limit.
+        min_seconds: lower bound on the step time in seconds, whatever the memory limit.
     """
 
     options: PlanOptions
@@ -29,25 +29,25 @@ class StageOptions:
 def within_memory(
     options: PlanOptions, decide: Decide, ranking: Ranking | None = None
 ) -> Candidate:
-    """Return the candidate that `options` request if it fits into their memory limit, else one that
-    fits after further changes.
+    """Return a candidate that fits into the memory limit of `options`, which may need changes.
 
-    Without a cluster the result is the first candidate that fits after these changes, each on top
-    of those before: sharded optimizer state, gradients and parameters (`level1` to `level3`),
-    recomputation, a larger `mem_coeff`, more stages. With `recompute="auto"`, recomputation comes
-    first.
+    Without a cluster the result is the first candidate that fits, as requested or after these
+    changes, each of which adds to the changes before: sharded optimizer state, gradients and
+    parameters (`level1` to `level3`), recomputation, a larger `mem_coeff`, more stages. With
+    `recompute="auto"`, recomputation comes first.
 
     On a cluster the number of stages is fixed, and the result is the fastest candidate that fits,
     over all ZeRO levels and values of `mem_coeff`, each with the recomputation that it needs; so a
     lower limit never gives a faster plan. `mem_coeff="auto"` takes the smallest value with which
-    the plan fits without other changes; if there is none, changes begin from the smallest value.
+    the plan fits without other changes; if no value does, changes start from the smallest value.
 
     Args:
-        decide: searches with given options and returns candidates.
-        ranking: receives the fastest candidate of each kind; see `fastest_within_memory`.
+        decide: function that searches with given options and returns candidates.
+        ranking: records the fastest candidate of each kind; see `fastest_within_memory`.
 
     Raises:
-        MemoryLimitError: if no plan fits; names the smallest limit with which one would.
+        MemoryLimitError: if no plan fits; contains the smallest memory limit with which a plan
+            fits.
     """
     candidate = fastest_within_memory([StageOptions(options)], decide, ranking=ranking)
     assert candidate is not None
@@ -63,20 +63,20 @@ def fastest_within_memory(
     """Return the fastest candidate that fits, over several numbers of stages and schedules.
 
     Args:
-        decide: searches with given options and returns candidates.
-        below: step time in seconds at which the search ends without a result.
-        ranking: receives the fastest candidate of each kind until it has enough kinds, and the
-            reasons why other kinds have none.
+        decide: function that searches with given options and returns candidates.
+        below: step time in seconds below which the result must be.
+        ranking: records the fastest candidate of each kind until it has enough kinds, and the
+            reasons why other kinds have no candidate.
 
     Returns:
-        None if no candidate faster than `below` fits.
+        None if no candidate with a step time below `below` fits.
 
     Raises:
-        MemoryLimitError: if no plan fits at any step time; names the smallest limit with which one
-            would.
+        MemoryLimitError: if `below` is infinite and no plan fits; contains the smallest memory
+            limit with which a plan fits.
         PlanInterrupted: on Ctrl-C, if a candidate is known to fit by then.
     """
-    # Among several numbers of stages, those that cannot be planned are left out without an error.
+    # Several numbers of stages: those with which the model cannot be planned raise no error.
     search = MemorySearch(stage_options[0].options.limit, decide, len(stage_options) == 1)
     try:
         return _search_phases(search, stage_options, below, ranking)
@@ -98,7 +98,7 @@ def _search_phases(
     phases_by_stages = [
         attempt_phases(replace(each.options, on_progress=on_progress)) for each in stage_options
     ]
-    # Phase by phase, so that all numbers of stages compete in each.
+    # Phase by phase, so that all numbers of stages compete in each phase.
     for phase in zip_longest(*phases_by_stages, fillvalue=()):
         for each, groups in zip(stage_options, phase, strict=True):
             if groups:
@@ -108,7 +108,7 @@ def _search_phases(
             search.rank(fitted, ranking)
         if fitted is not None or search.queue:
             return fitted
-    # With a finite `below` the caller has a plan already, so that it is no error if nothing fits.
+    # With a finite `below` the caller has a plan already, so that no error is needed.
     if below < float("inf"):
         return None
     search.measure_dropped()

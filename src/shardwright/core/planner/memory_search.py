@@ -1,12 +1,12 @@
 """The priority queue of the best-first search under a memory limit.
 
 The queue contains attempts (options to plan with) and candidates (decisions with a predicted step
-time), by a lower bound of their step time in seconds. An entry that is taken from the front is
-examined and queued again with a tighter bound; each examination costs more than the one before. An
-attempt is searched for candidates. A candidate gets an estimate of its memory, then a dry run, then
-the least recomputation with which it fits. The first candidate that is known to fit when it is
-taken is the answer, as no entry behind it can be faster. docs/architecture.md, "Candidates", has
-the table of these steps.
+time), ordered by a lower bound on their step time in seconds. The first entry is taken, examined
+and queued again with a tighter bound; each examination costs more than the previous one. An attempt
+is searched for candidates. A candidate gets an estimate of its memory, then a dry run, then the
+least recomputation with which it fits. The first candidate that is known to fit when it is taken is
+the answer, as no later entry can be faster. docs/architecture.md, "Candidates", has the table of
+these steps.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from shardwright.progress import OnProgress, nested_progress
 log = logging.getLogger("shardwright.search")
 
 NEXT_MEM_COEFF_BOUND = 0.97
-"""Lower bound of the step time with the next larger `mem_coeff`, as a fraction of the fastest step
-with the `mem_coeff` before it. It is below 1 as the search's objective is simpler than the
-prediction, so that a larger `mem_coeff` can be slightly faster. A heuristic, not a proof."""
+"""Assumed lower bound on the step time with the next larger `mem_coeff`, as a fraction of the
+fastest step time with the present `mem_coeff`. It is below 1 as the objective of the search is
+simpler than the prediction, so that a plan with a larger `mem_coeff` can be slightly faster."""
 
 RECOMPUTED_BOUND = 0.99
-"""Lower bound of the step time of a candidate that fits, as a fraction of its step time with the
-recomputation that estimates ask for. A heuristic, not a proof."""
+"""Assumed lower bound on the step time of a candidate that fits, as a fraction of its step time
+with the recomputation that an estimate of its memory requires."""
 
 
 @dataclass
@@ -50,15 +50,15 @@ class MemorySearch:
 
     Args:
         limit: memory limit in bytes per device; None for no limit.
-        decide: searches with given options and returns candidates.
-        strict: whether an error of the first attempt, the requested options, is raised.
-        smallest: memory and attempt of the smallest plan found that does not fit.
+        decide: function that searches with given options and returns candidates.
+        strict: whether to raise an error of the first attempt, whose options the user requested.
+        smallest: (memory, attempt) of the measured plan with the least memory among those that do
+            not fit.
         dropped: candidates that cannot fit by a lower bound or an estimate, with any recomputation
             or with that of blocks at one depth.
-        recompute_cache: recomputation levels shared by candidates.
-        errors: options with which the model cannot be planned, with the error of each.
-        smallest_peaks: for each kind the smallest measured peak that does not fit, in bytes per
-            device.
+        recompute_cache: recomputation levels that candidates share.
+        errors: options with which the model cannot be planned, each with the error.
+        smallest_peaks: smallest measured peak that does not fit, in bytes per device, by plan kind.
         entry_keys: keys of the candidates that were queued or dropped.
         num_processed: number of entries taken from the queue.
         queue: heap of (lower bound in seconds, own lower bound in seconds, entry number, entry).
@@ -83,27 +83,28 @@ class MemorySearch:
     def add(
         self, bound: float, entry: QueuedCandidate | AttemptGroups, seconds: float = 0.0
     ) -> None:
-        """Queue an entry, ordered by its lower bound on step time, `max(bound, seconds)`.
+        """Queue an entry with the lower bound `max(bound, seconds)` on its step time.
 
         Args:
-            bound: lower bound in seconds, possibly inherited from the entry it was derived from.
-            seconds: lower bound in seconds of the entry itself; breaks ties, smallest first.
+            bound: lower bound in seconds, such as that of the entry from which `entry` follows.
+            seconds: own lower bound of `entry` in seconds; breaks ties, smallest first.
         """
         heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
 
     def count_entries(self, on_progress: OnProgress) -> OnProgress:
-        """Wrap a progress callback so that it also counts processed entries of those queued."""
+        """Wrap a progress callback so that it also receives the number of processed entries, out of
+        all entries so far."""
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
-            # One more than in the queue: the entry that is being examined has been taken out.
+            # One more than in the queue, from which the entry that is being examined was taken.
             total = self.num_processed + 1 + len(self.queue)
             nested_progress(on_progress, "", self.num_processed, total)(doing, done, of)
 
         return report
 
     def run(self, below: float) -> Candidate | None:
-        """Return the next fastest candidate that fits; None if the queue is empty or the bound of
-        its front is `below` seconds or more."""
+        """Return the fastest remaining candidate that fits, or None if none has a lower bound below
+        `below` seconds."""
         while self.queue and self.queue[0][0] < below:
             bound, _, _, entry = front = heappop(self.queue)
             try:
@@ -119,10 +120,9 @@ class MemorySearch:
         return None
 
     def known_to_fit(self) -> list[Candidate]:
-        """Return queued candidates that fit, with the recomputation that they need or with all of
-        it.
+        """Return queued candidates that fit, with necessary or with full recomputation.
 
-        Dry runs are made only until a candidate is found, as the user is waiting after Ctrl-C.
+        Dry runs are made only until one candidate is found, as the user is waiting after Ctrl-C.
         """
         entries = [entry for *_, entry in self.queue if isinstance(entry, QueuedCandidate)]
         fitting = [queued.candidate for queued in entries if queued.fits]
@@ -143,8 +143,11 @@ class MemorySearch:
         return fitting
 
     def rank(self, fitted: Candidate | None, ranking: Ranking) -> None:
-        """Add the fastest candidate and the fastest of other kinds to a ranking, then the reasons
-        why the remaining kinds are left out."""
+        """Record in `ranking` the fastest candidate of each kind, and why other kinds have none.
+
+        Args:
+            fitted: fastest candidate that fits, as returned by `run`.
+        """
         while fitted is not None:
             ranking.add(fitted)
             needs_more = ranking.wants(kind for _, kind in self._queued_kinds())
@@ -160,7 +163,7 @@ class MemorySearch:
             ranking.leave_out(requested_kind(options), LeftOut.because(one_line(error)))
 
     def _queued_kinds(self) -> Iterator[tuple[float, PlanKind]]:
-        """Yield the lower bound in seconds and the kind of each attempt and candidate in the
+        """Yield (lower bound in seconds, requested kind) of each attempt and candidate in the
         queue."""
         for bound, _, _, entry in self.queue:
             attempts = (
@@ -172,7 +175,12 @@ class MemorySearch:
                 yield bound, requested_kind(attempt.options)
 
     def _search_attempts(self, bound: float, groups: AttemptGroups) -> None:
-        """Queue the candidates of the first group of attempts, and the other groups behind them."""
+        """Queue the candidates of the first group of attempts, and the remaining groups as one
+        entry.
+
+        Args:
+            bound: lower bound in seconds on the step time of all attempts in `groups`.
+        """
         min_seconds = bound
         candidates = (queued for attempt in groups[0] for queued in self._new_candidates(attempt))
         for index, queued in enumerate(candidates):
@@ -184,7 +192,8 @@ class MemorySearch:
             self.add(max(bound, NEXT_MEM_COEFF_BOUND * min_seconds), groups[1:])
 
     def _new_candidates(self, attempt: Attempt) -> Iterator[QueuedCandidate]:
-        """Yield the candidates of an attempt that are new and may fit."""
+        """Yield the candidates of `attempt` that are not queued yet and may fit; record the
+        others."""
         options, is_first = attempt.options, not self.entry_keys
         try:
             for candidate in self.decide(options):
@@ -198,7 +207,7 @@ class MemorySearch:
                     yield queued
                 else:
                     self.dropped.append(queued)
-        # Whether a division into stages is possible is known only when it is made, here.
+        # `decide` divides the model into stages, which may turn out to be impossible.
         except (PlanError, StrategyError) as error:
             if self.strict and is_first:
                 raise
@@ -208,7 +217,7 @@ class MemorySearch:
         return self.limit is None or max(queued.min_memory) <= self.limit
 
     def _new_entry(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
-        """Return a queue entry, or None if the candidate duplicates an earlier one."""
+        """Return a queue entry for `candidate`, or None if it duplicates an earlier candidate."""
         # A larger `mem_coeff` often gives the same cuts.
         key = memory_and_time_key(candidate, attempt)
         if key in self.entry_keys:
@@ -218,14 +227,18 @@ class MemorySearch:
         return QueuedCandidate(attempt, candidate, min_memory)
 
     def _align(self, queued: QueuedCandidate) -> QueuedCandidate | None:
-        """Return the entry of `Candidate.aligned`, or None if that duplicates an earlier
-        candidate."""
+        """Return a queue entry for the aligned candidate (`Candidate.aligned`), or None if it
+        duplicates an earlier candidate."""
         aligned = queued.candidate.aligned
         return queued if aligned is queued.candidate else self._new_entry(aligned, queued.attempt)
 
     def _examine(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
-        """Return the candidate if it is known to fit; else examine it further and queue the result,
-        unless it cannot fit."""
+        """Return the candidate if it is known to fit; else examine it, queue the result unless it
+        cannot fit, and return None.
+
+        Args:
+            bound: lower bound in seconds with which the candidate was queued.
+        """
         if self.limit is None or queued.fits:
             return queued.candidate
         candidate, attempt = queued.candidate, queued.attempt
@@ -233,7 +246,8 @@ class MemorySearch:
             result = queued.recompute_search.run()
             log.info("%s: %s of %s", attempt, binary(result.memory.peak), binary(self.limit))
             if result.memory.peak > self.limit:
-                # It should have fitted by an estimate, so the next search makes dry runs.
+                # By an estimate the candidate should have fitted, so the next search makes dry
+                # runs.
                 self.add(bound, replace(queued, recompute_search=None, trust_estimate=False))
                 return None
             fitted = replace(candidate, decisions=result.decisions, measured=result.memory)
@@ -254,11 +268,11 @@ class MemorySearch:
         may_fit = recompute_levels is None or recompute_levels.may_fit_without_recompute(
             queued.min_memory, self.limit
         )
-        # A dry run takes about a second, so it is made only where the estimate allows it.
+        # A dry run takes about a second, so it is made only where the estimate is within the limit.
         if may_fit and (memory := self._measure(queued)).peak <= self.limit:
             return replace(candidate, measured=memory)
-        # The step time with the expected recomputation is a tighter bound: other candidates may be
-        # faster, and then no search for levels is made.
+        # The step time with the expected recomputation is a tighter bound. If other candidates are
+        # faster, no recomputation is searched for.
         if recompute_levels is not None:
             decisions = recompute_levels.expected_decisions(
                 candidate.decisions, queued.min_memory, self.limit
@@ -270,22 +284,22 @@ class MemorySearch:
         return None
 
     def _measure(self, queued: QueuedCandidate) -> Memory:
-        """Measure the memory of a candidate without recomputation by a dry run."""
+        """Measure the memory of a candidate by a dry run, without recomputation by the planner."""
         memory = queued.candidate.memory()
         log.info("%s: %s of %s", queued.attempt, binary(memory.peak), binary(self.limit or 0))
         self._record_peak(MeasuredDecisions(queued.candidate.decisions, memory), queued.attempt)
         return memory
 
     def _recompute_searches(self, queued: QueuedCandidate) -> list[RecomputeSearch]:
-        """Return searches for the least recomputation, one per depth in the module tree whose
-        blocks can free enough.
+        """Return a search for the least recomputation for each depth of the module tree whose
+        blocks can free enough memory.
 
-        Depths come in groups (`RecomputeBlocks.depths`); groups after the first one in which a
-        depth can fit are not considered.
+        Depths come in groups (`RecomputeBlocks.depths`); only the first group with a depth at which
+        the candidate can fit is considered.
         """
         recompute_levels = self.recompute_cache.recompute_levels(queued.candidate)
-        # The peak outside of forward and backward passes, which recomputation does not change: once
-        # measured at one depth it is a lower bound at all others.
+        # Recomputation does not change the peak outside of forward and backward passes: measured at
+        # one depth, it is a lower bound at all other depths.
         peak_outside_passes = 0
         for depths in recompute_levels.depths:
             searches: list[RecomputeSearch] = []
@@ -314,7 +328,7 @@ class MemorySearch:
         self.dropped.append(dropped)
 
     def _record_peak(self, measured: MeasuredDecisions, attempt: Attempt) -> None:
-        """Update the smallest measured peaks, overall and of the kind, for errors and rankings."""
+        """Update the smallest measured peaks, of all attempts and of the kind of `attempt`."""
         kind = requested_kind(attempt.options)
         peak = self.smallest_peaks.get(kind, measured.memory.peak)
         self.smallest_peaks[kind] = min(peak, measured.memory.peak)
@@ -322,7 +336,7 @@ class MemorySearch:
             self.smallest = measured.memory, attempt
 
     def measure_dropped(self) -> None:
-        """Measure dropped candidates as long as one may need less memory than the smallest so far.
+        """Measure dropped candidates that may need less memory than the smallest measured so far.
 
         A candidate that fits although an estimate was above the limit is queued again.
         """
@@ -344,9 +358,9 @@ class MemorySearch:
         return self.smallest is None or min_memory < self.smallest[0].peak
 
     def _measure_fully_recomputed(self, queued: QueuedCandidate, depth: int) -> None:
-        """Measure a candidate with all blocks at a depth recomputed.
+        """Measure a candidate with all blocks at a depth recomputed, and queue it if it fits.
 
-        If its largest stage alone needs more than the smallest plan so far, the other stages are
+        If its largest stage needs more memory than the smallest plan so far, the other stages are
         not measured.
         """
         measured = replace(queued, trust_estimate=False)
@@ -357,16 +371,17 @@ class MemorySearch:
             self._record_peak(search.fully_recomputed, queued.attempt)
 
     def _entries_at_depths(self, queued: QueuedCandidate) -> Iterator[QueuedCandidate]:
-        """Yield the entry for each depth in the module tree, with the lower bound at that depth."""
+        """Yield `queued` for each depth of the module tree, with the lower bound on memory
+        there."""
         recompute_levels = self.recompute_cache.recompute_levels(queued.candidate)
         for depth in (depth for depths in recompute_levels.depths for depth in depths):
             min_memory = max(recompute_levels.min_memory(depth, queued.min_memory))
             yield replace(queued, block_depth=depth, min_recomputed_memory=min_memory)
 
     def error(self) -> ShardwrightError:
-        """Return a `MemoryLimitError` with the smallest plan, or the first error without any
-        plan."""
-        # Nothing was measured if the model cannot be planned with any options.
+        """Return a `MemoryLimitError` with the memory of the smallest measured plan, or the first
+        error of the planner if no plan was measured."""
+        # No plan was measured if the model cannot be planned with any options.
         if self.smallest is None:
             return self.errors[0][1]
         memory, attempt = self.smallest

@@ -1,13 +1,12 @@
 """The options of a plan as one frozen dataclass: type, default and valid values of each.
 
-`sw.plan`, `sw.best_plans` and `sw.AutoParallel` have them as parameters and build this dataclass
-from them; the docstring of `plan` describes each. The class of an option says where it applies:
+`sw.plan`, `sw.best_plans` and `sw.AutoParallel` have the options as parameters and build this
+dataclass from them; the docstring of `plan` describes each option. The class of an option says
+where it applies:
 
-| class | its fields are |
-|---|---|
-| `FileOptions` | parameters of all three, and keys of the section `parallel` of a configuration |
-| `KeywordOptions` | parameters of all three |
-| `PlanOptions` | parameters of `plan` and `best_plans` only |
+| class | its fields are | |---|---| | `FileOptions` | parameters of all three, and keys of the
+section `parallel` of configuration files | | `KeywordOptions` | parameters of all three | |
+`PlanOptions` | parameters of `plan` and `best_plans` only |
 """
 
 from __future__ import annotations
@@ -45,8 +44,9 @@ MB = 2**20
 AUTO_RECOMPUTE = AUTO_MEM_COEFF = "auto"
 
 MEM_COEFFS = tuple(0.1 * 4.0**power for power in range(-2, 9))
-"""Values tried for `mem_coeff="auto"`, from 0.00625 to 6553.6. Below this range even the gradient
-all-reduce of a small layer costs more than any sharding saves; above it plans do not change."""
+"""Values tried for `mem_coeff="auto"`, from 0.00625 to 6553.6. With smaller values even the
+gradient all-reduce of a small layer costs more than any sharding saves; with larger values plans do
+not change."""
 
 COUNT = must_be("a whole number of at least 1", is_count)
 COUNT_OR_AUTO = must_be(
@@ -58,7 +58,7 @@ POSITIVE_OR_AUTO = must_be(
 )
 DIMS = must_be("names of inputs, each with a dimension or None", is_dims)
 NO_LIMIT = "none"
-"""Value of `memory_limit` that plans without a limit; None means the limit of the cluster."""
+"""Value of `memory_limit` for no limit; None is the default, the device memory of the cluster."""
 SIZE_OR_NONE = must_be(
     "a number of bytes, or a text like '24GiB' or '2GB', or 'none' for no limit",
     lambda value: value == NO_LIMIT or parse_bytes(value) is not None,
@@ -89,13 +89,13 @@ class FileOptions:
 
     @property
     def num_micro_batches(self) -> int:
-        """The requested number of micro-batches; must not be 'auto'."""
+        """The requested number of micro-batches, which must not be 'auto'."""
         assert not isinstance(self.micro_batches, str)
         return self.micro_batches
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
-        """Build the options from the `locals()` of a function that has them as parameters."""
+        """Build the options from the `locals()` of a function whose parameters are the options."""
         return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
     def keywords(self, options_class: type[FileOptions]) -> dict[str, Any]:
@@ -105,8 +105,7 @@ class FileOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class KeywordOptions(FileOptions):
-    """Options of `AutoParallel`. Configuration files have separate sections for `hsdp` and
-    `recompute`.
+    """All options of `AutoParallel`, of which `FileOptions` are keys of configuration files.
 
     Raises:
         StrategyError: if an option has an invalid value.
@@ -122,10 +121,11 @@ class KeywordOptions(FileOptions):
     on_progress: OnProgress = field(default=ignore_progress, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Options are compared and hashed as keys of caches, so each has one form: a dtype its name.
+        # Options are compared and hashed as keys of caches, so each value has one form: for a dtype
+        # its name.
         if isinstance(self.compute_dtype, torch.dtype):
             object.__setattr__(self, "compute_dtype", str(self.compute_dtype).split(".")[1])
-        # Of the instance's class: `PlanOptions` has more fields than this one.
+        # The class of the instance: `PlanOptions` has more fields than `KeywordOptions`.
         options: type = type(self)
         for name, requirement in requirements(options).items():
             value = getattr(self, name)
@@ -141,7 +141,7 @@ class KeywordOptions(FileOptions):
             if getattr(self, name) == AUTO and self.stage_config is not None:
                 raise StrategyError(
                     f"{name}='auto' conflicts with stage_config, which fixes the stages\n"
-                    "remove one of the two"
+                    f"remove {name} or stage_config"
                 )
         # `OptimizerParallel` validates its fields when built, so this is where `hsdp` is checked.
         object.__setattr__(self, "hsdp", _parse_hsdp(self.hsdp))
@@ -199,8 +199,8 @@ class PlanOptions(KeywordOptions):
         for name in (name for name, chosen_by_limit in is_auto.items() if chosen_by_limit):
             if self.memory_limit == NO_LIMIT:
                 raise StrategyError(
-                    f"{name}='auto' and memory_limit={NO_LIMIT!r}: 'auto' chooses the value from"
-                    " the memory limit\nremove one of the two"
+                    f"{name}='auto' needs a memory limit, but memory_limit={NO_LIMIT!r}\n"
+                    f"remove {name} or memory_limit"
                 )
         if self.has_auto_mem_coeff and self.limit is None:
             raise StrategyError(
@@ -209,10 +209,10 @@ class PlanOptions(KeywordOptions):
             )
 
     def in_words(self, recompute: bool = False) -> str:
-        """Return a summary of the options that attempts vary: `hsdp level1, mem_coeff=0.1`.
+        """Return a summary of the options that attempts vary, such as `hsdp level1, mem_coeff=0.1`.
 
         Args:
-            recompute: whether the planner may recompute operators that the user has not marked.
+            recompute: whether the planner may recompute operators that the user did not mark.
         """
         sharding, stages = self.sharding, self.stages
         words = [
@@ -233,7 +233,11 @@ class PlanOptions(KeywordOptions):
     def limit(self) -> int | None:
         """Memory limit of the search in bytes per device; None for a search without a limit.
 
-        Also None if only `default_limit` applies, which is checked after a search without a limit.
+        It is None too if only `default_limit` applies, which is checked after a search without a
+        limit.
+
+        Raises:
+            StrategyError: if `recompute` needs a memory limit and there is none.
         """
         if self.memory_limit == NO_LIMIT:
             return None
@@ -248,15 +252,18 @@ class PlanOptions(KeywordOptions):
 
     @property
     def default_limit(self) -> int | None:
-        """Memory per device of the named cluster in bytes; None if a limit is requested, and for
-        the cluster `local`, whose processes share the memory of one machine."""
+        """Device memory of the named cluster in bytes; None if a limit is requested.
+
+        It is None too for the cluster `local`, whose processes share the memory of one machine.
+        """
         is_named = self.cluster is not None and self.resolved_cluster.name != LOCAL
         has_limit = self.memory_limit is not None or self.limit is not None
         return self.device_memory if is_named and not has_limit else None
 
     @property
     def device_memory(self) -> int | None:
-        """Bytes per device: `memory_limit` if set, else the memory of the cluster's devices."""
+        """Bytes per device: `memory_limit` if it is a size, else the device memory of the cluster;
+        None if there is no cluster."""
         if self.memory_limit is not None and self.memory_limit != NO_LIMIT:
             return parse_bytes(self.memory_limit)
         return None if self.cluster is None else int(self.resolved_cluster.device.memory)
@@ -269,8 +276,8 @@ class PlanOptions(KeywordOptions):
     @property
     def mem_coeffs(self) -> tuple[float, ...]:
         """Values that `mem_coeff="auto"` tries, ascending."""
-        # With the cost model `time`, values below the default only move the objective away from
-        # the step time.
+        # With the cost model `time`, the objective differs more from the step time with values
+        # below the default.
         smallest = DEFAULT_MEM_COEFF if self.cost_model == "time" else 0.0
         return tuple(value for value in MEM_COEFFS if value >= smallest)
 
@@ -287,7 +294,8 @@ class PlanOptions(KeywordOptions):
 
     @property
     def search_options(self) -> dict[str, Any]:
-        """Options of the mode's search by name, as recorded in the plan; {} if it has none."""
+        """Options that the search of the mode uses, by name, as recorded in the plan; {} if it uses
+        none."""
         if not self.weighs_memory:
             return {}
         cost_model = {"cost_model": self.cost_model}
@@ -297,12 +305,12 @@ class PlanOptions(KeywordOptions):
 
     @property
     def resolved_cluster(self) -> Cluster:
-        """The loaded cluster; `cluster` must not be None."""
+        """The loaded cluster, which must not be None."""
         assert isinstance(self.cluster, Cluster)
         return self.cluster
 
     def pricing(self, pipeline: PipelineSpec) -> Pricing | None:
-        """Return the inputs of the cost model `time`; None with `cost_model="symbolic"`."""
+        """Return the arguments of the cost model `time`, or None with `cost_model="symbolic"`."""
         if self.cost_model != "time":
             return None
         return Pricing(
@@ -314,7 +322,7 @@ class PlanOptions(KeywordOptions):
 
 
 def _parse_hsdp(hsdp: Any) -> OptimizerParallel | None:
-    # False as well as None, so that scripts can pass the value of a flag.
+    # False is accepted besides None, so that scripts can pass the value of a flag.
     if hsdp is None or hsdp is False:
         return None
     if hsdp is True:

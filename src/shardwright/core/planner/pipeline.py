@@ -1,4 +1,4 @@
-"""`sw.Pipeline`, and the stages and micro-batches of a plan."""
+"""`sw.Pipeline`, and the `PipelineSpec` of a plan from its options."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from shardwright.errors import StrategyError
 
 
 class Pipeline(ModuleWrapper):
-    """A model to be run in pipeline stages on micro-batches.
+    """A model to run in pipeline stages on micro-batches.
 
-    It has the parameters, buffers and parameter names of `net`. `sw.plan` divides it into stages;
-    before that, a call returns the loss that a planned step trains, on one device.
+    A `Pipeline` has the parameters, buffers and parameter names of `net`. `sw.plan` divides the
+    model into stages; before that, a call returns the loss that a planned step trains, on one
+    device.
 
     Args:
         net: model that returns its loss.
@@ -48,7 +49,10 @@ class Pipeline(ModuleWrapper):
     ) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
-            raise StrategyError(f"Pipeline: `net` must be an nn.Module, not {net!r}")
+            raise StrategyError(
+                f"Pipeline: `net` must be an nn.Module, not {type(net).__name__}\n"
+                "pass the model itself"
+            )
         if not COUNT.accepts(micro_batches):
             raise StrategyError(COUNT.error("micro_batches", micro_batches))
         if loss_reduction not in REDUCTIONS:
@@ -66,8 +70,8 @@ class Pipeline(ModuleWrapper):
         return self._wrapped[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # The reference that plans are compared with. The loss of the batch is no mean of those of
-        # micro-batches where they divide by different numbers.
+        # Plans are compared with this loss. The mean of the losses of micro-batches would be
+        # another loss if they divide by different numbers.
         results = []
         count = self.micro_batches if self.loss_reduction == "sum" else 1
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -85,22 +89,22 @@ class Pipeline(ModuleWrapper):
 
 
 def merged_options(options: PlanOptions, pipeline: Pipeline) -> PlanOptions:
-    """Return the options of `plan` with the micro-batches and stages of its `Pipeline`.
+    """Return `options` with the micro-batches and the `stage_config` of `pipeline`.
 
     Raises:
-        StrategyError: if options and pipeline contradict each other.
+        StrategyError: if `options` and `pipeline` contradict each other.
     """
-    # 1 is the default of the option, so it cannot be told from no request.
+    # 1 is the default of the option, so that it may not have been requested.
     if options.micro_batches not in (1, pipeline.micro_batches):
         raise StrategyError(
             f"micro_batches={options.micro_batches} contradicts Pipeline(net,"
-            f" micro_batches={pipeline.micro_batches})\nremove one of the two"
+            f" micro_batches={pipeline.micro_batches})\nremove micro_batches from plan"
         )
     if pipeline.stage_config is None:
         return replace(options, micro_batches=pipeline.micro_batches)
     if options.stage_config is not None:
         raise StrategyError(
-            "stage_config is given twice, to plan and to Pipeline\nremove one of the two"
+            "stage_config is given twice, to plan and to Pipeline\nremove it from one of them"
         )
     return replace(
         options, micro_batches=pipeline.micro_batches, stage_config=pipeline.stage_config
@@ -114,14 +118,16 @@ def pipeline_spec(
     loss_reduction: str,
     batch_dims: SampleDims = (),
 ) -> PipelineSpec:
-    """Build the pipeline of a captured model.
+    """Return the `PipelineSpec` of a captured model.
 
     Operators are assigned to chunks only if `stage_config` is given; otherwise `chunk_of` is empty,
-    and stages are balanced after the search, which decides how long operators take.
+    and stages are balanced after the search, as the time of an operator depends on its cuts.
 
     Args:
         modules: module names that are valid in `stage_config` although they have no operators.
-        batch_dims: of each leaf of the call; empty for dimension 0.
+        loss_reduction: reduction over the losses of micro-batches, `mean` or `sum`.
+        batch_dims: sample dimension of each leaf of the model's arguments; empty if it is 0 for
+            all.
 
     Raises:
         StrategyError: if the requested stages are invalid.
@@ -137,7 +143,7 @@ def pipeline_spec(
         if options.stages not in (1, stages):
             raise StrategyError(
                 f"stages={options.stages}, but stage_config has {stages} stages\n"
-                "remove one of the two"
+                "remove stages, or change stage_config"
             )
         _check_pipeline_sizes(options, stages)
     else:
@@ -148,7 +154,7 @@ def pipeline_spec(
         chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
         chunk_of = {}
     count = options.num_micro_batches
-    # Without stages there is nothing to schedule: the schedule keeps its default in plans.
+    # A single stage needs no schedule, so plans have the default schedule.
     if stages == 1:
         return PipelineSpec(1, count, loss_reduction=loss_reduction, batch_dims=batch_dims)
     return PipelineSpec(
@@ -157,17 +163,17 @@ def pipeline_spec(
 
 
 def _check_pipeline_sizes(options: PlanOptions, stages: int) -> None:
-    """Check that the numbers of devices, stages and micro-batches suit each other.
+    """Check that devices can be divided into `stages` and that the schedule can run micro-batches.
 
     Raises:
-        StrategyError: if they do not; names valid numbers.
+        StrategyError: if not; the message contains valid numbers.
     """
     devices, count = options.devices, options.num_micro_batches
     if devices % stages:
         valid = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
         raise StrategyError(
             f"{devices} devices cannot be divided into {stages} stages of equal size\n"
-            f"valid numbers of stages are {valid}"
+            f"use one of these numbers of stages: {valid}"
         )
     if count < stages:
         raise StrategyError(
@@ -180,5 +186,6 @@ def _check_pipeline_sizes(options: PlanOptions, stages: int) -> None:
         near = sorted(sorted(near, key=lambda n: abs(n - count))[:4])
         raise StrategyError(
             f"schedule {options.schedule!r} over {stages} stages cannot run {count} micro-batches"
-            f" in rounds of equal length\nthe nearest valid numbers are {', '.join(map(str, near))}"
+            f" in rounds of equal length\nuse one of the nearest valid numbers:"
+            f" {', '.join(map(str, near))}"
         )

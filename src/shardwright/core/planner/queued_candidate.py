@@ -1,4 +1,5 @@
-"""Candidates in the queue of the memory search, and the recomputation with which they may fit."""
+"""Candidates in the queue of the search under a memory limit, with the recomputation they may
+need."""
 
 from __future__ import annotations
 
@@ -20,15 +21,18 @@ class QueuedCandidate:
     """A candidate that may need recomputation to fit, with the memory bounds found so far.
 
     Args:
-        min_memory: lower bound of each stage in bytes per device, with any recomputation.
-        must_recompute: whether it does not fit without recomputation, by an estimate or a dry run.
+        attempt: attempt whose search returned the candidate.
+        min_memory: lower bound on the memory of each stage, in bytes per device, whatever is
+            recomputed.
+        must_recompute: whether an estimate or a dry run showed that the candidate does not fit
+            without recomputation.
         recompute_search: search for the least recomputation that fits; None before it has begun.
-        trust_estimate: whether an estimate may replace the dry run with everything recomputed.
-        fits: whether `candidate` fits, as dry runs have shown.
-        block_depth: depth in the module tree whose blocks do not free enough; None if no depth has
-            been found not to.
-        min_recomputed_memory: lower bound with all blocks at `block_depth` recomputed, in bytes per
-            device.
+        trust_estimate: whether an estimate may replace the dry run with all blocks recomputed.
+        fits: whether dry runs showed that the candidate fits.
+        block_depth: depth of the module tree at which recomputed blocks do not free enough memory;
+            None if the entry is not for one depth.
+        min_recomputed_memory: lower bound on memory with all blocks at `block_depth` recomputed, in
+            bytes per device.
     """
 
     attempt: Attempt
@@ -43,7 +47,7 @@ class QueuedCandidate:
 
     @property
     def lower_bound(self) -> int:
-        """Lower bound on the memory of the largest stage, in bytes per device."""
+        """Lower bound on the memory of the stage that needs the most, in bytes per device."""
         return max(self.min_recomputed_memory, *self.min_memory)
 
 
@@ -52,11 +56,11 @@ class RecomputeCache:
     """Recomputation levels shared by candidates, and ratios of measured to estimated memory.
 
     Args:
-        levels_by_cuts: recomputation levels, by device matrix, cuts, stages and schedule.
-        depths_by_chunks: groups of depths in the module tree (`RecomputeBlocks.depths`), by number
+        levels_by_cuts: recomputation levels, by device matrix, cuts, number of stages and schedule.
+        depths_by_chunks: groups of depths of the module tree (`RecomputeBlocks.depths`), by number
             of chunks.
-        measured_ratios: largest ratio of measured to estimated peak memory, by number of stages,
-            schedule and ZeRO level.
+        measured_ratios: largest ratio of measured to estimated peak memory so far, by number of
+            stages, schedule and ZeRO level.
     """
 
     levels_by_cuts: dict[object, RecomputeLevels] = field(default_factory=dict)
@@ -72,7 +76,7 @@ class RecomputeCache:
             if options.cluster is not None:
                 dtype = graph.compute_dtype or torch.float32
                 prices = RecomputePrices.on(options.resolved_cluster, dtype)
-            # Shared by all cuts with as many chunks, as finding depths takes an estimate for each.
+            # All cuts with as many chunks share depths, as each depth takes an estimate to find.
             recompute_levels = RecomputeLevels(
                 graph,
                 candidate.mesh,
@@ -86,10 +90,10 @@ class RecomputeCache:
         return self.levels_by_cuts[key]
 
     def search(self, queued: QueuedCandidate, depth: int, limit: int) -> RecomputeSearch:
-        """Return the search for the least recomputation that fits, with blocks at a depth in the
-        module tree.
+        """Return a search for the least recomputation with which a candidate fits.
 
         Args:
+            depth: depth of the module tree at which modules are recomputed as blocks.
             limit: memory limit in bytes per device.
         """
         candidate = queued.candidate
@@ -106,7 +110,8 @@ class RecomputeCache:
             queued.min_memory,
             max_peak_ratio(ratio) if queued.trust_estimate else None,
         )
-        # The largest ratio so far: a smaller one could accept estimates of plans that do not fit.
+        # The largest ratio so far: with a smaller ratio, estimates could accept plans that do not
+        # fit.
         if not recompute_search.estimate_fits:
             self.measured_ratios[ratio_key] = max(ratio or 0.0, recompute_search.measured_ratio)
         return recompute_search
@@ -115,7 +120,7 @@ class RecomputeCache:
 def memory_and_time_key(candidate: Candidate, attempt: Attempt) -> object:
     """Return a hashable key that is equal for candidates with equal memory and step time."""
     decisions = candidate.decisions
-    # A sharding level that shards nothing, as on one device, makes no difference.
+    # A ZeRO level that shards no parameter, as on one device, makes no difference.
     level = decisions.sharding if candidate.shards_storage else None
     storage = tuple(sorted(decisions.storage.items())), level
     pipeline = candidate.pipeline.stages, candidate.pipeline.schedule

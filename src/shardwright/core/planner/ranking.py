@@ -1,5 +1,5 @@
-"""Rank the fastest plan of each kind that a search finds, with the reasons why other kinds have
-none."""
+"""Rank the fastest plan of each kind that a search finds, with reasons why other kinds have no
+plan."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardwright.errors import StrategyError
 
 
 def kind_of_candidate(candidate: Candidate) -> PlanKind:
-    """Return the kind of a candidate's plan.
+    """Return the kind of the plan of `candidate`.
 
-    Its ZeRO level is empty if every parameter is stored as it is used, whatever level was
-    requested.
+    The ZeRO level of the kind is empty if every parameter is stored as operators use it, whatever
+    level was requested.
     """
     pipeline, decisions = candidate.pipeline, candidate.decisions
     sharding = decisions.sharding if candidate.shards_storage else None
@@ -39,12 +39,12 @@ def requested_kind(options: PlanOptions) -> PlanKind:
 
 @dataclass
 class Ranking:
-    """Results of the searches for one number of micro-batches after another.
+    """The fastest candidate of each kind, over searches with different numbers of micro-batches.
 
     Args:
-        top: number of kinds to return plans of.
+        top: number of kinds whose fastest plans are returned.
         fastest: fastest candidate of each kind.
-        left_out: reason why a kind has no plan.
+        left_out: reason why a kind has no plan, for each kind without one.
     """
 
     top: int
@@ -52,12 +52,12 @@ class Ranking:
     left_out: dict[PlanKind, LeftOut] = field(default_factory=dict)
 
     def add(self, candidate: Candidate) -> None:
-        """Record a candidate unless its kind has one."""
+        """Record `candidate` unless its kind has a candidate already."""
         # The search yields candidates in ascending order of step time.
         self.fastest.setdefault(kind_of_candidate(candidate), candidate)
 
     def wants(self, kinds: Iterable[PlanKind]) -> bool:
-        """Whether one of `kinds` has no candidate yet and fewer than `top` kinds have one.
+        """Whether a kind among `kinds` has no candidate, and fewer than `top` kinds have one.
 
         Args:
             kinds: kinds with the same number of micro-batches.
@@ -72,13 +72,14 @@ class Ranking:
         return sum(kind.micro_batches == micro_batches for kind in self.fastest) < self.top
 
     def leave_out(self, kind: PlanKind, reason: LeftOut) -> None:
-        """Record why a kind has no plan, unless a smaller reason is recorded; see `LeftOut`."""
+        """Record `reason` why a kind has no plan, unless a smaller reason (`LeftOut`) is
+        recorded."""
         recorded = self.left_out.get(kind)
         if recorded is None or reason < recorded:
             self.left_out[kind] = reason
 
     def ranked(self) -> RankedPlans:
-        """Return the `top` fastest plans, and why each other kind is not among them."""
+        """Return the `top` fastest plans, and the reason why each other kind is not among them."""
         order = sorted(
             self.fastest.items(), key=lambda entry: (entry[1].seconds, entry[0].micro_batches)
         )
@@ -88,15 +89,15 @@ class Ranking:
         return RankedPlans(plans, left_out)
 
     def _has(self, kind: PlanKind) -> bool:
-        """Whether the kind has a candidate, with or without recomputation."""
+        """Whether `kind` has a candidate, with or without recomputation."""
         return any(ranked.requested == kind.requested for ranked in self.fastest)
 
 
 def options_to_rank(options: PlanOptions) -> PlanOptions:
-    """Return the options with which plans are ranked.
+    """Return `options` changed for a ranking of plans.
 
-    The memory limit defaults to the memory of the cluster's devices, and all values of
-    `mem_coeff="auto"` compete, while `plan` takes the smallest one that fits.
+    The memory limit defaults to the device memory of the cluster, and all values of
+    `mem_coeff="auto"` compete, while `plan` takes the smallest value that fits.
 
     Raises:
         StrategyError: if there is no cluster.

@@ -1,4 +1,4 @@
-"""Valid values of options: a phrase for errors and a predicate, for keywords and files alike."""
+"""Valid values of options, for keyword arguments and configuration files: a predicate and texts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Requirement:
     """Constraint on the value of an option, given in the `Annotated` type of its field.
 
     Args:
-        words: valid values as a phrase that follows "expected" in errors of configuration files.
-        accepts: returns whether a value is valid. None is valid if the option's type includes it.
+        words: phrase for the valid values, which follows "expected" in errors of configuration
+            files.
+        accepts: predicate that is true for valid values.
         hint: phrase that follows `option=value: ` in errors of keyword arguments.
     """
 
@@ -64,14 +65,17 @@ def is_positive(value: Any) -> bool:
 
 
 def parse_bytes(size: int | str) -> int | None:
-    """Parse a number of bytes or a text such as `24GiB`; None if it is neither."""
+    """Return the bytes of a number or of a text such as `24GiB`; None if `size` is neither."""
     number = quantity(size, BYTES)
     return int(number) if number is not None and number >= 1 else None
 
 
 @cache
 def requirements(options: type) -> dict[str, Requirement]:
-    """Return the requirements of the annotated fields of an options class, by field name."""
+    """Return the requirements of the annotated fields of an options class, by field name.
+
+    A field whose type includes None accepts None too.
+    """
     by_name: dict[str, Requirement] = {}
     for name, hint in get_type_hints(options, include_extras=True).items():
         if get_origin(hint) is Annotated:

@@ -12,7 +12,7 @@ Nouns of a search, from small to large:
     candidate   decisions with their predicted step time; the best becomes the plan
     bound       lower bound on the seconds of all candidates with some property
 
-Decided:
+Decision variables:
 
     c[o, a] in F(o) + {none}      the factor that operator o cuts over axis a
     s[p]    a layout              how parameter p is stored

@@ -29,7 +29,7 @@ def align_axis_splits(
 ) -> Iterator[CutsOfGraph]:
     """Yield, for each split position that occurs, the cuts with all splits moved to it.
 
-    Operators whose sizes are not divisible by the moved cuts keep their own. Yields nothing if
+    Operators whose sizes are not divisible by the moved cuts keep their cuts. Yields nothing if
     there are fewer than two positions.
 
     Args:
@@ -56,21 +56,21 @@ def align_axis_splits(
 
 
 def _axes_in_group(cuts: Cuts, group: Axes) -> dict[str, Axes]:
-    """Return the axes of `group` that cut each factor; factors in the order of their first axes."""
+    """Map each factor that axes of `group` cut to these axes, ordered by first axis."""
     parts = {f: tuple(axis for axis in axes if axis in group) for f, axes in cuts.items()}
     return dict(sorted(((f, p) for f, p in parts.items() if p), key=lambda part: part[1]))
 
 
 def _split_position(cuts: Cuts, group: Axes) -> int:
-    """Return the number of axes of `group` before the split; 0 unless two factors split all of
-    `group`."""
+    """Return how many leading axes of `group` cut the first of two factors, if the second has all
+    other axes of `group`; else 0."""
     parts = list(_axes_in_group(cuts, group).values())
     return len(parts[0]) if len(parts) == 2 and parts[0] + parts[1] == group else 0
 
 
 def _split_at(cuts: Cuts, group: Axes, position: int) -> dict[str, Axes]:
-    """Return `cuts` with the first `position` axes of `group` given to the first of the two
-    factors, and the others to the second."""
+    """Return `cuts` with `group` split at `position`: its first `position` axes cut the first of
+    the two factors that share `group`, and the remaining axes cut the second."""
     first, second = _axes_in_group(cuts, group)
     split = {first: group[:position], second: group[position:]}
     return {

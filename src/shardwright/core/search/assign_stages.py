@@ -25,8 +25,8 @@ from shardwright.core.rules import rule_of
 from shardwright.errors import StrategyError
 
 TOLERANCE = 0.1
-"""Allowed excess of the largest chunk's work over the smallest possible, as a fraction of the
-latter, in order to send fewer bytes."""
+"""Fraction by which the work of the largest chunk may exceed its minimum, in order to send fewer
+bytes between chunks."""
 
 SECONDS_TOLERANCE = 0.01
 """`TOLERANCE` for work in seconds, which is more precise: every micro-batch waits for the slowest
@@ -88,7 +88,7 @@ def _chunk_boundaries(graph: Graph) -> list[int]:
 def operator_work(graph: Graph) -> list[float]:
     """Return for each operator its multiply-adds plus the elements of its parameters.
 
-    A parameter that several operators read counts for the first of them.
+    A parameter that several operators read counts only for the first of these operators.
     """
     counted_parameters = set()
     work = []
@@ -104,7 +104,7 @@ def operator_work(graph: Graph) -> list[float]:
 def _multiply_adds(op: Op) -> int:
     """Return the product of the sizes of all factors of a main operator; 0 for other operators.
 
-    A token passes through only some experts, so their work is that of balanced routing.
+    Experts count as if all got equally many tokens, as each token passes through only some experts.
     """
     rule = rule_of(op)
     if rule is None or rule.main is None:
@@ -121,18 +121,18 @@ def _multiply_adds(op: Op) -> int:
 
 
 def _min_largest_chunk(total: Sequence[float], weights: Sequence[float], count: int) -> float:
-    """Return the smallest possible weight of the heaviest of `count` contiguous chunks.
+    """Return the minimum, over all divisions into `count` chunks, of the largest chunk's work.
 
-    By bisection, to a relative precision of 1e-6.
+    Bisects to a relative precision of 1e-6.
 
     Args:
-        total: work in front of each position.
+        total: prefix sums of `weights`: the work before each position.
         weights: work between each position and the next.
     """
     low, high = max(max(weights), total[-1] / count), total[-1]
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        # Filling each chunk up to the limit needs the fewest chunks for it.
+        # Filling each chunk up to the limit gives the fewest chunks that respect it.
         chunks, filled = 1, 0.0
         for weight in weights:
             if filled + weight > middle:
@@ -143,7 +143,7 @@ def _min_largest_chunk(total: Sequence[float], weights: Sequence[float], count: 
 
 
 def _crossing_bytes(graph: Graph) -> list[int]:
-    """Return for each position the bytes of the values computed before it and read after it.
+    """Return for each position the bytes of the values computed before and read after the position.
 
     Position `i` is in front of operator `i`.
     """
@@ -166,12 +166,13 @@ def _crossing_bytes(graph: Graph) -> list[int]:
 def _cheapest_chunk_ends(
     total: Sequence[float], crossing: Sequence[int], count: int, limit: float
 ) -> list[int]:
-    """Return the end of each of `count` chunks with the fewest crossing bytes.
+    """Return the end position of each of `count` chunks, with the fewest bytes between chunks.
 
-    By dynamic programming over chunk ends. Every chunk has work, and none more than `limit`.
+    Uses dynamic programming over chunk ends. The work of every chunk is above 0 and at most
+    `limit`.
 
     Args:
-        total: work in front of each position.
+        total: work before each position.
         crossing: bytes that cross each position.
     """
     num_positions = len(total)
@@ -195,27 +196,28 @@ def _cheapest_chunk_ends(
 def _cheapest_chunk_starts(
     total: Sequence[float], least_bytes: Sequence[float], chunks: int, limit: float
 ) -> list[int]:
-    """Return for each end of a chunk the cheapest valid start; ties go to the first.
+    """Return for each chunk end the valid start with the least `least_bytes`; ties go to the first.
 
     A minimum over a sliding window: as ends advance, so do the starts within `limit`. The queue
     holds the starts that may still become the cheapest, in order of cost.
 
     Args:
-        total: work in front of each position.
-        least_bytes: for each start the fewest bytes that cross the ends of all chunks before it.
-        chunks: the number of chunks from this one on, which must hold the remaining work.
+        total: work before each position.
+        least_bytes: for each start the fewest bytes that cross the ends of all earlier chunks.
+        chunks: number of chunks from this chunk on, over which the remaining work is divided.
+        limit: maximum work of a chunk.
 
     Returns:
-        -1 for an end without a valid start.
+        One position per end; -1 for an end without a valid start.
     """
-    # Differences of running totals round otherwise than the sums that gave the limit.
+    # Differences of prefix sums round differently from the sums that gave the limit.
     max_weight = limit * (1 + 1e-9)
     candidates: deque[int] = deque()
     starts, start = [], 0
     for weight in total:
         # Strictly less: from a start with an equal total on, the chunk would have no work.
         while total[start] < weight:
-            # Starts that leave later chunks more work than they can hold lead nowhere.
+            # A start is infeasible if the remaining chunks cannot take all remaining work.
             is_reachable = least_bytes[start] < float("inf")
             if is_reachable and total[-1] - total[start] <= chunks * max_weight:
                 # A later start that is cheaper outlives earlier ones in the window. Strictly
@@ -249,7 +251,8 @@ def named_stages(
         stage_config: stage index of each module. Stages must ascend in the order of execution. With
             several chunks per stage they repeat (0, 1, 0, 1) or come back (0, 1, 1, 0), as the
             schedule requires.
-        modules: valid names besides those of modules with operators or parameters.
+        modules: names of modules that `stage_config` may also contain, although they have neither
+            operators nor parameters.
 
     Raises:
         StrategyError: if a name is not that of a module, a module with parameters is left out, or
@@ -302,7 +305,8 @@ def _num_stages(stage_config: StageConfig) -> int:
     for name, stage in stage_config.items():
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
             raise StrategyError(
-                f"stage_config[{name!r}]={stage!r}: a stage must be an integer of at least 0"
+                f"stage_config[{name!r}]={stage!r}: a stage must be an integer of at least 0\n"
+                "use indices of stages from 0 to the number of stages - 1"
             )
     if not stage_config:
         raise StrategyError("stage_config is empty\nname the modules of each stage, or omit it")
@@ -318,7 +322,8 @@ def _num_stages(stage_config: StageConfig) -> int:
 
 
 def _stage_of_module(path: str, stage_config: StageConfig) -> int | None:
-    """Return the stage of the longest configured name that is a prefix of `path`, or None."""
+    """Return the stage index of the longest key of `stage_config` that is a prefix of the module
+    name `path`, or None."""
     words = path.split(".")
     for length in range(len(words), 0, -1):
         name = ".".join(words[:length])
@@ -348,10 +353,11 @@ def _check_parameters(graph: Graph, stage_config: StageConfig) -> None:
 def _assign_chunks(
     graph: Graph, runs: list[tuple[int, list[Op]]], stages: int, schedule: ScheduleSpec
 ) -> tuple[dict[str, int], int]:
-    """Return the chunk of each operator in a named module, and the number of chunks per stage.
+    """Return the chunk index of each operator in `runs`, by name, and the chunks per stage.
 
     Args:
-        runs: the stages in the order of execution, each with its consecutive operators.
+        runs: runs of consecutive operators of one stage, as (stage index, operators), in the order
+            of execution.
     """
     if schedule.v_shaped:
         runs = _split_last_stage(graph, runs, stages)
@@ -361,7 +367,7 @@ def _assign_chunks(
     if order != required:
         raise StrategyError(
             f"stage_config: the modules run through stages {_first_stages(order)} in the order of"
-            f" execution\nwith schedule {schedule.name!r} the order must be"
+            f" execution\nfor schedule {schedule.name!r} the order must be"
             f" {_first_stages(required)}"
         )
     return {op.name: chunk for chunk, (_, ops) in enumerate(runs) for op in ops}, (
@@ -378,8 +384,8 @@ def _split_last_stage(
 ) -> list[tuple[int, list[Op]]]:
     """Split the operators of the last stage of a V-shaped schedule into its two chunks.
 
-    The two chunks follow each other, so `stage_config` cannot tell where the second begins. The
-    split is between the two modules at which the work is most nearly equal.
+    The two chunks follow each other, so `stage_config` cannot say where the second begins. The
+    split is at the module boundary that divides the work most nearly in half.
     """
     work = dict(zip((op.name for op in graph.ops), operator_work(graph), strict=True))
     result = []
@@ -395,7 +401,7 @@ def _split_last_stage(
 
 
 def _repeated_stages_hint() -> str:
-    """Return the remedy for repeated stages: the schedules with several chunks per stage."""
+    """Return the line of a message that lists the schedules in which stages repeat, with orders."""
     schedules = []
     for schedule in SCHEDULES.values():
         if schedule.chunked:
@@ -413,6 +419,7 @@ def _check_ascending(graph: Graph, chunk_of: Mapping[str, int], pipeline: Pipeli
             early = pipeline.stage_of(chunk_of[op.name])
             late = pipeline.stage_of(chunk_of[producer.name])
             raise StrategyError(
-                f"stages must ascend in the order of execution: {op.name} is in stage {early}, but"
-                f" reads the output of {producer.name} in stage {late}\n{_repeated_stages_hint()}"
+                f"stages must ascend in the order of execution: {op.name!r} is in stage {early},"
+                f" but reads the output of {producer.name!r} in stage {late}\n"
+                f"{_repeated_stages_hint()}"
             )

@@ -1,4 +1,4 @@
-"""Modes without a search: data parallelism, pinned operators plus data parallelism, no cuts."""
+"""Modes without a search: data parallel, data parallel except for pinned operators, and no cuts."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
 
 
 def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> CutsOfGraph:
-    """Return the pinned cuts, with all other operators data parallel.
+    """Return the cuts in `pinned`, and data-parallel cuts of all other operators.
 
-    A batch size that is not divisible by all devices is cut over as many axes as divide it,
-    outermost first. Operators that do not depend on the batch are replicated. Redistributions
+    A batch size that is not divisible by the number of devices is cut over as many axes as divide
+    it, outermost first. Operators that do not depend on the batch are replicated. Redistributions
     connect operators with different cuts.
     """
     cuts = _data_parallel_cuts(index_graph(graph), mesh)
@@ -75,7 +75,7 @@ class DataParallel(SearchMode):
 
 
 class SemiAuto(SearchMode):
-    """Pinned operators with their cuts, all others data parallel."""
+    """Pinned operators keep the cuts of the user; all other operators are data parallel."""
 
     name: ClassVar[str] = "semi_auto"
 

@@ -27,9 +27,11 @@ from shardwright.core.search.request import Pricing
 
 COMMUNICATION, BATCH, MEM_COEFF = "communication", "batch", "mem_coeff"
 KNOBS = (COMMUNICATION, BATCH, MEM_COEFF)
+"""Quantities whose multipliers may change a choice: the seconds of all communication, the batch
+size and `mem_coeff`."""
 
 MAX_SCALE = 64.0
-"""The largest scale of a knob that is tried; the smallest is its inverse."""
+"""Largest multiplier of a knob that is tried; the smallest is its inverse."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,12 @@ class OtherChoice:
     """A factor that an operator could cut over an axis instead of the chosen one.
 
     Args:
-        factor: the factor that is cut over the axis; empty for no cut.
-        cost: its objective minus that of the chosen factor, in seconds per step, or the difference
-            of the symbolic costs; below 0 if it is cheaper.
-        turns: for each knob (time of all communication, batch size, `mem_coeff`) the scale nearest
-            to 1 at which the alternative is as cheap as the chosen factor. Knobs without such a
-            scale between `1 / MAX_SCALE` and `MAX_SCALE` are missing.
+        factor: name of the factor that is cut over the axis; empty for no cut.
+        cost: cost of this choice minus that of the chosen factor, in seconds per step or as
+            symbolic costs; below 0 if this choice is cheaper.
+        turns: for each knob in `KNOBS` the multiplier nearest to 1 that makes this choice cheaper
+            than the chosen factor. A knob is missing if no multiplier between `1 / MAX_SCALE` and
+            `MAX_SCALE` does.
     """
 
     factor: str
@@ -52,12 +54,14 @@ class OtherChoice:
 
 @dataclass(frozen=True)
 class AxisChoice:
-    """The choice of equal operators on one axis, with its alternatives.
+    """The factor that equal operators cut over one axis, with its alternatives.
 
     Args:
-        operators: names of the operators. Costs in seconds are sums over all of them, symbolic
-            costs those of one.
-        chosen: the factor that is cut; empty for no cut.
+        operators: names of the operators. Costs in seconds are sums over all of these operators;
+            symbolic costs are those of one operator.
+        axis: name of the mesh axis.
+        chosen: name of the factor that is cut over the axis; empty for no cut.
+        alternatives: all other valid choices, the cheapest first.
         symbolic: whether costs are symbolic rather than seconds.
     """
 
@@ -69,8 +73,8 @@ class AxisChoice:
 
 
 Cost = Callable[[str, Mapping[str, float]], float]
-"""Returns the cost of cutting a factor, given the scale of each knob; missing knobs have scale
-1."""
+"""A function from the name of the factor that is cut (empty for no cut), and the multiplier of each
+knob (1 if missing), to the cost."""
 
 
 def choices(
@@ -80,9 +84,11 @@ def choices(
     pricing: Pricing | None,
     mem_coeff: float,
 ) -> tuple[AxisChoice, ...]:
-    """Return the choices of all main operators with their alternatives.
+    """Return the choices of all main operators on all axes, with their alternatives.
 
-    Costs are seconds if `pricing` is given, else symbolic.
+    Args:
+        pricing: cluster and settings for costs in seconds; None for symbolic costs.
+        mem_coeff: weight of the memory of parameters.
     """
     if pricing is None:
         return tuple(_symbolic_choices(graph, mesh, decisions, mem_coeff))
@@ -102,32 +108,32 @@ def _build_axis_choice(
     alternatives = []
     for factor in other_factors:
         added_cost = cost(factor, {}) - chosen_cost
-        scales = (
-            {knob: _break_even_scale(cost, chosen, factor, knob) for knob in knobs}
+        multipliers = (
+            {knob: _break_even_multiplier(cost, chosen, factor, knob) for knob in knobs}
             if added_cost > 0
             else {}
         )
-        scales_found = {knob: scale for knob, scale in scales.items() if scale is not None}
-        alternatives.append(OtherChoice(factor, added_cost, scales_found))
+        turns = {knob: value for knob, value in multipliers.items() if value is not None}
+        alternatives.append(OtherChoice(factor, added_cost, turns))
     ranked = sorted(alternatives, key=lambda each: each.cost)
     return AxisChoice(names, axis, chosen, tuple(ranked), symbolic)
 
 
-def _break_even_scale(cost: Cost, chosen: str, factor: str, knob: str) -> float | None:
-    """Return the scale nearest to 1 at which `factor` is cheaper than `chosen`, by bisection.
+def _break_even_multiplier(cost: Cost, chosen: str, factor: str, knob: str) -> float | None:
+    """Return the multiplier of `knob` nearest to 1 that makes `factor` cheaper than `chosen`.
 
     Returns:
-        None if there is no such scale up to `MAX_SCALE`.
+        None if no multiplier between `1 / MAX_SCALE` and `MAX_SCALE` does.
     """
 
-    def is_cheaper(scale: float) -> bool:
-        return cost(factor, {knob: scale}) < cost(chosen, {knob: scale})
+    def is_cheaper(multiplier: float) -> bool:
+        return cost(factor, {knob: multiplier}) < cost(chosen, {knob: multiplier})
 
-    scale_limit = 1.0
-    while scale_limit < MAX_SCALE:
-        scale_limit *= 2
-        # Up and down by factors of two, so that the scale nearest to 1 is found.
-        for low, high in ((scale_limit / 2, scale_limit), (2 / scale_limit, 1 / scale_limit)):
+    largest = 1.0
+    while largest < MAX_SCALE:
+        largest *= 2
+        # Up and down by factors of two, so that the multiplier nearest to 1 is found.
+        for low, high in ((largest / 2, largest), (2 / largest, 1 / largest)):
             if is_cheaper(high):
                 # In log space: 12 halvings of a factor of two leave an error of 0.02%.
                 for _ in range(12):
@@ -140,8 +146,12 @@ def _break_even_scale(cost: Cost, chosen: str, factor: str, knob: str) -> float 
 def _alternative_cuts(
     op_type: OpType, cuts: Cuts, mesh: DeviceMatrix, axis: int
 ) -> Iterator[tuple[str, Cuts]]:
-    """Yield each factor that may be cut over `axis`, and "" for no cut, with the operator's new
-    cuts."""
+    """Yield ("", cuts without `axis`), then (factor, cuts with `axis` on that factor) for each
+    factor that `axis` may cut.
+
+    Args:
+        cuts: present cuts of the operator.
+    """
     current_factors = factor_of_axis(cuts)
     other_axes = {a: factor for a, factor in current_factors.items() if a != axis}
     yield "", axes_of_factors(other_axes)
@@ -151,7 +161,7 @@ def _alternative_cuts(
         if any(pair <= {*new_cuts} for pair in pairs):
             continue
         if limit % mesh.size(new_cuts[factor]) == 0:
-            # The chosen cuts unchanged: a pin may order the axes of a factor otherwise than
+            # The chosen cuts are unchanged: a pin may order the axes of a factor otherwise than
             # outermost first.
             yield factor, cuts if current_factors.get(axis) == factor else new_cuts
 
@@ -189,8 +199,8 @@ def _choices_by_time(
     for index, variable in enumerate(problem.variables):
         if not variable.op_type.is_main:
             continue
-        # The objective is a sum over operators and edges up to the overlap of communication, which
-        # is why total costs are compared and not those around the operator.
+        # Because communication overlaps computation, the objective is no sum over operators and
+        # edges. So costs of the whole model are compared, not those around the operator.
         other_cost = total_cost.plus(cost_around(index, variable, cuts[index]), -1)
         for axis, name in enumerate(mesh.alias_names):
             alternatives = dict(_alternative_cuts(variable.op_type, cuts[index], mesh, axis))
@@ -216,11 +226,11 @@ def _choices_by_time(
 def _scale_cost(
     cost: ObjectiveCost, knobs: Mapping[str, float], parameter_scale: float
 ) -> ObjectiveCost:
-    """Return `cost` with the seconds of communication, batch and parameters scaled.
+    """Return `cost` with its terms multiplied.
 
     Args:
-        knobs: scales of communication and batch size; missing knobs have scale 1.
-        parameter_scale: scale of the seconds of parameters.
+        knobs: multipliers of communication and batch size; missing knobs have multiplier 1.
+        parameter_scale: multiplier of the seconds of gathering, reducing and updating parameters.
     """
     links, batch = knobs.get(COMMUNICATION, 1.0), knobs.get(BATCH, 1.0)
     # A larger batch computes and sends more activations, but gathers, reduces and updates the same
@@ -242,13 +252,14 @@ def _symbolic_choices(
     indexed = index_graph(graph)
     recursions: dict[float, Recursion] = {}
     for axis, name in enumerate(mesh.alias_names):
-        shard_counts, choice = _state_without_axis(indexed, mesh, decisions, axis)
+        shard_counts, choice = _shard_counts_and_choices(indexed, mesh, decisions, axis)
         level = AxisLevel(indexed, shard_counts, mesh.device_matrix[axis])
         level.choice = choice
         equal_ops: dict[object, list[int]] = {}
 
         def costs(op: int, scale: float, level: AxisLevel = level) -> dict[str, float]:
-            # One recursion for each scale, since it caches costs with its `mem_coeff`.
+            # One recursion for each multiplier, since a recursion caches costs with its
+            # `mem_coeff`.
             if scale not in recursions:
                 recursions[scale] = Recursion(indexed, mem_coeff * scale, "weight", None)
             recursion, factors = recursions[scale], indexed.op_types[op].factors
@@ -284,10 +295,13 @@ def _symbolic_choices(
 
 
 def _choices_with_undecided(level: AxisLevel, choice: list[int], op: int) -> list[int]:
-    """Return the choices on one axis as if `op` were the last to be decided.
+    """Return the choices on one axis with `op` undecided, as if it were decided last.
 
-    `op` is undecided, and so are the operators that would follow it, unless they follow another
-    main operator at the border of their region.
+    Operators that would follow `op` are undecided too, unless they follow another main operator at
+    the border of their region.
+
+    Args:
+        choice: decided choice of each operator on the axis.
     """
     graph = level.graph
     region, borders, queue = {op}, set[int](), deque([op])
@@ -309,10 +323,10 @@ def _choices_with_undecided(level: AxisLevel, choice: list[int], op: int) -> lis
     return level.choice
 
 
-def _state_without_axis(
+def _shard_counts_and_choices(
     indexed: IndexedGraph, mesh: DeviceMatrix, decisions: Decisions, axis: int
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return, as lists over operators, the number of shards of each factor over all axes but
+    """Return two lists over operators: the number of shards of each factor over all axes but
     `axis`, and the choice on `axis`."""
     shard_counts, choice = [], []
     for name, op_type in zip(indexed.names, indexed.op_types, strict=True):

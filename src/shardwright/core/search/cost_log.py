@@ -1,6 +1,6 @@
 """Log the cost of each choice of an operator in the wording of MindSpore's log.
 
-MindSpore's tutorials explain how to read it.
+MindSpore's tutorials explain how to read this log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from shardwright.core.search.indexed_graph import NO_CUT
 
 @dataclass(frozen=True, slots=True)
 class CutAlternative:
-    """A choice of an operator on one axis, with its cost; the indices are those of `OpType`."""
+    """A choice of an operator on one axis, with its cost.
+
+    Args:
+        factor: index of the factor in `OpType.factors`, or `NO_CUT`.
+        label: name of the factor in the log, such as `I-axis`.
+        operator_cost, redistribution_cost: seconds, or symbolic costs.
+    """
 
     factor: int
     label: str
@@ -35,10 +41,14 @@ def log_choice(
     chosen: CutAlternative,
     unit: str = "",
 ) -> None:
-    """Log the cost of each alternative and the chosen one.
+    """Log the cost of each alternative, and which alternative is chosen.
 
     Args:
-        unit: appended to each cost, such as " s"; empty for symbolic costs.
+        log: function that logs one line.
+        name: name of the operator.
+        axis: index of the axis, from 0.
+        axis_size: number of devices along the axis.
+        unit: text after each cost, such as " s"; empty for symbolic costs.
     """
     log(f"{name}, level {axis + 1} ({axis_size} devices along the axis)")
     for each in alternatives:

@@ -1,4 +1,4 @@
-"""The layouts that decided operators give to values, and the bytes of their redistributions."""
+"""Layouts of values at operators with decided cuts, and bytes of redistributing between them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from shardwright.core.search.nearby_cuts import layouts_of
 from shardwright.core.search.request import CutsOfGraph
 
 SharedRedistribution = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
-"""A redistribution: source layout, target layout, and the targets of other consumers, which may
-share its first steps."""
+"""A redistribution of a value: its source layout, its target layout, and the target layouts of
+other redistributions of the value that may share its first steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorContext:
-    """An input or output of an operator to decide, with its layouts at decided neighbors.
+    """A tensor that an undecided operator reads or computes, with its layouts at decided neighbors.
 
     Args:
         dims: the factor of each dim in the operator's rule.
-        is_parameter: whether it is a parameter, which is stored in the layout in which it is read.
-        initial_layout: the layout in which it is computed or passed in; None if that is not
+        differentiable: whether the tensor has a gradient.
+        is_parameter: whether the tensor is a parameter, which is stored as it is read.
+        initial_layout: the layout in which the tensor is computed or passed in; None if it is not
             decided, and for outputs of the operator.
-        consumer_layouts: the layouts in which other decided operators read it.
+        consumer_layouts: the layouts in which other decided operators read the tensor.
     """
 
     dims: Dims
@@ -52,9 +53,11 @@ class TensorContext:
     def redistribution_bytes(
         self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> int:
-        """Return the bytes of `steps` without reductions of partial sums and of gradients.
+        """Return the bytes that a device sends to redistribute from `source` to `target`.
 
-        Partial and varying axes count as replicated: they follow from an operator's own cuts.
+        Forward and backward count, without reductions of partial sums and of their gradients, which
+        follow from the cuts of a single operator, and without steps that redistributions to
+        `other_targets` share.
         """
         return self.communication_volume(
             without_partial(source),
@@ -65,20 +68,24 @@ class TensorContext:
     def communication_volume(
         self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> int:
-        """Return the bytes that a device sends for `steps`, forward plus backward."""
+        """Return the bytes that a device sends to redistribute from `source` to `target`.
+
+        Forward and backward count, without steps that redistributions to `other_targets` share.
+        """
         return sum(size for _, size in self.steps(source, target, other_targets))
 
     def steps(
         self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> list[tuple[RedistributionStep, int]]:
-        """Return the steps not shared with redistributions from `source` to `other_targets`.
+        """Return the steps from `source` to `target`, each with the bytes that a device sends.
 
-        Each step comes with the bytes that a device sends for it, forward plus backward.
+        Bytes are those of forward plus backward. The leading steps that a redistribution to one of
+        `other_targets` also runs are omitted.
         """
         path, sizes = self._steps_and_bytes(source, target)
         if not path:
             return []
-        # A program runs equal first steps of several redistributions of a value once.
+        # A program runs leading steps that several redistributions of a value share only once.
         num_shared = max(
             (_num_common_steps(path, self._steps_and_bytes(source, o)[0]) for o in other_targets),
             default=0,
@@ -96,7 +103,7 @@ class TensorContext:
 
 @lru_cache(maxsize=1 << 14)
 def without_partial(layout: TensorLayout) -> TensorLayout:
-    """Return the layout with its partial and varying axes replicated."""
+    """Return `layout` with its partial and varying axes replicated."""
     return replace(layout, partial=frozenset(), varying=frozenset())
 
 
@@ -108,8 +115,8 @@ def _steps_and_bytes(
     itemsize: int,
     differentiable: bool,
 ) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
-    """Return the steps of a redistribution, and the bytes that a device sends for each, forward
-    plus backward."""
+    """Return the steps of a redistribution, and the bytes that a device sends for each step,
+    forward plus backward."""
     path = redistribution_steps(source, target, shape, differentiable)
     return path, tuple(
         step.forward_bytes(shape, itemsize)
@@ -135,7 +142,12 @@ def tensor_context(
     initial_layout: TensorLayout | None = None,
     consumer_layouts: tuple[TensorLayout, ...] = (),
 ) -> TensorContext:
-    """Return the context of a value as an input or output of an operator; see `TensorContext`."""
+    """Return `value` as an input or output of an operator.
+
+    Args:
+        dims: the factor of each dim in the operator's rule.
+        initial_layout, consumer_layouts: as in `TensorContext`.
+    """
     return TensorContext(
         dims,
         value.shape,
@@ -148,13 +160,13 @@ def tensor_context(
 
 
 class DecidedLayouts:
-    """The cuts decided so far, and the layouts that follow from them.
+    """The cuts of the operators decided so far, and the layouts that follow from these cuts.
 
     Attributes:
         cuts: the cuts of each decided operator, by name.
         initial_layouts: the layout in which each value is computed or passed in.
-        consumer_layouts: for each value the layouts in which decided operators read it, by
-            `(operator name, input index)`.
+        consumer_layouts: for each value the layouts in which decided operators read the value, by
+            (operator name, input index).
     """
 
     def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
@@ -163,7 +175,7 @@ class DecidedLayouts:
         self.outputs = outputs
         self.cuts: CutsOfGraph = {}
         self.rules = {op.name: rule_of(op) for op in graph.ops}
-        # Every rank receives whole inputs, buffers and constants; callers replace the layouts of
+        # Every rank receives full inputs, buffers and constants; callers replace the layouts of
         # inputs that arrive sharded.
         arriving = (*graph.input_values, *graph.buffers, *graph.constants)
         self.initial_layouts = {value: mesh.replicated(len(value.shape)) for value in arriving}
@@ -176,7 +188,7 @@ class DecidedLayouts:
             self.consumer_layouts[value]["", 0] = mesh.replicated(len(value.shape))
 
     def decide(self, op: Op, cuts: Cuts) -> None:
-        """Set the cuts of an operator, replacing earlier ones."""
+        """Set the cuts of an operator, and the layouts of its inputs and outputs."""
         self.cuts[op.name] = {factor: tuple(axes) for factor, axes in cuts.items() if axes}
         inputs, outputs = layouts_of(op, self.rules[op.name], self.mesh, self.cuts[op.name])
         for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
@@ -186,7 +198,8 @@ class DecidedLayouts:
             self.initial_layouts[value] = layout if axes is None else TensorLayout(self.mesh, axes)
 
     def neighbors(self, op: Op) -> Iterator[tuple[Value, Op]]:
-        """Yield the producers of inputs and the consumers of outputs, each with the value."""
+        """Yield (value, neighbor) for the producer of each input and for each consumer of an
+        output."""
         for value in op.inputs:
             if value in self.graph.producer:
                 yield value, self.graph.producer[value]
@@ -195,29 +208,31 @@ class DecidedLayouts:
                 yield value, consumer
 
     def other_consumer_layouts(self, op: Op, value: Value) -> tuple[TensorLayout, ...]:
-        """Return the layouts in which operators other than `op` read `value`; () for parameters."""
-        # Each use of a parameter may have its own layout; how it is stored follows from the uses.
+        """Return the layouts in which decided operators other than `op` read `value`; () for
+        parameters."""
+        # Each use of a parameter may have its own layout; the storage follows from the uses.
         if value.kind is Kind.PARAMETER:
             return ()
         layouts = self.consumer_layouts[value].items()
         return tuple(dict.fromkeys(layout for (name, _), layout in layouts if name != op.name))
 
     def redistributions(self, value: Value) -> Iterator[SharedRedistribution]:
-        """Yield the redistributions of a value to each layout in which it is read; none for
-        parameters."""
+        """Yield the redistribution of `value` to each distinct layout in which it is read.
+
+        Yields nothing for parameters and for values without a decided producer.
+        """
         if value in self.initial_layouts:
             targets = tuple(dict.fromkeys(self.consumer_layouts[value].values()))
             for index, target in enumerate(targets):
-                # Each redistribution is charged only for the steps that earlier consumers do not
-                # have.
+                # Each redistribution counts only the steps that no earlier redistribution has.
                 yield self.initial_layouts[value], target, targets[:index]
 
 
 def inner_reductions(
     op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts
 ) -> Iterator[tuple[InnerReduction, int]]:
-    """Yield the collectives inside an operator's kernel, each with the bytes that a device sends
-    for it, forward plus backward."""
+    """Yield (collective inside the operator's kernel, bytes that a device sends for it, forward
+    plus backward)."""
     differentiable = any(value.requires_grad for value in op.outputs)
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
         axes = tuple(axis for factor in reduction.factors for axis in cuts.get(factor, ()))

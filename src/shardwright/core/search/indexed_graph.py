@@ -1,6 +1,6 @@
 """The graph as plain integers, for the inner loops of the searches.
 
-Operators and values are numbered in graph order, factors by their position in the rule's `factors`.
+Operators and values are numbered in graph order; factors by their position in `OpType.factors`.
 Operators with equal rules share one `OpType`, so that a deep model needs the cost tables of only
 one of its blocks.
 """
@@ -28,7 +28,7 @@ class PricedTensor:
 
     Args:
         size: elements of the full tensor.
-        factors: the factors whose cuts divide it.
+        factors: the factors whose cuts shard the tensor.
     """
 
     size: int
@@ -41,26 +41,30 @@ class PricedTensor:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OpType:
-    """A sharding rule with numbered factors, shared by all operators that have it.
+    """A sharding rule with numbered factors, shared by all operators with this rule.
 
     Args:
-        factors: names of the factors that may be cut, and of those that a main operator labels
-            although their size is 1.
-        limits: for each factor the largest number of shards; valid numbers of shards divide it.
-        inputs, outputs: for each tensor the factor of each dim, `NO_CUT` if it cannot be cut. A dim
-            that two joined factors cut has the one that cuts fewer dims: queries of attention that
-            both `s` and `ring` cut have `s`, and keys that only `ring` cuts have `NO_CUT`.
+        factors: names of the factors that may be cut, and of factors of size 1 that the rule of a
+            main operator labels.
+        limits: for each factor the largest number of shards, of which valid numbers are divisors.
+        inputs, outputs: for each tensor the factor of each dim; `NO_CUT` if the dim cannot be cut.
+            Of two joined factors that cut a dim, the factor that cuts fewer dims counts: queries of
+            attention, which `s` and `ring` cut, have `s`, and keys, which only `ring` cuts, have
+            `NO_CUT`.
         input_dims, output_dims: `input_dims[factor][i]` is the dim of input i that cutting `factor`
-            shards, `NO_CUT` if none. The last row, `input_dims[NO_CUT]`, is that of no cut.
+            shards; `NO_CUT` if it shards none. The last row, `input_dims[NO_CUT]`, is that of no
+            cut.
         choices: the factors that the symbolic search chooses from; ties go to the first.
-        labels: for each choice its name in the log, `I-axis` to `K-axis` for a matrix product.
-        weight: index of the input whose memory `mem_coeff` weighs; None without one.
-        exclusive: for each factor the factors that must not be cut if a main operator chooses it.
+        labels: name of each choice in the log, `I-axis` to `K-axis` for a matrix product.
+        weight: index of the input whose memory is weighted by `mem_coeff`; None if there is none.
+        exclusive: for each factor the factors that must not be cut where a main operator cuts the
+            factor.
         joined: pairs of factors that cut the same dims, of which at most one may be cut.
-        is_main: whether the symbolic search decides it by cost; other operators follow neighbors.
+        is_main: whether the symbolic search decides operators of this type by cost; other operators
+            follow neighbors.
         tensors: sizes of the inputs, then of the outputs.
-        priced: `tensors` as the symbolic cost counts them. An embedding costs the same as the
-            product `one_hot(ids) @ table`, so its indices count as one-hot rows.
+        priced: sizes of `tensors` in the symbolic cost. An embedding costs the same as the product
+            `one_hot(ids) @ table`, so its indices count as one-hot rows.
     """
 
     factors: tuple[str, ...]
@@ -86,7 +90,7 @@ class OpType:
     def shard_counts(
         self, choices: Sequence[int], sizes: Sequence[int], except_axis: int
     ) -> tuple[int, ...]:
-        """Return the number of shards of each factor, from the choices on all axes but one.
+        """Return the number of shards of each factor over all axes but `except_axis`.
 
         Args:
             choices: for each axis the factor that it cuts, or `NO_CUT`.
@@ -112,8 +116,8 @@ class OpType:
 
 
 def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
-    """Return the type of operators with `rule`; without a rule, that of an operator that cannot be
-    cut."""
+    """Return the type of operators with `rule`; if it is None, the type of an operator without
+    factors."""
     if rule is None:
         rule = ShardingRule(
             tuple((None,) * len(value.shape) for value in op.inputs),
@@ -135,7 +139,7 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
         for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True)
     )
     factors_and_none = (*factors, None)
-    # For example J and K of a matrix product, which is never cut on both.
+    # For example J and K of a matrix product, of which at most one is cut.
     excluded: list[list[int]] = [[] for _ in index]
     for first, second in main.exclusive if main is not None else ():
         excluded[index[first]].append(index[second])
@@ -163,7 +167,11 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
 
 
 def _dim_cut_by(rule: ShardingRule, factor: str | None, dims: Dims) -> int:
-    """Return the first dim that cutting `factor` shards, or `NO_CUT`."""
+    """Return the index of the first dim that cutting `factor` shards, or `NO_CUT`.
+
+    Args:
+        dims: the factor of each dim of a tensor.
+    """
     cut = (dim for dim, name in enumerate(dims) if factor in rule.factors_of_dim(name))
     return next(cut, NO_CUT)
 
@@ -171,12 +179,13 @@ def _dim_cut_by(rule: ShardingRule, factor: str | None, dims: Dims) -> int:
 def _priced_tensors(
     rule: ShardingRule, tensors: tuple[PricedTensor, ...], index: Mapping[str, int]
 ) -> tuple[PricedTensor, ...]:
-    """Return `OpType.priced`; () for operators without a symbolic cost."""
+    """Return the sizes of `tensors` in the symbolic cost (see `OpType.priced`); () if the operator
+    has no symbolic cost."""
     if rule.main is None:
         return ()
     priced = list(tensors)
-    # K is contracted. Where no input but the weight carries it, the operator looks rows up: the
-    # input holds indices, and counts as if each were a one-hot row of K elements.
+    # K is contracted. Where no input but the weight carries K, the operator looks up rows: its
+    # other inputs contain indices, each of which counts as a one-hot row of K elements.
     for factor in (f for f, letter in rule.main.labels.items() if letter == "K"):
         contracted, other_inputs = (
             index[factor],
@@ -191,8 +200,8 @@ def _priced_tensors(
 
 
 def _limits(rule: ShardingRule, factors: Sequence[str], values: Sequence[Value]) -> tuple[int, ...]:
-    """Return for each factor the greatest common divisor of its capacity and of all dims that carry
-    it."""
+    """Return for each factor the greatest common divisor of its capacity and the sizes of all dims
+    with the factor."""
     limits = {f: rule.capacity[f] if rule.can_shard(f) else 1 for f in factors}
     for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True):
         for size, name in zip(value.shape, dims, strict=True):
@@ -202,8 +211,12 @@ def _limits(rule: ShardingRule, factors: Sequence[str], values: Sequence[Value])
 
 
 def _axis_names(labels: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the label of each factor: `I-axis`, or `I-axis (b)` if several factors have the letter
-    I."""
+    """Return the name of each labeled factor in the log: `I-axis`, or `I-axis (b)` if several
+    factors have the letter I.
+
+    Args:
+        labels: letter of each factor.
+    """
     letters = list(labels.values())
     return tuple(
         f"{letter}-axis ({factor})" if letters.count(letter) > 1 else f"{letter}-axis"
@@ -218,17 +231,18 @@ class IndexedGraph:
     Args:
         names: name of each operator.
         op_types: type of each operator.
-        main: the operators that the symbolic search decides by cost.
-        inputs, outputs: for each operator its input and output values.
-        producer: for each value the operator that computes it and the output index; None for
-            parameters, buffers, constants and inputs of the model.
-        consumers: for each value the operators that read it, each with the input index.
+        main: indices of the operators that the symbolic search decides by cost.
+        inputs, outputs: for each operator the indices of its input and output values.
+        producer: (operator, output index) that computes each value; None for parameters, buffers,
+            constants and inputs of the model.
+        consumers: (operator, input index) of each operator that reads the value, for each value.
         data: for each value whether it depends on an input of the model (else only on parameters,
             buffers and constants).
         batch: for each value whether it is an input of the model whose dim 0 is the batch.
-        replicates_op: for each operator and input whether the operator is replicated if the input
-            is. False for a broadcast operand, and for parameters beside an operand that is data.
-        batch_size: dim 0 of the first tensor input of the model; None without one.
+        replicates_op: for each operator and input whether a replicated input makes the operator
+            replicated. False for a broadcast operand, and for a parameter if another operand is
+            data.
+        batch_size: size of dim 0 of the first tensor input of the model; None if it has none.
     """
 
     names: tuple[str, ...]
@@ -245,7 +259,8 @@ class IndexedGraph:
 
 
 def replicated_outputs(graph: Graph) -> frozenset[Value]:
-    """Return the outputs that are returned replicated: loss and scalars; all without a loss."""
+    """Return the model outputs that are replicated: the loss and scalars, or all if there is no
+    loss."""
     return frozenset(
         value
         for value in graph.output_values
@@ -254,7 +269,8 @@ def replicated_outputs(graph: Graph) -> frozenset[Value]:
 
 
 def index_graph(graph: Graph) -> IndexedGraph:
-    """Return `graph` with numbered operators and values; cached until rules are registered."""
+    """Return `graph` with numbered operators and values; cached until another rule is
+    registered."""
     rule_count, cached = num_rules(), _INDEXED_GRAPHS.get(graph)
     if cached is None or cached[0] != rule_count:
         cached = _INDEXED_GRAPHS[graph] = rule_count, _build_indexed_graph(graph)
@@ -262,8 +278,8 @@ def index_graph(graph: Graph) -> IndexedGraph:
 
 
 _INDEXED_GRAPHS: WeakKeyDictionary[Graph, tuple[int, IndexedGraph]] = WeakKeyDictionary()
-"""For each graph the number of registered rules when it was indexed, and the indexed graph. Rules
-may be registered at any time, and a cached graph must not hide a new one."""
+"""For each graph the number of rules that were registered when it was indexed, and the indexed
+graph. Rules may be registered at any time, and a cached graph must not hide a new rule."""
 
 
 def _build_indexed_graph(graph: Graph) -> IndexedGraph:
@@ -303,7 +319,8 @@ def _build_indexed_graph(graph: Graph) -> IndexedGraph:
 
 
 def _op_types(graph: Graph) -> tuple[OpType, ...]:
-    """Return the type of each operator: one per rule object or operator without a rule."""
+    """Return the type of each operator: one per rule object, and one per operator without a
+    rule."""
     rules = [rule_of(op) for op in graph.ops]
     by_rule: dict[int, OpType] = {}
     op_types = []
@@ -334,7 +351,8 @@ def _replicating_inputs(
 
 
 def _inputs_that_replicate(op_type: OpType, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Return for each input whether the operator is replicated if the input is.
+    """Return for each input of an operator whether it makes the operator replicated if the input
+    is.
 
     Args:
         is_data: for each input whether it depends on the model's inputs.

@@ -1,7 +1,7 @@
 """Cuts of one operator that match a neighbor's layout or change one axis, and helpers for cuts.
 
 Cuts are changed as a mapping from axis to factor, in which axes that cut no factor are missing.
-Then axes are dropped until the operator's sizes are divisible by the cuts.
+Then axes are removed by which the operator's sizes are not divisible.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NO_AXES: Mapping[str, Axes] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class SharedTensor:
-    """A tensor of an operator in the layout of a neighbor.
+    """A tensor that an operator shares with a neighbor, in the neighbor's layout.
 
     Args:
-        dims: the factor of each dim in the operator's own rule.
-        layout: the layout in which the neighbor computes or reads it.
+        dims: the factor of each dim in the rule of the operator, not of the neighbor.
+        layout: the layout in which the neighbor computes or reads the tensor.
     """
 
     dims: Dims
@@ -36,10 +36,11 @@ class SharedTensor:
 
 @dataclass(frozen=True)
 class NearbyCuts:
-    """Generates cuts of one operator that match a neighbor, or differ from its own on one axis.
+    """Generates cuts of one operator that match a neighbor, or change one axis.
 
     Args:
-        limits: for each factor that may be cut the number that its number of shards must divide.
+        limits: for each factor that may be cut, an integer that must be a multiple of its number of
+            shards.
         shared: the tensors that the operator shares with neighbors.
         joined: pairs of factors that cut the same dims, as in `ShardingRule.joined`; at most one of
             a pair is cut.
@@ -51,9 +52,11 @@ class NearbyCuts:
     joined: Mapping[str, str] = field(default_factory=dict)
 
     def matching_neighbors(self) -> Iterator[dict[int, str]]:
-        """Yield, for each shared tensor, the factors that give it the neighbor's layout."""
+        """Yield, for each shared tensor, the factor of each axis that gives the tensor the
+        neighbor's layout."""
         for tensor in self.shared:
-            # Axes over which the neighbor is partial or varying shard no dim, and are left free.
+            # Axes over which the neighbor's layout is partial or varying shard no dim and are
+            # missing.
             yield {
                 axis: factor
                 for factor, axes in zip(tensor.dims, tensor.layout.axes, strict=True)
@@ -109,10 +112,10 @@ class NearbyCuts:
 
 
 def unjoined_limits(rule: ShardingRule) -> dict[str, int]:
-    """Return the limits of a rule's factors without joined ones, such as those of ring attention.
+    """Return the largest number of shards of each factor, except joined factors such as `ring`.
 
-    For searches that compare bytes: a ring sends more bytes than a gather, but they overlap
-    computation, which bytes do not show.
+    For searches that compare bytes: ring attention sends more bytes than a gather of keys and
+    values, but overlaps them with computation, which bytes do not show.
     """
     return {f: rule.capacity[f] for f in rule.factors if f not in rule.joined}
 
@@ -133,7 +136,7 @@ def layouts_of(op: Op, rule: ShardingRule | None, mesh: DeviceMatrix, cuts: Cuts
 
 
 def factor_of_axis(cuts: Cuts) -> dict[int, str]:
-    """Return the factor that each axis cuts."""
+    """Return the factor that each axis cuts; axes that cut none are missing."""
     return {axis: factor for factor, axes in cuts.items() for axis in axes}
 
 
@@ -146,7 +149,7 @@ def axes_of_factors(factors: FactorOfAxis) -> dict[str, Axes]:
 
 
 def group_equal_axes(mesh: DeviceMatrix, properties: Sequence[Mapping[int, object]]) -> list[Axes]:
-    """Group the axes of more than one device that agree in all properties.
+    """Group the axes with more than one device that have equal values of all properties.
 
     Args:
         properties: mappings from an axis to a value; a missing axis has the value None.

@@ -26,26 +26,27 @@ def sharded_storage(
 ) -> Storage:
     """Return `used` with parameters sharded further, over axes over which all uses are replicated.
 
-    All added axes shard the same dim, so that a single all-gather restores the parameter:
-    preferably a dim that tensor parallelism does not shard, and the first such dim.
-    `shard_size=-1` shards over as many devices as divide the dim; a smaller size over the innermost
-    axes of that size, with replicas across the others (HSDP), or over fewer devices if it does not
-    divide the dim.
+    All added axes shard the same dim, so that a single all-gather restores the parameter: the first
+    dim that `used` does not shard, or else the first dim. With `shard_size=-1` a parameter is
+    sharded over as many devices as divide the dim. With another `shard_size` it is sharded over the
+    innermost axes with that many devices and replicated over the others (HSDP), or sharded over
+    fewer devices if the dim is not divisible by `shard_size`.
 
     Args:
-        used: the layout in which operators use each parameter, by name.
-        pinned: names of parameters whose storage the user pinned; it does not change.
+        used: the axes that shard each dim of each parameter where operators read it, by name.
+        sharding: `shard_size`, and the `threshold` in KB below which parameters are not sharded.
+        pinned: names of parameters whose storage the user pinned; their storage does not change.
 
     Raises:
-        StrategyError: if no axes of a parameter that is replicated over at least `shard_size`
-            devices have that size; lists valid sizes.
+        StrategyError: if a parameter is replicated over at least `shard_size` devices, but no
+            combination of these axes has `shard_size` devices.
     """
     cut_axes = _axes_cut_by_uses(graph, mesh, cuts)
     storage = dict(used)
     cached: dict[object, CutAxes] = {}
     for value in graph.parameters:
         size = value.numel * value.stored_dtype.itemsize
-        # Gathering a small parameter takes a latency, whatever little memory it saves.
+        # Gathering a small parameter takes the latency of a collective and saves little memory.
         if value.name in pinned or size < sharding.threshold * KB:
             continue
         used_axes = cut_axes[value].union(*map(frozenset, used[value.name]))
@@ -63,7 +64,7 @@ def sharded_storage(
 def _axes_cut_by_uses(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]
 ) -> dict[Value, frozenset[int]]:
-    """Return for each parameter the axes over which any operator reads it sharded."""
+    """Return for each parameter the axes that shard it at any operator that reads it."""
     cut_axes: dict[Value, frozenset[int]] = {value: frozenset() for value in graph.parameters}
     for value in graph.parameters:
         for op, index in graph.consumers[value]:
@@ -76,7 +77,7 @@ def _axes_cut_by_uses(
 def _shard_further(
     value: Value, mesh: DeviceMatrix, used: CutAxes, free_axes: Axes, shard_size: int
 ) -> CutAxes:
-    """Return `used` with one dim of a parameter sharded over up to `shard_size` devices more.
+    """Return `used` with one dim of a parameter sharded over up to `shard_size` times more devices.
 
     Args:
         used: the axes that shard each dim where the parameter is used.
@@ -88,8 +89,8 @@ def _shard_further(
         if shard_size not in valid:
             raise StrategyError(
                 f"shard_size={shard_size}: parameter {value.name!r} is replicated over"
-                f" {mesh.size(free_axes)} devices\n"
-                f"valid values are -1, {', '.join(map(str, valid))}"
+                f" {mesh.size(free_axes)} devices, but no mesh axes among them have {shard_size}\n"
+                f"use one of -1, {', '.join(map(str, valid))}"
             )
     if shard_size != -1:
         subsets = [axes for axes in subsets if shard_size % mesh.size(axes) == 0]

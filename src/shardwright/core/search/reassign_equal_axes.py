@@ -1,10 +1,10 @@
 """Permute mesh axes of equal size per operator, so that equal factors use equal axes.
 
 A search decides one axis after another, so equal operators may end up with permuted axes: batch
-over a and b and heads over c in one, batch over a and c in the next. Where all links are equal,
-only the number of axes of each size matters, not which ones. The batch takes the first axes,
-sequence positions those behind it, and parameters and features the last, so that neighbors share as
-many axes as possible, and fewer redistributions and mesh axes are needed.
+over a and b and heads over c in one operator, batch over a and c in the next. Where all links are
+equal, the cost depends only on the number of axes of each size. The batch takes the first axes,
+sequence positions take the axes after these, and parameters and features the last axes, so that
+neighbors share as many axes as possible, and fewer redistributions and mesh axes are needed.
 
     batch (a, b), heads (c)  and  batch (a, c), heads (b)   ->   batch (a, b), heads (c)  in both
 """
@@ -21,16 +21,17 @@ from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.request import CutsOfGraph
 
 RankedAxis = tuple[int, int]
-"""An axis, after the rank of what it shards: 0 batch, 1 sequence position, 2 anything else."""
+"""(rank, axis); the rank is 0 for an axis that shards the batch, 1 for sequence positions, else
+2."""
 
 
 def reassign_equal_axes(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], pinned: Container[str]
 ) -> CutsOfGraph:
-    """Return the cuts with axes of equal size permuted; each factor keeps its number of shards.
+    """Return `cuts` with axes of equal size permuted; each factor keeps its number of shards.
 
     Args:
-        cuts: for each operator, by name, the axes that cut each factor.
+        cuts: the axes that cut each factor of each operator, by operator name.
         pinned: names of operators whose cuts stay as they are.
     """
     factors = trace_meanings(graph).factors
@@ -68,9 +69,12 @@ def _axis_orders(
 ) -> tuple[Axes, Axes, Axes]:
     """Return the order in which each rank (batch, position, other) takes axes.
 
-    A rank starts behind the most axes that lower ranks take in any operator. After the last axis
-    it goes on with the axes before its start, backward. So positions never displace the batch of
-    another operator as long as there are enough axes.
+    The first axis of a rank follows the largest number of axes that lower ranks take in any
+    operator. The last axis is followed by the axes before the first, in reverse. So positions never
+    displace the batch of another operator as long as there are enough axes.
+
+    Args:
+        axes_of_ops: the ranked axes of each operator.
     """
     num_batch_axes, num_data_axes = (
         max((sum(rank <= last for rank, _ in each) for each in axes_of_ops), default=0)
@@ -86,11 +90,11 @@ def _axis_orders(
 def _replacements(
     ranked_axes: list[RankedAxis], orders: tuple[Axes, Axes, Axes]
 ) -> Iterator[tuple[int, int]]:
-    """Yield each axis of an operator with the axis that replaces it."""
+    """Yield (axis, new axis) for each axis that cuts an operator."""
     taken_axes: set[int] = set()
     for rank, axis in ranked_axes:
-        # In the order of ranks: each axis takes the first of its order that no lower rank has
-        # taken.
+        # In the order of ranks: each axis is replaced by the first in the order of its rank that is
+        # not taken yet.
         new_axis = next(each for each in orders[rank] if each not in taken_axes)
         taken_axes.add(new_axis)
         yield axis, new_axis

@@ -16,7 +16,8 @@ logger = logging.getLogger("shardwright.search")
 
 
 class RecursiveProgramming(SearchMode):
-    """Decides one axis after another; search time grows with the logarithm of the devices."""
+    """Decides one axis after another; search time grows with the logarithm of the number of
+    devices."""
 
     name: ClassVar[str] = "recursive_programming"
     takes_pricing: ClassVar[bool] = True

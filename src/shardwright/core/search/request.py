@@ -21,7 +21,8 @@ DEFAULT_MEM_COEFF = 0.1
 VISIT_ORDERS = ("weight", "topology")
 
 CutsOfGraph = dict[str, dict[str, tuple[int, ...]]]
-"""For each operator with cuts, by name, the axes that cut each factor, most significant first."""
+"""The axes that cut each factor of each operator with cuts, by operator name; axes are in order of
+significance."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Pricing:
     """The cluster, and the training step whose seconds the search by time minimizes.
 
     Args:
-        stages: number of pipeline stages, each with the full device matrix.
+        stages: number of pipeline stages, each of which has its own devices for the device matrix.
         micro_batches: number of micro-batches per step; the graph is that of one micro-batch.
         optimizer_shard_size: number of devices over which optimizer state is sharded (ZeRO); -1
-            for all that replicate a parameter, None if it is not sharded.
+            for all devices that replicate a parameter, None for no sharding.
     """
 
     cluster: Cluster
@@ -41,17 +42,16 @@ class Pricing:
     optimizer_shard_size: int | None = None
 
     def parameter_weight(self, mem_coeff: float) -> float:
-        """Return the weight of the seconds of parameters: all-gathers, updates and gradient
-        reductions.
+        """Return the weight of the seconds of all-gathers, updates and gradient reductions.
 
         The weight is below 1 for a `mem_coeff` below the default, which favors replicated
         parameters.
         """
-        # At most 1: a larger `mem_coeff` weighs memory only (`seconds_per_parameter_byte`).
+        # At most 1: a larger `mem_coeff` increases only `seconds_per_parameter_byte`.
         return min(1.0, mem_coeff / DEFAULT_MEM_COEFF)
 
     def seconds_per_parameter_byte(self, mem_coeff: float) -> float:
-        """Return w in (1): seconds to send `mem_coeff` bytes over the fastest link."""
+        """Return w of formula (1): the seconds to send `mem_coeff` bytes over the fastest link."""
         # The fastest link of the cluster, so that the weight does not change with the mesh.
         return mem_coeff / max(level.bandwidth for level in self.cluster.levels)
 
@@ -61,19 +61,21 @@ class SearchRequest:
     """A graph whose operators are to be cut over the axes of a device matrix.
 
     Args:
-        pinned: cuts of operators that are fixed, by name; the search decides the others.
+        pinned: cuts of pinned operators, by operator name; the search decides all other operators.
         outputs: fixed output layouts, by operator name; see `Outputs`.
-        arrivals: for each model input that arrives sharded, by name, the axes that shard each dim.
-        pricing: set to minimize seconds on a cluster; None to minimize the symbolic cost.
-        mem_coeff: weight of parameter memory. Small values favor data parallelism, large ones
-            tensor parallelism; with tiny ones nothing is cut. With `pricing` a byte of parameters
-            on a device counts as `mem_coeff` bytes sent over the fastest link, and below the
-            default, gathers, updates and gradient reductions of parameters count less.
-        order: the order in which the symbolic search decides main operators on an axis, one of
-            `VISIT_ORDERS`: heaviest first or graph order. Embeddings come last in both.
+        arrivals: axes that shard each dim of model inputs that arrive sharded, by input name.
+        pricing: cluster and training step whose seconds are minimized; None to minimize the
+            symbolic cost.
+        mem_coeff: weight of parameter memory. Small values favor data parallelism, large values
+            tensor parallelism; with tiny values no operator is cut. With `pricing` a byte of
+            parameters on a device counts as `mem_coeff` bytes sent over the fastest link, and
+            gathers, updates and gradient reductions of parameters count less if `mem_coeff` is
+            below the default.
+        order: order in which the symbolic search decides main operators on an axis, one of
+            `VISIT_ORDERS`: largest cost first, or graph order. Embeddings come last in both.
         log_costs: whether to log the cost of every choice to `shardwright.search`.
-        on_share: called with the completed share of a search by time. Other searches take less than
-            a second and do not call it.
+        on_share: called with the completed fraction of a search by time. Other searches take less
+            than a second and do not call it.
 
     Raises:
         StrategyError: if a pinned operator is not in the graph.
@@ -105,8 +107,8 @@ class SearchMode(ABC):
     """An algorithm that decides the cuts of all operators; `search.modes.MODES` lists them.
 
     Attributes:
-        name: the value of the users' option `mode`.
-        takes_pins: whether operators may be pinned; else the mode decides every operator itself.
+        name: value of the users' option `mode`.
+        takes_pins: whether operators may be pinned; if not, the mode decides every operator.
         takes_pricing: whether the mode uses `mem_coeff` and, if given, `pricing`.
         requires_pricing: whether the mode needs `pricing`.
     """
@@ -118,15 +120,15 @@ class SearchMode(ABC):
 
     @abstractmethod
     def search(self, request: SearchRequest) -> Mapping[str, Cuts]:
-        """Return the axes that cut the factors of each operator; missing operators are not cut.
+        """Return the axes that cut each factor of each operator, by name; others are not cut.
 
         Raises:
             StrategyError: if the mode finds no cuts for the model on the request's mesh.
         """
 
     def candidate_cuts(self, request: SearchRequest) -> Sequence[Mapping[str, Cuts]]:
-        """Return the cuts of `search` and, if any, others whose objective is nearly as low.
+        """Return the result of `search`, and further cuts whose objective is nearly as low.
 
-        The predictor of whole plans picks the best.
+        The predictor of whole plans picks one.
         """
         return [self.search(request)]

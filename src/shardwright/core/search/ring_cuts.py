@@ -1,8 +1,8 @@
 """Replace gathered keys and values by ring attention, which needs less memory.
 
 In attention that is cut along the sequence, gathering keys and values is mostly predicted to be
-faster, since a ring sends more bytes. But with a ring a device stores only a few shards of keys
-and values at a time.
+faster, since ring attention sends more bytes. But in ring attention a device stores only a few
+shards of keys and values at a time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.indexed_graph import index_graph
 
 MIN_MEMORY_SHARE = 1 / 256
-"""Minimum size of the gathered keys and values of one operator for a ring to be worth another
-candidate, as a fraction of the memory limit of a device."""
+"""Minimum bytes of the gathered keys and values of an operator for it to use ring attention, as a
+fraction of the memory limit of a device."""
 
 
 def ring_cuts(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], pinned: Container[str], limit: int
 ) -> Mapping[str, Cuts] | None:
-    """Return `cuts` with ring attention where gathered inputs take much memory.
+    """Return `cuts` with ring attention where gathered keys and values take much memory.
 
-    Such an operator is cut on the factor joined with its own (`ShardingRule.joined`), which also
-    cuts the inputs that would be gathered.
+    Axes that cut the sequence factor of an operator cut the factor joined with it instead
+    (`ShardingRule.joined`), which also shards the keys and values.
 
     Args:
         pinned: names of operators whose cuts stay as they are.
@@ -54,7 +54,8 @@ def ring_cuts(
 
 
 def _gathered_bytes(op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts, factor: str) -> int:
-    """Return the bytes on a device of the inputs that `factor` would shard, but `cuts` do not."""
+    """Return the bytes on a device, with `cuts`, of the inputs of `op` that have a dim with
+    `factor`."""
     layouts, _ = rule.layouts(mesh, cuts)
     return sum(
         prod(layout.shard_shape(value.shape)) * value.itemsize

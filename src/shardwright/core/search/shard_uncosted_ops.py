@@ -1,9 +1,9 @@
 """Shard operators without a cost model like their neighbors where communication does not grow.
 
-The symbolic search decides main operators by cost; the others follow one neighbor. A norm between a
-replicated residual stream and a product cut along the batch is then replicated like the stream. But
-the stream can be sliced before the norm just as well, and each device then computes only its shard:
-what sequence parallelism does in Megatron.
+The symbolic search decides main operators by cost; each other operator follows one neighbor. A norm
+between a replicated residual stream and a product cut along the batch is then replicated like the
+stream. But the stream can just as well be sliced before the norm, so that each device computes only
+its shard, as in Megatron's sequence parallelism.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from shardwright.core.search.nearby_cuts import (
 from shardwright.core.search.request import CutsOfGraph, SearchRequest
 
 BYTES_PER_MESSAGE = 2**20
-"""Bytes that each additional message counts as: about what a link sends within the latency of a
-message (0.4 MB for 0.8 μs at 450 GB/s, 0.9 MB for 3 μs at 300 GB/s)."""
+"""Bytes that each additional message counts as: about the bytes that a link sends within the
+latency of a message (0.4 MB for 0.8 μs at 450 GB/s, 0.9 MB for 3 μs at 300 GB/s)."""
 
 
 def with_uncosted_ops_sharded(request: SearchRequest, cuts: CutsOfGraph) -> list[CutsOfGraph]:
-    """Return the result of `shard_uncosted_ops` and, if it differs, also `cuts`.
+    """Return the result of `shard_uncosted_ops` and, if different, `cuts`.
 
     The predictor of whole plans, which counts communication more precisely, picks one.
     """
@@ -52,18 +52,19 @@ def with_uncosted_ops_sharded(request: SearchRequest, cuts: CutsOfGraph) -> list
 def shard_uncosted_ops(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CutsOfGraph:
     """Return `cuts` with operators that have no cost model cut over further axes like a neighbor.
 
-    Operators are first tried one by one, forward and backward; then, for each axis, connected
-    operators that are replicated over it are tried together, since the output of a single operator
-    in a chain would be gathered again right behind it. Pinned operators keep their cuts.
+    Operators are first tried one by one, forward and backward. Then, for each axis, connected
+    operators that are replicated over the axis are tried together, since the output of a single
+    operator in a chain would be gathered right after the operator. Pinned operators keep their
+    cuts.
     """
     ops, uncosted = request.graph.ops, _UncostedOps(request, cuts)
     free_ops = [op for op in ops if op.name not in request.pinned and uncosted.is_uncosted(op)]
-    # Forward, then backward: an operator may follow its consumer only once that one is cut.
+    # Forward, then backward: an operator may follow its consumer only once the consumer is cut.
     for op in (*free_ops, *reversed(free_ops)):
         uncosted.shard_further(op)
     unchanged_columns = set()
     for axis in uncosted.axes:
-        # If nothing changed on an axis, nothing will on another that cuts all operators equally.
+        # If no cuts changed on an axis, none will on another axis that cuts all operators equally.
         factors_on_axis = tuple(cut.get(axis) for cut in uncosted.factors_by_axis.values())
         regions = () if factors_on_axis in unchanged_columns else uncosted.regions(free_ops, axis)
         # A list, not a generator: every region is tried, also after the first that changes.
@@ -77,10 +78,10 @@ class _UncostedOps(DecidedLayouts):
     """Cuts and layouts of all operators, with changes to the operators that have no cost model.
 
     Attributes:
-        factors_by_axis: for each operator, by name, the factor that each axis cuts.
-        neighbor_names: for each operator the names of those that share a tensor with it.
-        axes: the axes of more than one device.
-        existing_gradient_axes: groups of axes over which gradients were reduced at the start.
+        factors_by_axis: the factor that each axis cuts, for each operator, by name.
+        neighbor_names: names of the operators that share a tensor with each operator, by name.
+        axes: mesh axes with more than one device.
+        existing_gradient_axes: groups of axes over which gradients are reduced with the given cuts.
     """
 
     def __init__(self, request: SearchRequest, cuts: Mapping[str, Cuts]) -> None:
@@ -115,24 +116,29 @@ class _UncostedOps(DecidedLayouts):
         self.factors_by_axis[op.name] = factor_of_axis(cuts)
 
     def is_uncosted(self, op: Op) -> bool:
-        """Whether `op` may be cut, but has no cost model that the search decides it by."""
+        """Whether `op` may be cut, but has no cost model by which the symbolic search decides
+        it."""
         rule = self.rules[op.name]
         return rule is not None and rule.main is None and bool(rule.factors)
 
     def shard_further(self, op: Op) -> None:
-        """Cut `op` over further axes like the first neighbor for which that costs no more."""
+        """Cut `op` over further axes like the first neighbor for which communication does not
+        grow."""
         for more_cuts in self._further_cuts(op, self.axes):
             if self._apply_if_cheaper([op], partial(self.decide, op, more_cuts)):
                 return
 
     def regions(self, ops: Sequence[Op], axis: int) -> Iterator[list[Op]]:
-        """Yield maximal connected sets of `ops` that are replicated over `axis` and have a neighbor
-        that is cut over it."""
+        """Yield maximal connected sets of the `ops` that are replicated over `axis`.
+
+        Sets without a neighbor that is cut over `axis` are omitted.
+        """
         replicated = {op.name: op for op in ops if axis not in self.factors_by_axis[op.name]}
         while replicated:
             region = [replicated.pop(next(iter(replicated)))]
             has_cut_neighbor = False
-            # The list grows while it is traversed: a breadth-first search without a queue.
+            # The loop appends to the list that it traverses: a breadth-first search without a
+            # queue.
             for op in region:
                 has_cut_neighbor |= any(
                     axis in self.factors_by_axis[name] for name in self.neighbor_names[op.name]
@@ -146,7 +152,7 @@ class _UncostedOps(DecidedLayouts):
                 yield region
 
     def shard_region(self, region: Sequence[Op], axis: int) -> bool:
-        """Cut a region over `axis` from its borders inwards, unless that costs more.
+        """Cut `region` over `axis` from its borders inwards, unless communication grows.
 
         Returns:
             Whether any cuts changed.
@@ -154,7 +160,8 @@ class _UncostedOps(DecidedLayouts):
 
         def spread() -> None:
             members = {op.name: op for op in region}
-            # An operator that has been cut enables its neighbors, so these are visited again.
+            # The neighbors of an operator that has been cut may follow it, so they are visited
+            # again.
             queue = deque(region)
             while queue:
                 op = queue.popleft()
@@ -167,15 +174,15 @@ class _UncostedOps(DecidedLayouts):
         return self._apply_if_cheaper(region, spread)
 
     def _apply_if_cheaper(self, ops: Sequence[Op], change: Callable[[], None]) -> bool:
-        """Call `change`, and undo it if communication grows.
+        """Call `change`, and restore the cuts of `ops` if communication grows.
 
         The change remains only if all of these hold: redistributions of activations send no more
         bytes, also with each message counted as `BYTES_PER_MESSAGE`; gradients are reduced over
-        groups that already exist, so that they share buckets; and additional gradient bytes cost
-        less than the activation memory that is saved.
+        groups of axes that already exist, so that they share buckets; and additional gradient bytes
+        cost less than the activation memory that is saved.
 
         Args:
-            ops: the operators whose cuts `change` may replace.
+            ops: operators whose cuts `change` may replace.
 
         Returns:
             Whether any cuts changed.
@@ -198,12 +205,12 @@ class _UncostedOps(DecidedLayouts):
         return any(self.cuts[op.name] != cuts for op, cuts in previous_cuts.items())
 
     def _communication_costs(self, ops: Sequence[Op]) -> tuple[int, int, int, int]:
-        """Return the communication and the activation memory of operators on one device.
+        """Return the communication and the activation memory of `ops` on one device.
 
         Returns:
             The number of consecutive messages that redistribute activations, the bytes sent in
-            them, the bytes sent to reduce gradients of parameters, and the bytes of the operators'
-            inputs and outputs.
+            these messages, the bytes sent to reduce gradients of parameters, and the bytes of the
+            operators' inputs and outputs.
         """
         calls: list[tuple[str, int]] = []
         sent_bytes = gradient_bytes = activation_bytes = 0
@@ -242,7 +249,7 @@ class _UncostedOps(DecidedLayouts):
         return messages, sent_bytes, gradient_bytes, activation_bytes
 
     def _gradient_axes(self, ops: Sequence[Op]) -> set[frozenset[int]]:
-        """Return the groups of axes over which gradients of the operators' parameters are
+        """Return the groups of axes over which gradients of the parameters that `ops` read are
         reduced."""
         return {
             self.consumer_layouts[value][op.name, index].varying
@@ -252,8 +259,8 @@ class _UncostedOps(DecidedLayouts):
         }
 
     def _further_cuts(self, op: Op, axes: Axes) -> Iterator[Cuts]:
-        """Yield, for each neighbor, the cuts of `op` extended by the neighbor's cuts over those of
-        `axes` that do not cut `op` yet."""
+        """Yield, for each layout of a shared tensor at a neighbor, the cuts of `op` extended to
+        match that layout, over those of `axes` that do not cut `op` yet."""
         cuts, rule = self.cuts[op.name], self.rules[op.name]
         own_factors, neighbors = self.factors_by_axis[op.name], self.neighbor_names[op.name]
         free_axes = [
@@ -269,7 +276,7 @@ class _UncostedOps(DecidedLayouts):
             nearby = NearbyCuts(self.mesh, limits, (tensor,))
             (factors,) = nearby.matching_neighbors()
             added = {axis: factor for axis, factor in factors.items() if axis in free_axes}
-            # The neighbor's order of axes: another order would be another layout, and so another
+            # The neighbor's order of axes: another order would be another layout, which needs a
             # redistribution.
             order = {f: a for f, a in zip(tensor.dims, tensor.layout.axes, strict=True) if f}
             more_cuts = nearby.divisible({**own_factors, **added}, order) if added else cuts
@@ -277,7 +284,7 @@ class _UncostedOps(DecidedLayouts):
                 yield more_cuts
 
     def _shared_tensors(self, op: Op, rule: ShardingRule) -> Iterator[SharedTensor]:
-        """Yield the tensors of `op`, each in every layout that a neighbor gives it."""
+        """Yield the inputs and outputs of `op`, each in every layout that it has at a neighbor."""
         tensors = (*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs)
         for value, dims in zip(*tensors, strict=True):
             if value.kind is not Kind.PARAMETER:

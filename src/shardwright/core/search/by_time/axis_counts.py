@@ -1,8 +1,8 @@
-"""Layouts as numbers of axes, and lower bounds on the seconds of redistributions between them.
+"""Layouts as counts of axes, and lower bounds on the seconds of redistributions between them.
 
-Axes of one size on one level of links form a group. A lower bound needs only how many axes of each
-group shard each dim, not which ones; there are far fewer such layouts. The bound follows from the
-bytes that a device must receive:
+Axes of one size on one level of links form a group. A lower bound depends only on how many axes of
+each group shard each dim, not on which axes; there are far fewer layouts of this kind. The bound
+follows from the bytes that a device must receive:
 
 - From a layout without partial sums: the shard that is read, less the largest overlap that the
   shard on the device can have with it.
@@ -29,8 +29,8 @@ ROUNDING = 1e-6
 """Fractions of a value below this are rounding errors of single precision."""
 
 Counts = npt.NDArray[np.int64]
-"""Numbers of axes of each group that cut each factor (of cuts) or shard each dim (of layouts); the
-last two dimensions are (factor or dim, axis group)."""
+"""Numbers of axes of each axis group that cut each factor of an operator, or that shard each dim of
+a tensor; the last two dimensions are (factor or dim, axis group)."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def group_axes(links: Links) -> tuple[AxisGroup, ...]:
 def enumerate_cut_counts(
     axis_groups: Sequence[AxisGroup], limits: Sequence[int], max_cuts: int
 ) -> Counts | None:
-    """Return the counts of all valid cuts of an operator, of shape (cuts, factor, axis group).
+    """Return the axis counts of all valid cuts of an operator, of shape (cuts, factor, axis group).
 
     Args:
-        limits: for each factor the number that its number of shards must divide.
+        limits: for each factor an integer that must be a multiple of its number of shards.
         max_cuts: maximum number of cuts to return.
 
     Returns:
@@ -89,7 +89,8 @@ def enumerate_cut_counts(
 
 
 def _axis_distributions(axes: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to distribute at most `axes` equal axes over `factors` factors."""
+    """Yield the numbers of axes of each factor, for all ways to distribute at most `axes` equal
+    axes over `factors` factors."""
     if not factors:
         yield ()
         return
@@ -99,7 +100,7 @@ def _axis_distributions(axes: int, factors: int) -> Iterator[tuple[int, ...]]:
 
 
 class CountedRedistributionBound:
-    """Lower bounds in seconds of redistributions between layouts given as numbers of axes."""
+    """Lower bounds on the seconds of redistributions between layouts that are counts of axes."""
 
     def __init__(self, links: Links, axis_groups: Sequence[AxisGroup]) -> None:
         levels = links.cluster.levels
@@ -124,7 +125,7 @@ class CountedRedistributionBound:
     def between(
         self, source: Counts, target: Counts, num_bytes: float, differentiable: bool
     ) -> LayoutTable:
-        """Return lower bounds in seconds from each source layout (row) to each target (column).
+        """Return lower bounds on the seconds from each source layout (row) to each target (column).
 
         Args:
             source: counts of shape (layout, dim + 1, axis group); the last dim counts the axes over
@@ -158,7 +159,8 @@ class CountedRedistributionBound:
     def _seconds_per_byte_and_latency(
         self, source: Counts, target: Counts
     ) -> tuple[LayoutTable, LayoutTable]:
-        """Return seconds per byte of the full value, and seconds of latency."""
+        """Return two tables over source (row) and target (column): seconds per byte of the full
+        value, and seconds of latency."""
         received_share = self._received_share(source, target, self._level >= 0)
         seconds_per_byte = self._added_seconds_per_byte[0] * received_share
         for level, added in enumerate(self._added_seconds_per_byte[1:], start=1):
@@ -180,10 +182,11 @@ class CountedRedistributionBound:
     def _received_share(
         self, source: Counts, target: Counts, crossed: npt.NDArray[np.bool_]
     ) -> LayoutTable:
-        """Return the fraction of the full value that a device receives over slow links.
+        """Return the least fraction of the full value that a device receives over the crossed
+        links.
 
         Args:
-            crossed: for each axis group whether its links count as slow.
+            crossed: for each axis group whether bytes over its links are counted.
         """
         log_crossing = np.where(crossed, self._log_size, 0.0)
         devices_inside = 2.0 ** (self._num_axes * (self._log_size - log_crossing)).sum()
@@ -208,15 +211,15 @@ class CountedRedistributionBound:
 
 
 def num_shards_of(axis_groups: Sequence[AxisGroup], counts: Counts) -> Counts:
-    """Return the number of shards that `counts` axes of each group make; the groups are the last
-    dimension."""
+    """Return the number of shards over `counts` axes of each group, with the last dimension of
+    `counts`, the axis groups, reduced."""
     sizes = np.array([group.size for group in axis_groups], dtype=np.int64)
     num_shards: Counts = (sizes**counts).prod(axis=-1)
     return num_shards
 
 
 def pick_axes(axis_groups: Sequence[AxisGroup], counts: Counts, skip: Counts | None = None) -> Axes:
-    """Return `counts[g]` axes of each group g, after the first `skip[g]` of them."""
+    """Return `counts[g]` axes of each group `g`, without its first `skip[g]` axes."""
     first_axes = np.zeros_like(counts) if skip is None else skip
     return tuple(
         axis

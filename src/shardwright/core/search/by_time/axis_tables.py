@@ -2,9 +2,9 @@
 
 The choices of a variable are the factors that the axis may cut, then no cut. A table for each
 variable contains the cost of each choice (computation, parameters), and tables for pairs of
-variables the cost of redistributing a value between the layouts of its producer and of its
+variables contain the cost of redistributing a value from the layout of its producer to those of its
 consumers. Consumers that read one layout share its redistribution. So a value with several
-consumers gets one more variable, the *set* of layouts in which it is read:
+consumers gets one more variable, the *set* of layouts in which the value is read:
 
     producer -- cost of redistributing to all layouts of the set -- set -- 0 or infinity -- consumer
 """
@@ -43,11 +43,11 @@ from shardwright.core.search.by_time.read_layouts import (
 from shardwright.core.search.indexed_graph import NO_CUT
 
 FIXED_PER_RETRY = 4
-"""Number of operators that are fixed to their present choice, in addition to those fixed before,
-each time that a table would be too large."""
+"""Number of further operators that are fixed to their present choice each time that a table would
+be too large."""
 
 Choices = list[list[int]]
-"""The factor that each axis cuts, or `NO_CUT`, as `choices[variable][axis]`."""
+"""`choices[variable][axis]` is the index of the factor that the axis cuts, or `NO_CUT`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class AxisTables:
     Args:
         axis: the axis of the device matrix to decide.
         choices: choices on all axes; those on `axis` are read only for variables that are fixed.
-        tables: cache shared by all axes, by size, links and everything else that costs depend on.
+        tables: cache of tables that all axes share; a key contains all that its table depends on.
 
     Attributes:
         shard_counts: for each variable the number of shards of each factor over the other axes.
@@ -117,10 +117,11 @@ class AxisTables:
         self.options = [self._options(n, variable) for n, variable in enumerate(problem.variables)]
 
     def decide(self, eliminations: dict[object, Elimination]) -> list[int]:
-        """Return the choice of each variable on this axis with the least total cost.
+        """Return the choices of all variables on this axis that minimize the total cost.
 
-        If the elimination would need a table above the limit, the operators with the most neighbors
-        keep their present choice, `FIXED_PER_RETRY` more at each retry.
+        If the elimination would need a table above the size limit, it is retried with
+        `FIXED_PER_RETRY` more operators fixed to their present choice, those with the most
+        neighbors first.
 
         Args:
             eliminations: cache of elimination orders by table sizes and scopes, shared by all axes.
@@ -132,8 +133,8 @@ class AxisTables:
             try:
                 if key not in eliminations:
                     eliminations[key] = Elimination(sizes, scopes)
-            # Densely connected graphs, such as a value that all layers read. Fixing few operators
-            # keeps the others exact.
+            # Densely connected graphs, such as one with a value that all layers read. Only a few
+            # operators are fixed, and the others are still decided exactly.
             except TooWideError:
                 self._fix_most_connected(scopes)
                 continue
@@ -149,7 +150,7 @@ class AxisTables:
         degree = [0] * len(self.options)
         for scope in scopes:
             for variable in scope:
-                # Variables behind those of operators are storage and sets of layouts.
+                # The variables after those of operators are storage and sets of layouts.
                 if variable < len(degree) and len(self.options[variable]) > 1:
                     degree[variable] += len(scope) - 1
         for variable in sorted(range(len(degree)), key=lambda n: -degree[n])[:FIXED_PER_RETRY]:
@@ -160,7 +161,7 @@ class AxisTables:
         if variable.pinned is not None:
             return (self.choices[index][self.axis],)
         op_type, shard_counts = variable.op_type, self.shard_counts[index]
-        # A factor only where the cuts of all other axes leave it divisible by this one; `NO_CUT`
+        # Only factors whose shards over all other axes are divisible by this axis; `NO_CUT` is
         # last, so that ties prefer cuts.
         divides = [
             f for f in range(len(op_type.factors)) if op_type.divides(f, shard_counts, self.size)
@@ -168,7 +169,7 @@ class AxisTables:
         return (*divides, NO_CUT)
 
     def _tabulate(self) -> tuple[list[int], list[Factor]]:
-        """Return the number of choices of each variable, and all tables with their scopes."""
+        """Return the number of choices of each variable, and all cost tables with their scopes."""
         sizes = [len(options) for options in self.options]
         factors: list[Factor] = [
             ((n,), self._operator_table(n, variable))
@@ -214,10 +215,10 @@ class AxisTables:
     def _parameter_cost(
         self, variable: OpVariable, input_index: int, choice: int, shard_counts: list[int]
     ) -> float:
-        """Return the cost of a parameter that only this operator reads, stored as it is read.
+        """Return the weighted seconds of a parameter that only this operator reads, stored as read.
 
-        If the axis does not shard it, either its gradient is partial over the axis and all-reduced,
-        or (under ZeRO) the parameter is stored sharded over the axis and gathered.
+        If the axis does not shard the parameter, either its gradient is partial over the axis and
+        all-reduced, or (under ZeRO) the parameter is stored sharded over the axis and gathered.
         """
         value, own_factors = (
             variable.op.inputs[input_index],
@@ -243,7 +244,7 @@ class AxisTables:
         """Append the tables of one value to `factors`, and new variables to `sizes`.
 
         Only consumers that shard the value equally over all other axes share redistributions, so
-        they form a group with tables of its own.
+        each group of such consumers has its own tables.
         """
         produced = self._produced_layouts(edge, sizes, factors)
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -313,7 +314,8 @@ class AxisTables:
     ) -> _ProducedLayouts:
         """Add a variable for the storage of a parameter that several operators read.
 
-        Its choices are the layouts in which consumers may read the parameter, and replicated.
+        The choices of the variable are the layouts in which consumers may read the parameter, then
+        replicated.
         """
         dims = sorted(
             {
@@ -336,8 +338,8 @@ class AxisTables:
                 cost += self.model.parameter_update(shard_bytes, num_shards * shards_on_axis)
             return cost
 
-        # Behind all operators: `decide` reads only the choices of the first `len(options)`
-        # variables.
+        # After the variables of all operators: `decide` reads only the choices of the first
+        # `len(options)` variables.
         storage_variable = len(sizes)
         sizes.append(len(dims) + 1)
         table = np.array([cost_of(self.size)] * len(dims) + [cost_of(1)])
@@ -345,16 +347,21 @@ class AxisTables:
         return _ProducedLayouts(num_shards, storage_variable, (*dims, REPLICATED))
 
     def _dims_on_other_axes(self, consumer: int, input_index: int) -> tuple[int, ...]:
-        """Return for each other axis the dim of an input that it shards, or `REPLICATED`."""
+        """Return for each axis the dim of a consumer's input that it shards, or `REPLICATED`;
+        always `REPLICATED` for this axis."""
         input_dims = self.problem.variables[consumer].op_type.input_dims
-        # The entry of this axis is the same for all consumers, so that results can be compared.
+        # This axis has an equal entry for all consumers, so that results can be compared.
         return tuple(
             REPLICATED if axis == self.axis else input_dims[choice][input_index]
             for axis, choice in enumerate(self.choices[consumer])
         )
 
     def _num_other_shards(self, other_dims: tuple[int, ...]) -> int:
-        """Return the number of shards that the other axes make, given the dim that each shards."""
+        """Return the number of shards over all axes that shard a dim.
+
+        Args:
+            other_dims: for each axis the dim that it shards, as from `_dims_on_other_axes`.
+        """
         matrix = self.model.mesh.device_matrix
         return prod(matrix[axis] for axis, dim in enumerate(other_dims) if dim >= 0)
 
@@ -373,9 +380,10 @@ class AxisTables:
     def _redistribution_table(
         self, ndim: int, num_bytes: int, differentiable: bool, is_parameter: bool
     ) -> Table:
-        """Return the weighted `redistribution_table` of a value of `num_bytes` on one device.
+        """Return the weighted seconds of redistributing a value of `num_bytes` per device.
 
-        Parameters are redistributed once per step, in buckets that share latency.
+        The rows and columns are those of `redistribution_table`. Parameters are redistributed once
+        per step, in buckets that share latency.
         """
         key = (self._key, "redistributions", ndim, num_bytes, differentiable, is_parameter)
         if key not in self._tables:
@@ -404,8 +412,8 @@ class AxisTables:
             costs: weighted seconds from the layout of each choice of the producer (row) to each
                 layout (column), as in `redistribution_table`.
             producer: the variable that decides the row; None if there is one row.
-            reads: for each consumer, by variable, the layouts that it reads at each of its choices.
-            returned: the layouts in which the model returns the value.
+            reads: the layouts that each consumer reads at each of its choices, by variable.
+            returned: the layouts in which the model returns the value; empty if it does not.
         """
         columns = costs.shape[1]
         if len(reads) + bool(returned) < 2:

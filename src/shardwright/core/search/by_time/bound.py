@@ -6,9 +6,9 @@ state of the messages proves a bound (Kolmogorov, "Convergent tree-reweighted me
 energy minimization", 2006). The tables (`count_tables`) relax the objective in three ways:
 
 - Consumers of one value share redistributions. Their cost is at least any weighted mean of the
-  costs of single consumers; the weights are on the consumers with the largest cost in the plan.
+  costs of single consumers; only the consumers with the largest cost in the plan have weight.
 - Overlapped communication counts with a fixed λ between 0 and 1 (see `search`).
-- The axes that shard a dim are known only by number, size and links.
+- Of the axes that shard a dim, only the number, sizes and links are known.
 
 Messages are computed on the folded problem, in which repeated blocks share variables, and then
 applied to the problem with all blocks.
@@ -32,7 +32,8 @@ MIN_GROWTH = 5e-4
 """Growth of the bound per round below which it counts as converged, as a fraction of the bound."""
 
 CostsByEnd = list[Array]
-"""The costs that a table passes to the variables at its two ends, for each of their counts."""
+"""The costs that a table passes to the variables at its two ends: one array for each end, with one
+entry for each choice of the variable."""
 
 
 def lower_bound(
@@ -53,9 +54,10 @@ def lower_bound(
 
 
 class _MessagePassing:
-    """The messages from each edge table to the variables at its two ends.
+    """Message passing between variables along the edge tables.
 
-    A message has one entry for each layout of the table's value.
+    A message goes from an edge table to the variable at one of its ends, and has one entry for each
+    layout of the table's value there.
     """
 
     def __init__(self, tables: CountTables) -> None:
@@ -82,7 +84,7 @@ class _MessagePassing:
         return best_bound
 
     def _sweep(self, backward: bool) -> float:
-        """Send messages from each variable to later ones in graph order, or in reverse.
+        """Send messages from each variable to later variables in graph order, or in reverse order.
 
         Returns:
             The bound that the messages prove.
@@ -95,7 +97,7 @@ class _MessagePassing:
             bound += (1 - sum(share for *_, share in later_tables)) * float(costs.min())
             for table_index, end, share in later_tables:
                 table, messages = self.tables.edge_tables[table_index], self._messages[table_index]
-                # Without the message that came from this table: it must not return to its sender.
+                # Without the message that this table sent: it must not return to its sender.
                 outgoing = table.table_ends[end].least_costs(share * costs) - messages[end]
                 bounds = table.bounds if end == 0 else table.bounds.T
                 # Tables are in single precision to halve their memory, and so are these sums.
@@ -107,11 +109,11 @@ class _MessagePassing:
     def _costs_with_messages(
         self, variable: int, backward: bool
     ) -> tuple[Array, list[tuple[int, int, float]]]:
-        """Return the costs of a variable plus all messages to it, and the tables that get them.
+        """Return the costs of a variable, all messages included, and how later tables divide them.
 
         Returns:
-            The costs, and for each table to a later variable its index, the end at this variable,
-            and the share of the costs that it gets. Shares are in proportion to the blocks that the
+            The costs, and for each table to a later variable the table's index, its end at this
+            variable, and its share of the costs. Shares are in proportion to the blocks that the
             edge stands for, so that a table of a single block does not take the costs of all.
         """
         costs, later_tables, num_blocks = self.tables.op_costs[variable].copy(), [], [0.0, 0.0]
@@ -128,10 +130,10 @@ class _MessagePassing:
         return costs, [(index, end, count / max_blocks) for index, end, count in later_tables]
 
     def sent_costs(self) -> list[CostsByEnd]:
-        """Return the costs that each table passes to its ends after a forward sweep.
+        """Return the costs that each table passes to its two ends after a forward sweep.
 
-        With these costs passed on, the least entry of the rest of each table is 0, so that only the
-        tables of variables count in the bound.
+        Once these costs are subtracted, the least entry of each edge table is 0, so that only the
+        costs of variables contribute to the bound.
         """
         sent_costs = [
             [
@@ -150,11 +152,15 @@ class _MessagePassing:
 def _unfolded_bound(
     tables: CountTables, unfolded: SearchProblem, sent_costs: list[CostsByEnd]
 ) -> float:
-    """Return the bound of the unfolded problem, in which each block gets the messages of the block
-    that stands for it.
+    """Return the bound in seconds of the unfolded problem, in which each block gets the messages of
+    its representative in the folded problem.
 
-    Any messages prove a bound, and these are good ones, since all blocks but the first and the last
-    are equal.
+    Any messages prove a bound. These prove a tight bound, since all blocks but the first and the
+    last are equal.
+
+    Args:
+        tables: tables of the folded problem.
+        sent_costs: for each edge table the costs that it passes to its two ends.
     """
     problem, edge_tables = tables.problem, tables.edge_tables
     edges = {_edge_key(edge, edge.consumers, edge.producer): edge for edge in problem.edges}
@@ -198,10 +204,10 @@ def _unfolded_bound(
 def _edge_key(
     edge: TensorEdge, consumers: tuple[tuple[int, int], ...], producer: tuple[int, int] | None
 ) -> Hashable:
-    """Return a key that is equal for values that may share an edge.
+    """Return a key that is equal for edges of equal values between equal variables.
 
     Args:
-        consumers, producer: those of the edge, as variables of the folded problem.
+        consumers, producer: consumers and producer of `edge`, as variables of the folded problem.
     """
     # Values without a producer are distinguished by name: two parameters of one shape are not the
     # same value.

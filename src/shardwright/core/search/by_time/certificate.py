@@ -1,7 +1,7 @@
 """The optimality gap of a plan: its objective relative to a lower bound for all plans on its mesh.
 
-The objective is (1) in `core.search`: seconds of a step, without overlap of computation with
-redistributions of activations, plus the weighted parameter memory.
+The objective is formula (1) of `core.search`: the seconds of a step plus the weighted parameter
+memory, where redistributions of activations do not overlap computation.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 from shardwright.progress import OnShare, ignore_share, subrange
 
 MAX_UNFOLDED_VARIABLES = 600
-"""Maximum number of variables for which messages are computed without folding repeated blocks.
-Messages of the folded problem weaken the bound a little."""
+"""Maximum number of variables of a problem whose messages are computed without folding repeated
+blocks. Messages of the folded problem are faster, and prove a slightly lower bound."""
 
 TABLE_PRECISION = 1e-5
-"""Fraction by which bounds are lowered for rounding errors, as tables have single precision."""
+"""Fraction by which a bound is lowered, as tables in single precision have rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class CertifiedCuts:
     """Cuts, their objective, and a lower bound on the objective of all cuts.
 
     Args:
-        cost: the objective of the cuts, in seconds.
-        bound: seconds below which no cuts are; 0 if no bound is known.
+        cost: objective of `cuts`, in seconds.
+        bound: lower bound on the objective of all cuts, in seconds; 0 if no bound is known.
     """
 
     cuts: CutsOfGraph
@@ -47,7 +47,7 @@ class CertifiedCuts:
 
     @property
     def gap(self) -> float | None:
-        """`cost / bound - 1`; None if no bound is known."""
+        """The fraction by which `cost` exceeds `bound`; None if no bound is known."""
         return max(0.0, self.cost / self.bound - 1) if self.bound > 0 else None
 
 
@@ -55,7 +55,8 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
     """Return the objective of `cuts`, and a lower bound on the objective of all cuts.
 
     Args:
-        request: a request with pricing, on a device matrix of prime axes; its `on_share` is called.
+        request: request with pricing on a device matrix of prime axes; its `on_share` is called
+            with the completed fraction.
         cuts: the cuts of each operator, by name.
 
     Raises:
@@ -112,10 +113,10 @@ def _bound_of_model(
 
 
 def _with_fastest_links(cluster: Cluster) -> Cluster:
-    """Return the cluster with all devices on a single level of its fastest links.
+    """Return `cluster` with all devices on a single level of links with its best rate and latency.
 
-    No collective takes longer there, so its bounds hold for `cluster` too; and with all axes of a
-    size in one group, tables are much smaller.
+    No collective takes longer on the result than on `cluster`, so bounds for the result hold for
+    `cluster` too. As axes of equal size then form one group, tables are much smaller.
     """
     levels = cluster.levels
     rate, latency = max(level.rate for level in levels), min(level.latency for level in levels)
@@ -128,10 +129,10 @@ def _as_dicts(cuts: Mapping[str, Cuts]) -> CutsOfGraph:
 
 
 def to_prime_axes(mesh: DeviceMatrix, levels: Sequence[Spans]) -> tuple[DeviceMatrix, list[Axes]]:
-    """Split the axes of a device matrix into prime factors.
+    """Split the axes of a device matrix into axes of prime size.
 
     Args:
-        levels: the link levels that each axis crosses, the fastest first; see `Links.levels`.
+        levels: link levels that each axis of `mesh` crosses, the fastest first; see `Links.levels`.
 
     Returns:
         The new device matrix, and for each axis of `mesh` the axes that replace it.
@@ -155,10 +156,10 @@ def gap_of(
     mem_coeff: float,
     on_share: OnShare = ignore_share,
 ) -> float | None:
-    """Return an upper bound on the gap between a plan and the best one: 0.02 for at most 2 %.
+    """Return an upper bound on the relative gap between a plan's objective and the optimum.
 
-    The best one is that of all plans with the same device matrix, stages and micro-batches; pins
-    and fixed outputs are ignored.
+    The result is 0.02 for a plan at most 2 % above the optimum. The optimum is over all plans with
+    the same device matrix, stages and micro-batches; pins and fixed outputs are ignored.
 
     Args:
         mesh: device matrix of the plan; its axes need not be prime.

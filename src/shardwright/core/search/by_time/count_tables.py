@@ -1,8 +1,9 @@
-"""Cost tables of a relaxed problem, whose least sum is a lower bound for every plan.
+"""Cost tables of a relaxed problem, whose least sum is a lower bound on the objective of all plans.
 
-A choice of a variable is not its cuts but their *counts*: how many axes of each group cut each
-factor. Tables of single variables contain costs of operators, tables of edges lower bounds of
-redistributions (`axis_counts`). `bound` computes a lower bound on their least sum.
+A choice of a variable is not the cuts of an operator but their *cut count*: how many axes of each
+group cut each factor. Tables of single variables contain costs of operators; tables of edges
+contain lower bounds on the seconds of redistributions (`axis_counts`). `bound` computes a lower
+bound on their least sum.
 """
 
 from __future__ import annotations
@@ -33,28 +34,29 @@ from shardwright.progress import OnShare, ignore_share, subrange, track
 Array = npt.NDArray[np.float64]
 
 MAX_CUTS_PER_OPERATOR = 20_000
-"""Maximum number of distinct counts of one operator."""
+"""Maximum number of cut counts of one operator."""
 
 MAX_TABLE_ENTRIES = 1 << 22
 """Maximum number of entries of a table: 16 MB in single precision."""
 
 EQUAL_COST_TOLERANCE = 1e-6
-"""Relative difference up to which the redistribution costs of two consumers count as equal."""
+"""Maximum relative difference of two consumers' redistribution costs that count as equal."""
 
 
 class TooManyCutsError(Exception):
-    """An operator has more cuts, or an edge more layouts, than a table may have."""
+    """An operator has more cut counts, or an edge table more entries, than the limits."""
 
 
 class TableEnd:
-    """The layouts of a value for the counts of the variable at one end of an edge table.
+    """The layouts of a value for the cut counts of the variable at one end of an edge table.
 
     Args:
-        layout_of: for each count of the variable the layout of the value, as an index of the rows
-            or columns of the table.
+        layout_of: for each cut count of the variable the layout of the value, as an index of the
+            rows or columns of the table.
 
     Attributes:
-        first_of_layout: for each layout the position of its first count, in order of layouts.
+        first_of_layout: for each layout the position of its first cut count, if cut counts are
+            sorted by layout.
     """
 
     def __init__(self, layout_of: npt.NDArray[np.intp]) -> None:
@@ -63,7 +65,7 @@ class TableEnd:
         self.first_of_layout = np.flatnonzero(np.diff(layout_of[self._order], prepend=-1))
 
     def least_costs(self, costs: Array) -> Array:
-        """Return for each layout the least of the costs of all counts with that layout."""
+        """Return for each layout the least of the costs of all cut counts with that layout."""
         least_costs: Array = np.minimum.reduceat(costs[self._order], self.first_of_layout)
         return least_costs
 
@@ -73,12 +75,12 @@ class EdgeTable:
     """Lower bounds on the seconds of redistributions of a value to one of its consumers.
 
     Args:
-        consumer: the variable that reads the value, and the input index.
-        variables: the variables of the rows (producer) and of the columns (consumer).
+        consumer: index of the variable that reads the value, and the input index.
+        variables: indices of the producer's (rows) and the consumer's (columns) variable.
         table_ends: the layouts at the producer and at the consumer.
-        bounds: seconds from each layout of the producer to each layout of the consumer.
-        scale: factor of `bounds` in the objective: the weights of the consumer and of
-            redistributions, times the number of equal values.
+        bounds: seconds from each layout at the producer to each layout at the consumer.
+        scale: coefficient of `bounds` in the objective: the consumer's weight, times the weight of
+            redistributions, times the number of values that the edge stands for.
     """
 
     edge: TensorEdge
@@ -95,19 +97,19 @@ class CountTables:
     Args:
         model: time model on a device matrix of prime axes.
         weights: weights of the linear objective.
-        plan: the cuts of a plan, by operator. Consumers of one value share redistributions, so
+        plan: the cuts of a plan, by operator name. Consumers of one value share redistributions, so
             that only a weighted mean of their costs is a lower bound; the consumers with the
             largest cost in this plan have weight.
         on_share: called with the fraction of the variables and edges that have tables.
 
     Attributes:
-        op_costs: for each variable the cost of each count, times the operators that the variable
-            stands for.
-        edge_tables: tables of two variables.
+        op_costs: for each variable the cost of each cut count, times the number of operators that
+            the variable stands for.
+        edge_tables: tables of redistributions between two variables.
         constant: cost of edges between fixed layouts.
 
     Raises:
-        TooManyCutsError: if there are more cuts or layouts than tables may have.
+        TooManyCutsError: if an operator has too many cut counts, or an edge table too many entries.
     """
 
     def __init__(
@@ -158,8 +160,8 @@ class CountTables:
         return self._count_axes([cuts.get(factor, ()) for factor in variable.op_type.factors])
 
     def _count_axes(self, axes: Sequence[Sequence[int]]) -> Counts:
-        """Return the number of axes of each group in each element of `axes`, as a single entry of
-        `Counts`."""
+        """Return the number of axes of each group in each element of `axes`, of shape
+        (1, len(axes), axis group)."""
         counts = [[len(set(group.axes) & set(each)) for group in self.axis_groups] for each in axes]
         return np.array(counts, dtype=np.int64).reshape(1, len(axes), len(self.axis_groups))
 
@@ -211,11 +213,14 @@ class CountTables:
         return costs
 
     def _parameter_costs(self, variable: OpVariable, input_index: int, cut_counts: Counts) -> Array:
-        """Return the costs of a parameter that only this operator reads, stored as it is read."""
+        """Return for each cut count the cost of a parameter that only this operator reads.
+
+        The parameter is stored as it is read.
+        """
         value, weights = variable.op.inputs[input_index], self.weights
         layouts = self._layouts(variable, False, input_index, cut_counts)
         shard_counts, partial_counts = layouts[:, :-1].sum(1), layouts[:, -1]
-        # Without a gradient there is nothing to reduce, whatever axes the input is replicated over.
+        # No gradient is reduced if the operator has none, whatever axes replicate the parameter.
         uses = np.stack(
             [shard_counts, partial_counts if variable.differentiable else 0 * partial_counts],
             axis=1,
@@ -251,11 +256,11 @@ class CountTables:
     def _layouts(
         self, variable: OpVariable, is_output: bool, tensor_index: int, cut_counts: Counts
     ) -> Counts:
-        """Return the layouts of a tensor for all counts of its operator.
+        """Return the layouts of an input or output of an operator for all of its cut counts.
 
         Returns:
-            Counts of shape (count of the operator, dim + 1, axis group). The last dim counts the
-            axes over which an output is partial, or the gradient of an input.
+            Axis counts of shape (cut count of the operator, dim + 1, axis group). The last dim
+            counts the axes over which an output, or the gradient of an input, is partial.
         """
         op_type, rule = variable.op_type, variable.rule
         value = (variable.op.inputs, variable.op.outputs)[is_output][tensor_index]
@@ -271,7 +276,7 @@ class CountTables:
         return layouts
 
     def _producer_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Counts:
-        """Return the layouts of a value for all counts of its producer."""
+        """Return the layouts of a value for all cut counts of its producer."""
         if edge.producer_variable is None:
             axes = edge.fixed_axes or ((),) * len(edge.value.shape)
             return self._count_axes((*axes, ()))
@@ -280,8 +285,8 @@ class CountTables:
         return self._layouts(self.problem.variables[index], True, output_index, cut_counts[index])
 
     def _consumer_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Iterator[Counts]:
-        """Yield the layouts of a value for all counts of each consumer, then the layout in which
-        the model returns it, if it does."""
+        """Yield the layouts of a value for all cut counts of each consumer, then replicated if the
+        model returns the value."""
         for index, input_index in edge.consumers:
             yield self._layouts(
                 self.problem.variables[index], False, input_index, cut_counts[index]
@@ -332,8 +337,9 @@ class CountTables:
     def _add_shared_parameter(self, edge: TensorEdge) -> None:
         """Add the cost of a parameter that several operators read to the costs of these operators.
 
-        It is stored in one of the layouts in which it is read, or replicated. Each consumer is
-        charged its weight times the least cost over these layouts, at most the true cost in total.
+        The parameter is stored in one of the layouts in which it is read, or replicated. Each
+        consumer adds its weight times the least cost over these layouts, so that the sum over
+        consumers is at most the true cost.
         """
         layouts_of_consumers = [
             _distinct_rows(layouts) for layouts in self._consumer_layouts(edge, self._cut_counts)
@@ -371,8 +377,8 @@ class CountTables:
 
 
 def _distinct_rows(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
-    """Return the distinct entries along the first dimension, and for each entry the index of the
-    distinct one.
+    """Return the distinct entries along the first dimension, and for each entry of `rows` its index
+    among them.
 
     Faster than `np.unique(rows, axis=0)`, which sorts whole rows; the entries are small integers.
     """
@@ -386,8 +392,7 @@ def _distinct_rows(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
 
 
 def _consumer_weights(costs: Sequence[float]) -> list[float]:
-    """Return the weight of each consumer: equal for all with the largest cost, 0 for the others;
-    the sum is 1."""
+    """Return weights of consumers with sum 1: equal for all with the largest cost, else 0."""
     highest = max(costs, default=0.0)
     is_highest = [each >= highest * (1 - EQUAL_COST_TOLERANCE) for each in costs]
     return [float(each) / sum(is_highest) for each in is_highest]

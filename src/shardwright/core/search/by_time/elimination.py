@@ -1,11 +1,11 @@
 """Minimize a sum of cost tables exactly by variable elimination.
 
 Each table (*factor*) has the costs of all combinations of choices of a few variables. To eliminate
-a variable, the tables that contain it are added and replaced by their minimum over it; at the end
-the choices are read back in reverse order (Dechter, "Bucket elimination", 1999). The time grows
-with the largest intermediate table, which depends on the connections between variables rather than
-on their number. The order of elimination is min-fill: the next variable is the one whose
-elimination connects the fewest pairs of neighbors that are not connected yet.
+a variable, the tables that contain it are added, and their sum is replaced by its minimum over the
+variable; at the end the choices are read back in reverse order (Dechter, "Bucket elimination",
+1999). The time grows with the largest intermediate table, which depends on the connections between
+variables rather than on their number. The order of elimination is min-fill: the next variable is
+the one whose elimination connects the fewest pairs of neighbors that are not connected yet.
 
 >>> import numpy as np
 >>> differ = np.array([[5.0, 0.0], [0.0, 5.0]])
@@ -26,7 +26,7 @@ import numpy.typing as npt
 Table = npt.NDArray[np.float64]
 Factor = tuple[tuple[int, ...], Table]
 """The scope of a factor (variables in ascending order), and its table with one dimension for each
-of them."""
+variable of the scope."""
 
 LARGEST_TABLE = 1 << 22
 """Maximum number of elements of a table: 32 MB in double precision."""
@@ -36,7 +36,7 @@ def factor_between(row: int | None, column: int | None, table: Table) -> Factor:
     """Return a table of two variables as a factor.
 
     Args:
-        row, column: the variables that choose a row and a column; None for a table with a single
+        row, column: variables whose choices select a row and a column of `table`; None for a single
             row or column. If both are the same variable, only the diagonal remains.
     """
     if row is None or column is None:
@@ -84,10 +84,10 @@ class _Step:
     """The elimination of one variable.
 
     Args:
-        addends: the indices of the tables that contain it, each with its shape for broadcasting;
-            the smallest first, so that few additions have the full shape.
-        axis: the dimension of their sum that belongs to the variable.
-        other_variables: the other variables of the sum, in order.
+        addends: indices of the tables that contain `variable`, each with its shape for
+            broadcasting; the smallest first, so that few additions have the full shape.
+        axis: dimension of the sum of these tables that belongs to `variable`.
+        other_variables: variables of the other dimensions of the sum, in order.
     """
 
     variable: int
@@ -97,7 +97,7 @@ class _Step:
 
 
 class Elimination:
-    """The elimination steps for given scopes, reusable for tables with any contents.
+    """The elimination steps for tables of the given scopes, whatever their entries.
 
     Args:
         sizes: the number of choices of each variable.
@@ -117,7 +117,8 @@ class Elimination:
         for position, variable in enumerate(self._order):
             self._position[variable] = position
         buckets: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in sizes]
-        # Tables without variables, given or left after the last variable of a component.
+        # Tables without variables: arguments, or results of eliminating the last variable of a
+        # connected component.
         self._constants = [table for table, scope in enumerate(scopes) if not scope]
         for table, scope in enumerate(scopes):
             self._add_to_bucket(buckets, table, scope)
@@ -136,7 +137,7 @@ class Elimination:
     def _add_to_bucket(
         self, buckets: list[list[tuple[int, tuple[int, ...]]]], table: int, scope: tuple[int, ...]
     ) -> None:
-        """Add the index of a table to the bucket of its variable that is eliminated first."""
+        """Add a table index to the bucket of the variable in `scope` that is eliminated first."""
         if scope:
             buckets[min(self._position[v] for v in scope)].append((table, scope))
 
@@ -144,7 +145,7 @@ class Elimination:
         sizes = self._sizes
         scope = tuple(sorted({v for _, variables in bucket for v in variables}))
         elements = prod(sizes[v] for v in scope)
-        # A single table exists already, and its minimum needs no larger one.
+        # A single table exists already, and no larger one is made for its minimum.
         if len(bucket) > 1 and elements > limit:
             raise TooWideError(elements, limit)
         bucket = sorted(bucket, key=lambda entry: prod(sizes[v] for v in entry[1]))
@@ -179,8 +180,8 @@ class Elimination:
 
 
 def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]:
-    """Return the min-fill order: the next variable is the one whose neighbors lack the fewest
-    connections.
+    """Return the variables in min-fill order: next is the variable whose elimination connects the
+    fewest pairs of neighbors.
 
     Ties go to the smallest table over the neighbors, then to the first variable.
 

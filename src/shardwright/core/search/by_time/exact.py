@@ -1,13 +1,13 @@
-"""Joint search over all operators and axes, with a lower bound of the objective.
+"""Joint search over all operators and axes, with a lower bound on the objective.
 
 The search is a variable elimination as on one axis, but each choice is a combination of cuts on all
 axes. Tables of two operators cannot express that consumers of a value share redistributions. So
 each of n consumers is charged 1/n of its redistribution; the sum of these is at most the cost of
-the shared redistributions. The least sum of all tables is hence a *lower bound* for all plans, and
-cuts that cost no more are optimal.
+the shared redistributions. The least sum of all tables is hence a *lower bound* on the objective of
+all plans, and cuts whose objective equals it are optimal.
 
-This works for small models and few devices. Where tables become too large, the result is the best
-of the other searches with the bound of `certificate`.
+This works for small models and few devices. Where tables would be too large, the result is that of
+the heuristic search with the bound of `certificate`.
 """
 
 from __future__ import annotations
@@ -54,18 +54,21 @@ MAX_CUTS_PER_OPERATOR = 512
 """Maximum number of combinations of cuts of one operator."""
 
 MAX_REDISTRIBUTIONS = 1 << 14
-"""Maximum number of pairs of layouts between which redistribution steps are searched for."""
+"""Maximum number of pairs of layouts whose redistribution steps are searched for."""
 
 LARGEST_TABLE = 1 << 26
 """Maximum number of elements of a table of the elimination: 512 MB in double precision."""
 
 
 class TablesTooLargeError(Exception):
-    """The joint search would need more cuts, redistributions or table elements than its limits."""
+    """The joint search would exceed its limit of cuts, redistributions or table elements."""
 
 
 def search_exactly(request: SearchRequest) -> CertifiedCuts:
-    """Return the best cuts found, with a lower bound for all cuts.
+    """Return the cheapest cuts found, with a lower bound on the objective of all cuts.
+
+    Args:
+        request: request with pricing on a device matrix of prime axes.
 
     Raises:
         StrategyError: if the request has no pricing.
@@ -137,7 +140,8 @@ class _JointTables:
         self._redistributions: dict[object, ObjectiveCost] = {}
 
     def solve(self, weights: Weights, on_share: OnShare) -> tuple[list[Cuts], float]:
-        """Return the cuts with the least sum of the tables, and a lower bound for all cuts.
+        """Return the cuts that minimize the sum of the tables, and a lower bound in seconds for all
+        cuts.
 
         Raises:
             TablesTooLargeError: if tables would be too large.
@@ -170,7 +174,8 @@ class _JointTables:
         return cuts, solution.cost - slack
 
     def _enumerate_cuts(self, variable: OpVariable) -> list[Cuts]:
-        """Return all valid combinations of cuts; the last is no cut."""
+        """Return all valid cuts of an operator, no cut last; only the pinned cuts if it is
+        pinned."""
         if variable.pinned is not None:
             return [variable.pinned]
         matrix = self.model.mesh.device_matrix
@@ -191,7 +196,8 @@ class _JointTables:
         return variable.count * weights.of(self.objective.operator(variable, cuts))
 
     def _edge_tables(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
-        """Return a table for the producer and each consumer, with its share of redistributions."""
+        """Return for each consumer a table with its share of redistributing a value from the
+        producer."""
         if edge.is_shared_parameter:
             return []
         mesh, ndim = self.model.mesh, len(edge.value.shape)

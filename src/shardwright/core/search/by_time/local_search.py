@@ -1,6 +1,6 @@
 """Improve the cuts of single operators over all axes, with all others fixed.
 
-Deciding axis by axis cannot move an operator to cuts that differ on two axes at once.
+A search that decides one axis at a time cannot change the cuts of an operator on two axes at once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardwright.core.search.nearby_cuts import (
 from shardwright.progress import OnShare, ignore_share
 
 MAX_NEW_PRICES = 250
-"""Maximum number of edges with new layouts whose redistribution steps are searched for, which takes
-nearly all of the time of a sweep."""
+"""Maximum number of combinations of an edge and its layouts whose redistribution steps are searched
+for, which takes nearly all of the time of the search."""
 
 MIN_COMMUNICATION_SHARE = 1e-4
-"""Minimum share of the total that redistributions at an operator's inputs and outputs take for its
-cuts to be changed."""
+"""Minimum fraction of the total that redistributions of an operator's inputs and outputs take;
+other operators keep their cuts."""
 
 
 def local_search(
@@ -42,9 +42,9 @@ def local_search(
     """Change `cuts` in place, operator by operator, as long as the total decreases.
 
     Args:
-        total: the function to minimize, from the terms of the cost to seconds.
-        max_rounds: maximum number of visits to all operators.
-        min_gain: minimum decrease of the total for a change to be applied, as a fraction of it.
+        total: function to minimize, from the terms of a cost to seconds.
+        max_rounds: maximum number of visits to each operator.
+        min_gain: minimum decrease of the total by a change, as a fraction of the total.
         on_share: called with the completed fraction of the visits or of `MAX_NEW_PRICES`, whichever
             is larger.
     """
@@ -60,8 +60,8 @@ def local_search(
     max_priced = objective.num_priced + MAX_NEW_PRICES
     for round_index in range(max_rounds):
         previous_total = best_total
-        # The largest possible gain first, since `MAX_NEW_PRICES` may end the round. Blocks that
-        # stand for many repeated ones come first, too.
+        # The largest possible gain first, since `MAX_NEW_PRICES` may end the round. Operators that
+        # stand for many repeated blocks come early, too.
         order = sorted(neighborhoods, key=lambda each: -each.redistribution_seconds(cuts))
         for num_visited, neighborhood in enumerate(order):
             visit_share = (round_index + num_visited / len(order)) / max_rounds
@@ -88,11 +88,11 @@ def local_search(
 
 @dataclass(frozen=True)
 class _Neighborhood:
-    """One operator with the values that it computes and reads.
+    """One operator with the edges of the values that it computes and reads.
 
     Args:
-        index: index of the variable.
-        edges: the edges that have an end at the variable.
+        index: index of `variable` in the problem.
+        edges: edges with an end at `variable`.
     """
 
     objective: Objective
@@ -110,24 +110,26 @@ class _Neighborhood:
     def cost_with_others(
         self, other_cost: ObjectiveCost, cuts: list[Cuts], total: Total, bound: float
     ) -> ObjectiveCost | None:
-        """Return `other_cost` plus `cost(cuts)`, or None if the total is not below `bound`."""
+        """Return `other_cost` plus `cost(cuts)`, or None if its total is not below `bound`
+        seconds."""
         return self.objective.add_edges(
             self._add_operator(cuts, other_cost), self.edges, cuts, total, bound
         )
 
     def _add_operator(self, cuts: list[Cuts], cost: ObjectiveCost) -> ObjectiveCost:
-        """Return `cost` plus that of the operator without its edges."""
+        """Return `cost` plus the cost of the operator without its edges."""
         op_cost = self.objective.operator(self.variable, cuts[self.index])
         return cost.plus(op_cost, self.variable.count)
 
     def redistribution_seconds(self, cuts: list[Cuts]) -> float:
-        """Return seconds of redistributions at inputs and outputs, an upper bound on the gain."""
+        """Return the seconds of redistributing inputs and outputs: an upper bound on the gain from
+        new cuts of the operator."""
         return sum(self.objective.edge(e, cuts).redistributions * e.count for e in self.edges)
 
     def nearby_cuts(self, cuts: list[Cuts]) -> Iterator[Cuts]:
         """Yield cuts of the operator that match the layout of a neighbor or change one axis.
 
-        Axes that sizes are not divisible by are left out.
+        An axis is omitted from the cuts of a factor whose size it does not divide.
         """
         nearby, current_factors = self._cut_generator(cuts), factor_of_axis(cuts[self.index])
         yielded = [current_factors]
@@ -142,9 +144,10 @@ class _Neighborhood:
                 yield axes_of_factors(factor_of_axis(nearby.divisible(factors)))
 
     def _distinct_axes(self, cuts: list[Cuts]) -> list[int]:
-        """Return the last axis of each group that is equal for the operator and its neighbors.
+        """Return one axis, the last, of each group of axes that are equal for this neighborhood.
 
-        Axes are equal if they have equal links and cut the same factor of each operator.
+        Axes are equal if they have equal links and cut the same factor of the operator and of each
+        of its neighbors.
         """
         model = self.objective.model
         variables = {end.variable for edge in self.edges for end in edge.ends()}

@@ -23,7 +23,7 @@ def log_costs(
     cuts: Sequence[Cuts],
     weights: Weights,
 ) -> None:
-    """Log the seconds per step of each choice of each main operator, with all others fixed.
+    """Log the weighted seconds of each choice of each main operator, with all other choices fixed.
 
     Repeated blocks are logged once.
 

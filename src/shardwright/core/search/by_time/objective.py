@@ -1,6 +1,7 @@
 """The objective of the search by time, formula (1) of `core.search`, over all axes at once.
 
-Unlike the tables of one axis it prices the redistribution steps that the lowered program runs.
+It adds the seconds of the redistribution steps that the lowered program runs, where the tables of
+one axis (`axis_tables`) add those of each axis separately.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shardwright.core.search.nearby_cuts import OpLayouts, layouts_of
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveCost:
-    """The terms of the objective (1) of an operator, of a value or of the whole model.
+    """The terms of the objective, formula (1), for an operator, a value or the whole model.
 
     Args:
         forward, backward: F and W: seconds of computation per micro-batch.
@@ -43,7 +44,7 @@ class ObjectiveCost:
         return self.plus(other, 1)
 
     def plus(self, other: ObjectiveCost, times: float) -> ObjectiveCost:
-        """Return the sum of this cost and `times` the other."""
+        """Return the sum of this cost and `times` times `other`."""
         return ObjectiveCost(
             self.forward + times * other.forward,
             self.backward + times * other.backward,
@@ -57,7 +58,7 @@ class ObjectiveCost:
     def total(
         self, micro_batches: int, parameter_byte_seconds: float, slowdown: float = 0.0
     ) -> float:
-        """Return the seconds of a step plus the weighted bytes of parameters: T in (1).
+        """Return T of formula (1): the seconds of a step plus the weighted bytes of parameters.
 
         Args:
             parameter_byte_seconds: seconds that one byte of parameters counts as.
@@ -75,16 +76,17 @@ class ObjectiveCost:
 
     @property
     def exposed(self) -> float:
-        """E: seconds of gathers and reductions of parameters that computation does not hide."""
+        """E of formula (1): seconds of gathering parameters and reducing their gradients that
+        computation does not hide."""
         return max(0.0, self.gathers - self.forward) + max(0.0, self.gradients - self.backward)
 
 
 Total = Callable[[ObjectiveCost], float]
-"""Returns the seconds to minimize, given the terms of a cost."""
+"""A function to minimize, from the terms of a cost to seconds."""
 
 
 class Objective:
-    """Costs of operators and values for given cuts, each cached."""
+    """Costs of operators, of values and of the whole model for given cuts; cached."""
 
     def __init__(self, problem: SearchProblem, model: TimeModel) -> None:
         self.problem = problem
@@ -108,7 +110,11 @@ class Objective:
         return cost
 
     def cost_below(self, cuts: Sequence[Cuts], total: Total, bound: float) -> ObjectiveCost | None:
-        """Return the cost of the whole model, or None if its total is not below `bound`."""
+        """Return the cost of the whole model, or None if its total is not below `bound` seconds.
+
+        Args:
+            cuts: the cuts of each variable.
+        """
         op_costs = ObjectiveCost()
         for variable, op_cuts in zip(self.problem.variables, cuts, strict=True):
             op_costs = op_costs.plus(self.operator(variable, op_cuts), variable.count)
@@ -124,12 +130,13 @@ class Objective:
     ) -> ObjectiveCost | None:
         """Return `base` plus the cost of `edges`, or None if the total is not below `bound`.
 
-        Searching for redistribution steps takes most of the time of a search. So edges that are not
-        cached start at their lower bound, and are priced one by one, the largest bound first, until
+        Searching for redistribution steps takes most of the time of a search. So edges without a
+        cached cost start at a lower bound and are priced one by one, the largest bound first, until
         the total reaches `bound`.
 
         Args:
-            total: the function to minimize.
+            cuts: the cuts of each variable.
+            total: function to minimize, from the terms of a cost to seconds.
             bound: seconds that the total must be below.
         """
         # A bound above the best total discards a candidate without pricing any of its edges.
@@ -150,7 +157,7 @@ class Objective:
         return base if total(base) < bound else None
 
     def operator(self, variable: OpVariable, cuts: Cuts) -> ObjectiveCost:
-        """Return the cost of one operator, including the parameters that only it reads."""
+        """Return the cost of one operator and of the parameters that only this operator reads."""
         key = (id(variable), tuple(cuts.items()))
         if key not in self._operators:
             self._operators[key] = self._operator_cost(variable, cuts)
@@ -200,16 +207,18 @@ class Objective:
         return self._layouts[key]
 
     def edge(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost:
-        """Return the cost of one value: redistributions, and storage of a shared parameter."""
+        """Return the cost of one value: its redistributions and, for a shared parameter, its
+        storage."""
         key, source, targets = self._layouts_of_edge(edge, cuts)
         if key not in self._edges:
             self._edges[key] = self._edge_cost(edge, source, targets)
         return self._edges[key]
 
     def lower_bound(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> tuple[ObjectiveCost, bool]:
-        """Return the cost of `edge` and True if it is cached, else a lower bound and False.
+        """Return (cost of `edge`, True) if the cost is cached, else (lower bound, False).
 
-        Consumers may share steps, so the bound is the largest of the bounds of single consumers.
+        Consumers may share redistribution steps, so the bound is the maximum, not the sum, of the
+        bounds of single consumers.
         """
         key, source, targets = self._layouts_of_edge(edge, cuts)
         cached = self._edges.get(key)
@@ -226,13 +235,14 @@ class Objective:
 
     @property
     def num_priced(self) -> int:
-        """Number of distinct layouts of edges whose redistribution steps were searched for."""
+        """Number of combinations of an edge and its layouts whose cost is cached."""
         return len(self._edges)
 
     def _layouts_of_edge(
         self, edge: TensorEdge, cuts: Sequence[Cuts]
     ) -> tuple[object, TensorLayout, list[TensorLayout]]:
-        """Return a cache key, the layout before redistribution, and those of the consumers."""
+        """Return a cache key, the layout before redistribution, and the layouts to redistribute
+        to."""
         variables = self.problem.variables
         targets = [
             self.layouts(variables[n], cuts[n])[0][input_index] for n, input_index in edge.consumers

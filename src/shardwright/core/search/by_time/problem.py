@@ -34,9 +34,9 @@ class OpVariable:
     """An operator whose cuts are decided, for itself and for equal operators of repeated blocks.
 
     Args:
-        count: number of operators that get the cuts, including `op`.
+        count: number of operators, `op` included, that get the cuts of the variable.
         differentiable: whether gradients pass through the operator.
-        pinned: its cuts if they are fixed.
+        pinned: cuts that the user fixed; None if the search decides them.
         own_parameters: indices of the inputs that are parameters which only this operator reads.
     """
 
@@ -51,12 +51,12 @@ class OpVariable:
 
 
 class EdgeEnd(NamedTuple):
-    """An input or output of a variable's operator.
+    """The input or output of an operator at which an edge ends.
 
     Args:
-        variable: index of the variable.
-        is_output: whether it is an output; also indexes pairs of inputs and outputs.
-        tensor_index: index among the inputs, or among the outputs.
+        variable: index of the operator's variable.
+        is_output: whether the edge ends at an output; also an index into (inputs, outputs).
+        tensor_index: index among the inputs, or among the outputs, of the operator.
     """
 
     variable: int
@@ -69,15 +69,17 @@ class TensorEdge:
     """A value between its producer and all of its consumers.
 
     Args:
-        producer: the variable that computes it and the output index; None for inputs of the model,
-            parameters, buffers and constants.
+        producer: index of the variable that computes the value, and the output index; None for
+            inputs of the model, parameters, buffers and constants.
         fixed_axes: the axes that shard each dim before redistribution, for values without a
-            producer and for outputs with a fixed layout; None if the producer's cuts decide them.
-        consumers: the variables that read it, each with the input index.
-        returned: whether the model also returns it, replicated.
-        differentiable: whether a gradient flows back.
-        is_shared_parameter: whether it is a parameter that several operators read. Its storage is a
-            decision of its own, while that of other parameters follows from their operator.
+            producer and for outputs with a fixed layout; None if the producer's cuts decide.
+        consumers: (variable index, input index) of each operator that reads the value.
+        returned: whether the model also returns the value, or updates a buffer with it; both need
+            it replicated.
+        differentiable: whether a gradient flows back to the producer.
+        is_shared_parameter: whether the value is a parameter that several operators read. Its
+            storage is decided separately, while that of other parameters follows from the cuts of
+            their operator.
         count: number of values that the edge stands for.
     """
 
@@ -92,7 +94,8 @@ class TensorEdge:
 
     @property
     def producer_variable(self) -> int | None:
-        """The variable whose cuts decide the layout before redistribution; None if it is fixed."""
+        """Index of the variable whose cuts decide the layout before redistribution; None if that
+        layout is fixed."""
         return self.producer[0] if self.producer is not None and self.fixed_axes is None else None
 
     def ends(self) -> list[EdgeEnd]:
@@ -109,8 +112,8 @@ class SearchProblem:
 
     Args:
         variable_of: for each operator of the graph the index of its variable.
-        eliminations: elimination orders by table sizes and scopes; shared by all searches on the
-            problem, since most axes have equal sizes and scopes.
+        eliminations: cache of elimination orders by table sizes and scopes; shared by all searches
+            on the problem, since most axes have equal sizes and scopes.
     """
 
     variables: tuple[OpVariable, ...]
@@ -133,7 +136,7 @@ class SearchProblem:
         return self._data_parallel_choices[axis_size]
 
     def edges_around(self) -> list[list[TensorEdge]]:
-        """Return for each variable the edges that have an end at it."""
+        """Return for each variable the edges with an end at its operator."""
         # Dicts as ordered sets: an operator may read one value twice.
         edges_of_variable: list[dict[TensorEdge, None]] = [{} for _ in self.variables]
         for edge in self.edges:
@@ -152,9 +155,9 @@ def search_problem(
     """Return the variables and edges of `graph`; the last problem of each graph is cached.
 
     Args:
-        pinned: cuts of operators that are fixed, by name.
+        pinned: cuts of pinned operators, by operator name.
         outputs: fixed output layouts, by operator name; see `Outputs`.
-        arrivals: for each model input that arrives sharded, by name, the axes that shard each dim.
+        arrivals: axes that shard each dim of model inputs that arrive sharded, by input name.
         fold: whether repeated blocks share variables.
     """
     pins = tuple((name, tuple(cuts.items())) for name, cuts in pinned.items())
@@ -168,8 +171,9 @@ def search_problem(
 
 
 _LAST_PROBLEM: WeakKeyDictionary[Graph, tuple[object, SearchProblem]] = WeakKeyDictionary()
-"""The last problem of each graph, with the arguments that it depends on. One is enough: the
-searches for one plan differ in the mesh and in weights, which a problem does not contain."""
+"""The last problem of each graph, with the arguments that it depends on. One problem per graph is
+enough: the searches for one plan differ in the mesh and in weights, which a problem does not
+contain."""
 
 
 def _build_problem(
@@ -210,7 +214,7 @@ def _build_problem(
 
 
 def _op_key(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) -> Hashable:
-    """Return a key that, with the rule, is equal for operators that may share a variable."""
+    """Return a key that is equal for operators of one `OpType` that may share a variable."""
     cuts = pinned.get(op.name)
     pin = None if cuts is None else tuple(cuts.items())
     requires_grad = tuple(value.requires_grad for value in (*op.inputs, *op.outputs))
@@ -279,13 +283,15 @@ def _edges(
 
 
 MIN_BLOCKS = 4
-"""Minimum number of equal blocks in a row that are folded. The first and the last block have other
-neighbors and so variables of their own, so that in a run of three nothing would be saved."""
+"""Minimum number of equal consecutive blocks that are folded. The first and the last block have
+other neighbors, and therefore their own variables, so that folding three blocks would save
+nothing."""
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """`blocks` equal blocks in a row, each of `period` operators, from operator `start` on."""
+    """A run of `blocks` equal consecutive blocks of `period` operators each, from operator `start`
+    on."""
 
     start: int
     period: int
@@ -298,7 +304,8 @@ def representatives(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[
     All blocks of a run but the first and the last get the cuts of the second block.
 
     Args:
-        op_keys: keys that must be equal, besides the types, for operators to share cuts.
+        op_keys: a key for each operator; operators share cuts only if their keys and their types
+            are equal.
     """
     decided_by = list(range(len(indexed.names)))
     for run in block_runs(indexed, op_keys):
@@ -315,7 +322,7 @@ def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[Block
     """Return disjoint runs of at least `MIN_BLOCKS` equal blocks.
 
     Args:
-        op_keys: keys that must be equal, besides the types, for operators to be equal.
+        op_keys: a key for each operator; operators are equal if their keys and their types are.
     """
     number_of_key: dict[Hashable, int] = {}
     keys = np.array(
@@ -340,7 +347,7 @@ def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[Block
 def _longest_run(
     indexed: IndexedGraph, keys: np.ndarray[tuple[int], np.dtype[np.int64]], start: int, stop: int
 ) -> BlockRun | None:
-    """Return the longest run of equal blocks among operators `start` to `stop`, or None.
+    """Return the longest run of equal blocks among operators `start` to `stop - 1`, or None.
 
     Ties go to the shortest period, then to the first run.
     """
@@ -368,7 +375,8 @@ def _longest_run(
 
 
 def _longest_true_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, int]:
-    """Return start and length of the longest run of true flags; ties go to the first."""
+    """Return the start and the length of the longest run of true flags; ties go to the first
+    run."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
     if not len(edges):
         return 0, 0
@@ -378,10 +386,10 @@ def _longest_true_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tupl
 
 
 def _reads_equal_values(indexed: IndexedGraph, op: int, period: int) -> bool:
-    """Whether the operator one period after `op` reads the corresponding inputs.
+    """Whether the operator one period after `op` reads the inputs that correspond to those of `op`.
 
-    Each input must be the same value, or one computed one period later, or a parameter or constant
-    whose consumers are all one period later.
+    Each must be the same value, or a value that is computed one period later, or a parameter or
+    constant whose consumers are all one period later.
     """
     for value, later in zip(indexed.inputs[op], indexed.inputs[op + period], strict=True):
         if value == later:

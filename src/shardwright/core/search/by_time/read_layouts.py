@@ -19,15 +19,15 @@ AxisLayout = int
 `REPLICATED`."""
 
 PARTIAL: AxisLayout = -2
-"""DTensor's `Partial`: each device has a term of a sum. A consumer that reads a value in `PARTIAL`
-reads it replicated, and its gradient is partial."""
+"""DTensor's `Partial`: each device has a term of a sum. A consumer with layout `PARTIAL` reads the
+value replicated, and the gradient of the value is partial."""
 
 REPLICATED: AxisLayout = -1
 """DTensor's `Replicate`."""
 
 MAX_LAYOUTS = 3
-"""The size of the largest set of layouts in which a value is read on one axis, unless one consumer
-alone needs more. It keeps the number of sets of n layouts below n³, where all sets would be 2ⁿ."""
+"""Maximum number of layouts in which a value is read on one axis, unless a single consumer reads
+more. The limit keeps the number of sets of n layouts below n³ instead of 2ⁿ."""
 
 ReadLayouts = tuple[frozenset[AxisLayout], ...]
 """The layouts in which a consumer reads a value, for each of its choices."""
@@ -39,10 +39,10 @@ def table_index(layout: AxisLayout) -> int:
 
 
 def redistribution_table(ndim: int, differentiable: bool, seconds: Callable[[str], float]) -> Table:
-    """Return seconds from each layout at the producer (row) to each at a consumer (column).
+    """Return the seconds of redistributing a value over one axis, forward and backward.
 
-    The last column is the all-reduce of the forward pass, which consumers in `PARTIAL` and in
-    `REPLICATED` share.
+    Rows are the layouts at the producer, columns those at a consumer. The last column has the
+    all-reduce of the forward pass, which consumers in `PARTIAL` and in `REPLICATED` share.
 
     Args:
         ndim: number of dims of the value.
@@ -74,14 +74,15 @@ def redistribution_table(ndim: int, differentiable: bool, seconds: Callable[[str
 
 @cache
 def column_sums(sets: ReadLayouts, columns: int) -> Table:
-    """Return the matrix M such that `redistribution_table(...) @ M` is the cost of each set.
+    """Return a matrix M such that `redistribution_table(...) @ M` has a column of costs for each
+    set.
 
-    M is 1 for the layouts of a set, and -1 for the last column in sets with both `PARTIAL` and
-    `REPLICATED`, which share it.
+    M is 1 for the layouts of a set. For a set with both `PARTIAL` and `REPLICATED`, the last row of
+    M is -1, since the two share an all-reduce.
 
     Args:
         sets: sets of layouts, one per column of M.
-        columns: number of columns of the redistribution table.
+        columns: number of columns of the redistribution table, which is the number of rows of M.
     """
     table = np.zeros((columns, len(sets)))
     for set_index, layouts in enumerate(sets):
@@ -97,8 +98,8 @@ def layout_sets(
 ) -> tuple[ReadLayouts, dict[ReadLayouts, Table]]:
     """Return the sets of layouts in which a value may be read, and a table for each consumer.
 
-    A table is 0 where the set (column) contains the layouts of the consumer's choice (row), else
-    infinity.
+    A table is 0 where the set (column) contains the layouts that the consumer reads at its choice
+    (row), and infinity elsewhere.
 
     Args:
         consumers: the layouts of each consumer, for each of its choices.
@@ -125,5 +126,6 @@ def layout_sets(
 
 @cache
 def united_reads(first: ReadLayouts, second: ReadLayouts) -> ReadLayouts:
-    """Return the layouts of an operator that reads the value as two of its inputs."""
+    """Return the layouts that an operator reads at each choice, given those of two of its inputs
+    that are the same value."""
     return tuple(a | b for a, b in zip(first, second, strict=True))

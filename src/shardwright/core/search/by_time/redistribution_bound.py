@@ -1,8 +1,8 @@
 """A lower bound on the seconds of a redistribution, without a search for its steps.
 
-A device must receive the part of a value that it reads and does not store, and all devices of a
-node together must receive their part over the slower links. `axis_counts` has the same bound for
-layouts that are given as numbers of axes.
+A device must receive the part of a value that it reads and does not have. The devices of a node
+together must receive the part that no device of the node has, over the slower links. `axis_counts`
+has the same bound for layouts that are counts of axes.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class RedistributionBound:
     def seconds(
         self, source: TensorLayout, target: TensorLayout, num_bytes: float, differentiable: bool
     ) -> float:
-        """Return a lower bound on the seconds of a redistribution, forward plus backward.
+        """Return a lower bound on the seconds of redistributing a value from `source` to `target`.
 
         Args:
             num_bytes: bytes of the full value.
-            differentiable: whether the gradient is redistributed back.
+            differentiable: whether the seconds of redistributing the gradient back are added.
         """
         key = source.axes, source.partial, target.axes, target.varying, differentiable
         if key not in self._cache:
@@ -84,7 +84,8 @@ class RedistributionBound:
     def _seconds_per_byte_and_latency(
         self, source: Placement, partial_axes: Collection[int], target: Placement
     ) -> tuple[float, float]:
-        """Return seconds per byte of the full value, and seconds of latency."""
+        """Return lower bounds for one direction: seconds per byte of the full value, and
+        latency."""
         received = self._received_share(source, partial_axes, target, 0)
         seconds_per_byte = self._added_seconds_per_byte[0] * received
         for crossed, added in enumerate(self._added_seconds_per_byte[1:], start=1):
@@ -97,10 +98,10 @@ class RedistributionBound:
     def _received_share(
         self, source: Placement, partial_axes: Collection[int], target: Placement, crossed: int
     ) -> float:
-        """Return the fraction of the full value that a device receives over links of level
-        `crossed` and slower ones.
+        """Return the least fraction of the full value that a device receives over links of level
+        `crossed` and slower levels.
 
-        It is the mean over all devices, which at least one device reaches.
+        The result is a mean over all devices; at least one device receives as much.
         """
         devices_inside, num_groups = (
             self._devices_inside[crossed],

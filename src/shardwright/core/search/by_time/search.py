@@ -1,16 +1,16 @@
-"""The search by time: minimize seconds of a training step on a cluster, axis by axis.
+"""The search by time: minimize the seconds of a training step on a cluster, axis by axis.
 
-1. Decide axis after axis, each exactly by variable elimination, in two orders of axes.
+1. Decide one axis after another, each exactly by variable elimination, in two orders of axes.
 2. Decide each axis again given all others, until the total stops decreasing.
 3. Try to give an axis the choices of another axis, of data parallelism, or no cuts; then step 2.
 4. Improve single operators over all axes (`local_search`).
 5. Swap two axes for subsets of operators (`swap_axes`), then step 4.
 
-The objective is (1) in `core.search`. Its term E is not linear: gradients are reduced while the
-backward pass computes, so that only max(0, Gr - W) counts. But it is the maximum of λ (Gr - W) over
-0 ≤ λ ≤ 1, and for a fixed λ the objective is a sum over operators and edges. λ = 0 is exact as long
-as nothing is exposed; if the result has exposed communication, larger λ are searched too. Gathers
-of parameters in the forward pass have the same form and use the same λ.
+The objective is formula (1) of `core.search`. Its term E is not linear: gradients are reduced while
+the backward pass computes, so that only max(0, Gr - W) counts. This term is the maximum of
+λ (Gr - W) over 0 ≤ λ ≤ 1, and for a fixed λ the objective is a sum over operators and edges. λ = 0
+is exact as long as no communication is exposed; if the result exposes some, larger λ are searched
+too. Gathers of parameters in the forward pass have the same form and use the same λ.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from shardwright.errors import StrategyError
 from shardwright.progress import OnShare, ignore_share, subrange, track
 
 MAX_ROUNDS = 4
-"""Maximum number of times that step 2 visits all axes, and step 4 all operators."""
+"""Maximum number of times that step 2 visits all axes, and that step 4 visits all operators."""
 
 EXPOSED_SHARES = (0.0, 0.25)
 """The values of λ, in this order; the second is used only if the first leaves communication
 exposed. Larger values have not found better plans for language models on 64 to 1024 devices."""
 
 MAX_COST_RATIO = 1.1
-"""Cuts found without step 3 are returned too if their total is below this multiple of the least.
-The objective differs from the prediction of whole plans, which is more precise, by less than
-that."""
+"""Cuts found without step 3 are returned too if their total is below this multiple of the least
+total. The objective differs by less than this ratio from the step time predicted for a whole plan,
+which is more precise."""
 
 MIN_GAIN = 1e-9
 """Minimum decrease of the total for a change to be applied, as a fraction of the total; above
@@ -56,8 +56,8 @@ def candidates_by_time(request: SearchRequest) -> list[CutsOfGraph]:
     """Decide the cuts of all operators by the time of a training step.
 
     Returns:
-        The cheapest cuts and, if different, the cheapest without exchanging axes; the full
-        predictor picks one.
+        The cheapest cuts and, if different and nearly as cheap, the cheapest found without step 3;
+        the predictor of whole plans picks one.
 
     Raises:
         StrategyError: if the request has no pricing.
@@ -71,7 +71,7 @@ def candidates_by_time(request: SearchRequest) -> list[CutsOfGraph]:
 
 
 def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
-    """Return the search for a request, not run yet.
+    """Return a search for `request`, without running it.
 
     Args:
         fold: whether repeated blocks share variables.
@@ -97,7 +97,8 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
 
 
 def cuts_of_graph(graph: Graph, problem: SearchProblem, cuts: Sequence[Cuts]) -> CutsOfGraph:
-    """Return the cuts of each operator, by name, given the cuts of each variable."""
+    """Return the cuts of each operator, by name, given the cuts of each variable; operators without
+    cuts are missing."""
     by_op = {op.name: cuts[n] for op, n in zip(graph.ops, problem.variable_of, strict=True)}
     return {
         name: {factor: tuple(axes) for factor, axes in op_cuts.items() if axes}
@@ -133,7 +134,7 @@ class TimedSearch:
         return (1.0,) if self.model.shared else EXPOSED_SHARES
 
     def best(self, on_share: OnShare = ignore_share) -> list[Cuts]:
-        """Return the cuts of each variable with the least total found."""
+        """Return the cuts of each variable with the least total that the search finds."""
         return self.run(on_share)[0]
 
     def run(self, on_share: OnShare = ignore_share) -> list[list[Cuts]]:
@@ -143,7 +144,7 @@ class TimedSearch:
         The cuts with the least total come first.
 
         Args:
-            on_share: called with the completed share; parts that end early are skipped.
+            on_share: called with the completed fraction, which jumps when a part ends early.
         """
         recursion_part, *local_search_parts, swap_part = (
             subrange(on_share, part, 4) for part in range(4)
@@ -153,8 +154,7 @@ class TimedSearch:
             self._search_all_orders(recursion_part), local_search_parts, strict=False
         ):
             local_search(self.objective, cuts, self.total, MAX_ROUNDS, MIN_GAIN, part)
-            # Local search may lead both starts to the same cuts; the predictor need not compare
-            # these.
+            # Local search may end at the same cuts from both starts; equal cuts are returned once.
             if all(cuts != earlier_cuts for _, earlier_cuts in totals):
                 totals.append((self.total(self.objective.cost(cuts)), cuts))
         totals.sort(key=itemgetter(0))
@@ -169,7 +169,7 @@ class TimedSearch:
             The best cuts and, if different and nearly as cheap, the best without step 3.
         """
         orders, (smallest, *larger) = self._axis_orders(), self.exposed_shares
-        # Larger λ with the first order only, as each run takes as long as the first one.
+        # Larger λ with the first order only, as each run takes as long as the first run.
         runs = [(smallest, order) for order in orders] + [
             (exposed_share, orders[0]) for exposed_share in larger
         ]
@@ -205,7 +205,7 @@ class TimedSearch:
         """Return the orders in which axes are decided: from the slowest links to the fastest, and
         among equal links outermost first or innermost first.
 
-        Where two axes cut one dim, the outer one is more significant, which decides the layouts
+        Where two axes cut one dim, the outer axis is more significant, which decides the layouts
         that a neighbor can read without redistribution. So neither order is always better.
         """
         levels = self.model.links.levels
@@ -219,7 +219,7 @@ class TimedSearch:
         """Run steps 1 to 3 for one λ and one order of axes.
 
         Returns:
-            The cuts after step 2 and, if step 3 improves them, those after step 3.
+            The cuts after step 2 and, if step 3 decreases their total, the cuts after step 3.
         """
         choices = self._pinned_choices()
         decide_part, refine_part, copy_part, second_refine_part = (
@@ -249,8 +249,8 @@ class TimedSearch:
         """Decide axes again until the total stops decreasing, and return the total (step 2).
 
         Args:
-            up_to_date: axes decided since any other axis changed; deciding them again gives the
-                same choices.
+            up_to_date: axes that were decided after the last change of any other axis; deciding
+                them again would give the same choices.
         """
         for round_index in range(MAX_ROUNDS):
             previous_total = best_total
@@ -271,10 +271,10 @@ class TimedSearch:
         return best_total
 
     def _copy_axis_choices(self, choices: Choices, best_total: float, on_share: OnShare) -> bool:
-        """Replace an axis's choices by those of another axis, of data parallelism, or no cuts, if
-        that decreases the total (step 3).
+        """Replace the choices on an axis by those on another axis, by data parallelism or by no
+        cuts, where that decreases the total (step 3).
 
-        This escapes local minima in which no operator gains unless all others change too.
+        This leaves local minima in which no operator gains unless all other operators change too.
 
         Returns:
             Whether `choices` changed.
@@ -303,8 +303,10 @@ class TimedSearch:
     def _with_axis_choices(
         self, choices: Choices, axis: int, axis_choices: Sequence[int]
     ) -> Choices:
-        """Return `choices` with those of one axis replaced, or `NO_CUT` where sizes are not
-        divisible."""
+        """Return `choices` with the choices on `axis` replaced by `axis_choices`.
+
+        `NO_CUT` replaces a choice whose size is not divisible; pinned operators keep their choice.
+        """
         sizes = self.model.mesh.device_matrix
         changed: Choices = []
         for variable, row, choice in zip(
@@ -314,13 +316,15 @@ class TimedSearch:
             divides = choice != NO_CUT and variable.op_type.divides(
                 choice, shard_counts, sizes[axis]
             )
-            # A copied choice may not divide this operator, whose sizes other axes have cut further.
+            # The sizes of this operator may not be divisible by a copied choice, as other axes cut
+            # them too.
             new_choice = row[axis] if variable.pinned is not None else choice if divides else NO_CUT
             changed.append([*row[:axis], new_choice, *row[axis + 1 :]])
         return changed
 
     def _pinned_choices(self) -> Choices:
-        """Return choices with the cuts of pinned operators and no other cuts."""
+        """Return the choices of pinned operators on all axes, and `NO_CUT` for all other
+        operators."""
         choices = []
         for variable in self.problem.variables:
             row = [NO_CUT] * len(self.model.mesh.device_matrix)
@@ -340,7 +344,8 @@ class TimedSearch:
     def _redecide_if_cheaper(
         self, choices: Choices, axis: int, exposed_share: float, best_total: float
     ) -> float:
-        """Decide one axis again, and undo that unless the total over all axes decreases.
+        """Decide one axis again, restore its choices unless the total decreases, and return the
+        total.
 
         The tables of one axis only approximate redistributions over several axes.
         """
@@ -358,18 +363,19 @@ class TimedSearch:
     def weights(self, exposed_share: float) -> Weights:
         """Return the weights of the linear objective for one λ.
 
-        They are the coefficients in m F + (1 - s) λ (Ga - F) + s Ga, where s is the slowdown by
+        Weights are the coefficients in m F + (1 - s) λ (Ga - F) + s Ga, where s is the slowdown by
         overlapped communication: the weight of F is m - (1 - s) λ and that of Ga is s + (1 - s) λ.
         The weights of W and Gr follow from the same formula.
 
         Args:
-            exposed_share: λ, the share of the communication of parameters that is exposed.
+            exposed_share: λ, the fraction of the seconds by which the communication of parameters
+                exceeds the computation that hides it.
         """
         micro_batches = self.pricing.micro_batches
         slowdown = self.model.slowdown
         exposed_weight = (1 - slowdown) * exposed_share
-        # Without sharded storage (ZeRO) nothing is gathered in the forward pass, so that it hides
-        # nothing.
+        # Without sharded storage (ZeRO) no parameters are gathered in the forward pass, so that it
+        # hides no communication.
         gather_weight = 0.0 if self.model.optimizer_shard_size is None else exposed_weight
         return Weights(
             micro_batches - gather_weight,
@@ -392,17 +398,20 @@ class TimedSearch:
         return self.objective.cost(self._cuts(choices))
 
     def _cost_below(self, choices: Choices, best_total: float) -> ObjectiveCost | None:
-        """Return the cost of choices; None unless its total is less than `best_total`."""
+        """Return the cost of `choices`, or None if its total is not below `best_total` seconds."""
         return self.objective.cost_below(
             self._cuts(choices), self.total, best_total * (1 - MIN_GAIN)
         )
 
     def cost(self, cuts: Mapping[str, Cuts]) -> ObjectiveCost:
-        """Return the cost of a model; shared variables take the cuts of their first operator."""
+        """Return the cost of the model, given the cuts of each operator, by name.
+
+        A variable of several operators takes the cuts of the first of them.
+        """
         return self.objective.cost([cuts.get(v.op.name, {}) for v in self.problem.variables])
 
     def total(self, cost: ObjectiveCost) -> float:
-        """Return the seconds that the search minimizes; see `ObjectiveCost.total`."""
+        """Return the seconds that the search minimizes, given the terms of a cost."""
         return cost.total(
             self.pricing.micro_batches, self.seconds_per_parameter_byte, self.model.slowdown
         )

@@ -1,13 +1,14 @@
 """Swap two mesh axes for the best subset of operators.
 
-Queries, keys, values and the operators between them and attention may be cut along the sequence
+Attention and the operators that compute its queries, keys and values may be cut along the sequence
 over one axis and along heads over another, or vice versa. Neither deciding one axis again nor
-changing one operator leads from one to the other, since half of the change costs more than it
-saves. So each operator gets two choices, to keep its cuts or to swap two axes in them, and variable
-elimination finds the best combination.
+changing one operator leads from the first to the second, since half of the change costs more than
+it saves. So each operator gets two choices, to keep its cuts or to swap two axes in them, and
+variable elimination finds the best combination.
 
-The tables of the elimination start with lower bounds of redistributions. The best combination is
-priced exactly and its prices replace the bounds, until no combination promises a gain.
+The tables of the elimination start with lower bounds on the seconds of redistributions. The best
+combination is priced exactly, and its prices replace the bounds, until no combination has a lower
+bound below the present total.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ MIN_GAIN = 5e-4
 """Minimum decrease of the total for swaps to be applied, as a fraction of the total."""
 
 MIN_COMMUNICATION_SHARE = 0.01
-"""Minimum share of the total that redistributions take for axes to be swapped at all."""
+"""Minimum fraction of the total that redistributions take; below it no axes are swapped."""
 
 MAX_OPS_PER_TABLE = 4
-"""Maximum number of operators that may swap among the producer and consumers of a value with a
-table, which has 2 to the power of that number of entries. Other values cost nothing until a
-combination is priced."""
+"""Maximum number of operators, among the producer and consumers of a value, whose cuts a swap may
+change for the value to have a table: n operators need 2ⁿ entries. A value without a table costs
+nothing until a combination is priced."""
 
 MAX_PRICED_COMBINATIONS = 6
 """Maximum number of combinations that are priced for one pair of axes."""
@@ -47,20 +48,21 @@ def swap_axes(
     """Change `cuts` in place where swapping two axes for some operators decreases the total.
 
     Args:
-        total: the function to minimize, from the terms of the cost to seconds.
-        weights: a linear approximation of `total`, for the tables of the elimination.
+        total: function to minimize, from the terms of a cost to seconds.
+        weights: linear approximation of `total`, for the tables of the elimination.
         on_share: called with the fraction of the pairs of axes that have been tried.
 
     Returns:
         Whether `cuts` changed.
     """
     total_cost, improved = objective.cost(cuts), False
-    # Equal numbers of shards compute as long, so that swaps gain at most the redistributions.
+    # Swaps keep the numbers of shards and so the seconds of computation: they gain at most the
+    # seconds of redistributions.
     redistribution_cost = weights.redistributions * total_cost.redistributions
     if redistribution_cost < MIN_COMMUNICATION_SHARE * total(total_cost):
         return False
     tried_pairs: set[object] = set()
-    for first, second in track(list(_equal_size_pairs(objective)), on_share):
+    for first, second in track(list(_axis_pairs_of_equal_size(objective)), on_share):
         properties = _pair_properties(objective, cuts, (first, second))
         if properties in tried_pairs:
             continue
@@ -81,7 +83,7 @@ def swap_axes(
     return improved
 
 
-def _equal_size_pairs(objective: Objective) -> Iterator[tuple[int, int]]:
+def _axis_pairs_of_equal_size(objective: Objective) -> Iterator[tuple[int, int]]:
     sizes = objective.model.mesh.device_matrix
     for first, second in combinations(range(len(sizes)), 2):
         # Axes of different sizes would change the numbers of shards, which may not be divisible.
@@ -90,8 +92,10 @@ def _equal_size_pairs(objective: Objective) -> Iterator[tuple[int, int]]:
 
 
 def _pair_properties(objective: Objective, cuts: Sequence[Cuts], axes: Axes) -> object:
-    """Return for each axis its links and the factor that it cuts in each variable; pairs of axes
-    with equal properties give equal results."""
+    """Return for each axis its links and the factor that it cuts in each variable.
+
+    Swaps of axis pairs with equal properties give equal results.
+    """
     factors_of_ops = [factor_of_axis(cut) for cut in cuts]
     links = objective.model.links.levels
     return tuple(
@@ -102,7 +106,7 @@ def _pair_properties(objective: Objective, cuts: Sequence[Cuts], axes: Axes) -> 
 def _cuts_with_axes_swapped(
     objective: Objective, cuts: Sequence[Cuts], first: int, second: int
 ) -> list[Cuts]:
-    """Return the cuts with two axes swapped in all operators that are not pinned."""
+    """Return `cuts` with two axes swapped in all operators that are not pinned."""
     swapped_axis = {first: second, second: first}
     swapped = []
     for variable, cut in zip(objective.problem.variables, cuts, strict=True):
@@ -115,11 +119,13 @@ class _Swap:
     """The problem of choosing, for each operator, its cuts (0) or those with two axes swapped (1).
 
     Args:
-        swapped_cuts: the cuts with the axes swapped in all operators.
-        total_cost: the cost of `cuts`.
+        cuts: present cuts of each variable.
+        swapped_cuts: cuts of each variable after the swap.
+        total_cost: cost of the whole model with `cuts`.
+        weights: linear approximation of the function to minimize.
 
     Attributes:
-        changed: indices of the variables whose cuts differ from the swapped ones.
+        changed: indices of the variables whose cuts the swap changes.
     """
 
     def __init__(
@@ -149,8 +155,16 @@ class _Swap:
         self._unchanged_cost = total_cost
 
     def best(self, total: Total, bound: float) -> tuple[list[Cuts], ObjectiveCost] | None:
-        """Return the cuts of the best combination and their cost; None if its total is not below
-        `bound`."""
+        """Return the cuts and cost of the first priced combination with a total below `bound`.
+
+        Combinations are priced in the order of their lower bounds.
+
+        Args:
+            total: function to minimize, from the terms of a cost to seconds.
+
+        Returns:
+            None if none of the priced combinations has a total below `bound` seconds.
+        """
         tabulated = {
             edge: ops for edge, ops in self._ops_of_edge.items() if len(ops) <= MAX_OPS_PER_TABLE
         }
@@ -192,7 +206,8 @@ class _Swap:
             self._cuts[variable] = self.cuts_of_choice[choice][variable]
 
     def _cost(self, total: Total, bound: float) -> ObjectiveCost | None:
-        """Return the cost of the current combination; None if its total is not below `bound`."""
+        """Return the cost of the combination in `_cuts`, or None if its total is not below
+        `bound`."""
         cost = self._unchanged_cost
         for op in self.changed:
             cost = self._plus_operator(cost, op, 1)
@@ -209,7 +224,8 @@ class _Swap:
         return variable.count * np.array([self.weights.of(cost) for cost in costs])
 
     def _edge_table(self, edge: TensorEdge, ops: Sequence[int]) -> Table:
-        """Return the lower bound of an edge for each combination of choices of its operators."""
+        """Return the lower bound on the weighted seconds of an edge, for each combination of the
+        choices of `ops`."""
         table = np.zeros((2,) * len(ops))
         for choices in product((0, 1), repeat=len(ops)):
             self._set_choices(ops, choices)

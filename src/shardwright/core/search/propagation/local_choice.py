@@ -1,12 +1,12 @@
 """Choose the cuts of one operator that need the least redistribution to its decided neighbors.
 
 *Redistribution* converts a tensor between the layouts of two operators. It excludes the
-communication for an operator's own cuts: reducing its partial sums, and the gradients of inputs
-that it reads replicated. Otherwise an operator behind a product cut along the contracted dim would
-be cut in any way that avoids the all-reduce, and no weight would be replicated because of the cost
-of its gradient. Ties go to the fewest bytes that reduce the operator's own partial sums, as in
-MindSpore, which sorts strategies without redistribution by their own forward communication
-(`Edge::GetNextOpStrategyByPrevOpStrategyWithMiniComm`).
+communication that follows from the cuts of one operator: reducing its partial sums, and the
+gradients of inputs that it reads replicated. Otherwise an operator after a product cut along the
+contracted dim would be cut in any way that avoids the all-reduce, and no weight would be replicated
+because of the cost of its gradient. Ties go to the fewest bytes that reduce the operator's own
+partial sums, as in MindSpore, which sorts strategies without redistribution by their own forward
+communication (`Edge::GetNextOpStrategyByPrevOpStrategyWithMiniComm`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from shardwright.core.search.nearby_cuts import (
 )
 
 MAX_CUTS = 512
-"""Maximum number of cuts of an operator that are compared at once, before changes of the best on
-one axis."""
+"""Maximum number of cuts of an operator that are compared; then only the cheapest cuts are changed,
+on one axis at a time."""
 
 LocalCost = tuple[int, int, int]
-"""Bytes of redistributions, bytes to reduce the operator's own partial sums, and bytes of its
-tensors on a device; compared in this order."""
+"""Bytes sent for redistributions, bytes sent to reduce the operator's own partial sums, and bytes
+of its inputs and outputs on a device; compared in this order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class LocalProblem:
     """The problem of choosing the cuts of one operator, given the layouts at decided neighbors.
 
     Args:
-        inputs, outputs: each tensor of the operator, with its layouts at decided neighbors.
+        inputs, outputs: inputs and outputs of `op`, with their layouts at decided neighbors.
     """
 
     op: Op
@@ -61,7 +61,8 @@ class LocalProblem:
     def cheapest(self) -> dict[str, Axes]:
         """Return the cheapest cuts; ties go to the least communication volume, then to the first.
 
-        The cheapest of `enumerate_cuts` is improved by changes on one axis as long as possible.
+        Starts at the cheapest of `enumerate_cuts`, and changes one axis at a time while that
+        decreases the cost.
         """
         best = self._cheapest_of(self.enumerate_cuts())
         while True:
@@ -73,14 +74,17 @@ class LocalProblem:
             best = improved
 
     def cuts_given_neighbors(self, cuts: dict[str, Axes], forward: bool) -> dict[str, Axes]:
-        """Return cuts with at most the redistribution bytes of `cuts`, once all neighbors are
-        decided.
+        """Return cuts that send at most the redistribution bytes of `cuts`, given all neighbors.
 
         Ties go to cuts that match the inputs (or the outputs, if not `forward`). So redistributions
         move along tensors of equal size, to where they may become cheaper.
+
+        Args:
+            cuts: present cuts of the operator.
+            forward: whether redistributions are moved towards the outputs of the graph.
         """
         current_cost = self.cost(cuts)
-        # Without redistributions there is nothing to move.
+        # Without redistributions no cuts need to change.
         if current_cost is None or not current_cost[0]:
             return cuts
 
@@ -98,7 +102,8 @@ class LocalProblem:
             cost = self.cost(changed, current_cost)
             if cost is None:
                 continue
-            # `mismatched_bytes` before the other terms, so that a sweep moves redistributions on.
+            # `mismatched_bytes` before the other terms, so that a sweep moves redistributions
+            # further.
             key = (cost[0], mismatched_bytes(changed), *cost[1:])
             if key < least_cost:
                 best, least_cost = changed, key
@@ -115,12 +120,12 @@ class LocalProblem:
                 least_cost, cheapest = cost, []
             if cost is not None and cuts not in cheapest:
                 cheapest.append(cuts)
-        # The volume is computed only for ties: it needs redistributions that nothing else does, and
-        # the search for their steps takes time.
+        # The volume is computed only for ties: it needs redistributions that no other cost needs,
+        # and the search for their steps takes time.
         return cheapest[0] if len(cheapest) == 1 else min(cheapest, key=self.communication_volume)
 
     def cost(self, cuts: Cuts, bound: LocalCost | None = None) -> LocalCost | None:
-        """Return the cost of cuts given the decided neighbors; None if above `bound`."""
+        """Return the cost of `cuts` given the decided neighbors, or None if it is above `bound`."""
         inputs, outputs = self.rule.layouts(self.mesh, cuts)
         tensors = zip((*self.inputs, *self.outputs), (*inputs, *outputs), strict=True)
         memory = sum(context.local_bytes(layout) for context, layout in tensors)
@@ -140,8 +145,8 @@ class LocalProblem:
         return redistribution_bytes, reduction_bytes, memory
 
     def communication_volume(self, cuts: Cuts) -> int:
-        """Return all bytes that a device sends, including gradients of parameters and collectives
-        inside the kernel."""
+        """Return all bytes that a device sends with `cuts`, including those for gradients of
+        parameters and for collectives inside the kernel."""
         inputs, outputs = self.rule.layouts(self.mesh, cuts)
         inner = inner_reductions(self.op, self.rule, self.mesh, cuts)
         sent_bytes = sum(size for _, size in inner)
@@ -155,8 +160,8 @@ class LocalProblem:
         self, inputs: tuple[TensorLayout, ...]
     ) -> Iterator[tuple[TensorContext, SharedRedistribution]]:
         for context, layout in zip(self.inputs, inputs, strict=True):
-            # A parameter is stored as it is read: `redistribution_bytes` counts nothing for it, and
-            # `communication_volume` the reduction of its gradient.
+            # A parameter is stored as it is read: `redistribution_bytes` counts no bytes for it,
+            # and `communication_volume` counts the reduction of its gradient.
             source = without_partial(layout) if context.is_parameter else context.initial_layout
             if source is not None:
                 yield context, (source, layout, context.consumer_layouts)
@@ -166,14 +171,15 @@ class LocalProblem:
     ) -> Iterator[tuple[TensorContext, SharedRedistribution]]:
         for context, layout in zip(self.outputs, outputs, strict=True):
             for index, target in enumerate(context.consumer_layouts):
-                # Steps shared by several consumers are charged to the first of them.
+                # Steps that several consumers share count at the first of these consumers.
                 yield context, (layout, target, context.consumer_layouts[:index])
 
     def enumerate_cuts(self) -> Iterator[dict[str, Axes]]:
-        """Yield cuts to compare, those that match neighbors first; no cut is one of them.
+        """Yield at most `MAX_CUTS` combinations of factors as cuts to compare, no cut included.
 
-        Axes that all neighbors use equally cut the same factor. If the combinations of all factors
-        are more than `MAX_CUTS`, only factors that some neighbor cuts are combined.
+        Cuts that match neighbors come first. Axes that all neighbors use equally cut the same
+        factor. If there are more than `MAX_CUTS` combinations of all factors, only factors that a
+        neighbor cuts are combined.
         """
         layouts = dict.fromkeys(tensor.layout for tensor in self.nearby.shared)
         # Axes that all neighbors use equally are interchangeable; one choice for the group keeps
@@ -201,7 +207,7 @@ class LocalProblem:
 
     @cached_property
     def nearby(self) -> NearbyCuts:
-        """Generator of cuts that match the layouts at decided neighbors."""
+        """Generator of cuts of the operator that match the layouts at decided neighbors."""
         shared = tuple(
             SharedTensor(context.dims, layout)
             for context in (*self.inputs, *self.outputs)
@@ -215,8 +221,8 @@ class LocalProblem:
         return (*dict.fromkeys(factors[group[0]] for factors in matching), None)
 
     def _axis_orders(self) -> list[Mapping[str, Axes]]:
-        """Return the orders in which axes may cut each factor: outermost first ({}), then the order
-        in each neighbor's layout."""
+        """Return orders of the axes that cut each factor: {} for outermost first, then the order in
+        each neighbor's layout."""
         orders: list[Mapping[str, Axes]] = [{}]
         for tensor in self.nearby.shared:
             order = {
@@ -232,14 +238,15 @@ class LocalProblem:
         """Yield `cuts` with one axis changed to another factor, or to none."""
         axes = [axis for axis, size in enumerate(self.mesh.device_matrix) if size > 1]
         for factors in self.nearby.with_one_axis_changed(factor_of_axis(cuts), axes):
-            # In the order of axes of the present cuts, then outermost first: where two axes cut one
+            # Axes in the order of the present cuts, then outermost first: where two axes cut one
             # dim, their order decides which layouts match without redistribution.
             yield self.nearby.divisible(factors, cuts)
             yield self.nearby.divisible(factors)
 
 
 def _placement_of_axis(layout: TensorLayout) -> dict[int, object]:
-    """Return the dim that each axis shards, or "partial" or "varying"."""
+    """Return for each axis the dim that it shards, "partial" or "varying"; axes that replicate are
+    missing."""
     placements: dict[int, object] = {
         axis: dim for dim, axes in enumerate(layout.axes) for axis in axes
     }

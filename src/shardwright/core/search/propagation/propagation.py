@@ -2,8 +2,9 @@
 
 1. Visit operators breadth first from the pinned ones, along shared tensors in both directions. Each
    operator takes the cuts that minimize, in this order: bytes of redistributions to decided
-   neighbors, forward and backward; bytes to reduce its own partial sums; bytes of its tensors on
-   one device; bytes of all communication, with gradients of parameters; position in a fixed order.
+   neighbors, forward and backward; bytes to reduce its own partial sums; bytes of its inputs and
+   outputs on one device; bytes of all communication, gradients of parameters included. Further ties
+   go to the cuts that are enumerated first.
 2. Decide operators again after all neighbors are decided, so that the redistributions between
    regions that grew from different pins move to where they are cheapest.
 """
@@ -28,10 +29,10 @@ from shardwright.errors import StrategyError
 
 
 def propagate(request: SearchRequest) -> CutsOfGraph:
-    """Decide all operators from the pinned ones.
+    """Decide the cuts of all operators by propagation from the pinned operators.
 
     Returns:
-        The cuts of each operator, by name. Operators without a path to a pinned one are data
+        The cuts of each operator, by name. Operators without a path to a pinned operator are data
         parallel, over as many axes as divide the batch size.
 
     Raises:
@@ -41,14 +42,14 @@ def propagate(request: SearchRequest) -> CutsOfGraph:
     if not pinned:
         raise StrategyError(
             'mode="sharding_propagation" starts from pinned operators, but none are pinned\n'
-            "pin some with `sw.shard(module, strategy)`, or use"
-            ' mode="recursive_programming", which needs none'
+            "pin operators with `sw.shard(module, strategy)`, or use"
+            ' mode="recursive_programming", which needs no pins'
         )
     propagation = _Propagation(graph, request.mesh, request.outputs)
     for op in graph.ops:
         if op.name in pinned:
             propagation.decide(op, pinned[op.name])
-    # All pins are decided by now: an operator between two of them takes both into account.
+    # All pins are decided by now: an operator between two pins takes both into account.
     propagation.propagate()
     propagation.refine(pinned)
     cuts = propagation.cuts
@@ -60,7 +61,7 @@ def propagate(request: SearchRequest) -> CutsOfGraph:
 
 
 class ShardingPropagation(SearchMode):
-    """Propagates the cuts of pinned operators to all others."""
+    """Propagates the cuts of pinned operators to all other operators."""
 
     name: ClassVar[str] = "sharding_propagation"
 
@@ -76,7 +77,8 @@ MAX_ROUNDS = 4
 
 
 class _Propagation(DecidedLayouts):
-    """Cuts and layouts of the operators decided so far, from the pinned operators outwards."""
+    """Propagation from the operators decided so far; adds the cuts and layouts of further
+    operators."""
 
     def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
         super().__init__(graph, mesh, outputs)
@@ -84,9 +86,9 @@ class _Propagation(DecidedLayouts):
         self._cached_cuts: dict[tuple[object, ...], dict[str, Axes]] = {}
 
     def propagate(self) -> None:
-        """Decide operators breadth first from those already decided (step 1).
+        """Decide operators breadth first, from those already decided (step 1).
 
-        Propagation prefers values that carry gradients: a mask or a table of positions that all
+        Propagation prefers values that have gradients: a mask or a table of positions that all
         layers share must not be a short cut from the first layer to the last.
         """
         gradient_queue: deque[Op] = deque()
@@ -113,15 +115,15 @@ class _Propagation(DecidedLayouts):
         previous_bytes = self._total_redistribution_bytes()
         for _ in range(MAX_ROUNDS):
             # A redistribution moves only along the direction of a sweep: towards the outputs in a
-            # forward one, towards the inputs in a backward one.
+            # forward sweep, towards the inputs in a backward sweep.
             for ops, forward in ((free_ops, True), (free_ops[::-1], False)):
                 for op in ops:
                     cuts = self._cuts_given_neighbors(op, forward)
                     if cuts != self.cuts[op.name]:
                         self.decide(op, cuts)
             redistribution_bytes = self._total_redistribution_bytes()
-            # Ties may move redistributions without end; the bytes of all of them decrease or the
-            # sweeps end.
+            # Ties could move redistributions forever, so sweeps end once the total bytes do not
+            # decrease.
             if redistribution_bytes >= previous_bytes:
                 return
             previous_bytes = redistribution_bytes
@@ -135,25 +137,25 @@ class _Propagation(DecidedLayouts):
 
     def _cheapest_cuts(self, op: Op) -> dict[str, Axes]:
         problem = self._local_problem(op)
-        return {} if problem is None else self._cached(problem, (), problem.cheapest)
+        return {} if problem is None else self._decide_cached(problem, (), problem.cheapest)
 
     def _cuts_given_neighbors(self, op: Op, forward: bool) -> dict[str, Axes]:
         problem, cuts = self._local_problem(op), self.cuts[op.name]
         if problem is None:
             return {}
-        return self._cached(
+        return self._decide_cached(
             problem,
             (tuple(cuts.items()), forward),
             lambda: problem.cuts_given_neighbors(cuts, forward),
         )
 
-    def _cached(
+    def _decide_cached(
         self,
         problem: LocalProblem,
         extra_key: tuple[object, ...],
         decide: Callable[[], dict[str, Axes]],
     ) -> dict[str, Axes]:
-        """Return `decide()`, cached: equal operators with equal neighbor layouts get equal cuts."""
+        """Return the result of `decide()`, cached by rule, neighbor layouts and `extra_key`."""
         # Equal operators share one rule object, so that its id stands for shapes and arguments.
         key = (id(problem.rule), problem.inputs, problem.outputs, *extra_key)
         if key not in self._cached_cuts:
@@ -161,7 +163,7 @@ class _Propagation(DecidedLayouts):
         return self._cached_cuts[key]
 
     def _local_problem(self, op: Op) -> LocalProblem | None:
-        """Return `op` with the layouts at its decided neighbors; None if it cannot be cut."""
+        """Return `op` with the layouts at its decided neighbors, or None if `op` cannot be cut."""
         rule = self.rules[op.name]
         if rule is None or not rule.factors:
             return None

@@ -5,7 +5,7 @@ are recomputed; large blocks save fewer inputs. Each block has up to four option
 
 | option | recomputed | redistributions inside |
 |---|---|---|
-| `lean` | those of `cheap` but biases, views and sums at the start of a segment | saved |
+| `lean` | as `cheap`, without biases, views and sums at the start of a segment | saved |
 | `cheap` | operators without matrix products | saved |
 | `block` | the whole block | saved |
 | `block_and_communication` | the whole block | repeated |
@@ -38,12 +38,12 @@ from shardwright.core.rules import rule_of
 from shardwright.core.search.recompute.knapsack import KnapsackItem
 
 RecomputeByOp = Mapping[str, Recompute]
-"""The recomputation of operators, by name."""
+"""The recomputation of each recomputed operator, by name."""
 
 
 @dataclass(frozen=True)
 class RecomputePrices:
-    """Floating-point operations that take as long as one byte of data movement.
+    """Floating-point operations that take as long as moving or sending one byte.
 
     The defaults are those of an A100: 312e12 operations per second in bfloat16, 2e12 bytes per
     second in memory, and 300e9 bytes per second over NVLink in one direction (NVIDIA's data sheet).
@@ -69,9 +69,10 @@ class RecomputeBlock:
     """The operators of one module call in one stage.
 
     Args:
-        name: the module call; empty for operators outside of modules.
-        options: for each option, by name, the bytes that it frees on a device at a cost in
-            floating-point operations, and the operators that it recomputes.
+        stage: index of the pipeline stage.
+        name: name of the module call; empty for operators outside of modules.
+        options: for each option, by name, the bytes that it frees on a device and its cost in
+            floating-point operations, then the operators that it recomputes.
     """
 
     stage: int
@@ -82,15 +83,16 @@ class RecomputeBlock:
 DEFAULT_PRICES = RecomputePrices()
 
 PEAK_TOLERANCE = 1.25
-"""Depths compete if their estimated peak memory is at most this multiple of the lowest one."""
+"""Blocks at a depth are tried if their estimated peak memory is at most this multiple of the lowest
+estimate over all depths."""
 
 
 class RecomputeBlocks:
     """The blocks of a model under given decisions.
 
     Args:
-        stage_of: returns the stage that runs an operator.
-        prices: operations per byte that recomputation moves or sends.
+        stage_of: function from an operator to the index of its pipeline stage.
+        prices: floating-point operations that a byte moved or sent counts as.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class RecomputeBlocks:
         self._cached_operations: dict[object, float] = {}
 
     def blocks(self, depth: int) -> tuple[RecomputeBlock, ...]:
-        """Return the blocks at a depth of the module tree.
+        """Return the blocks of all stages at a depth of the module tree.
 
         Operators that the user recomputes belong to no block.
         """
@@ -120,20 +122,20 @@ class RecomputeBlocks:
 
     @cached_property
     def depths(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of depths of the module tree whose modules may be blocks.
+        """Groups of depths of the module tree at which modules may be blocks.
 
-        The first group has the depth with the lowest estimated peak with all blocks recomputed, if
-        the peak is within a block, and the depths within `PEAK_TOLERANCE` of it. Then follow outer
-        depths, each of which saves less than those before: the peak may be outside of blocks, as in
-        a loss over a large vocabulary.
+        Peaks are estimated with all blocks recomputed, as if they were inside of a block. The first
+        group has the depth with the lowest peak, then the depths within `PEAK_TOLERANCE` of that
+        peak. Each further group has one outer depth that saves fewer bytes than the groups before:
+        the peak may be outside of blocks, as in a loss over a large vocabulary.
         """
         num_depths = max((len(op.calls) for op in self._free_ops), default=0)
         saved = {
             depth: self._bytes_with_all_blocks(depth) for depth in range(1, num_depths) or (0,)
         }
         peaks = {depth: size + self._largest_block_bytes(depth) for depth, size in saved.items()}
-        # Deep blocks save many inputs, shallow ones recompute much at once: the lowest peak is in
-        # between.
+        # Deep blocks save many inputs, and shallow blocks recompute many operators at once: the
+        # lowest peak is in between.
         best_depth = min(peaks, key=lambda depth: peaks[depth])
         competing = (
             depth for depth in sorted(peaks) if peaks[depth] <= PEAK_TOLERANCE * peaks[best_depth]
@@ -146,24 +148,27 @@ class RecomputeBlocks:
 
     @cached_property
     def saved_without_blocks(self) -> SavedBytes:
-        """Bytes saved if no block is recomputed."""
+        """Bytes that each operator saves if no block is recomputed."""
         return self._saved_with({})
 
     def _block_of_ops(self, depth: int) -> dict[str, tuple[int, str]]:
-        """Return for each operator its stage and its module call at a depth, or ""."""
+        """Return (stage, module call) of each operator at a depth of the module tree, by name.
+
+        The module call is "" for an operator without one at this depth.
+        """
         return {
             op.name: (self.stage_of(op), op.calls[depth] if depth < len(op.calls) else "")
             for op in self._free_ops
         }
 
     def _bytes_with_all_blocks(self, depth: int) -> int:
-        """Return the bytes saved if all blocks at a depth are recomputed."""
+        """Return the bytes saved on a device if all blocks at a depth are recomputed."""
         return sum(
             self._saved_with(self._recompute_whole_blocks(self._block_of_ops(depth), True)).values()
         )
 
     def _largest_block_bytes(self, depth: int) -> int:
-        """Return the bytes that the largest block at a depth saves while it is recomputed."""
+        """Return the bytes that the largest block at a depth saves for its backward pass."""
         block_of = self._block_of_ops(depth)
         saved: dict[tuple[int, str], int] = {}
         for name, size in self.saved_without_blocks.items():
@@ -184,8 +189,9 @@ class RecomputeBlocks:
         """Return the recomputation of all operators without matrix products.
 
         Args:
-            lean: whether to leave out operators at the start of a segment that save nothing for
-                their backward pass (biases, views, sums): recomputing these frees nothing.
+            block_of: (stage, module call) of each operator that may be recomputed, by name.
+            lean: whether to omit operators at the start of a segment that save no tensors for their
+                backward pass (biases, views, sums): recomputing these operators frees no memory.
         """
         recompute: dict[str, Recompute] = {}
         cheap_ops: dict[str, Op] = {}
@@ -208,7 +214,7 @@ class RecomputeBlocks:
         """Return the blocks with their options.
 
         Args:
-            block_of: for each operator, by name, its stage and module call.
+            block_of: (stage, module call) of each operator that may be recomputed, by name.
         """
         options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, RecomputeByOp]]] = {}
         alternatives = {
@@ -230,17 +236,21 @@ class RecomputeBlocks:
                 recompute_by_block.setdefault(block_of[name], {})[name] = each
             operations = self._repeated_operations(flow, block_of)
             for block, size in freed.items():
-                # An option may free nothing: recomputing a block of views saves its inputs instead.
+                # An option may free no memory: recomputing a block of views saves its inputs
+                # instead.
                 if size > 0 and block in recompute_by_block:
                     item = KnapsackItem(size, operations.get(block, 0.0))
                     options.setdefault(block, {})[option] = (item, recompute_by_block[block])
         return tuple(RecomputeBlock(*block, by_name) for block, by_name in options.items())
 
     def _flow(self, recompute_by_op: RecomputeByOp) -> Communication:
-        """Return the communication with some recomputation, without buckets.
+        """Return the communication of the model, without buckets, if operators are recomputed.
 
-        The result is valid until the next call: all results share their transfers, and each call
-        changes the segments of the transfers.
+        A result is valid only until the next call: results share transfers, and each call changes
+        the segments of the transfers.
+
+        Args:
+            recompute_by_op: recomputation in addition to that of the decisions.
         """
         for transfer in self._plain_flow.transfers:
             # Only segments differ; computing routes again for each option would take longer than
@@ -257,7 +267,14 @@ class RecomputeBlocks:
     def _repeated_operations(
         self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
     ) -> dict[tuple[int, str], float]:
-        """Return the operations that a device repeats, by block; bytes count by their prices."""
+        """Return the floating-point operations that a device repeats for each block.
+
+        Bytes moved or sent count as operations by their prices.
+
+        Args:
+            flow: communication with recomputation.
+            block_of: (stage, module call) of each operator that may be recomputed, by name.
+        """
         sent: dict[str, int] = {}
         for transfer in flow.transfers:
             if transfer.segment is not None:
@@ -265,7 +282,8 @@ class RecomputeBlocks:
                 sent[transfer.segment] = size + transfer.forward_bytes
         operations: dict[tuple[int, str], float] = {}
         for segment in flow.segments:
-            # The first operator's block pays for the communication of a segment across blocks.
+            # The communication of a segment across blocks counts for the block of its first
+            # operator.
             if (first_block := block_of.get(segment.ops[0])) is not None:
                 sending = self.prices.sent * sent.get(segment.name, 0)
                 operations[first_block] = operations.get(first_block, 0.0) + sending
@@ -275,10 +293,10 @@ class RecomputeBlocks:
         return operations
 
     def _recomputed_ops(self, names: Sequence[str]) -> list[str]:
-        """Return the operators of a segment that `torch.utils.checkpoint` runs again.
+        """Return the operators among `names`, a segment, that `torch.utils.checkpoint` recomputes.
 
-        The rerun ends before the last operator that saves a tensor, or with it if it saves an
-        output.
+        Recomputation ends before the last operator that saves a tensor, or with this operator if it
+        saves an output.
         """
         # PyTorch's checkpointing stops early, once the last saved tensor has been recomputed.
         last = max(index for index, name in enumerate(names) if self._saved[name])
@@ -286,8 +304,10 @@ class RecomputeBlocks:
         return list(names[: last + 1 if saves_output else last])
 
     def _forward_operations(self, name: str) -> float:
-        """Return the operations of a device for the forward pass of an operator; bytes moved count
-        by their price."""
+        """Return the floating-point operations of an operator's forward pass on a device.
+
+        Bytes moved count as operations by their price.
+        """
         op, cuts = self.graph.by_name[name], self.decisions.cuts.get(name, {})
         work = work_of(op)
         key = (id(work), *cuts.items())
@@ -304,14 +324,15 @@ class RecomputeBlocks:
 
 
 SavedBytes = dict[str, int]
-"""For each operator, by name, the bytes on a device of its results that are saved for backward."""
+"""Bytes on a device of the results that are saved for the backward pass, by the name of the
+operator that computes them."""
 
 
 class ActivationEstimate:
-    """Estimates of the bytes of activations that autograd saves.
+    """Estimates of the bytes of activations that autograd saves on a device.
 
     Args:
-        saved: for each operator, by name, the tensors that autograd saves.
+        saved: tensors that autograd saves for each operator, by operator name.
     """
 
     def __init__(
@@ -322,14 +343,19 @@ class ActivationEstimate:
         self._mesh, self._cuts = mesh, decisions.cuts
         self._roots: dict[Value, Value] = {}
         for op in graph.ops:
-            if _shares_memory(op):
+            if _output_is_view(op):
                 viewed = op.inputs[0]
                 # Producers come first, so that views of views end at the same tensor.
                 self._roots[op.output] = self._roots.get(viewed, viewed)
 
     def saved_bytes(self, flow: Communication) -> SavedBytes:
-        """Return the saved bytes: inputs of recomputed segments, and the tensors that autograd
-        saves for all other operators. Tensors that share memory count once."""
+        """Return the bytes saved as inputs of recomputed segments and for all other operators.
+
+        Tensors that share memory count once.
+
+        Args:
+            flow: communication of the model, with the recomputed segments.
+        """
         saved: SavedBytes = {}
         counted_keys: set[object] = set()
         for op_name, key, size in self._saved_tensors(flow):
@@ -339,8 +365,8 @@ class ActivationEstimate:
         return saved
 
     def _saved_tensors(self, flow: Communication) -> Iterator[tuple[str, object, int]]:
-        """Yield, for each saved tensor, the name of the operator that computes it, a key that is
-        equal for tensors that share memory, and its bytes on a device."""
+        """Yield (name of its operator, key, bytes on a device) for each saved tensor; tensors that
+        share memory have equal keys."""
         first_ops = _first_ops(self.graph, flow)
         for op in self.graph.ops:
             segment = flow.segment_of.get(op.name)
@@ -365,12 +391,15 @@ class ActivationEstimate:
                     yield from self._saved_input(op, index, flow, first_ops, segment.name)
 
     def _local_share(self, op: Op, shape: Sequence[int], flow: Communication) -> float:
-        """Return the fraction on a device of a tensor that only the backward pass needs.
+        """Return the fraction on a device of a tensor that `op` saves besides inputs and outputs.
 
-        It is that of the output or an input of equal shape, such as the softmax that a loss saves;
-        else that of the output if the output is at least as large, or of the largest input. A
-        tensor larger than all of these, as experts save for each expert of a token, is sharded like
-        the computation.
+        The tensor is sharded like the output or an input of equal shape, as the softmax that a loss
+        saves. Without one it is sharded like the output if the output is at least as large, else
+        like the largest input. A tensor larger than that, as experts save for each expert of a
+        token, is sharded like the computation.
+
+        Args:
+            shape: full shape of the tensor.
         """
         inputs = zip(op.inputs, flow.input_layouts[op.name], strict=True)
         layouts = [(op.output, flow.initial_layouts[op.output]), *inputs]
@@ -391,11 +420,12 @@ class ActivationEstimate:
         first_ops: dict[Transfer, str],
         segment: str = "",
     ) -> Iterator[tuple[str, object, int]]:
-        """Yield the saved tensor of an input: as it is before the redistributions that the segment
-        repeats.
+        """Yield (name of its operator, key, bytes) of the tensor that is saved for an input of
+        `op`.
 
-        Yields nothing if that needs no memory: for parameters, and for inputs, buffers and
-        constants that are not redistributed.
+        That is the input before the redistributions that recomputing `segment` repeats. Yields
+        nothing for parameters, nor for model inputs, buffers and constants without redistribution,
+        as saving these takes no memory.
         """
         # Parameters are stored anyway, and saving one takes no memory.
         value = op.inputs[index]
@@ -414,7 +444,10 @@ class ActivationEstimate:
             yield self._saved_result(value, flow)
 
     def _saved_result(self, value: Value, flow: Communication) -> tuple[str, object, int]:
-        """Return the saved tensor of an activation: the one that it is a view of, if it is one."""
+        """Return (name of its operator, key, bytes) of the tensor that is saved for an activation.
+
+        For a view that is the tensor of which it is a view.
+        """
         root = self._roots.get(value, value)
         producer = self.graph.producer.get(root)
         if producer is None:
@@ -423,7 +456,7 @@ class ActivationEstimate:
 
 
 def _first_ops(graph: Graph, flow: Communication) -> dict[Transfer, str]:
-    """Return the name of the first operator that needs each transfer."""
+    """Return the name of the first operator that needs the result of each transfer."""
     first_ops: dict[Transfer, str] = {}
     for op in graph.ops:
         for index in range(len(op.inputs)):
@@ -432,7 +465,7 @@ def _first_ops(graph: Graph, flow: Communication) -> dict[Transfer, str]:
     return first_ops
 
 
-def _shares_memory(op: Op) -> bool:
+def _output_is_view(op: Op) -> bool:
     return bool(op.inputs) and len(op.outputs) == 1 and is_view(op)
 
 

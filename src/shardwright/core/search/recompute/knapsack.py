@@ -1,6 +1,7 @@
-"""The cheapest options, at most one for each block, that together free enough memory.
+"""Find the cheapest options, at most one per block, that together free a number of bytes.
 
-A multiple-choice knapsack, by dynamic programming over states that are not dominated.
+This is a multiple-choice knapsack, solved by dynamic programming over states that are not
+dominated.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_STATES = 4000
-"""Maximum number of undominated states of the exact search; with more, options are chosen
+"""Maximum number of undominated states of the exact search; if there are more, options are chosen
 greedily."""
 
 
 @dataclass(frozen=True)
 class KnapsackItem:
-    """Memory that can be freed at a cost.
+    """An option that frees memory at a cost.
 
     Args:
-        freed: bytes freed.
-        cost: cost of freeing them, in the same unit for all items.
+        freed: bytes that the option frees.
+        cost: cost of the option, in the same unit for all items.
     """
 
     freed: int
@@ -31,12 +32,12 @@ class KnapsackItem:
 
 
 class _States(NamedTuple):
-    """Undominated choices of options for the first blocks, by freed bytes in descending order.
+    """Undominated choices of options for the first blocks, sorted by freed bytes, descending.
 
     Args:
-        freed, cost: for each state the sums over its blocks.
-        previous: for each state the index of the state before its last block.
-        chosen: for each state the index of its last block's option, or -1 for none.
+        freed, cost: freed bytes and cost of each state, as sums over its blocks.
+        previous: index of the state without the last block, for each state.
+        chosen: index of the option of the last block, for each state; -1 for none.
     """
 
     freed: npt.NDArray[np.int64]
@@ -46,11 +47,12 @@ class _States(NamedTuple):
 
 
 def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int] | None:
-    """Return for each block the index of the option to take, or -1 for none.
+    """Return for each block the index of its option, or -1 for none, with the least total cost.
 
     The result is optimal if at most `MAX_STATES` states remain after each block, as with repeated
-    blocks; a state is dropped if another frees as much at no more cost. Otherwise options are taken
-    greedily by cost per byte, and those that turn out to be unnecessary are dropped at the end.
+    blocks; a state is dropped if another state frees as much at no more cost. Otherwise options are
+    taken greedily by cost per byte, and options that turn out to be unnecessary are dropped at the
+    end.
 
     Args:
         blocks: the options of each block.
@@ -66,8 +68,8 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
     states = [_States(np.zeros(1, np.int64), np.zeros(1), no_choice, no_choice)]
     for block in blocks:
         states.append(_states_with_block(states[-1], block, needed))
-        # Different blocks have different sums, so that states multiply; equal blocks give few
-        # distinct sums.
+        # The number of states multiplies with each different block; equal blocks give few distinct
+        # sums.
         if len(states[-1].freed) > MAX_STATES:
             return _choose_greedily(blocks, needed)
     # Freed bytes are capped at `needed`, so the first state is the cheapest that frees enough.
@@ -79,7 +81,7 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
 
 
 def _states_with_block(states: _States, block: Sequence[KnapsackItem], needed: int) -> _States:
-    """Return the undominated states after one more block."""
+    """Return the undominated states of `states` combined with the options of one more block."""
     freed = np.array([0, *(option.freed for option in block)], np.int64)[:, None] + states.freed
     cost = np.array([0.0, *(option.cost for option in block)])[:, None] + states.cost
     # Capped: states that free enough differ only in cost, and all but the cheapest are dominated.
@@ -87,7 +89,7 @@ def _states_with_block(states: _States, block: Sequence[KnapsackItem], needed: i
     order = np.lexsort((cost, -freed))
     freed, cost = freed[order], cost[order]
     least_cost_before = np.minimum.accumulate(np.concatenate(([np.inf], cost[:-1])))
-    # A state is dominated if one that frees as much costs no more.
+    # A state is dominated if another state that frees as much costs no more.
     undominated = np.flatnonzero(cost < least_cost_before)
     # Row 0 of the sums is no option, hence `options - 1`.
     options, previous = np.divmod(order[undominated], len(states.freed))
@@ -108,7 +110,7 @@ def _choose_greedily(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> l
         return no_option if chosen[block] < 0 else blocks[block][chosen[block]]
 
     while freed < needed:
-        # From one option of a block to a larger one counts as well.
+        # An option of a block may also be replaced by one that frees more.
         improvements = [
             (
                 (option.cost - current_option(block).cost)
@@ -123,8 +125,8 @@ def _choose_greedily(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> l
         _, block, index = min(improvements)
         freed += blocks[block][index].freed - current_option(block).freed
         chosen[block] = index
-    # The last step may free far more than was missing: options that turn out to be unnecessary are
-    # dropped, the most expensive first.
+    # The last option may free far more than was missing: options that turn out to be unnecessary
+    # are dropped, the most expensive first.
     for block in sorted(range(len(blocks)), key=lambda n: -current_option(n).cost):
         if freed - current_option(block).freed >= needed:
             freed -= current_option(block).freed

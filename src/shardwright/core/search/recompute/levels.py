@@ -1,7 +1,7 @@
 """The recomputation levels of pipeline stages.
 
-Each level frees more memory than the one before, from nothing to all that recomputation can free.
-They do not depend on the memory limit, so candidates with equal cuts share them.
+Each level frees more memory than the level before, from no bytes to all that recomputation can
+free. Levels do not depend on the memory limit, so candidates with equal cuts share them.
 """
 
 from __future__ import annotations
@@ -25,36 +25,39 @@ from shardwright.core.search.recompute.blocks import (
 from shardwright.core.search.recompute.knapsack import cheapest
 
 NUM_LEVELS = 16
-"""Number of equal steps into which levels divide the memory that a stage can free."""
+"""Number of equal steps into which the levels divide the bytes that recomputation can free."""
 
 MIN_PEAK_RATIO = 0.93
-"""Smallest ratio of the peak memory in a dry run to its estimate, for stages with large
-activations."""
+"""Smallest expected ratio of the peak memory in a dry run to its estimate, for stages whose memory
+is mostly activations."""
 
 MIN_ACTIVATION_RATIO = 0.75
-"""Smallest ratio of measured to estimated bytes of activations, where these are small compared with
-other memory."""
+"""Smallest expected ratio of the bytes of activations in a dry run to their estimate, for stages
+whose memory is mostly not activations."""
 
 
 WHOLE_BLOCK_OPTIONS = ("block", "block_and_communication")
-"""Options that recompute a whole block at once."""
+"""Names of the options that recompute a whole block at once."""
 
 UNIFORM_OPTIONS = ("lean", "cheap", *WHOLE_BLOCK_OPTIONS)
-"""Options that also form a level if applied to all blocks, as users do by hand."""
+"""Names of the options that also form a level if all blocks take the option, as users do by
+hand."""
 
 
 class StageLevels:
-    """The recomputation levels of one stage; they do not depend on the memory limit.
+    """The recomputation levels of one pipeline stage, from no recomputation to all that is
+    possible.
 
     Args:
-        blocks: the blocks of the stage's operators.
-        saved_bytes: estimated bytes saved for the backward pass of a micro-batch without
-            recomputation.
-        in_flight: number of micro-batches whose activations exist at the same time.
+        blocks: blocks of the operators of the stage.
+        saved_bytes: estimated bytes that a device saves for the backward pass of a micro-batch
+            without recomputation.
+        in_flight: maximum number of micro-batches whose activations exist at the same time.
 
     Attributes:
-        activation_bytes: estimated bytes of activations at the first and at the last level.
-        key: equal for stages with equal chunks, so that they share measured levels.
+        activation_bytes: estimated bytes of activations on a device, (at the first, at the last
+            level).
+        key: value that is equal for stages with equal chunks, which share measured levels.
     """
 
     def __init__(self, blocks: Sequence[RecomputeBlock], saved_bytes: int, in_flight: int) -> None:
@@ -69,28 +72,29 @@ class StageLevels:
 
     @cached_property
     def _levels(self) -> list[tuple[int, str]]:
-        """The bytes that each level frees, in ascending order, each with the option that it applies
-        to all blocks, or "" if a knapsack chooses the options."""
+        """(freed bytes, option of all blocks) of each level, by freed bytes ascending; the option
+        is "" if a knapsack chooses the option of each block."""
         steps = {self._freeable_bytes * step // NUM_LEVELS: "" for step in range(NUM_LEVELS + 1)}
         for option in UNIFORM_OPTIONS:
             steps[sum(block.options[option][0].freed for block in self._blocks_with(option))] = (
                 option
             )
-        # Freeing nothing needs no option, even if one happens to free no bytes.
+        # Level 0 has no option, even if an option happens to free no bytes.
         steps[0] = ""
         return sorted(steps.items())
 
     @property
     def last_level(self) -> int:
-        """The index of the level that frees most."""
+        """Index of the level that frees the most memory."""
         return len(self._levels) - 1
 
     def freed_share(self, level: int) -> float:
-        """Return the fraction of all freeable bytes that a level frees."""
+        """Return the fraction that `level` frees of the bytes that recomputation can free."""
         return self._levels[level][0] / max(self._freeable_bytes, 1)
 
     def first_level_freeing(self, freed_share: float) -> int:
-        """Return the lowest level that frees at least a fraction of all freeable bytes."""
+        """Return the lowest level with at least `freed_share` (see the method `freed_share`), or
+        the last."""
         return next(
             (n for n in range(self.last_level) if self.freed_share(n) >= freed_share),
             self.last_level,
@@ -100,19 +104,20 @@ class StageLevels:
         """Return the estimated peak memory of the stage at its last level, in bytes per device.
 
         Args:
-            other_bytes: bytes of everything but activations.
+            other_bytes: bytes on a device that are not activations.
         """
         return other_bytes + self.activation_bytes[1] + self._largest_block_bytes
 
     def min_memory(self, other_bytes: int, gradients_present: bool) -> int:
-        """Return the estimated least peak memory of the stage at any level, in bytes per device.
+        """Return a low estimate of the peak memory of the stage at its last level, in bytes per
+        device.
 
         Args:
-            other_bytes: bytes of everything but activations.
+            other_bytes: bytes on a device that are not activations.
             gradients_present: whether all gradients are allocated while activations are at their
                 peak.
         """
-        # Both corrections of the estimate are lower bounds, so the larger one holds.
+        # Both corrections of the estimate are lower bounds, so the larger of them holds.
         activations = self.fully_recomputed_bytes(0)
         return int(
             max(
@@ -122,12 +127,13 @@ class StageLevels:
         )
 
     def expected_level(self, other_bytes: int, limit: int, min_ratio: float = 1.0) -> int:
-        """Return the lowest level at which the stage fits by an estimate; the last if none does.
+        """Return the lowest level whose estimated peak memory is at most `limit`, or the last
+        level.
 
         Args:
-            other_bytes: bytes of everything but activations.
+            other_bytes: bytes on a device that are not activations.
             limit: memory limit in bytes per device.
-            min_ratio: factor on the estimate of the peak.
+            min_ratio: factor by which the estimate is multiplied.
         """
         largest, smallest = self.activation_bytes
         missing = min_ratio * (other_bytes + largest) - limit
@@ -138,28 +144,29 @@ class StageLevels:
         )
 
     def level_freeing_more(self, level: int, missing: int) -> int:
-        """Return the lowest level that frees `missing` bytes more than `level`, by an estimate."""
+        """Return the lowest level that frees an estimated `missing` bytes per device more than
+        `level`, or the last level."""
         largest, smallest = self.activation_bytes
         return self.first_level_freeing(
             self.freed_share(level) + missing / max(MIN_PEAK_RATIO * (largest - smallest), 1)
         )
 
     def recompute_of(self, level: int) -> RecomputeByOp:
-        """Return the recomputation of operators at a level."""
+        """Return the recomputation of the stage's operators at a level, by operator name."""
         if level not in self._cached_recompute:
             self._cached_recompute[level] = dict(self._enumerate_recompute(*self._levels[level]))
         return self._cached_recompute[level]
 
     def _blocks_with(self, option: str) -> list[RecomputeBlock]:
-        """Return the blocks that have an option, without those of operators outside of modules."""
+        """Return the blocks of modules that have an option with this name."""
         return [block for block in self._blocks if block.name and option in block.options]
 
     def _enumerate_recompute(self, needed: int, option: str) -> Iterator[tuple[str, Recompute]]:
-        """Yield the operators that a level recomputes, by name.
+        """Yield (operator name, recomputation) of the operators that a level recomputes.
 
         Args:
-            needed: bytes to free; used without an option.
-            option: the option of all blocks; "" for the cheapest combination of options.
+            needed: bytes to free; ignored unless `option` is "".
+            option: name of the option of all blocks; "" for the cheapest combination of options.
         """
         if option:
             for block in self._blocks_with(option):
@@ -174,20 +181,23 @@ class StageLevels:
 
 
 def _bytes_at_start_of_backward(block: RecomputeBlock) -> int:
-    """Return the bytes of a block that exist when its backward pass begins, after recomputation."""
+    """Return the bytes of recomputed activations when the backward pass of a block begins.
+
+    The block takes the option that frees the most memory.
+    """
     option, (item, _) = max(block.options.items(), key=lambda option: option[1][0].freed)
-    # A block that is recomputed as a whole exists in full before its backward pass; the cheap
-    # options recompute short segments one by one.
+    # All activations of a block that is recomputed as a whole exist before its backward pass; the
+    # cheap options recompute short segments one by one.
     return item.freed if option in WHOLE_BLOCK_OPTIONS else 0
 
 
 class RecomputeLevels:
-    """The recomputation levels of all stages of a plan, on top of the user's own recomputation.
+    """The recomputation levels of all stages of a plan, in addition to the user's recomputation.
 
     Args:
-        prices: operations per byte that recomputation moves or sends.
-        depths: groups of depths of the module tree whose modules may be blocks; see
-            `RecomputeBlocks.depths`, which is the default.
+        prices: floating-point operations that a byte moved or sent counts as.
+        depths: groups of depths of the module tree at which modules may be blocks; None for
+            `RecomputeBlocks.depths`.
     """
 
     def __init__(
@@ -205,7 +215,8 @@ class RecomputeLevels:
         self._by_depth: dict[int, tuple[StageLevels, ...]] = {}
 
     def at_depth(self, depth: int) -> tuple[StageLevels, ...]:
-        """Return the levels of each stage, with blocks at a depth of the module tree."""
+        """Return the levels of each stage if blocks are the modules at a depth of the module
+        tree."""
         if depth not in self._by_depth:
             blocks, in_flight = (
                 self._recompute_blocks.blocks(depth),
@@ -218,10 +229,11 @@ class RecomputeLevels:
         return self._by_depth[depth]
 
     def may_fit_without_recompute(self, other_bytes: Sequence[int], limit: int) -> bool:
-        """Whether all stages may fit without recomputation, by an estimate.
+        """Whether a low estimate of the memory of all stages without recomputation is within
+        `limit`.
 
         Args:
-            other_bytes: for each stage bytes of everything but activations.
+            other_bytes: bytes on a device of each stage that are not activations.
             limit: memory limit in bytes per device.
         """
         stages = zip(
@@ -233,11 +245,11 @@ class RecomputeLevels:
         )
 
     def min_memory(self, depth: int, other_bytes: Sequence[int]) -> list[int]:
-        """Return the estimated least peak memory of each stage, in bytes per device, with blocks at
-        a depth of the module tree.
+        """Return a low estimate of the least peak memory of each stage, in bytes per device.
 
         Args:
-            other_bytes: for each stage bytes of everything but activations.
+            depth: depth of the module tree at which modules are blocks.
+            other_bytes: bytes on a device of each stage that are not activations.
         """
         # From the second micro-batch on, all gradients exist throughout a backward pass.
         gradients_present = self._pipeline.micro_batches > 1
@@ -249,10 +261,10 @@ class RecomputeLevels:
     ) -> Decisions:
         """Return `decisions` with the least recomputation with which all stages may fit.
 
-        By an estimate that hardly ever recomputes more than necessary.
+        The memory is a low estimate, so that the result hardly ever recomputes more than necessary.
 
         Args:
-            other_bytes: for each stage bytes of everything but activations.
+            other_bytes: bytes on a device of each stage that are not activations.
             limit: memory limit in bytes per device.
         """
         stages = self.at_depth(self.depths[0][0])
@@ -265,7 +277,8 @@ class RecomputeLevels:
 
     @cached_property
     def _saved_bytes(self) -> list[int]:
-        """For each stage the bytes saved for the backward pass of a micro-batch."""
+        """Bytes that a device of each stage saves for the backward pass of a micro-batch, without
+        recomputation."""
         saved_bytes = [0] * self._pipeline.stages
         operators = self._recompute_blocks.graph.by_name
         for name, size in self._recompute_blocks.saved_without_blocks.items():
@@ -279,8 +292,8 @@ class RecomputeLevels:
 
 
 def _micro_batches_in_flight(pipeline: PipelineSpec) -> list[int]:
-    """Return for each stage the largest number of micro-batches whose activations exist at the same
-    time, averaged over the stage's chunks."""
+    """Return for each stage the maximum number of micro-batches whose activations exist at the same
+    time, as a mean over the chunks of the stage."""
     return [
         max(max(1, sum(counts.values()) // len(counts)) for counts in alive(order))
         for order in actions(pipeline)
@@ -290,7 +303,12 @@ def _micro_batches_in_flight(pipeline: PipelineSpec) -> list[int]:
 def with_recompute(
     decisions: Decisions, stages: Sequence[StageLevels], levels: Sequence[int]
 ) -> Decisions:
-    """Return `decisions` in which each stage also recomputes the operators of its level."""
+    """Return `decisions` with the recomputation of each stage's level added.
+
+    Args:
+        stages: levels of each stage.
+        levels: index of the level of each stage.
+    """
     by_stage = (stage.recompute_of(level) for stage, level in zip(stages, levels, strict=True))
     recompute_of_stages = {name: recompute for each in by_stage for name, recompute in each.items()}
     return replace(decisions, recompute={**decisions.recompute, **recompute_of_stages})

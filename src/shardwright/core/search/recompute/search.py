@@ -1,7 +1,7 @@
 """Find the cheapest recomputation with which a plan fits into the memory of its devices.
 
-Estimates suggest the lowest level (`levels`) of each pipeline stage that fits, and dry runs confirm
-or correct it.
+Estimates suggest the lowest recomputation level (`levels`) at which each pipeline stage fits, and
+dry runs confirm or correct this level.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from shardwright.core.partition.decisions import Decisions
 from shardwright.core.search.recompute.levels import StageLevels, with_recompute
 
 MAX_PEAK_RATIO = 1.4
-"""Largest usual ratio of the peak memory in a dry run to its estimate. It is reached where
-gradients of full parameters are reduced at the end of a step."""
+"""Largest usual ratio of the peak memory in a dry run to its estimate, as in plans that reduce the
+gradients of full parameters at the end of a step."""
 
 RATIO_SPREAD = 1.05
-"""Usual factor between the ratios of measured to estimated peaks of plans with equal stages,
-schedule and sharding level."""
+"""Largest usual factor between the ratios of two plans with equal stages, schedule and ZeRO level;
+a ratio is that of the peak memory in a dry run to its estimate."""
 
 
 def max_peak_ratio(measured_ratio: float | None) -> float:
-    """Return the largest ratio of peak memory in a dry run to its estimate to expect.
+    """Return the largest expected ratio of the peak memory in a dry run to its estimate.
 
     Args:
-        measured_ratio: the ratio of another plan with equal stages, schedule and sharding level;
-            None if none was measured.
+        measured_ratio: ratio of another plan with equal stages, schedule and ZeRO level; None if
+            there is none.
     """
     return (
         MAX_PEAK_RATIO
@@ -38,34 +38,37 @@ def max_peak_ratio(measured_ratio: float | None) -> float:
 
 
 MeasureMemory = Callable[[Decisions, Container[int] | None], Memory]
-"""Returns the memory per device under decisions, of the given stages or (None) of all."""
+"""A function from decisions and stage indices (None for all stages) to memory by a dry run."""
 
 Levels = tuple[int, ...]
-"""The index of each stage's level."""
+"""The index of the recomputation level of each stage."""
 
 
 @dataclass(frozen=True)
 class MeasuredDecisions:
-    """Decisions with their memory per device, measured by a dry run."""
+    """Decisions and the memory per device that a dry run of them measures."""
 
     decisions: Decisions
     memory: Memory
 
 
 class RecomputeSearch:
-    """The search, by dry runs, for the lowest levels with which a plan fits.
+    """A search, by dry runs, for the lowest recomputation level of each stage with which a plan
+    fits.
 
     Args:
-        stages: the levels of each stage.
+        stages: recomputation levels of each stage.
         decisions: decisions to which the search adds recomputation.
-        measure: returns the memory of decisions by a dry run.
+        measure: function that measures the memory of decisions by a dry run.
         limit: memory limit in bytes per device.
-        other_bytes: for each stage bytes of everything but activations.
-        max_ratio: largest expected ratio of measured to estimated peak memory; an estimate that
-            fits even times this ratio replaces the first dry run. None to always make the dry run.
+        other_bytes: bytes on a device of each stage that are not activations.
+        max_ratio: largest expected ratio of measured to estimated peak memory. If the estimate
+            times this ratio is within the limit, no dry run is made at the last levels. None to
+            always make this dry run.
 
     Attributes:
-        estimate_fits: whether the plan fits at the last levels by its estimate times `max_ratio`.
+        estimate_fits: whether the estimated peak at the last levels, times `max_ratio`, is within
+            the limit.
     """
 
     def __init__(
@@ -95,7 +98,8 @@ class RecomputeSearch:
 
     @property
     def fully_recomputed(self) -> MeasuredDecisions:
-        """Decisions with all stages at their last levels, and their memory by a dry run."""
+        """Decisions with all stages at their last levels, and the memory that a dry run
+        measures."""
         if self._fully_recomputed is None:
             self._fully_recomputed = self._measure_levels(self._last_levels)
         return self._fully_recomputed
@@ -106,7 +110,8 @@ class RecomputeSearch:
 
     @cached_property
     def largest_stage(self) -> StageMemory:
-        """Measured memory, at its last level, of the stage with the largest estimate."""
+        """Memory of the stage with the largest estimate, as a dry run measures at the last
+        levels."""
         sizes = [
             stage.fully_recomputed_bytes(size)
             for stage, size in zip(self._stages, self._other_bytes, strict=True)
@@ -119,10 +124,11 @@ class RecomputeSearch:
     def can_fit(self) -> bool:
         """Whether the plan fits at the last levels.
 
-        No dry run is made if the estimate fits, and one of a single stage if the largest stage does
-        not fit.
+        No dry run is made if `estimate_fits`. If the largest stage does not fit, only this stage
+        has a dry run.
         """
-        # A dry run of one stage takes a fraction of one of all; the largest stage mostly decides.
+        # A dry run of one stage takes a fraction of the time of all stages, and the largest stage
+        # mostly decides.
         fits = self.estimate_fits or self.largest_stage.peak <= self._limit
         return fits and (self.estimate_fits or self.fully_recomputed.memory.peak <= self._limit)
 
@@ -138,28 +144,30 @@ class RecomputeSearch:
 
     @property
     def peak_outside_passes(self) -> int:
-        """The largest measured peak outside of forward and backward passes, at the last levels.
+        """Largest measured peak outside of forward and backward passes at the last levels, in
+        bytes.
 
-        In bytes per device; 0 if the measured stages peak in a pass. Such a peak, for example in
-        the optimizer's step, is a lower bound for blocks at all depths.
+        0 if the peaks of all measured stages are inside of passes. A peak outside, for example in
+        the optimizer's step, is a lower bound on the peak with blocks at any depth.
         """
         stages = self.fully_recomputed.memory.stages if self.is_measured else (self.largest_stage,)
         return max((stage.peak for stage in stages if not stage.in_a_pass), default=0)
 
     def expected_decisions(self) -> Decisions:
-        """Return decisions with the levels that are expected to fit."""
+        """Return decisions with the lowest level at which each stage is expected to fit."""
         return self._decisions_at(tuple(map(self._next_level, range(len(self._stages)))))
 
     def run(self) -> MeasuredDecisions:
-        """Return the lowest levels that fit, or the last levels if none do."""
+        """Return decisions with the lowest level at which each stage fits, or with all last levels
+        if the plan does not fit; and their memory."""
         while True:
             measured = zip(self._last_levels, self._peaks, strict=True)
-            # A stage that does not fit with everything recomputed rules out all levels.
+            # A stage that does not fit at its last level fits at no level.
             if any(peaks.get(last_level, 0) > self._limit for last_level, peaks in measured):
                 return self.fully_recomputed
             levels = tuple(map(self._next_level, range(len(self._stages))))
-            # Stages are measured together, but their levels are found independently; the dry run of
-            # the final combination comes from the cache.
+            # One dry run measures all stages, but the level of each stage is searched separately.
+            # The dry run of the final combination comes from the cache.
             if all(level in peaks for level, peaks in zip(levels, self._peaks, strict=True)):
                 decisions = self._decisions_at(levels)
                 return MeasuredDecisions(decisions, self._measure(decisions, None))
@@ -174,7 +182,8 @@ class RecomputeSearch:
         return MeasuredDecisions(decisions, memory)
 
     def _next_level(self, stage_index: int) -> int:
-        """Return the level of a stage to measure next, or the lowest that fits once it is known."""
+        """Return the level of a stage to measure next, or the lowest fitting level once it is
+        known."""
         stage, peaks = self._stages[stage_index], self._peaks[stage_index]
         lowest_fitting = min(
             (n for n, peak in peaks.items() if peak <= self._limit), default=stage.last_level
@@ -183,8 +192,8 @@ class RecomputeSearch:
         between = range(highest_exceeding + 1, lowest_fitting)
         if not between:
             return lowest_fitting
-        # A peak measured at the last level may be outside of passes, and then says nothing about
-        # lower levels.
+        # A peak measured at the last level may be outside of passes; such a peak does not predict
+        # those of lower levels.
         if highest_exceeding >= 0 or lowest_fitting < stage.last_level:
             nearest = min(peaks, key=lambda level: abs(peaks[level] - self._limit))
             guess = stage.level_freeing_more(nearest, peaks[nearest] - self._limit)

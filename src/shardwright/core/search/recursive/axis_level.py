@@ -1,7 +1,8 @@
 """One level of the recursion: the choices on one axis, and how they propagate.
 
-On this axis a decided operator reads and writes each tensor replicated, or sharded along some dim.
-A neighbor without a cost model follows: it cuts the factor that the shared tensor has on that dim.
+On this axis a decided operator reads and writes each tensor replicated, or sharded along one dim. A
+neighbor without a cost model follows: it is cut on the factor that the shared tensor has on this
+dim.
 
 `relu(linear(x))`, linear cut on J → its output is sharded on dim 1 → relu cuts the factor of dim 1.
 """
@@ -14,19 +15,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from shardwright.core.search.indexed_graph import NO_CUT, IndexedGraph
 
 UNDECIDED = -2
-"""The choice of an operator before the level decides it. Less than `NO_CUT` and all factors, so
-that the maximum of several neighbors' choices prefers any decision."""
+"""The choice of an undecided operator. It is less than `NO_CUT` and all factors, so that the
+maximum of several neighbors' choices is a decided one."""
 
 
 class AxisLevel:
     """The choices on one axis.
 
     Args:
-        shard_counts: for each operator the number of shards of each factor after earlier levels.
+        shard_counts: number of shards of each factor of each operator over the axes of earlier
+            levels.
         axis_size: number of devices along the axis.
 
     Attributes:
-        choice: for each operator the factor that the axis cuts, `NO_CUT` or `UNDECIDED`.
+        choice: index of the factor that the axis cuts, `NO_CUT` or `UNDECIDED`, for each operator.
     """
 
     def __init__(
@@ -40,12 +42,12 @@ class AxisLevel:
     def propagate(self, decided: Iterable[int]) -> None:
         """Propagate new choices to operators without a cost model, forward and backward.
 
-        Propagation ends at decided operators and at main operators. Where the producer of a tensor
-        is a main operator that is still undecided, other consumers follow the decided consumer, so
-        that all consumers of a residual stream agree from its start.
+        Propagation ends at decided operators and at main operators. If the producer of a tensor is
+        an undecided main operator, other consumers of the tensor follow the decided consumer, so
+        that all consumers of a residual stream agree from the start.
 
         Args:
-            decided: operators whose choice is new.
+            decided: indices of the operators whose choice is new.
         """
         graph, choice = self.graph, self.choice
         queue = deque(decided)
@@ -65,7 +67,8 @@ class AxisLevel:
                     self._propagate_to_consumers(value, dim, queue)
 
     def _propagate_to_consumers(self, value: int, dim: int, queue: deque[int]) -> None:
-        """Let consumers without a cost model follow a value that is sharded along `dim`."""
+        """Decide undecided consumers of a value that is sharded along `dim`, except main
+        operators."""
         for consumer, input_index in self.graph.consumers[value]:
             if self._may_follow(consumer):
                 self.choice[consumer] = self.choice_from_input(consumer, input_index, dim)
@@ -75,14 +78,14 @@ class AxisLevel:
         return self.choice[op] == UNDECIDED and not self.graph.op_types[op].is_main
 
     def _enqueue(self, op: int, dim: int, queue: deque[int]) -> None:
-        """Propagate further from `op`, unless it could not follow a cut along `dim`."""
-        # An operator that is replicated because its size is not divisible says nothing about its
-        # other neighbors.
+        """Add `op` to `queue`, unless its size did not permit a cut along `dim`."""
+        # The other neighbors of an operator that is replicated because its size is not divisible
+        # may still be cut.
         if self.choice[op] >= 0 or (self.choice[op] == NO_CUT and dim == NO_CUT):
             queue.append(op)
 
     def choice_from_input(self, op: int, input_index: int, dim: int) -> int:
-        """Return the choice of `op` if an input is sharded along `dim`, or replicated (`NO_CUT`).
+        """Return the choice of `op` if an input is sharded along `dim`; `NO_CUT` for replicated.
 
         Returns:
             `UNDECIDED` for a replicated input that does not determine the choice, such as a
@@ -96,15 +99,16 @@ class AxisLevel:
         return factor
 
     def choice_from_output(self, op: int, output_index: int, dim: int) -> int:
-        """Return the choice of `op` if an output is read sharded along `dim`, or replicated
-        (`NO_CUT`)."""
+        """Return the choice of `op` if an output is read sharded along `dim`; `NO_CUT` for
+        replicated."""
         return self._factor_on_dim(op, self.graph.op_types[op].outputs[output_index], dim)
 
     def _factor_on_dim(self, op: int, dims: tuple[int, ...], dim: int) -> int:
-        """Return the factor that a tensor has on `dim`; `NO_CUT` if the axis cannot cut it.
+        """Return the factor of a tensor's dim; `NO_CUT` if the axis cannot cut the factor.
 
         Args:
             dims: the factor of each dim of the tensor.
+            dim: index into `dims`, or `NO_CUT`.
         """
         if dim == NO_CUT:
             return NO_CUT
@@ -115,13 +119,14 @@ class AxisLevel:
         return factor if divides else NO_CUT
 
     def decide_remaining(self) -> None:
-        """Decide operators that propagation has not reached: forward, then backward, then no cut.
+        """Decide operators that propagation has not reached: like producers, like consumers, or no
+        cut.
 
         Inputs of the model count as sharded along the batch, so that a model without main operators
         is data parallel.
         """
-        # Forward first, since the batch of the inputs decides where no main operator does; the
-        # backward pass reaches operators without a decided input, such as a mask made from
+        # Producers first, since the batch of the inputs decides where no main operator does. Like
+        # their consumers are decided operators without a decided input, such as a mask made from
         # constants.
         undecided = [op for op, choice in enumerate(self.choice) if choice == UNDECIDED]
         for op in undecided:
@@ -134,7 +139,8 @@ class AxisLevel:
                 self.choice[op] = NO_CUT
 
     def next_shard_counts(self) -> list[tuple[int, ...]]:
-        """Return for each operator the number of shards of each factor after this level."""
+        """Return the number of shards of each factor of each operator, with the axis of this
+        level."""
         return [
             (
                 *shard_counts[:factor],
@@ -170,7 +176,7 @@ class AxisLevel:
 
 
 def _preferred_choice(choices: Iterator[int]) -> int:
-    """Return the first choice that cuts a factor, else `NO_CUT` if there is any, else
+    """Return the first choice that cuts a factor, else `NO_CUT` if it is among `choices`, else
     `UNDECIDED`."""
     preferred = UNDECIDED
     for choice in choices:

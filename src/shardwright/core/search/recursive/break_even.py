@@ -8,16 +8,16 @@ from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.search.indexed_graph import index_graph
 from shardwright.core.search.recursive.search import operator_costs
 
-# Small enough that cutting I, the only choice whose cost `mem_coeff` scales, has the smallest cost:
-# the formula is valid only there.
+# So small that cutting I, the only choice whose cost is proportional to `mem_coeff`, is the
+# cheapest choice: the formula is valid only then.
 SMALL_MEM_COEFF = 1e-9
 
 
 def break_evens(graph: Graph, mesh: DeviceMatrix) -> dict[str, float]:
-    """Return for each main operator the `mem_coeff` above which cutting I beats no cut.
+    """Return for each main operator the `mem_coeff` above which cutting I is cheaper than no cut.
 
-    The comparison is that of the first axis of `mesh` and ignores redistributions. The formula,
-    `cost_i · mem_coeff / cost_no_cut`, is that of `shardwright.core.cost.symbolic.break_even`.
+    Costs are those on the first axis of `mesh`, without redistributions. The formula is that of
+    `shardwright.core.cost.symbolic.break_even`.
 
     Returns:
         The values by operator name, without operators that have no weight or whose I is not
@@ -46,6 +46,7 @@ def break_evens(graph: Graph, mesh: DeviceMatrix) -> dict[str, float]:
 
 
 def main_operators(graph: Graph) -> tuple[str, ...]:
-    """Return the names of the operators that the search decides by cost, in graph order."""
+    """Return the names of the operators that the symbolic search decides by cost, in graph
+    order."""
     indexed = index_graph(graph)
     return tuple(indexed.names[op] for op in indexed.main)

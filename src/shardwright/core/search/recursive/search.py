@@ -1,9 +1,9 @@
 """The symbolic search, MindSpore's double recursion: axis by axis, then operator by operator.
 
 The outer recursion divides the devices, one axis of the device matrix after another, outermost
-first. The inner one visits the main operators. Each takes the choice with the least cost: elements
-of the tensors that the choice does not cut, plus redistributions to neighbors whose choice on this
-axis is decided. All other operators follow their neighbors.
+first. The inner recursion visits the main operators. Each takes the choice with the least cost:
+elements of the tensors that the choice does not cut, plus redistributions to neighbors whose choice
+on this axis is decided. All other operators follow their neighbors.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ logger = logging.getLogger("shardwright.search")
 
 @dataclass(frozen=True, slots=True)
 class OperatorCosts:
-    """Costs of one operator on its current shard, without redistributions.
+    """Symbolic costs of the choices of one operator on one axis, without redistributions.
 
     Args:
         elements: number of elements of a shard of each input, then of each output.
-        cuts: the cost of each of `OpType.choices`, `IMPOSSIBLE` where it is invalid.
-        no_cut: the cost of replicating the operator over the axis.
-        weight: the largest cost of choices that divide the sizes; the sort key of `order="weight"`.
+        cuts: cost of each choice in `OpType.choices`; `IMPOSSIBLE` for an invalid choice.
+        no_cut: cost of replicating the operator over the axis.
+        weight: largest cost of the choices that divide the sizes; the sort key of `order="weight"`.
     """
 
     elements: tuple[int, ...]
@@ -44,7 +44,8 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
     """Decide the cuts of all operators by the symbolic cost.
 
     Raises:
-        StrategyError: if there are several devices and no operator can be cut at all.
+        StrategyError: if there are several devices and no operator can be cut on any number of
+            devices.
         IndivisibleError: if there are several devices and no dimension of a main operator is
             divisible.
     """
@@ -54,30 +55,30 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
     log = logger.info if request.log_costs else None
     recursion = Recursion(indexed, request.mem_coeff, request.order, log)
     cuts: CutsOfGraph = {}
-    # Outermost axis first: each level sees the shards that earlier levels left, as in the published
-    # logs, whose figures depend on this order.
+    # Outermost axis first: costs on an axis are those of the shards over all earlier axes, as in
+    # the published logs, whose figures depend on this order.
     for axis, axis_size in enumerate(mesh.device_matrix):
         if axis_size > 1:
             choices = recursion.decide_axis(axis, axis_size, _pinned_choices(indexed, pins, axis))
             record_axis(indexed, choices, axis, cuts)
     # A pin may list the axes of a factor in another order than that of decisions.
     cuts.update({name: dict(factors) for name, factors in pinned.items() if factors})
-    # No cuts at all are a plan if replicating was cheapest (a tiny `mem_coeff`), and an error if no
-    # size was divisible.
+    # A result without cuts is valid if replicating was cheapest (a tiny `mem_coeff`), and an error
+    # if no size was divisible.
     if not cuts and not pins and mesh.num_devices > 1 and not recursion.had_valid_choice:
         raise _no_valid_cut_error(indexed, mesh)
     return cuts
 
 
 class Recursion:
-    """The state that levels share: the shards of each operator so far, and a cache of costs.
+    """The recursion over axes, with the shards of each operator so far and a cache of costs.
 
     Args:
-        order: one of `VISIT_ORDERS`.
-        log: called with each line of the log of costs; None for no log.
+        order: order in which main operators are decided, one of `VISIT_ORDERS`.
+        log: function that logs one line of the costs; None for no log.
 
     Attributes:
-        shard_counts: for each operator the number of shards of each factor so far.
+        shard_counts: number of shards of each factor of each operator over the axes decided so far.
         had_valid_choice: whether any main operator could be cut on any axis.
     """
 
@@ -97,15 +98,15 @@ class Recursion:
         self._costs: dict[tuple[OpType, tuple[int, ...], int], OperatorCosts] = {}
 
     def decide_axis(self, axis: int, axis_size: int, pinned: Mapping[int, int]) -> list[int]:
-        """Decide all operators on one axis, and return their choices.
+        """Decide all operators on one axis, and return the choice of each.
 
         Args:
-            pinned: the choices of pinned operators on this axis.
+            pinned: choices of pinned operators on this axis, by operator index.
         """
         level = AxisLevel(self.graph, self.shard_counts, axis_size)
         for op, choice in pinned.items():
             level.choice[op] = choice
-        # Pins first, so that they count as decided neighbors of all others.
+        # Pins first, so that they are decided neighbors of all other operators.
         level.propagate(pinned)
         for op in self._undecided_ops_in_order(level):
             alternatives = self.alternatives(level, op)
@@ -121,17 +122,16 @@ class Recursion:
         return level.choice
 
     def _undecided_ops_in_order(self, level: AxisLevel) -> list[int]:
-        """Return the undecided main operators in visiting order: contractions, then embeddings.
+        """Return the undecided main operators in the order of decision, embeddings last.
 
-        Embeddings come last because their cost does not include the operators that would follow
-        their choice.
+        The cost of an embedding does not include the operators that would follow its choice.
         """
         op_types = self.graph.op_types
         undecided = [op for op in self.graph.main if level.choice[op] == UNDECIDED]
         if self.order == "weight":
             weights = {op: self._operator_costs(level, op).weight for op in undecided}
-            # The largest operator has most to lose, and redistributions tie later operators to its
-            # choice. Both sorts are stable, so that ties keep the order of the graph.
+            # The operator with the largest costs first, since later operators take redistributions
+            # from its layouts into account. Both sorts are stable, so ties are in graph order.
             undecided.sort(key=lambda op: -weights[op])
         return sorted(undecided, key=lambda op: op_types[op].looks_up)
 
@@ -145,7 +145,7 @@ class Recursion:
         return self._costs[key]
 
     def alternatives(self, level: AxisLevel, op: int) -> list[CutAlternative]:
-        """Return all choices of `op` with their costs; ties go to the first."""
+        """Return all choices of `op` with their costs, no cut last; ties go to the first."""
         op_type, costs = self.graph.op_types[op], self._operator_costs(level, op)
         neighbors = _decided_neighbors(level, op, costs.elements)
 
@@ -173,11 +173,11 @@ class Recursion:
 def operator_costs(
     op_type: OpType, shard_counts: tuple[int, ...], axis_size: int, mem_coeff: float
 ) -> OperatorCosts:
-    """Return the costs of an operator on its current shard.
+    """Return the symbolic costs of the choices of an operator on one axis.
 
     Args:
-        shard_counts: the number of shards of each factor so far.
-        axis_size: the number of devices along the next axis.
+        shard_counts: number of shards of each factor over the axes decided so far.
+        axis_size: number of devices along the axis to decide.
     """
     priced = [tensor.elements(shard_counts) for tensor in op_type.priced]
     costs = [
@@ -207,8 +207,8 @@ def operator_costs(
 
 _INPUT, _OUTPUT = 0, 1
 _CUT_SOMEWHERE = -3
-"""Stands for the sharded dim of a batch whose size is not divisible further: choices that replicate
-it are charged a redistribution, choices that cut any dim are not."""
+"""The dim of an input whose batch size is not divisible by the axis: a choice that replicates the
+input costs a redistribution, and a choice that cuts any of its dims costs none."""
 
 
 def _needs_redistribution(dim: int, neighbor_dim: int) -> bool:
@@ -218,15 +218,15 @@ def _needs_redistribution(dim: int, neighbor_dim: int) -> bool:
 def _decided_neighbors(
     level: AxisLevel, op: int, elements: Sequence[int]
 ) -> list[tuple[int, int, int, int]]:
-    """Return the tensors that `op` shares with operators decided on this level.
+    """Return the tensors that `op` shares with operators whose choice on this axis is decided.
 
     Args:
         elements: number of elements of a shard of each input, then of each output.
 
     Returns:
-        For each tensor `_INPUT` or `_OUTPUT`, its index among inputs or outputs, the dim that the
-        neighbor shards, and the number of elements. A batch that `op` reads directly counts as
-        sharded on dim 0 while that is divisible, then as `_CUT_SOMEWHERE`.
+        (`_INPUT` or `_OUTPUT`, index among inputs or outputs, dim that the neighbor shards, number
+        of elements) for each tensor. A model input that `op` reads counts as sharded on dim 0 if
+        its batch size is divisible by the axis, else as `_CUT_SOMEWHERE`.
     """
     graph, choice = level.graph, level.choice
     inputs, neighbors = graph.inputs[op], []
@@ -256,7 +256,12 @@ def _decided_neighbors(
 def record_axis(
     indexed: IndexedGraph, choices: Sequence[int], axis: int, cuts: CutsOfGraph
 ) -> None:
-    """Append `axis` to the axes of the factor that each operator cuts over it."""
+    """Append `axis` to the axes of the factor that it cuts, for each operator in `cuts`.
+
+    Args:
+        choices: index of the factor that `axis` cuts, or `NO_CUT`, for each operator.
+        cuts: cuts of each operator, by name, changed in place; operators without cuts are missing.
+    """
     for name, op_type, choice in zip(indexed.names, indexed.op_types, choices, strict=True):
         if choice != NO_CUT:
             op_cuts, factor = cuts.setdefault(name, {}), op_type.factors[choice]
@@ -282,11 +287,12 @@ def _no_valid_cut_error(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyEr
     devices = mesh.num_devices
     if not any(limit > 1 for op_type in indexed.op_types for limit in op_type.limits):
         return StrategyError(
-            f"none of the {len(indexed.names)} operators can be cut at all: none has a sharding"
-            " rule with a dimension greater than 1"
+            f"none of the {len(indexed.names)} operators can be sharded: none has a sharding rule"
+            " with a dimension greater than 1\n"
+            "register rules with `sw.rules.register`, or use one device"
         )
     sizes = " · ".join(map(str, mesh.device_matrix))
-    failure = f"no operator can be cut over {devices} devices ({sizes})"
+    failure = f"no operator can be sharded over {devices} devices ({sizes})"
     reason = f"no matrix product or other main operator has a dimension divisible by {devices}"
     if indexed.batch_size is None:
         return IndivisibleError(
@@ -297,7 +303,7 @@ def _no_valid_cut_error(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyEr
         return IndivisibleError(
             f"{failure}: {reason}; dim 0 of the inputs ({indexed.batch_size}) is divisible, but"
             " those operators have no dimension of that size\n"
-            "let the batch come first in the inputs, or use fewer devices"
+            "make the batch dim 0 of the inputs, or use fewer devices"
         )
     valid = " or ".join(map(str, nearest_multiples(indexed.batch_size, devices)))
     return IndivisibleError(
@@ -307,6 +313,7 @@ def _no_valid_cut_error(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyEr
 
 
 def nearest_multiples(size: int, divisor: int) -> tuple[int, ...]:
-    """Return the positive multiples of `divisor` just below and above `size`: (7, 4) → (4, 8)."""
+    """Return the positive multiples of `divisor` next to `size`, below and above: (7, 4) → (4,
+    8)."""
     below = size // divisor * divisor
     return (below, below + divisor) if below else (divisor,)
