@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -86,35 +84,6 @@ def common_folder() -> Iterator[Path]:
         dist.barrier()
 
 
-def check_only_the_norm_over_all_stages_clips() -> None:
-    net, whole = in_stages(), model()
-    net.train_step(*batch())
-    whole(*batch()).backward()
-    gradients = [p.grad for p in whole.parameters() if p.grad is not None]
-    wanted = get_total_norm(gradients)
-    for refused in (
-        lambda: clip_grad_norm_(net.parameters(), 0.1),
-        lambda: get_total_norm([p.grad for p in net.parameters()]),
-    ):
-        with pytest.raises(sw.PlanError, match=r"net\.clip_grad_norm_"):
-            refused()
-    torch.testing.assert_close(net.clip_grad_norm_(math.inf), wanted)
-    nn.utils.clip_grads_with_norm_(net.parameters(), 0.1, wanted)
-    torch.testing.assert_close(net.clip_grad_norm_(math.inf), torch.tensor(0.1))
-
-
-def check_a_submodule_of_one_stage_is_clipped_by_its_norm() -> None:
-    net, whole = in_stages(), model()
-    net.train_step(*batch())
-    whole(*batch()).backward()
-    norms = [clip_grad_norm_(half.parameters(), 0.01) for half in (net.net.one, net.net.two)]
-    for half in (whole.net.one, whole.net.two):
-        clip_grad_norm_(half.parameters(), 0.01)
-    assert (norms[0] > 0, norms[1] > 0) == (dist.get_rank() == 0, dist.get_rank() == 1)
-    for name, parameter in net.named_parameters():
-        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad)
-
-
 def check_the_state_of_one_rank_is_not_saved() -> None:
     for net in (in_stages(), sharded()):
         optimizer = trained(net)
@@ -151,8 +120,6 @@ def check_the_complete_model_is_saved() -> None:
 def check_a_wrapper_of_the_model_is_like_it() -> None:
     net = sw.AutoParallel(sw.Pipeline(model(), 2, STAGES))
     net.train_step(*batch())
-    with pytest.raises(sw.PlanError, match=r"net\.clip_grad_norm_"):
-        clip_grad_norm_(net.parameters(), 0.1)
     with pytest.raises(sw.PlanError, match=r"sw\.save_state_dict"):
         torch.save(net.state_dict(), io.BytesIO())
     with common_folder() as folder:
@@ -183,8 +150,6 @@ def check_ranks_collect_their_stages() -> None:
 
 
 CHECKS = (
-    check_only_the_norm_over_all_stages_clips,
-    check_a_submodule_of_one_stage_is_clipped_by_its_norm,
     check_the_state_of_one_rank_is_not_saved,
     check_the_complete_model_is_saved,
     check_a_wrapper_of_the_model_is_like_it,

@@ -1,36 +1,54 @@
-"""What `torch.nn.utils` computes one norm of is seen before, however it was imported."""
+"""Norms by `torch.nn.utils` are extended, however its functions were imported."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from shardwright.core.torch_internals.norms import before_norms, module_of_parameters
+from shardwright.core.torch_internals.norms import extend_norms, module_of_parameters
 
 Seen = list[tuple[str, int, nn.Module | None]]
+
+
+class Seeing:
+    """Sees calls, answers those of order 7, and has a group for each tensor."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+
+    def total(
+        self,
+        function: str,
+        listed: Sequence[Tensor],
+        measured: Sequence[Tensor],
+        source: nn.Module | None,
+        norm_type: float,
+    ) -> Tensor | None:
+        self.seen.append((function, len(listed), source))
+        return torch.tensor(math.inf if norm_type == 8 else 10.0) if norm_type > 6 else None
+
+    def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        return [[tensor] for tensor in tensors]
 
 
 @pytest.fixture
 def norms() -> Iterator[Seen]:
     """The calls that were seen; the functions are as they were afterwards."""
     cells = []
-    for function in (clip_grad_norm_, get_total_norm):
+    for function in (clip_grad_norm_, get_total_norm, clip_grads_with_norm_):
         closure = function.__closure__
         assert closure is not None
         cell = closure[function.__code__.co_freevars.index("func")]
         cells.append((cell, cell.cell_contents))
         cell.cell_contents = getattr(cell.cell_contents, "__wrapped__", cell.cell_contents)
     seen: Seen = []
-
-    def check(name: str, tensors: Sequence[Tensor], module: nn.Module | None) -> None:
-        seen.append((name, len(tensors), module))
-
-    before_norms(check)
+    extend_norms(Seeing(seen))
     yield seen
     for cell, contents in cells:
         cell.cell_contents = contents
@@ -73,7 +91,7 @@ def test_the_module_is_known_whose_parameters_are_given(norms: Seen) -> None:
     assert norms == [("clip_grad_norm_", 2, net), ("clip_grad_norm_", 2, None)]
 
 
-def test_the_norm_of_one_tensor_is_not_checked(norms: Seen) -> None:
+def test_the_norm_of_one_tensor_is_pytorchs(norms: Seen) -> None:
     net = linear()
     norm = clip_grad_norm_(net.weight, 1.0)
     torch.testing.assert_close(norm, torch.tensor(54.0).sqrt())
@@ -82,11 +100,22 @@ def test_the_norm_of_one_tensor_is_not_checked(norms: Seen) -> None:
     assert norms == []
 
 
-def test_the_first_check_stays(norms: Seen) -> None:
-    def refused(*_: object) -> None:
-        raise AssertionError
+def test_an_answer_is_the_norm_that_gradients_are_scaled_by(norms: Seen) -> None:
+    net = linear()
+    assert clip_grad_norm_(net.parameters(), 1.0, norm_type=7) == 10
+    for gradient in gradients(net):
+        torch.testing.assert_close(gradient, torch.full_like(gradient, 0.3))
+    assert get_total_norm(gradients(net), 7.0) == 10
+    with pytest.raises(RuntimeError, match=r"order 8\.0 for gradients .* is non-finite"):
+        get_total_norm(gradients(net), 8, error_if_nonfinite=True)
+    clip_grads_with_norm_(net.parameters(), 1.0, torch.tensor(10.0))
+    for gradient in gradients(net):
+        torch.testing.assert_close(gradient, torch.full_like(gradient, 0.03))
+    assert [name for name, *_ in norms] == ["clip_grad_norm_", "get_total_norm", "get_total_norm"]
 
-    before_norms(refused)
+
+def test_the_first_extension_stays(norms: Seen) -> None:
+    extend_norms(Seeing([]))
     get_total_norm([torch.ones(2)])
     assert norms == [("get_total_norm", 1, None)]
 

@@ -17,8 +17,8 @@ Installed by `parallelize`; no cost later unless user code applies operators to 
 - `gathered_copies`: a write to a gathered part of a DTensor. 15 us for each view of a DTensor,
   0.1 ms for a view that is gathered.
 - `partial_state`: pickling the shards or the stage of one rank. Runs during pickling.
-- `stage_parameters`: a norm, or LBFGS, over the parameters of one pipeline stage. Checks norms of
-  `torch.nn.utils`, and the first step of an optimizer.
+- `stage_parameters`: LBFGS over the parameters of one pipeline stage. Checks the first step of an
+  optimizer.
 - `calls_of_parts`: a direct call of a submodule. Improves the message of an existing error.
 
 At each call of the model:

@@ -35,6 +35,7 @@ from shardwright.core.parallel.template import template_of
 from shardwright.core.parallel.uninitialized import Initialization, tie_like
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.total_norms import extend_total_norms
 from shardwright.core.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
 from shardwright.errors import PlanError
 
@@ -199,9 +200,10 @@ def parallel_module(
     other_stages = _tensors_of_other_stages(module, partitioned, devices)
     initialization = Initialization(devices, _names_without_values(module, devices))
     refuse_lost_writes()
-    # These change how DTensors of this process behave; further calls do nothing.
+    # These change functions for the DTensors of this process; further calls do nothing.
     explain_unsupported_operators()
     refuse_to_save_shards()
+    extend_total_norms()
     # Before the parameters are replaced. The hooks are taken as the dictionaries in which they were
     # registered, from which `RemovableHandle.remove()` deletes them.
     template, user_forward, hooks = template_of(module), module.forward, hooks_of_modules(module)

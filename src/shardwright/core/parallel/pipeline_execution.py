@@ -15,7 +15,7 @@ from shardwright.core.graph.split import assign_neighbors
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.lower.program import Program
 from shardwright.core.misuse.partial_state import refuse_to_save_stage
-from shardwright.core.misuse.stage_parameters import watch_stage
+from shardwright.core.misuse.stage_parameters import watch_optimizers_of_stages
 from shardwright.core.misuse.whole_batch import batch_sizes, output_batches
 from shardwright.core.parallel.call import Call
 from shardwright.core.parallel.execution import Execution
@@ -28,6 +28,7 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.clip_grad import clip_grad_norm_
 from shardwright.core.runtime.dtensor import as_dtensor, stored_shards
 from shardwright.core.runtime.micro_batches import SampleDims
+from shardwright.core.runtime.total_norms import StageParameters, stage_models
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.modules import state_names
 from shardwright.errors import PlanError
@@ -53,9 +54,10 @@ class PipelineExecution(Execution):
         return result
 
     def _watch_parameters(self) -> None:
-        # None in place of a parameter would fail somewhere in torch.optim or in a state dict.
         stages = self.partitioned.stages_of_parameters
-        watch_stage(self.module, self.template, stages, self.devices.stage)
+        own = StageParameters.of(self.module, self.template, stages, self.devices)
+        stage_models()[self.module] = own
+        watch_optimizers_of_stages()
 
     @property
     def programs(self) -> tuple[Program, ...]:

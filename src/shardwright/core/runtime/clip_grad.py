@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.dtensor import stored_shards
+from shardwright.core.runtime.dtensor import detached_local, stored_shards
 from shardwright.core.torch_internals.tensors import norms_of_each, scale_all_
 
 
@@ -23,9 +23,6 @@ def clip_grad_norm_(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Scale gradients so that their 2-norm over all devices and stages is at most `max_norm`.
-
-    Every device sums the squares of its local shards, each divided by the number of devices that
-    have the same shard, so one all-reduce gives the norm for any placements.
 
     Args:
         named: names and parameters of this rank's stage.
@@ -39,26 +36,48 @@ def clip_grad_norm_(
     """
     gradients = {name: p.grad for name, p in named if p.grad is not None}
     shards = stored_shards(gradients)
-    counted = [name for name in gradients if name not in counted_elsewhere]
-    # In float64: squares of many gradients would overflow or lose digits in the dtype of gradients.
-    squares = torch.zeros((), dtype=torch.float64, device=devices.device)
-    if counted:
-        norms = torch.stack(norms_of_each([shards[name] for name in counted]))
-        replicas = [_num_replicas(gradients[name]) for name in counted]
-        weights = torch.tensor(replicas, dtype=torch.float64, device=norms.device)
-        squares = (norms.double().square() / weights).sum()
-    if devices.is_distributed:
-        with devices.waits.measure():
-            # Over the full world: devices of a stage and all stages at once.
-            dist.all_reduce(squares)
+    counted = [g for name, g in gradients.items() if name not in counted_elsewhere]
+    norm = norm_over_devices(counted, devices)
     gradient_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
-    norm = squares.sqrt().to(dtype or gradient_dtype)
+    norm = norm.to(dtype or gradient_dtype)
     if shards and math.isfinite(max_norm):
         # As `torch.nn.utils.clip_grad_norm_` does, whose epsilon this is: to scale by 1 costs less
         # than to wait for the device to know whether the norm is exceeded.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_all_(list(shards.values()), scale)
     return norm
+
+
+def norm_over_devices(
+    tensors: Sequence[Tensor], devices: Devices, norm_type: float = 2.0
+) -> Tensor:
+    """Return the norm of tensors over all devices and stages, in float64. Collective.
+
+    Every device sums the powers of its local shards, each divided by the number of devices that
+    have the same shard, so one all-reduce gives the norm for any placements.
+
+    Args:
+        tensors: parameters or gradients of this rank's stage.
+        devices: the devices of the model.
+        norm_type: the order of the norm, positive or infinite.
+    """
+    # In float64: powers of many gradients would overflow or lose digits in their own dtype.
+    total = torch.zeros((), dtype=torch.float64, device=devices.device)
+    if tensors:
+        shards = [detached_local(tensor) for tensor in tensors]
+        norms = torch.stack(norms_of_each(shards, norm_type)).double()
+        if math.isinf(norm_type):
+            total = norms.max()
+        else:
+            replicas = [_num_replicas(tensor) for tensor in tensors]
+            weights = torch.tensor(replicas, dtype=torch.float64, device=norms.device)
+            total = (norms**norm_type / weights).sum()
+    if devices.is_distributed:
+        with devices.waits.measure():
+            # Over the full world: devices of a stage and all stages at once.
+            is_maximum = math.isinf(norm_type)
+            dist.all_reduce(total, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM)
+    return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
 def _num_replicas(gradient: Tensor) -> int:

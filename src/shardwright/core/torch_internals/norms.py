@@ -1,38 +1,115 @@
-"""Intercept the functions of `torch.nn.utils` that compute one norm of several tensors."""
+"""Extend the functions of `torch.nn.utils` that compute or apply one norm of several tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from inspect import getgeneratorlocals, isgenerator, signature
 from types import CellType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-NormCheck = Callable[[str, Sequence[Tensor], "nn.Module | None"], None]
-"""Called with the name of the function, its tensors, and the module whose `parameters()` they are,
-or None if unknown."""
-
 IMPLEMENTATION_VARIABLE = "func"
 """Free variable of a public function that contains its implementation."""
 
+NON_FINITE = (
+    "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be "
+    "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+    "`error_if_nonfinite=False`"
+)
+"""PyTorch's message."""
 
-def before_norms(check: NormCheck) -> None:
-    """Call `check` before `clip_grad_norm_` and `get_total_norm` of a list of tensors.
 
-    Calls with a single tensor, and calls in compiled functions, are not checked. Permanent for the
-    process; a second check is ignored.
+class Norms(Protocol):
+    """Norms that PyTorch would compute of one device only, or not at all."""
+
+    def total(
+        self,
+        function: str,
+        listed: Sequence[Tensor],
+        measured: Sequence[Tensor],
+        source: nn.Module | None,
+        norm_type: float,
+    ) -> Tensor | None:
+        """Return the norm of the tensors; None to leave it to PyTorch.
+
+        Args:
+            function: name of the function of `torch.nn.utils`.
+            listed: the tensors that the function was called with.
+            measured: the tensors of which the norm is asked: `listed`, or their gradients.
+            source: the module whose `parameters()` are listed; None if unknown.
+            norm_type: the order of the norm.
+        """
+
+    def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the tensors in groups that one operator can scale."""
+
+
+def extend_norms(norms: Norms) -> None:
+    """Let `norms` answer `clip_grad_norm_` and `get_total_norm` of a list of tensors.
+
+    `clip_grads_with_norm_` then scales any tensors. Calls with a single tensor, and calls in
+    compiled functions, are PyTorch's alone. Permanent for the process; a second call is ignored.
     """
-    # Whether the running call was checked: `clip_grad_norm_` calls `get_total_norm`.
-    checked = ContextVar("checked", default=False)
-    for function in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm):
+    # Whether the running call is extended: `clip_grad_norm_` calls the other two.
+    running = ContextVar("running", default=False)
+    extensions = (
+        (nn.utils.clip_grad_norm_, _clip_grad_norm),
+        (nn.utils.get_total_norm, _get_total_norm),
+        (nn.utils.clip_grads_with_norm_, _clip_grads_with_norm),
+    )
+    for function, extension in extensions:
         cell = _implementation_cell(function)
-        if not hasattr(cell.cell_contents, "checks_norms"):
-            name = function.__name__.lstrip("_")
-            cell.cell_contents = _with_check(cell.cell_contents, name, check, checked)
+        if not hasattr(cell.cell_contents, "extends_norms"):
+            cell.cell_contents = _extended(cell.cell_contents, extension, norms, running)
+
+
+CallArguments = dict[str, Any]
+"""CallArguments of a call by name, with defaults; tensors are in a list."""
+
+Extension = Callable[[Norms, CallArguments, "nn.Module | None", Callable[..., Any]], Any]
+"""Computes a call; its last argument is the implementation of PyTorch, by keywords."""
+
+
+def _clip_grad_norm(
+    norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
+) -> Any:
+    parameters, norm_type = arguments["parameters"], float(arguments["norm_type"])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = norms.total("clip_grad_norm_", parameters, gradients, source, norm_type)
+    if norm is None:
+        return original(**arguments)
+    _check_finite(norm, arguments)
+    for group in norms.groups(parameters):
+        nn.utils.clip_grads_with_norm_(group, arguments["max_norm"], norm, arguments["foreach"])
+    return norm
+
+
+def _get_total_norm(
+    norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
+) -> Any:
+    tensors, norm_type = arguments["tensors"], float(arguments["norm_type"])
+    norm = norms.total("get_total_norm", tensors, tensors, source, norm_type)
+    if norm is None:
+        return original(**arguments)
+    _check_finite(norm, arguments)
+    return norm
+
+
+def _clip_grads_with_norm(
+    norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
+) -> Any:
+    groups = norms.groups(arguments["parameters"])
+    for group in groups if len(groups) > 1 else [arguments["parameters"]]:
+        original(**{**arguments, "parameters": group})
+
+
+def _check_finite(norm: Tensor, arguments: CallArguments) -> None:
+    if arguments["error_if_nonfinite"] and not bool(norm.isfinite()):
+        raise RuntimeError(NON_FINITE.format(float(arguments["norm_type"])))
 
 
 def _implementation_cell(function: Callable[..., Any]) -> CellType:
@@ -46,32 +123,45 @@ def _implementation_cell(function: Callable[..., Any]) -> CellType:
     return closure[function.__code__.co_freevars.index(IMPLEMENTATION_VARIABLE)]
 
 
-def _with_check(
-    implementation: Callable[..., Any], name: str, check: NormCheck, checked: ContextVar[bool]
+def _extended(
+    implementation: Callable[..., Any],
+    extension: Extension,
+    norms: Norms,
+    running: ContextVar[bool],
 ) -> Callable[..., Any]:
-    """Wrap the implementation of the function `name`, so that it calls `check` first."""
-    parameter = next(iter(signature(implementation).parameters))
+    """Return the implementation of a function with its extension."""
+    signature_ = signature(implementation)
+    first = next(iter(signature_.parameters))
 
     @wraps(implementation)
     def call(*args: Any, **kwargs: Any) -> Any:
-        argument = args[0] if args else kwargs.get(parameter)
-        # `clip_grad_norm_` calls `get_total_norm` with the gradients of checked parameters.
-        if torch.compiler.is_compiling() or checked.get() or argument is None:
+        tensors = args[0] if args else kwargs.get(first)
+        if torch.compiler.is_compiling() or running.get() or tensors is None:
             return implementation(*args, **kwargs)
-        if not isinstance(argument, Tensor):
-            module, tensors = module_of_parameters(argument), list(argument)
-            check(name, tensors, module)
-            # Pass a generator if it was one: PyTorch warns about empty generators only.
-            argument = (tensor for tensor in tensors) if isgenerator(argument) else tensors
-        token = checked.set(True)
+        token = running.set(True)
         try:
-            if args:
-                return implementation(argument, *args[1:], **kwargs)
-            return implementation(**{**kwargs, parameter: argument})
+            if isinstance(tensors, Tensor):
+                return implementation(*args, **kwargs)
+            return extended(tensors, args, kwargs)
         finally:
-            checked.reset(token)
+            running.reset(token)
 
-    vars(call)["checks_norms"] = True
+    def extended(tensors: Iterable[Tensor], args: Any, kwargs: Any) -> Any:
+        # Before it is listed: a generator that has ended has no variables.
+        source, was_generator = module_of_parameters(tensors), isgenerator(tensors)
+        bound = signature_.bind(*args, **kwargs)
+        bound.apply_defaults()
+        bound.arguments[first] = list(tensors)
+
+        def original(**arguments: Any) -> Any:
+            # Pass a generator if it was one: PyTorch warns about empty generators only.
+            given = arguments[first]
+            given = (tensor for tensor in given) if was_generator else given
+            return implementation(**{**arguments, first: given})
+
+        return extension(norms, bound.arguments, source, original)
+
+    vars(call)["extends_norms"] = True
     return call
 
 

@@ -114,9 +114,9 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def norms_of_each(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the 2-norm of each tensor, as scalar tensors."""
-    return tuple(torch._foreach_norm(list(tensors)))
+def norms_of_each(tensors: Sequence[Tensor], norm_type: float = 2.0) -> tuple[Tensor, ...]:
+    """Return the norm of each tensor, as scalar tensors."""
+    return tuple(torch._foreach_norm(list(tensors), norm_type))
 
 
 def scale_all_(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -1,0 +1,185 @@
+"""Norms by `torch.nn.utils` over pipeline stages, and over tensors on several meshes.
+
+A rank has the parameters of its own stage, so a norm over its tensors is not the model's. Here it
+is computed over all stages. Tensors of several planned models, and of these and ordinary ones, are
+no arguments of one operator, so that norms are computed by mesh and then combined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.runtime.clip_grad import norm_over_devices
+from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.dtensor import detached_local
+from shardwright.core.torch_internals.norms import extend_norms
+from shardwright.core.torch_internals.tensors import storage_id
+from shardwright.errors import PlanError
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """The parameters of one stage of a planned model.
+
+    Args:
+        parameters: the parameters of this rank, by name.
+        stages: the stages that have each parameter, by all names of all parameters of the model.
+        devices: the devices of the model.
+        dtype: dtype of norms, equal on all ranks.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    stages: Mapping[str, tuple[int, ...]]
+    devices: Devices
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(
+        module: nn.Module, whole: nn.Module, stages: Mapping[str, tuple[int, ...]], devices: Devices
+    ) -> StageParameters:
+        """Return the parameters of this rank's stage.
+
+        Args:
+            module: this rank's stage of the model.
+            whole: the original model, without values.
+            stages: the stages that have each parameter, by the parameter's first name; parameters
+                that are missing are on the first stage.
+            devices: the devices of the model.
+        """
+        first = {id(parameter): name for name, parameter in whole.named_parameters()}
+        stages_of_names = {
+            name: stages.get(first[id(parameter)], (0,))
+            for name, parameter in whole.named_parameters(remove_duplicate=False)
+        }
+        dtypes = [parameter.dtype for parameter in whole.parameters()]
+        dtype = reduce(torch.promote_types, dtypes, torch.bfloat16)
+        return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
+
+    def own_memory(self) -> dict[Hashable, bool]:
+        """Whether this stage counts a parameter, by the memory of the parameter and its gradient.
+
+        The first of several stages counts a parameter that they share.
+        """
+        result: dict[Hashable, bool] = {}
+        for name, parameter in self.parameters.items():
+            counts = min(self.stages[name]) == self.devices.stage
+            result[_memory_id(parameter)] = counts
+            if parameter.grad is not None:
+                result[_memory_id(parameter.grad)] = counts
+        return result
+
+    def stages_below(self, path: str) -> set[int]:
+        """The stages that have parameters of the submodule at `path`."""
+        prefix = f"{path}." if path else ""
+        return {
+            stage
+            for name, stages in self.stages.items()
+            if name.startswith(prefix)
+            for stage in stages
+        }
+
+
+@cache
+def stage_models() -> WeakKeyDictionary[nn.Module, StageParameters]:
+    """The models of this process that are in pipeline stages."""
+    return WeakKeyDictionary()
+
+
+@cache
+def extend_total_norms() -> None:
+    """Let `torch.nn.utils` compute norms over stages and meshes, permanently for the process."""
+    extend_norms(TotalNorms())
+
+
+class TotalNorms:
+    """The norms that `extend_norms` calls."""
+
+    def total(
+        self,
+        function: str,
+        listed: Sequence[Tensor],
+        measured: Sequence[Tensor],
+        source: nn.Module | None,
+        norm_type: float,
+    ) -> Tensor | None:
+        """Return the norm over all stages and meshes; None if PyTorch computes it.
+
+        Collective if `listed` has parameters, gradients or values of a stage, or is empty, as that
+        of a stage without such parameters: then every rank must call it.
+
+        Raises:
+            PlanError: for an order that is not positive, or local tensors of a stage.
+        """
+        models = _models_in_call(listed, source)
+        groups = self.groups(measured)
+        if not models and len(groups) < 2:
+            return None
+        if not norm_type > 0:
+            raise PlanError(
+                f"`torch.nn.utils.{function}` with norm_type={norm_type} of a model in pipeline"
+                " stages, or of several models\nuse a positive norm_type, or math.inf"
+            )
+        own = {key: counts for model in models for key, counts in model.own_memory().items()}
+        in_stages = [tensor for tensor in measured if _memory_id(tensor) in own]
+        for tensor in in_stages:
+            if models[0].devices.mesh is not None and not isinstance(tensor, DTensor):
+                raise PlanError(
+                    f"`torch.nn.utils.{function}` of local shards of a model in pipeline stages\n"
+                    "pass parameters or gradients as they are: their norm is over all devices and"
+                    " stages"
+                )
+        others = [tensor for tensor in measured if _memory_id(tensor) not in own]
+        norms = [_norm_of_group(group, norm_type) for group in self.groups(others)]
+        dtypes = [norm.dtype for norm in norms] + [model.dtype for model in models]
+        if models:
+            counted = [tensor for tensor in in_stages if own[_memory_id(tensor)]]
+            norms.append(norm_over_devices(counted, models[0].devices, norm_type))
+        joined = torch.stack([norm.double().to(norms[-1].device) for norm in norms])
+        norm: Tensor = torch.linalg.vector_norm(joined, norm_type)
+        return norm.to(reduce(torch.promote_types, dtypes))
+
+    def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the tensors by mesh, ordinary ones as a group of their own."""
+        groups: dict[Any, list[Tensor]] = {}
+        for tensor in tensors:
+            mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+            groups.setdefault(mesh, []).append(tensor)
+        return list(groups.values())
+
+
+def _models_in_call(listed: Sequence[Tensor], source: nn.Module | None) -> list[StageParameters]:
+    """The models over whose stages the norm of the tensors is computed, with all ranks."""
+    models = stage_models()
+    if source is not None:
+        for module, model in models.items():
+            for path, child in module.named_modules():
+                if child is source:
+                    return [model] if len(model.stages_below(path)) > 1 else []
+        inside = set(source.modules())
+        return [model for module, model in models.items() if module in inside]
+    if not listed:
+        return list(models.values())[:1]
+    memory = {_memory_id(tensor) for tensor in listed}
+    return [model for model in models.values() if not memory.isdisjoint(model.own_memory())]
+
+
+def _norm_of_group(tensors: list[Tensor], norm_type: float) -> Tensor:
+    norm = nn.utils.get_total_norm(tensors, norm_type)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _memory_id(tensor: Tensor) -> Hashable:
+    """A key that is equal for tensors with the same memory."""
+    local = detached_local(tensor)
+    if local.layout is not torch.strided:
+        return id(tensor)
+    # Gradients of a bucket share a storage.
+    return storage_id(local), local.storage_offset(), local.numel()
