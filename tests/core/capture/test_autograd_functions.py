@@ -502,3 +502,9 @@ def test_large_tensors_are_tried_at_a_smaller_size() -> None:
 
 
 test_bound_functions_on_real_ranks = checks_on_ranks(CHECKS, 2)
+
+
+def test_derivatives_that_forward_takes_of_functions_computed_in_full_are_refused() -> None:
+    derivative = by_grad(lambda x: per_sample(x, ())[0])
+    with pytest.raises(CaptureError, match="gradients through `shardwright.local_map"):
+        sw.capture(net_with(derivative), (torch.randn(8, 8),))

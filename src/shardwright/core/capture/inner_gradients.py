@@ -225,10 +225,11 @@ class _Between:
                     f"({line_of(node)}), which would be drawn once more: draw before the tensors "
                     "that gradients are taken of, or set dropout to 0"
                 )
-            if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
+            is_traced = node.target is operator.getitem or isinstance(node.target, OpOverload)
+            if not is_traced or node.target is torch.ops.shardwright.local_map.default:
                 raise CaptureError(
                     f"`forward` computes gradients through `{node.target}`, which cannot be "
-                    f"captured: {REMEDY}"
+                    f"captured ({line_of(node)}): {REMEDY}"
                 )
 
 
