@@ -506,5 +506,5 @@ test_bound_functions_on_real_ranks = checks_on_ranks(CHECKS, 2)
 
 def test_derivatives_that_forward_takes_of_functions_computed_in_full_are_refused() -> None:
     derivative = by_grad(lambda x: per_sample(x, ())[0])
-    with pytest.raises(CaptureError, match="gradients through `shardwright.local_map"):
+    with pytest.raises(CaptureError, match=r"gradients through `shardwright\.local_map"):
         sw.capture(net_with(derivative), (torch.randn(8, 8),))

@@ -17,7 +17,7 @@ from torch import nn
 from shardwright.core.capture.autocast import ON_CPU, Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.capturable import check_capturable
-from shardwright.core.capture.fake_copy import isolate_capture, warn_of_packing
+from shardwright.core.capture.fake_copy import TRACING_LOCK, isolate_capture, warn_of_packing
 from shardwright.core.capture.functions_in_full import warn_of_functions_in_full
 from shardwright.core.capture.python_capture import capture_python
 from shardwright.core.capture.trace import canonical, trace
@@ -61,7 +61,7 @@ def capture(
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
     call = CapturedCall(module, args, dict(kwargs or {}), autocast)
-    with naming_local_map(module, args, call.kwargs), _restored_generators():
+    with TRACING_LOCK, naming_local_map(module, args, call.kwargs), _restored_generators():
         try:
             with isolate_capture():
                 graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)

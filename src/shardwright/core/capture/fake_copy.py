@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
@@ -137,10 +139,17 @@ def fake_tensor(
     return fake.requires_grad_(tensor.requires_grad)
 
 
+TRACING_LOCK = threading.RLock()
+"""Held by the thread that traces a model: tracers of PyTorch, and what they patch, belong to the
+whole process."""
+
+
 @contextmanager
 def isolate_capture() -> Iterator[None]:
-    """A context in which the captured graph does not depend on modes that the caller has set."""
+    """A context in which the captured graph does not depend on modes that the caller has set, nor
+    on captures in other threads, which wait."""
     with (
+        TRACING_LOCK,
         filling_caches(),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -174,14 +183,25 @@ def _inference_without_gradients() -> Iterator[None]:
         yield
 
 
+_WARNINGS = (
+    "The tensor attributes? .* assigned during export",
+    "torch.compile is ignored when called inside torch.export region",
+    "Dynamo does not know how to trace",
+    "Dynamo detected a call to a `functools.lru_cache`",
+)
+"""Regular expressions of the starts of warnings of `torch.export` and TorchDynamo."""
+
+
 @contextmanager
 def silent_tracing() -> Iterator[None]:
-    """A context without what PyTorch logs and prints about a failed trace, which would bury the
-    error."""
+    """A context without what PyTorch logs, prints and warns of about a trace: it would bury the
+    error of a failed one, and warn of what this library handles."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            for start in _WARNINGS:
+                warnings.filterwarnings("ignore", start)
             yield
     finally:
         logging.disable(disabled)

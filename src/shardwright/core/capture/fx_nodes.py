@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.operators import schema_of
+from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 ORIGIN = ("nn_module_stack", "stack_trace", "no_grad", "custom")
 """What a node says of where it comes from."""
@@ -22,13 +22,27 @@ def tensor(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def restore_users(module: fx.GraphModule) -> None:
-    """Lets each node know all nodes that read it, also in sub-graphs: `torch.export` drops a reader
-    of which it has rewritten one of two equal arguments."""
+def restore_nodes(module: fx.GraphModule) -> None:
+    """Correct what `torch.export` leaves in its graph and sub-graphs.
+
+    It drops a reader of a node of which it has rewritten one of two equal arguments, and keeps
+    operators that have raised an error, which the user's code has caught.
+    """
     for part in module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+        nodes = list(part.graph.nodes) if isinstance(part, fx.GraphModule) else []
+        for node in nodes:
             for read in node.all_input_nodes:
                 read.users.setdefault(node)
+        for node in reversed(nodes):
+            if node.users or node.meta.get("val") is not None:
+                continue
+            if isinstance(node.target, OpOverload) and _only_returns(node.target):
+                node.graph.erase_node(node)
+
+
+def _only_returns(target: OpOverload) -> bool:
+    """Whether an operator returns something and changes no argument."""
+    return not schema_of(target).is_mutable and bool(schema_of(target).returns)
 
 
 def is_tensor(node: Any) -> TypeGuard[fx.Node]:

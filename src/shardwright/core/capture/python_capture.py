@@ -29,6 +29,7 @@ from shardwright.core.capture.boundaries import settle_boundaries
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.cumulative_averages import average_on_tensors
 from shardwright.core.capture.fake_copy import (
+    TRACING_LOCK,
     LossesInSinglePrecision,
     RecordedEffects,
     fake_copy,
@@ -36,7 +37,7 @@ from shardwright.core.capture.fake_copy import (
     isolate_capture,
     silent_tracing,
 )
-from shardwright.core.capture.fx_nodes import restore_users
+from shardwright.core.capture.fx_nodes import restore_nodes
 from shardwright.core.capture.hooks import check_hooks
 from shardwright.core.capture.inline_regions import inline_regions
 from shardwright.core.capture.module_tree import ModuleTree
@@ -84,7 +85,7 @@ def capture_python(
     """
     started = time.perf_counter()
     _check_supported(call)
-    with restored_transforms(), _without_caller_modes():
+    with TRACING_LOCK, restored_transforms(), _without_caller_modes():
         traced = _TracedCall.of(call, compute_dtype, numbers)
         result = traced.result()
         leaves = pytree.tree_leaves((call.args, call.kwargs))
@@ -356,7 +357,7 @@ def _second_trace(
     ):
         arguments = (traced.args, traced.kwargs, fakes)
         exported = torch.export.export(tree, arguments, strict=False)
-    restore_users(exported.graph_module)
+    restore_nodes(exported.graph_module)
     for node in exported.graph.nodes:
         check_node(node)
     signature = Signature.of(exported)

@@ -32,7 +32,7 @@ from shardwright.core.capture.fake_copy import (
     fake_copy,
 )
 from shardwright.core.capture.functionalize import functionalize
-from shardwright.core.capture.fx_nodes import restore_users
+from shardwright.core.capture.fx_nodes import restore_nodes
 from shardwright.core.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.core.capture.inline_regions import inline_regions
 from shardwright.core.capture.known_values import KnownValues
@@ -96,7 +96,7 @@ def trace(
         CaptureError, StrategyError: as `capture`.
     """
     exported, attributes, autocast_on = _export(call, compute_dtype, varying, on_progress)
-    restore_users(exported.graph_module)
+    restore_nodes(exported.graph_module)
     for node in exported.graph.nodes:
         check_node(node)
     signature = Signature.of(exported)
