@@ -56,7 +56,7 @@ def test_the_status_is_1_where_bytes_are_not_as_planned(monkeypatch: pytest.Monk
 
 
 def test_a_rank_that_is_not_there_is_refused() -> None:
-    with pytest.raises(PlanError, match="no rank 8: 8 devices are ranks 0 to 7"):
+    with pytest.raises(PlanError, match="no rank 8: the plan has 8 devices"):
         invoked("--rank", "8")
 
 

@@ -44,7 +44,10 @@ for ending in endings:
 os._exit(0)
 """
 NO_MEMORY = "MemoryLimitError too little 7"
-GONE = "CommunicationError rank 0, which makes the thing that is killed, is gone or stuck"
+GONE = (
+    "CommunicationError rank 0, which computes the thing that is killed,"
+    " has ended or does not respond"
+)
 ENDS = {
     "succeeds": ("the result", "the result"),
     "sends much": ("12582912", "12582912"),

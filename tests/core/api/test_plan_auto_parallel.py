@@ -79,7 +79,10 @@ def test_what_is_configured_reaches_the_plan(tmp_path: Path) -> None:
     assert sw.Plan.load(tmp_path / "plan.json").sharding == net.plan.sharding
     net.save_operator_strategy_file(tmp_path / "strategies.json")
     assert (tmp_path / "strategies.json").exists()
-    with pytest.raises(PlanError, match="planned already\nconfigure it before"):
+    with pytest.raises(
+        PlanError,
+        match="planned already, so its configuration cannot change\nconfigure the model before",
+    ):
         net.hsdp()
 
 

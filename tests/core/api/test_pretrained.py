@@ -18,7 +18,7 @@ test_on_two_ranks = checks_on_ranks(CHECKS, 2)
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     plan = sw.plan(llama(), kwargs={"input_ids": IDS, "labels": IDS}, devices=1)
-    with pytest.raises(sw.CheckpointError, match=r"has no config\.json"):
+    with pytest.raises(sw.CheckpointError, match=r"has no `config\.json`"):
         sw.from_pretrained(LlamaForCausalLM, tmp_path, plan)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(sw.CheckpointError, match=r"config\.json"):

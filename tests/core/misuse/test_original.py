@@ -152,7 +152,7 @@ def test_an_optimizer_over_the_parameters_of_the_other_model_is_refused() -> Non
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     planned(X).backward()
     with pytest.raises(
-        PlanError, match=r"(?s)this SGD has a gradient, .*before `parallelize`.*sw\.adopt"
+        PlanError, match=r"(?s)this SGD, which was created before `sw.parallelize`, .*sw\.adopt"
     ):
         optimizer.step()
     sw.adopt(optimizer, planned).step()
@@ -163,7 +163,7 @@ def test_training_the_model_that_was_given_by_an_optimizer_of_the_other_is_refus
     optimizer = torch.optim.SGD(planned.parameters(), 0.1)
     net(X).backward()
     with pytest.raises(
-        PlanError, match=r"'first.weight' of the model that was given.* has\ncall the planned"
+        PlanError, match=r"'first.weight' of the model passed to.* has\ncall the planned"
     ):
         optimizer.step()
 

@@ -129,8 +129,8 @@ def test_the_error_names_operator_output_shapes_line_and_remedy() -> None:
     with pytest.raises(sw.DataError) as error:
         F.mse_loss(output.relu(), torch.zeros(1, 4))
     for part in (
-        f"torch.nn.functional.mse_loss ({__file__}:{line}) combines output 'logits', of shape [2, ",
-        "with a tensor of shape [1, 4]: with this `dataset_strategy` this rank passed 1 of 2 rows",
+        f"`torch.nn.functional.mse_loss` ({__file__}:{line}) combines output 'logits', of shape [2",
+        "with a tensor of shape [1, 4], but with this `dataset_strategy` this rank passed 1 of 2",
         "`sw.WithLoss`",
         "gather the labels",
     ):

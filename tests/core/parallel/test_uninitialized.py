@@ -25,7 +25,9 @@ def test_from_the_meta_device_on_one_device() -> None:
     sw.parallelize(unset, plan)
     for prepare in (lambda: None, lambda: unset.to_empty(device="cpu")):
         prepare()
-        with pytest.raises(sw.PlanError, match=r"values in scale, table.*\n.*init_weights\(\)"):
+        with pytest.raises(
+            sw.PlanError, match=r"have no values: scale, table.*\n.*init_weights\(\)"
+        ):
             unset(*batch())
     unset.load_state_dict(wanted.state_dict())
     for block, source in zip(unset.blocks, wanted.blocks, strict=True):

@@ -119,7 +119,9 @@ def test_several_ranks_do_not_compute_on_accelerators_that_do_not_communicate(
 def test_fewer_accelerators_than_ranks_are_an_error(machine: pytest.MonkeyPatch) -> None:
     has(machine, "cuda", 4)
     for local_rank in (0, 7):
-        with pytest.raises(ConfigError, match="8 ranks on this machine, but it has 4 cuda devices"):
+        with pytest.raises(
+            ConfigError, match="8 ranks were started on this machine, which has 4 cuda devices"
+        ):
             accelerator.device_of_rank(local_rank, 8)
 
 

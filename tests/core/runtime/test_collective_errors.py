@@ -73,7 +73,7 @@ def test_an_error_of_a_collective_names_the_redistribution(monkeypatch: pytest.M
     monkeypatch.setattr(collectives, "wait", fail)
     said = (
         r"^communication failed in `sum_1 = all_reduce_dp\(sum\)` \(line \d+ of the program\): "
-        r"Timed out waiting 5ms for recv operation \(another rank is gone or stuck\)$"
+        r"Timed out waiting 5ms for recv operation \(another rank has ended or does not respond\)$"
     )
     with pytest.raises(CommunicationError, match=said), naming_redistributions():
         run(net, x, plan)
@@ -113,7 +113,7 @@ def collective(text: str) -> None:
 def test_another_rank_that_is_gone_outside_of_programs_is_told_with_who_waited(reason: str) -> None:
     said = (
         rf"^communication failed in `collective` \(.*test_collective_errors.py, line \d+\): "
-        rf"{re.escape(reason)} \(another rank is gone or stuck\)$"
+        rf"{re.escape(reason)} \(another rank has ended or does not respond\)$"
     )
     with pytest.raises(CommunicationError, match=said), naming_redistributions():
         collective(f"[/a/place/in/gloo.cc:78] {reason}")

@@ -64,8 +64,7 @@ def test_a_rank_that_sees_no_accelerator_is_one_error_on_each() -> None:
 
 def test_ranks_of_one_accelerator_are_one_error_on_each() -> None:
     assert (
-        run((1, "0"), (1, "0"))
-        == [f"ranks 0 and 1 on {HOST} have the same device: cuda:0 of 0"] * 2
+        run((1, "0"), (1, "0")) == [f"ranks 0 and 1 on {HOST} use the same device: cuda:0 of 0"] * 2
     )
 
 
@@ -73,6 +72,6 @@ def test_ranks_of_one_accelerator_are_one_error_on_each() -> None:
 def test_more_ranks_than_accelerators_compute_on_the_cpu_only_if_told_to() -> None:
     errors = run((2, "0,1"), (2, "0,1"), (2, "0,1"))
     assert {error.partition(":")[0] for error in errors} == {
-        "3 ranks on this machine, but it has 2 cuda devices"
+        "3 ranks were started on this machine, which has 2 cuda devices"
     }
     assert run((1, "0"), (1, "0"), device="cpu") == ["cpu", "cpu"]

@@ -17,7 +17,7 @@ from shardwright.errors import PlanError
 Sent = TypeVar("Sent")
 
 PIECE = 64 * 2**20
-"""Bytes per broadcast: bounds the temporary copy of a tensor that is on another device."""
+"""Bytes per broadcast; bounds the temporary copy of a tensor that is not on the group's device."""
 
 
 def has_other_ranks() -> bool:
@@ -31,7 +31,7 @@ def is_rank_0() -> bool:
 
 
 def value_of_rank(value: Sent, rank: int = 0) -> Sent:
-    """Broadcast the value of `rank`. Collective."""
+    """Return the value that `rank` passes, on every rank. Collective."""
     box = [value]
     if has_other_ranks():
         dist.broadcast_object_list(box, src=rank)
@@ -39,7 +39,12 @@ def value_of_rank(value: Sent, rank: int = 0) -> Sent:
 
 
 def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list[Sent]:
-    """All-gather the values of all ranks, in the order of ranks. Collective."""
+    """Return the values that all ranks of `group` pass, in the order of ranks. Collective.
+
+    Args:
+        value: this rank's value, which is pickled.
+        group: the ranks that take part; by default all.
+    """
     if not has_other_ranks():
         return [value]
     values = [value] * dist.get_world_size(group)
@@ -48,7 +53,8 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """All-gather tensors of one shape, stacked along a new dimension 0. Collective."""
+    """Return the tensors of all ranks, of equal shapes, stacked along a new dimension 0.
+    Collective."""
     stacked = tensor.new_empty(dist.get_world_size(), *tensor.shape)
     dist.all_gather(list(stacked), tensor)
     return stacked
@@ -57,7 +63,11 @@ def gathered(tensor: Tensor) -> Tensor:
 def check_description(lines: Sequence[str], device: torch.device) -> None:
     """Check that all ranks have the same description of their model and plan. Collective.
 
-    Sends a hash of 8 bytes; the full descriptions of two ranks only if hashes differ.
+    Each rank sends a hash of 8 bytes; two ranks send their full descriptions if hashes differ.
+
+    Args:
+        lines: the description of this rank's model and plan.
+        device: device for collectives.
 
     Raises:
         PlanError: on every rank, with the first line that differs.
@@ -72,15 +82,19 @@ def check_description(lines: Sequence[str], device: torch.device) -> None:
         pair for pair in zip_longest(*texts, fillvalue="nothing") if len({*pair}) > 1
     )
     raise PlanError(
-        f"the ranks do not agree: rank 0 has {first!r}, rank {other} has {second!r}\n"
-        "build the same model, and make or load the same plan, on every rank"
+        f"models or plans differ between ranks: rank 0 has {first!r}, but rank {other} has "
+        f"{second!r}\nbuild the same model, and make or load the same plan, on every rank"
     )
 
 
 def take_values_of_rank_0(tensors: Mapping[str, Tensor], device: torch.device) -> list[str]:
     """Copy the values of rank 0 into the tensors of all ranks. Collective.
 
-    Broadcasts only the tensors whose hashes differ between ranks.
+    Only tensors whose hashes differ between ranks are broadcast.
+
+    Args:
+        tensors: this rank's tensors by name; names and shapes are equal on all ranks.
+        device: device for collectives.
 
     Returns:
         The names of the tensors that differed.
@@ -98,7 +112,7 @@ def take_values_of_rank_0(tensors: Mapping[str, Tensor], device: torch.device) -
 @torch.no_grad()
 def _broadcast(tensor: Tensor, device: torch.device) -> None:
     for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:  # expanded: its elements share one location, which `copy_` would refuse
+        if stride == 0:  # `copy_` rejects expanded tensors, whose elements share one location
             tensor = tensor.narrow(dim, 0, 1)
     contiguous = tensor.contiguous()
     for piece in torch.split(memory_of(contiguous), PIECE):

@@ -11,28 +11,29 @@ import torch
 from torch import Tensor
 
 WORD = 8
-"""Bytes that are hashed as one int64."""
+"""Bytes that are hashed together as one int64 word."""
 
 COLUMNS = 4096
-"""Words in a row."""
+"""Words per row of the matrix as which a tensor is hashed."""
 
 ROWS = 256
-"""Rows that an accelerator multiplies at once; bounds the temporary memory."""
+"""Rows that an accelerator multiplies at once; bounds the temporary memory of a hash."""
 
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """The increment and the two multipliers of SplitMix64, as signed numbers."""
 
 
 def text_hash(text: str) -> int:
-    """A hash of 63 bits, which fits a positive int64."""
+    """Return a hash of 63 bits, which fits a nonnegative int64."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def content_hash(tensor: Tensor) -> Tensor:
-    """A hash of the tensor's bytes and their order, as a scalar int64 tensor on its device.
+    """Return a hash of the tensor's bytes and their order, as an int64 scalar on its device.
 
-    It does not depend on shape and dtype. The words are laid out in rows of `COLUMNS`; each is
-    multiplied by pseudorandom weights of its row and column, and all are added modulo 2⁶⁴.
+    The hash does not depend on shape and dtype. The words are arranged in rows of `COLUMNS`; each
+    word is multiplied by pseudorandom weights of its row and column, and the products are added
+    modulo 2⁶⁴.
     """
     flat = memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
     if flat.storage_offset() % WORD:  # `view(int64)` needs an aligned offset
@@ -48,7 +49,7 @@ def content_hash(tensor: Tensor) -> Tensor:
 
 
 def memory_of(contiguous: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as a one-dimensional uint8 tensor."""
+    """Return the memory of a contiguous tensor, as a one-dimensional uint8 view."""
     # A contiguous tensor of one element may have any stride; `view` requires 1.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
@@ -61,7 +62,7 @@ def _product(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Pseudorandom int64 weights: a variant of SplitMix64 of 1, 2, ..., `count`."""
+    """Return pseudorandom int64 weights: a variant of SplitMix64 applied to 1, 2, ..., `count`."""
     mixed = torch.arange(1, count + 1, device=device) * _MULTIPLIERS[0]
     for factor in _MULTIPLIERS[1:]:
         mixed = (mixed ^ (mixed >> 29)) * factor

@@ -1,7 +1,7 @@
 """Compare facts and share rank 0's results through the key-value store of the rendezvous.
 
-The store exists before the process group, and waiting on it is not limited by the timeout of
-collectives. While rank 0 computes a result it writes a heartbeat.
+The store exists before the process group, and the timeout of collectives does not limit waiting on
+it. While rank 0 computes a result, it writes heartbeats.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ BEAT = 1.0
 """Seconds between two heartbeats of rank 0."""
 
 PATIENCE = 60.0
-"""Seconds without a heartbeat after which a rank computes the result itself."""
+"""Seconds that a rank waits for rank 0's call, or for its next heartbeat."""
 
 FAREWELL = 10.0
-"""Seconds that the process serving the store waits for its readers before it ends."""
+"""Largest number of seconds that the process serving the store waits for its readers."""
 
 PIECE = 4 * 2**20
-"""Bytes of one entry; TCPStore accepts at most 8 MiB."""
+"""Largest size of an entry in bytes; `TCPStore` accepts at most 8 MiB."""
 
 
 def check_same_facts(
     store: Store, rank: int, size: int, facts: Mapping[str, Any], own: str | None = None
 ) -> None:
-    """Check that all ranks have the same facts. Every rank must call it.
+    """Check that all ranks have the same facts. Every rank must call this function.
 
     Args:
         store: a store without entries of an earlier check; rank 0's process may serve it.
-        rank, size: the rank, and the number of ranks.
+        rank, size: this rank, and the number of ranks.
         facts: JSON values by name.
-        own: a value that must be unique on the host, such as a device.
+        own: a value that must differ between ranks of a host, such as the name of the accelerator.
 
     Raises:
         ConfigError: on all ranks, with the first difference.
-        RuntimeError: if a rank did not call it within the store's timeout.
+        RuntimeError: if a rank does not call this function within the store's timeout.
     """
     store.set(f"rank {rank}", json.dumps([socket.gethostname(), facts, own]))
     if rank == 0:
@@ -75,10 +75,10 @@ def on_rank_0(
     write: Callable[[Answer], str],
     read: Callable[[str], Answer],
 ) -> Answer:
-    """Compute a result on rank 0 and return it on every rank that makes the same request.
+    """Compute a result on rank 0, and return it on every rank that makes the same request.
 
     The n-th call of each rank is matched with the n-th call of rank 0. A rank whose request
-    differs, or whose call rank 0 does not join within `PATIENCE`, computes its own result.
+    differs, or whose call rank 0 does not match within `PATIENCE`, computes its own result.
 
     Args:
         what: name of the result; calls are counted per name.
@@ -89,7 +89,7 @@ def on_rank_0(
     Raises:
         ShardwrightError: on every rank, if `make` raises one on rank 0.
         PlanError: on other ranks, if `make` raises another error on rank 0.
-        CommunicationError: if rank 0 is gone.
+        CommunicationError: on other ranks, if rank 0 has ended or does not respond.
     """
     rank, name = dist.get_rank(), sha256(request.encode()).hexdigest()
     calls = PrefixStore(what, dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
@@ -100,24 +100,27 @@ def on_rank_0(
         with _heartbeat(store):
             return _publish(store, make, write)
     if not _wait_for(store, "request"):
-        # Take the call back, so that the next one is matched with this call of rank 0.
+        # Undo the count, so that rank 0's call is matched with this rank's next call.
         calls.add(f"calls of rank {rank}", -1)
-        log.info("rank 0 makes no %s: this rank makes its own", what)
+        log.info("rank 0 computes no %s, so this rank computes its own", what)
         return make()
     if store.get("request").decode() != name:
-        log.info("rank 0 makes another %s: this rank makes its own", what)
+        log.info("rank 0 computes the %s of another request, so this rank computes its own", what)
         return make()
     try:
         if not _wait_for(store, "pieces"):
-            raise CommunicationError(f"rank 0, which makes the {what}, is gone or stuck")
+            raise CommunicationError(
+                f"rank 0, which computes the {what}, has ended or does not respond"
+            )
         result = _receive(store)
     except dist.DistNetworkError as error:
-        raise CommunicationError(f"rank 0, which makes the {what}, is gone") from error
+        raise CommunicationError(f"rank 0, which computes the {what}, has ended") from error
     return read(result)
 
 
 def count_until(store: Store, key: str, step: int, enough: Callable[[int], bool]) -> None:
-    """Add `step` to a counter in the store, and wait until `enough(count)`, at most `FAREWELL`."""
+    """Add `step` to the counter `key` of the store, and wait until `enough(count)`, at most
+    `FAREWELL` seconds."""
     count, deadline = store.add(key, step), time.monotonic() + FAREWELL
     while not enough(count) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -126,11 +129,11 @@ def count_until(store: Store, key: str, step: int, enough: Callable[[int], bool]
 
 @contextmanager
 def _heartbeat(store: Store) -> Iterator[None]:
-    """Count beats in the store while the context is active."""
+    """Context in which a thread adds a heartbeat to the store every `BEAT` seconds."""
     ended = threading.Event()
 
     def beat() -> None:
-        with suppress(RuntimeError):  # The store is gone; the main thread reports it.
+        with suppress(RuntimeError):  # If the store has ended, the main thread reports it.
             while not ended.wait(BEAT):
                 store.add("beats", 1)
 
@@ -144,7 +147,8 @@ def _heartbeat(store: Store) -> Iterator[None]:
 
 
 def _wait_for(store: Store, key: str) -> bool:
-    """Wait for a key as long as rank 0's heartbeat goes on; returns whether the key exists."""
+    """Wait for a key until `PATIENCE` seconds after rank 0's last heartbeat; return whether the key
+    exists."""
     beats, deadline = 0, time.monotonic() + PATIENCE
     while not store.check([key]):
         if time.monotonic() > deadline:
@@ -157,7 +161,7 @@ def _wait_for(store: Store, key: str) -> bool:
 
 
 def _publish(store: Store, make: Callable[[], Answer], write: Callable[[Answer], str]) -> Answer:
-    """Run `make` on rank 0, and send its result or its error to the other ranks."""
+    """Run `make`, send its result, or its error, to the other ranks, and return the result."""
     try:
         result = make()
         _send(store, {"result": write(result)})
@@ -193,10 +197,10 @@ def _send(store: Store, answer: Mapping[str, Any]) -> None:
 
 
 def _difference(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
-    """The first fact in which a rank differs from rank 0, as an error message; empty if all agree.
+    """Return the first fact in which a rank differs from rank 0, as an error message, or "".
 
     Args:
-        ranks: the host, the facts and the unique value of each rank.
+        ranks: host, facts and unique value of each rank.
     """
     first, expected, _ = ranks[0]
     for rank, (host, facts, _) in enumerate(ranks):
@@ -204,17 +208,17 @@ def _difference(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> s
             here, there = (json.dumps(each.get(name)) for each in (facts, expected))
             if here != there:
                 return (
-                    f"{name}: {here} for rank {rank} on {host}, {there} for rank 0 on {first}; all"
-                    " ranks of a run need the same"
+                    f"{name}: {here} for rank {rank} on {host}, {there} for rank 0 on {first};"
+                    " all ranks of a run need the same"
                 )
     return ""
 
 
 def _shared_device(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
-    """The first accelerator that two ranks use, as an error message; empty if there is none."""
+    """Return the first accelerator that two ranks use, as an error message, or ""."""
     users: dict[tuple[str, str], int] = {}
     for rank, (host, _, own) in enumerate(ranks):
         first = rank if own is None else users.setdefault((host, own), rank)
         if first != rank:
-            return f"ranks {first} and {rank} on {host} have the same device: {own}"
+            return f"ranks {first} and {rank} on {host} use the same device: {own}"
     return ""

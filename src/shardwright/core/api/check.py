@@ -51,40 +51,45 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, PlanError
 
 TOLERANCE = 1e-9
-"""Default tolerance of differences in float64."""
+"""Default tolerance for differences of values in float64."""
 
 ROUNDING_FACTOR, MAX_ROUNDING_DIFFERENCE = 100.0, 1e-6
-"""A difference within both limits counts as rounding: 100 times the effect of perturbing every
-result in its last digit, and 1e-6, as normalizing nearly equal numbers amplifies rounding a million
-times."""
+"""A difference counts as rounding if it is at most `ROUNDING_FACTOR` times the effect of perturbing
+the last digit of every result, and at most `MAX_ROUNDING_DIFFERENCE`, as normalizing nearly equal
+numbers amplifies rounding a million times."""
 
 
 @dataclass(frozen=True)
 class Check:
     """Comparison of two training steps of a plan's program with those of the module itself.
 
-    The program runs on simulated ranks. Both train by SGD with momentum on the gradients of all
-    outputs, or with micro-batches of the loss.
+    The program runs on simulated ranks. Program and module train by SGD with momentum, on the
+    gradients of all outputs or, with micro-batches, of the loss.
 
     Args:
-        loss: the module's loss in the first step; None if it has no scalar loss.
-        loss_difference: largest difference of any output.
+        loss: the module's loss in the first step; None if it returns no scalar loss.
+        loss_difference: largest difference of any output, relative to the largest element of the
+            output if that exceeds 1.
         gradient_difference: largest difference of any parameter's gradient, relative to the
-            largest gradient of that parameter; infinite where only one side has a gradient.
-        worst_parameter: the parameter with that difference.
-        replica_difference: largest difference between replicas.
+            largest element of that gradient if it exceeds 1; infinite if only the program or only
+            the module has a gradient.
+        worst_parameter: name of the parameter with `gradient_difference`.
+        replica_difference: largest absolute difference between replicas.
         counted_bytes: bytes that one device sent, forward and backward.
-        planned_bytes: bytes that the plan predicts.
-        state_difference: largest difference of any parameter or buffer after the steps.
-        worst_state: the parameter or buffer with that difference.
-        cause: the source of a difference: `capture` if the captured operators already differ
-            from the module on one device, else `split`.
-        opaque_operators: parts left to `local_map` that need values to run. Their planned bytes are
-            the most that the backward pass may send, as what it reads is unknown; parameters
-            that they do not use have zeros as gradients where the module has none.
-        random_operators: operators that draw random numbers, so that values are not compared.
-        rounding: if there is a difference, how far the values move on one device if every result
-            of an operator is perturbed in its last digit.
+        planned_bytes: bytes that the plan predicts, forward and backward.
+        state_difference: largest difference of any parameter or buffer after both steps, relative
+            to its largest element if that exceeds 1.
+        worst_state: name of the parameter or buffer with `state_difference`.
+        cause: cause of a difference: `capture` if the captured operators already differ from the
+            module on one device, else `split`; empty without a difference.
+        opaque_operators: names of `local_map` operators that need values to run. Their planned
+            backward bytes are an upper bound, as the tensors that their backward pass reads are
+            unknown; parameters that they do not use have zeros as gradients, where the module has
+            none.
+        random_operators: names of operators that draw random numbers, with which values are not
+            compared.
+        rounding: if there is a difference, the largest difference on one device between runs with
+            and without perturbing the last digit of every operator's result.
     """
 
     loss: float | None
@@ -102,8 +107,9 @@ class Check:
     rounding: float = 0.0
 
     def passes(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether all differences are within `tolerance` or explained by rounding, and the bytes
-        are as planned. For a model with random operators only replicas are compared."""
+        """Whether all differences are at most `tolerance`, or explained by rounding, and the
+        program sent the planned bytes. For a model with random operators only replicas are
+        compared."""
         worst = self.replica_difference
         if not self.random_operators:
             values = (self.loss_difference, self.gradient_difference, self.state_difference)
@@ -113,7 +119,7 @@ class Check:
         return worst <= tolerance and self._sends_as_planned
 
     def __str__(self) -> str:
-        """One line per difference, and the verdict."""
+        """Return one line per difference, and the verdict."""
         loss = "none" if self.loss is None else f"{self.loss:.9g}"
         counted, planned = self.counted_bytes, self.planned_bytes
         return "\n".join(
@@ -154,16 +160,21 @@ def check(
 ) -> Check:
     """Compare the planned program on simulated ranks with the module itself, in float64.
 
-    Compares outputs and gradients, and parameters and buffers after two training steps, in this
+    Outputs and gradients, and parameters and buffers after two training steps, are compared in this
     process. Values that depend on random numbers cannot be compared: put the model in eval mode
     before it is planned, or set dropout to 0.
 
+    Args:
+        net: the model that was planned.
+        args, kwargs: arguments of a call with the global batch.
+        plan: a plan of `net`.
+
     Raises:
         CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
-        StrategyError: if the micro-batches of the plan would train another loss than the batch.
+        StrategyError: if the loss of the batch is no sum or mean over the plan's micro-batches.
         PlanError: if the plan is for another model, `net` is planned, parameters have no values, a
             process group is running, the module itself fails in float64, or an operator draws
-            random numbers without the tag for it.
+            random numbers without the tag `nondeterministic_seeded`.
     """
     check_module(net)
     check_arguments(args, kwargs)
@@ -177,19 +188,19 @@ def check(
     if means:
         check_whole_batch(captured, plan.pipeline.micro_batches)
     values, call = _values(net), (args, kwargs)
-    # In float32 the rounding of a reduction over ranks would hide a missing term.
+    # In float32, rounding in reductions over ranks would hide a missing term.
     leaves = pytree.tree_map_only(Tensor, in_float64, pytree.tree_leaves((args, kwargs or {})))
     # The caller's random numbers and cached tensors (tables of positions, masks) must not change.
     with float64_by_default(), torch.random.fork_rng(), without_new_cached_tensors():
         module = module_in_float64(net, values)
-        # A capture in float64 has the numbers that depend on the dtype, such as `finfo(dtype).eps`.
+        # A capture in float64 has the constants that depend on the dtype, e.g. `finfo(dtype).eps`.
         with _errors_in_float64(plan.pipeline.micro_batches), CastsToFloat64():
             double_args, double_kwargs = pytree.tree_unflatten(leaves, captured.in_spec)
             double_graph = _capture_micro_batch(
                 copy.deepcopy(module), double_args, double_kwargs, plan, None
             )
         if not paired_operators(captured, double_graph):
-            # The model is in another mode than planned, or was changed since.
+            # The model is in another mode than planned, or was changed after planning.
             plan.check_fits(_capture_micro_batch(net, *call, plan, plan.computed_in))
         partitioned = plan.partition(_without_effects(graph_in_float64(captured, double_graph)))
         state = {name: in_float64(tensor) for name, tensor in values.items()}
@@ -197,13 +208,17 @@ def check(
 
 
 def _without_effects(graph: Graph) -> Graph:
-    """The graph without the tensors that a call leaves in Python objects."""
+    """Return the graph without the outputs that a call stores in Python objects."""
     return replace(graph, outputs=graph.outputs[: graph.out_spec.num_leaves])
 
 
 @contextmanager
 def _errors_in_float64(micro_batches: int) -> Iterator[None]:
-    """Context that re-raises errors of the user's module in float64 as `PlanError`."""
+    """Context that raises errors of the user's module in float64 as `PlanError`.
+
+    Args:
+        micro_batches: number of micro-batches, of which the module is called with one.
+    """
     try:
         yield
     except PlanError:
@@ -214,10 +229,10 @@ def _errors_in_float64(micro_batches: int) -> Iterator[None]:
         if micro_batches > 1:
             call_note = f", called with one of {micro_batches} micro-batches ({SPLIT_NOTE})"
         raise PlanError(
-            f"the module itself fails in float64, in which `check` computes it{call_note}: "
+            f"`sw.check` runs the module in float64, in which it fails{call_note}: "
             f"{where}{error}\n"
-            "an operator without a float64 kernel, or a tensor that a function has cached in "
-            "another dtype, can be trained, but not checked"
+            "a model with an operator without a float64 kernel, or with a function that caches a "
+            "tensor in another dtype, can be trained, but not checked"
         ) from error
 
 
@@ -229,7 +244,7 @@ def _compare(
     micro_batch_leaves = [
         micro_batch(leaves, number, count, pipeline.batch_dims) for number in range(count)
     ]
-    # Called for its error: micro-batches train one loss.
+    # Raises an error unless there is one loss, which micro-batches need.
     if count > 1:
         loss_of(graph)
     # The reference is the whole batch: micro-batches must not change the loss.
@@ -270,13 +285,13 @@ def _compare(
     )
     if random_names or differences.largest <= TOLERANCE:
         return result
-    # To find the cause takes several more trainings, so only differences are looked into.
+    # Finding the cause takes several more training runs, so only differences are investigated.
     custom_operators = {str(op.target) for op in graph.ops if not _is_builtin(op)}
     if custom_operators and _differ(eager, 0, 1) and not _differ(eager, 0, 0):
         raise PlanError(
-            f"the module draws random numbers in {' or '.join(sorted(custom_operators))}, which "
-            "has no tag for it: ranks would draw different numbers\n"
-            "define the operator with `tags=torch.Tag.nondeterministic_seeded`"
+            f"custom operator {' or '.join(f'`{each}`' for each in sorted(custom_operators))} "
+            "draws random numbers, but is not tagged as random, so ranks would draw different "
+            "numbers\ndefine the operator with `tags=torch.Tag.nondeterministic_seeded`"
         )
     alone = replace(partitioned, decisions=Decisions(cuts={}, storage={}))
     whole_batch_values = WholeBatchValues(alone, Devices.of_rank(partitioned.mesh, 0))(
@@ -290,17 +305,17 @@ def _compare(
         perturbed_steps = train_program(one_device, graph, state)
     rounding = Differences.between(perturbed_steps, interpreted_steps).largest
     capture_difference = Differences.between(interpreted_steps, eager_steps).largest
-    # If the graph on one device differs from the module nearly as much, splitting is not the cause.
+    # If the graph on one device differs from the module nearly as much, sharding is not the cause.
     cause = "capture" if capture_difference > differences.largest / 2 else "split"
     result = replace(result, rounding=rounding)
     return result if result.passes() else replace(result, cause=cause)
 
 
 def _values(net: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; deferred ones are initialized.
+    """Return parameters and buffers by name; deferred tensors are initialized.
 
     Raises:
-        PlanError: if one is on the meta device and nothing says how to initialize it.
+        PlanError: if a tensor is on the meta device, and its initialization is not recorded.
     """
     named: dict[str, Tensor] = dict(net.named_parameters())
     named |= dict(net.named_buffers())
@@ -308,8 +323,8 @@ def _values(net: nn.Module) -> dict[str, Tensor]:
     for name, tensor in named.items():
         if tensor.is_meta:
             raise PlanError(
-                f"{name!r} is on the meta device: it can be planned, but has no values to compare\n"
-                "build the model inside `no_init_parameters`, or on a real device"
+                f"{name!r} is on the meta device, so the model can be planned, but has no values "
+                "to compare\nbuild the model inside `sw.no_init_parameters()`, or on a real device"
             )
     return named
 
@@ -321,7 +336,7 @@ def _capture_micro_batch(
     plan: Plan,
     compute_dtype: torch.dtype | None,
 ) -> Graph:
-    """Capture the model for one micro-batch of the plan."""
+    """Capture the model for a call with one micro-batch of the plan."""
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
     def captured(leaves: list[Any]) -> Graph:
@@ -337,7 +352,7 @@ def _capture_micro_batch(
 
 
 def _read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
-    """Names of the parameters that some operators read, or that their inputs depend on."""
+    """Return the names of the parameters on which inputs of `operators` (names) depend."""
     read = {value for name in operators for value in graph.by_name[name].inputs}
     for op in reversed(graph.ops):
         if not read.isdisjoint(op.outputs):
@@ -346,9 +361,10 @@ def _read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
 
 
 def _random_operators(eager: EagerTraining) -> tuple[str, ...]:
-    """Names of operators that draw random numbers, if outputs or gradients depend on them.
+    """Return the names of operators that draw random numbers, or () if neither outputs nor
+    gradients depend on the seed.
 
-    Gradients alone may: outputs do not if the next layer is initialized to zeros.
+    Gradients may depend on it alone: outputs do not if the next layer is initialized to zeros.
     """
     drawing = random_operators(eager.graph)
     names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _is_seeded(op))
@@ -358,7 +374,7 @@ def _random_operators(eager: EagerTraining) -> tuple[str, ...]:
 
 
 def _differ(eager: EagerTraining, *seeds: int) -> bool:
-    """Whether two trainings with these seeds differ."""
+    """Whether two training runs with these seeds differ."""
     first, second = (_trained(eager, seed) for seed in seeds)
     return Differences.between(first, second).largest > TOLERANCE
 
@@ -378,9 +394,11 @@ def _is_seeded(op: Op) -> bool:
 
 
 def _bytes(partitioned: Partitioned, outcome: Outcome) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Counted and planned bytes that one device sent, forward and backward.
+    """Return the bytes that one device sent and those that the plan predicts: each (forward,
+    backward).
 
-    With several stages: those of a stage in which they differ, else of the busiest one.
+    With several stages, they are those of a stage in which both differ, if any, else of the stage
+    with the most planned bytes.
     """
     pairs = list(zip(outcome.stage_bytes, partitioned.step_bytes, strict=True))
     return max(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair[1])))
@@ -389,7 +407,7 @@ def _bytes(partitioned: Partitioned, outcome: Outcome) -> tuple[tuple[int, int],
 def _loss(graph: Graph, steps: TrainedSteps) -> float | None:
     if graph.loss is None:
         return None
-    # Of the first step: the second one trains with changed parameters.
+    # The first step's loss: the second step trains changed parameters.
     outputs = steps.outputs[0]
     # With micro-batches the only output is the loss of the batch.
     alone = len(outputs) != len(graph.output_values)

@@ -1,4 +1,4 @@
-"""Capture a model and search for its plan, with all options as one value."""
+"""Capture a model and search for its plan, with all options as one `PlanOptions`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ from shardwright.errors import MixedSamplesError, StrategyError
 from shardwright.progress import nested_progress
 
 GC_THRESHOLD = 20_000
-"""New objects before Python collects its youngest generation. A search makes millions of objects
-and hardly any cycles, and spends a seventh of its time in the collector by default."""
+"""Number of new objects after which Python collects its youngest generation. A search creates
+millions of objects and hardly any cycles, and by default spends a seventh of its time in the
+garbage collector."""
 
 
 @contextmanager
@@ -59,21 +60,28 @@ def plan_collectively(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Plan:
-    """Plan on rank 0 for all ranks, if the process group has `options.devices` ranks.
+    """Plan on rank 0 for all ranks if the process group has `options.devices` ranks, else in this
+    process alone.
 
-    Raises: as `plan`.
+    Args:
+        options: all options of the plan.
+        net: a model, or a captured graph.
+        args, kwargs: example arguments with the global batch.
+
+    Raises:
+        ShardwrightError: see `plan`.
     """
     if not are_all_ranks(options.devices):
         return plan_model(options, net, args, kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
-    # Ranks compare their requests; a callback is often another closure on each.
+    # Ranks compare their requests; callbacks are often different closures on each rank.
     request_options = {**vars(options), "on_progress": None}
     if options.cluster is not None and options.resolved_cluster.name == LOCAL:
-        request_options["cluster"] = LOCAL  # Each machine measures itself: the measurements differ.
+        request_options["cluster"] = LOCAL  # Each machine measures itself, with different results.
     request = (request_options, net, shapes, repr(spec))
     shared = shared_plan(request, lambda: plan_model(options, net, args, kwargs))
-    # An optimizer is not sent: each rank keeps its own object.
+    # The optimizer is not sent: each rank keeps its own object.
     return replace(shared, optimizer=options.optimizer)
 
 
@@ -83,7 +91,16 @@ def plan_model(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Plan:
-    """Plan in this process alone. Raises: as `plan`."""
+    """Plan in this process alone.
+
+    Args:
+        options: all options of the plan.
+        net: a model, or a captured graph.
+        args, kwargs: example arguments with the global batch.
+
+    Raises:
+        ShardwrightError: see `plan`.
+    """
     return decide_model(options, net, args, kwargs).plan()
 
 
@@ -95,10 +112,16 @@ def decide_model(
     kwargs: dict[str, Any] | None = None,
     ranking: Ranking | None = None,
 ) -> Candidate:
-    """Search for the best candidate, from which a plan is built. Raises: as `plan`.
+    """Search for the best candidate, from which a plan is built.
 
     Args:
-        ranking: collects the fastest candidate of each kind.
+        options: all options of the plan.
+        net: a model, or a captured graph.
+        args, kwargs: example arguments with the global batch.
+        ranking: collects the fastest candidate of each kind of plan, if given.
+
+    Raises:
+        ShardwrightError: see `plan`.
     """
     loss_reduction = "mean"
     if isinstance(net, Pipeline):
@@ -107,8 +130,8 @@ def decide_model(
         return _decide(options, net, args, kwargs, loss_reduction, ranking)
     if isinstance(net, Graph):
         raise StrategyError(
-            "micro_batches='auto' needs a model: a graph is captured for one size of micro-batch"
-            "\nplan the model, or give the number: micro_batches=4"
+            "micro_batches='auto' needs a model, as a graph is captured for one size of micro-batch"
+            "\nplan the model, or pass the number of micro-batches: `micro_batches=4`"
         )
     numbers = valid_num_micro_batches(pytree.tree_leaves((args, dict(kwargs or {}))))
 
@@ -129,7 +152,11 @@ def _decide(
     loss_reduction: str,
     ranking: Ranking | None,
 ) -> Candidate:
-    """Best candidate for a fixed number of micro-batches. Raises: as `plan`."""
+    """Return the best candidate for a fixed number of micro-batches.
+
+    Raises:
+        ShardwrightError: see `plan`.
+    """
     averages = options.num_micro_batches > 1 and loss_reduction == "mean"
     graph, batch_dims = _capture_micro_batch(options, net, args, kwargs, averages)
     if graph.python is not None and graph.python.depends_on_calls:
@@ -141,14 +168,15 @@ def _decide(
             check_whole_batch(graph, options.num_micro_batches)
         except StrategyError:
             if ranking is not None:
-                reason = LeftOut.because("micro-batches do not make the loss of the batch")
+                reason = LeftOut.because("the loss of the batch does not follow from micro-batches")
                 ranking.leave_out(requested_kind(replace(options, stages=1)), reason)
             raise
     if any(batch_dims) and options.dataset_strategy != "full_batch":
         raise StrategyError(
-            f"samples are in dimensions {batch_dims} of the arguments, but dataset_strategy gives"
-            " each device its rows of dimension 0\nplan with dataset_strategy='full_batch', or let"
-            " samples come first"
+            f"the batch dimensions of the arguments are {batch_dims}, but with this "
+            "dataset_strategy local batches are split along dimension 0\nplan with "
+            "`dataset_strategy='full_batch'`, or make dimension 0 the batch dimension of all "
+            "inputs"
         )
     model = CapturedModel(
         graph,
@@ -168,14 +196,20 @@ def _capture_micro_batch(
     kwargs: dict[str, Any] | None,
     averages: bool,
 ) -> tuple[Graph, SampleDims]:
-    """Capture a model for one micro-batch; a graph is returned unchanged. Also returns the
-    dimension of the samples of each leaf of the call.
+    """Capture a model for one micro-batch.
 
     Args:
-        averages: whether micro-batches compute the loss of the whole batch.
+        options: all options of the plan.
+        net: a model, or a captured graph, which is returned unchanged.
+        args, kwargs: example arguments with the global batch.
+        averages: whether the micro-batches together must compute the loss of the global batch.
+
+    Returns:
+        The graph, and the batch dimension of each leaf of the call; () for a graph, or if it is
+        dimension 0.
 
     Raises:
-        StrategyError: if a given graph was captured with another dtype than requested.
+        StrategyError: if `net` is a graph captured with another dtype than requested.
         CaptureError: if the model cannot be captured.
     """
     dtype = _compute_dtype(options)
@@ -190,7 +224,8 @@ def _capture_micro_batch(
     if options.compute_dtype is not None and net.compute_dtype != dtype:
         raise StrategyError(
             f"compute_dtype={options.compute_dtype!r}, but the graph was captured with"
-            f" compute_dtype={net.compute_dtype}\ncapture the model with it, or plan the model"
+            f" compute_dtype={net.compute_dtype}\ncapture the model with the same compute_dtype, or"
+            " plan the model instead of the graph"
         )
     return net, ()
 
@@ -214,8 +249,8 @@ def _compute_dtype(options: PlanOptions) -> torch.dtype | None:
 
 
 def _device_type(options: PlanOptions) -> str | None:
-    """Device type that is planned for; None if the devices are another machine's."""
+    """Return the type of the devices that are planned for; None if it is unknown."""
     here = device_of_group()
-    # Plans for a cluster are often made on a CPU, whose autocast is not that of the cluster.
+    # Plans for a cluster are often made on a CPU, whose autocast differs from the cluster's.
     elsewhere = options.cluster is not None and options.resolved_cluster.name != LOCAL
     return None if elsewhere and here.type == "cpu" else here.type

@@ -24,13 +24,18 @@ _PROCESS_ATTRIBUTES = ("_original_object_hash",)
 """Attributes of configurations of `transformers` that differ between processes."""
 
 Seen = dict[int, tuple[int, Any]]
-"""Objects described so far by `id`: a number, and the object, which keeps its `id` from being
-reused."""
+"""Objects described so far, by `id`: the index of the object, and a reference, which prevents reuse
+of the `id`."""
 
 
 def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:
-    """Yield the classes, code, attributes and shapes inside `value`, and the content hashes of
-    tensors that are neither parameters nor buffers."""
+    """Yield lines that describe `value`: classes, code, attributes and shapes in it, and content
+    hashes of tensors that are neither parameters nor buffers.
+
+    Args:
+        value: any object.
+        seen: objects that are described already, to which those of `value` are added.
+    """
     seen = {} if seen is None else seen
     if isinstance(value, _PLAIN):
         yield repr(value)
@@ -53,7 +58,7 @@ def _name(value: Any) -> str:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """The objects that `value` consists of; none if it is opaque."""
+    """Yield the objects of which `value` consists; none if `value` is opaque."""
     if isinstance(value, (Tensor, np.ndarray)):
         yield from _of_tensor(torch.as_tensor(value))
     elif isinstance(value, Graph):
@@ -69,14 +74,14 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         yield from (item for item in value.items() if item[0] not in _PROCESS_ATTRIBUTES)
     elif isinstance(value, (set, frozenset)):
-        # Sets of strings are ordered by hashes, which Python seeds for each process.
+        # The order of a set of strings differs between processes, whose string hashes differ.
         yield from sorted("\n".join(description_lines(component)) for component in value)
     elif isinstance(value, (list, tuple)):
         yield from value
     elif isinstance(value, ModuleType):
         yield value.__name__
     elif not isinstance(value, (type, nn.Module)):
-        # Objects of other packages: locks and process groups raise, and are opaque.
+        # Objects of other classes; some, such as locks and process groups, raise, and are opaque.
         with suppress(Exception):
             yield value.__reduce_ex__(2)
 
@@ -96,9 +101,9 @@ def _of_cell(cell: Any) -> Any:
 
 
 def _module(module: nn.Module, seen: Seen) -> Iterator[str]:
-    """Describe the code that `forward` calls, the global variables that it reads, the attributes of
-    all submodules, and shapes and dtypes of parameters and buffers."""
-    # Submodules are described by path below, and not again where an attribute refers to them.
+    """Yield lines that describe the code that `forward` calls, the global variables that it reads,
+    attributes of all submodules, and shapes and dtypes of parameters and buffers."""
+    # Submodules are described by path below, and not again where attributes refer to them.
     for submodule in module.modules():
         seen.setdefault(id(submodule), (len(seen), submodule))
     codes: dict[CodeType, None] = {}
@@ -117,10 +122,10 @@ def _module(module: nn.Module, seen: Seen) -> Iterator[str]:
 
 
 def hash_of_code(code: CodeType) -> str:
-    """Hash of the bytecode, names and constants; independent of file and line."""
+    """Return a hash of the bytecode, names and constants, independent of file and line."""
     digest = blake2b(code.co_code, digest_size=8)
     for constant in code.co_consts:
-        # The `repr` of the code of a nested function has its address, file and line.
+        # The `repr` of a nested function's code contains its address, file and line.
         if isinstance(constant, CodeType):
             digest.update(hash_of_code(constant).encode())
         else:

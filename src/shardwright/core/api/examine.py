@@ -17,13 +17,13 @@ from shardwright.core.rules import rule_of
 
 @dataclass(frozen=True)
 class Examination:
-    """The operators of a model before it is planned.
+    """The operators of a model, examined before it is planned.
 
     Args:
         operators: number of operators.
         main: names of the operators whose sharding the search chooses by cost.
-        without_rule: names and targets of operators without a rule, which are replicated.
-        parameters: number of parameters.
+        without_rule: name and target of each operator without a sharding rule, which is replicated.
+        parameters: number of elements of all parameters.
     """
 
     operators: int
@@ -50,7 +50,11 @@ class Examination:
 def examine(
     net: nn.Module | Graph, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Examination:
-    """List which operators of a model can be sharded, before it is planned.
+    """List which operators of a model have a sharding rule, before it is planned.
+
+    Args:
+        net: a model, or a captured graph.
+        args, kwargs: example arguments of the model; only shapes and dtypes matter.
 
     Raises:
         CaptureError: if the model cannot be captured.
@@ -68,7 +72,12 @@ def examine(
 
 
 class WithLoss(nn.Module):
-    """A model and its loss as one module: `forward(x, y) = loss_fn(net(x), y)`."""
+    """A model and its loss as one module: `forward(x, y) = loss_fn(net(x), y)`.
+
+    Args:
+        net: the model.
+        loss_fn: function or module that returns the scalar loss of outputs and targets.
+    """
 
     def __init__(self, net: nn.Module, loss_fn: Callable[[Any, Any], Tensor]) -> None:
         super().__init__()

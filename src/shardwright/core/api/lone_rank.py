@@ -37,7 +37,7 @@ COLLECTIVE_NAMES = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of collectives of one kind, and the bytes that this rank sends in them."""
+    """Number of calls of one kind of collective, and the bytes that this rank sends in them."""
 
     calls: int = 0
     bytes: int = 0
@@ -45,21 +45,28 @@ class Traffic:
 
 @contextmanager
 def fake_process_group(rank: int, size: int, device: torch.device = CPU) -> Iterator[None]:
-    """Context with a fake process group of which only this rank exists; none for a single rank.
+    """Context with a fake process group, of whose ranks only this process exists.
+
+    With `size` 1 no process group is created.
 
     Args:
-        device: the device of its tensors.
+        rank: the rank of this process.
+        size: number of ranks.
+        device: device of the tensors that are sent.
 
     Raises:
         PlanError: if a process group is running.
     """
     if dist.is_initialized():
-        raise PlanError("ranks cannot be rehearsed while a process group is running")
+        raise PlanError(
+            "ranks cannot be rehearsed while a process group is running\n"
+            "rehearse before `init_process_group`, or after `destroy_process_group`"
+        )
     if size == 1:
         yield
         return
     devices = dist.Backend.backend_capability[FAKE]
-    if device.type not in devices:  # Else `send` and `recv` of pipeline stages find no backend.
+    if device.type not in devices:  # `send` and `recv` of pipeline stages need a backend for it.
         devices.append(device.type)
     dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -71,10 +78,10 @@ def fake_process_group(rank: int, size: int, device: torch.device = CPU) -> Iter
 class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
     """Dispatch mode that computes every collective as if all ranks had this rank's data.
 
-    Reading a value of a meta tensor gives 1, or False for a comparison by `!=`.
+    Reading a value of a meta tensor returns 1, or False for a boolean.
 
     Attributes:
-        traffic: traffic of the last call of a function that `counted` returned, by collective.
+        traffic: traffic by collective, in the last call of a function that `counted` has wrapped.
     """
 
     def __init__(self) -> None:
@@ -83,12 +90,13 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         self._counts = self._tracks = False
 
     def track(self, tensors: list[Tensor], kind: str) -> None:
-        """Start to count the bytes of these tensors and of all new ones."""
+        """Start to count the live bytes of `tensors`, as `kind`, and of all tensors created
+        later."""
         self._tracks = True
         self.watch(tensors, kind)
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `function` so that the collectives of its last call are counted in `traffic`."""
+        """Return `function` wrapped so that `traffic` counts the collectives of its last call."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.traffic, self._counts = {}, True
@@ -103,7 +111,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if DTensor in types:
-            # Its operators on local tensors are dispatched to this mode afterwards.
+            # The operators on local tensors that DTensor calls are dispatched to this mode.
             return NotImplemented
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -114,7 +122,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
             return _collective_result(name, args)
         if is_group_call(func):
             return self._call_group(func, name, args, kwargs)
-        # Code that reads a value, as clipping does with a norm, gets a placeholder instead of the
+        # Code that reads a value, such as a norm for clipping, gets a placeholder in place of the
         # error that meta tensors raise.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return _placeholder_values((), args[0].dtype).item()
@@ -137,14 +145,14 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
     def _call_group(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call of a process group that is not a functional collective, on the fake group."""
+        """Run a call of a process group other than a functional collective on the fake group."""
         self._count(name, args)
         # The fake group has no kernels for the meta device, and never reads tensors.
         cpu_args = pytree.tree_map_only(Tensor, lambda t: torch.empty(0) if t.is_meta else t, args)
         result = func(*cpu_args, **kwargs)
         if name in ("recv_", "broadcast_"):
             for tensor in args[0]:
-                # Integers are votes by which PyTorch's stages agree on shapes: 1 is a yes.
+                # Integers are votes by which PyTorch's stages agree on shapes: 1 means yes.
                 tensor.fill_(0 if tensor.is_floating_point() else 1)
         return result
 
@@ -155,23 +163,23 @@ def _bytes_of_call(name: str, args: tuple[Any, ...]) -> int:
         return sum(tensor.nbytes for tensor in args[0])
     if name == "allreduce_":
         size = dist.ProcessGroup.unbox(args[1]).size()
-        # A ring all-reduce sends each of its chunks twice, but for one of `size`; rounded up.
+        # A ring all-reduce sends 2 (size - 1) / size of the tensor; rounded up.
         return sum(-(-2 * (size - 1) * tensor.nbytes // size) for tensor in args[0])
     return sent_bytes(name, args)
 
 
 def _collective_result(name: str, args: tuple[Any, ...]) -> Tensor:
-    """The result of a functional collective if all ranks pass the same tensor."""
+    """Return the result of a functional collective if all ranks pass the same tensor."""
     x: Tensor = args[0]
     if name in ("wait_tensor", "all_reduce_"):
         return x
     if name == "all_gather_into_tensor":
         return x.repeat(args[1], *[1] * (x.ndim - 1))
-    # The first chunk is as good as this rank's own: only its shape matters.
+    # The first chunk in place of this rank's chunk: only the shape matters.
     if name == "reduce_scatter_tensor":
         return x.chunk(args[2])[0].clone()
     if name == "all_to_all_single":
-        # The received rows may differ in number from those sent, as in a dispatch to experts.
+        # Numbers of received and sent rows may differ, as in a dispatch to experts.
         rows = sum(args[1])
         out = x.new_zeros(rows, *x.shape[1:])
         copied_rows = min(rows, x.shape[0])
@@ -189,6 +197,6 @@ def _copy_to_device(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _placeholder_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Placeholder values for a meta tensor: 1, or False for booleans, which come from `!=` between
-    values that must be equal on all ranks."""
+    """Return placeholder values for a meta tensor: 1, or False for booleans, which are usually the
+    result of `!=` between values that must be equal on all ranks."""
     return torch.full(shape, 0 if dtype == torch.bool else 1, dtype=dtype)

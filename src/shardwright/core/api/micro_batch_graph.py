@@ -1,4 +1,4 @@
-"""Captures one micro-batch of a model, once it is known which dimension of each input to split."""
+"""Captures a model for one micro-batch, after finding the batch dimension of each input."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class MicroBatchCapture:
     """Captures a model for one of `count` micro-batches.
 
     Args:
-        capture: captures the model for a call with these leaves.
-        leaves: of the call with the whole batch.
-        averages: whether micro-batches compute the loss of the whole batch.
+        capture: captures the model for a call with the leaves that it is passed.
+        leaves: leaves of the call with the global batch.
+        count: number of micro-batches.
+        averages: whether the micro-batches together must compute the loss of the global batch.
     """
 
     capture: Callable[[list[Any]], Graph]
@@ -37,18 +38,19 @@ class MicroBatchCapture:
     averages: bool
 
     def graph(self, batch_dims: Mapping[str, int | None] | None) -> tuple[Graph, SampleDims]:
-        """The graph of a micro-batch, and the dimension of the samples of each leaf.
+        """Return the graph of a micro-batch, and the batch dimension of each leaf.
 
-        That is dimension 0 of all inputs as long as the first, if micro-batches then compute the
-        loss of the batch; else of the dimensions with which they do, those with which they read
-        least of the whole batch. `graph.whole_batch` says why if there are none.
+        By default the batch dimension is dimension 0 of each input whose dimension 0 has the size
+        of that of the first input. If micro-batches then do not compute the loss of the batch, it
+        is chosen so that they do and read the fewest elements of the global batch; if that is
+        impossible, `graph.whole_batch` is the reason.
 
         Args:
-            batch_dims: the dimensions that the user names.
+            batch_dims: batch dimensions by input name, as specified by the user; None for default.
 
         Raises:
-            StrategyError: if `batch_dims` names no input of the model.
-            PlanError: if the batch size is not divisible by the number of micro-batches.
+            StrategyError: if a name in `batch_dims` is no input of the model.
+            PlanError: if the number of micro-batches does not divide the batch size.
             CaptureError: if the model cannot be captured.
         """
         if self.count == 1:
@@ -84,7 +86,8 @@ class MicroBatchCapture:
                 graph = self._graph(dims)
                 if not isinstance(graph.whole_batch, str):
                     found.append((graph, dims))
-        # What is split by chance, such as a table, is read whole by each micro-batch.
+        # A tensor that is split only because of its size, such as a table, is read in full by each
+        # micro-batch.
         return min(found, key=lambda each: _num_read_whole(each[0]), default=None)
 
     def _graph(self, dims: SampleDims) -> Graph:
@@ -110,7 +113,7 @@ class MicroBatchCapture:
 
 
 def _num_read_whole(graph: Graph) -> int:
-    """Number of elements that a micro-batch reads of the whole batch."""
+    """Return the number of elements of global-batch values that a micro-batch reads."""
     if not isinstance(graph.whole_batch, WholeBatch) or graph.whole_batch.prologue is None:
         return 0
     return sum(value.numel for value in graph.whole_batch.prologue.output_values)

@@ -22,7 +22,7 @@ DISTRIBUTED_CLASSES = {
 
 
 def check_not_planned(net: object) -> None:
-    """Check that neither `net` nor a module inside it is planned.
+    """Check that neither `net` nor a submodule of it is planned.
 
     Raises:
         PlanError: if one is.
@@ -31,14 +31,15 @@ def check_not_planned(net: object) -> None:
     for path, module in modules:
         if isinstance(module, ParallelModule):
             raise PlanError(
-                f"{_where(path, module)} is planned already, and `parallelize` works in place\n"
-                f"plan the whole model, once: {EXAMPLE}\n"
-                "keep the original, to plan or check it again: parallelize(net, plan, copy=True)"
+                f"{_where(path, module)} is planned already, as `sw.parallelize` changes models in "
+                "place\n"
+                f"plan the whole model, once: `{EXAMPLE}`; to plan or check it again, keep the "
+                "original: `sw.parallelize(net, plan, copy=True)`"
             )
 
 
 def check_not_distributed(net: nn.Module) -> None:
-    """Check that neither `net` nor a module inside it is planned, wrapped or sharded.
+    """Check that neither `net` nor a submodule of it is planned, wrapped or sharded.
 
     Raises:
         PlanError: if one is.
@@ -49,15 +50,16 @@ def check_not_distributed(net: nn.Module) -> None:
         for distributed_class, how in DISTRIBUTED_CLASSES.items():
             if isinstance(module, distributed_class):
                 raise PlanError(
-                    f"{where} is {how} already, and `parallelize` distributes it itself\n"
-                    f"pass the model without it: {EXAMPLE}"
+                    f"{where} is {how} already, but `sw.parallelize` distributes models itself\n"
+                    f"pass the original model: `{EXAMPLE}`"
                 )
-    # `parallelize_module` leaves no trace in the classes of modules.
+    # `parallelize_module` changes parameters, but not the classes of modules.
     for name, parameter in net.named_parameters():
         if isinstance(parameter, DTensor):
             raise PlanError(
-                f"parameter {name!r} is a DTensor already, as `parallelize_module` makes them, and "
-                f"`parallelize` shards it itself\npass the model without DTensors: {EXAMPLE}"
+                f"parameter {name!r} is a DTensor already (as from `parallelize_module`), but "
+                f"`sw.parallelize` shards parameters itself\n"
+                f"pass the model without DTensors: `{EXAMPLE}`"
             )
 
 

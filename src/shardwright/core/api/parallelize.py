@@ -41,39 +41,42 @@ def parallelize(
     release: bool = False,
     named_ranges: bool = False,
 ) -> nn.Module:
-    """Shard `net` in place as planned, to run on the running process group: its parameters become
-    DTensors, and its class one derived from its own, as with `fully_shard`.
+    """Shard `net` in place as planned, to run on the running process group.
 
-    Every rank must call this, with the same model and plan, and give the module the whole batch. As
-    with `DistributedDataParallel`, `net` takes rank 0's parameters and buffers on all ranks. On one
-    device no process group is needed and the parameters stay plain. In eval mode, for a batch of
-    another size, or with other arguments of `forward`, the module captures the model once more and
-    keeps the plan's shardings where they divide the sizes evenly.
+    As with `fully_shard`, parameters become DTensors, and the class of `net` is replaced by a class
+    derived from it.
+
+    Every rank must call this function with the same model and plan, and call the model with the
+    global batch unless the plan has another `dataset_strategy`. As with `DistributedDataParallel`,
+    rank 0's parameters and buffers are copied to all ranks. On one device no process group is
+    needed, and parameters stay ordinary tensors. In eval mode, for a batch of another size, or with
+    other arguments of `forward`, the model is captured once more, and the plan's shardings are kept
+    where they divide the sizes evenly.
 
     Args:
-        plan: a plan of this model, made here or loaded from a file.
-        device: where this rank computes; by default its accelerator if its process group works on
-            one, else the CPU.
-        copy: whether to shard a copy and leave `net` as it is, for a teacher or a reference.
-        sync: False skips comparing and copying rank 0's values, where all ranks are known to have
-            the same ones.
-        release: whether to free the full parameters of `net` as soon as their shards are taken,
-            even where an optimizer or a list still refers to them.
+        net: the model.
+        plan: a plan of `net`, made by this process or loaded from a file.
+        device: device on which this rank computes; by default its accelerator if the process group
+            has a backend for accelerators, else the CPU.
+        copy: whether to shard a copy and leave `net` unchanged, for a teacher or a reference.
+        sync: False to not compare and copy rank 0's values, if all ranks have equal values.
+        release: whether to free each full parameter of `net` as soon as its shard is copied, even
+            if an optimizer or a list still refers to the parameter.
         named_ranges: whether to name operators, collectives, buckets and stages in traces of
-            `torch.profiler`. Costs some microseconds each; not for `torch.compile`.
+            `torch.profiler`. Costs some microseconds per range; not supported by `torch.compile`.
 
     Returns:
-        `net`, or with `copy` its planned copy.
+        `net` or, with `copy`, its planned copy.
 
     Raises:
         PlanError: if the plan is for another model or another number of devices, the ranks have
             different models or plans, or `net` is planned or wrapped already.
-        StrategyError: if the micro-batches of the plan would train another loss than the batch.
+        StrategyError: if the loss of the batch is no sum or mean over the plan's micro-batches.
     """
     if not isinstance(plan, Plan):
         raise PlanError(
             f"plan={plan!r} is not a plan\n"
-            "pass the result of `sw.plan(net, batch, devices=8)`, or `sw.Plan.load(path)`"
+            "pass the result of `sw.plan(net, batch, devices=8)` or of `sw.Plan.load(path)`"
         )
     check_not_distributed(net)
     net = net.net if isinstance(net, Pipeline) else net
@@ -89,11 +92,11 @@ def parallelize(
             dtensor_axes(partitioned),
             named_ranges=named_ranges,
         )
-        # Before sharding: afterwards ranks have different blocks of each parameter.
+        # Before sharding: afterwards ranks have different shards of each parameter.
         if sync and devices.is_distributed:
             take_state_of_rank_0(net, rank_device)
         parallel = parallel_module(net, partitioned, devices, copy=copy, release=release)
-    # A copy is made while `net` is in the planned mode.
+    # The copy was made while `net` was in the planned mode.
     if parallel.training != net.training:
         parallel.train(net.training)
     if copy:
@@ -102,10 +105,10 @@ def parallelize(
 
 
 def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
-    """Return the graph of `net`, after checking that the plan fits it on all ranks.
+    """Return the graph of `net`, after checking that the plan matches it on all ranks.
 
     Raises:
-        PlanError: if models or plans differ.
+        PlanError: if models or plans differ between ranks, or the plan is for another model.
     """
     without_other_ranks = not are_all_ranks(plan.devices)
     autocast = Autocast.inside(device)
@@ -130,15 +133,15 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         return with_whole_batch(graph, plan.pipeline.micro_batches, of_batch)
 
     try:
-        # A plan made in this process has its graph, a loaded one does not: then rank 0 captures the
-        # model for all ranks, as capturing takes seconds to minutes of every CPU of a machine.
+        # A plan that was made in this process has a graph, a loaded plan has none. Then rank 0
+        # captures the model for all ranks, as a capture takes seconds to minutes of CPU time.
         graph = plan.graph
         if not without_other_ranks:
             ranks_without_graph = gathered(torch.tensor(graph is None, device=device))
             if ranks_without_graph.any():
                 received_graph = shared_graph(net, plan, lambda: graph or captured())
                 graph = graph or received_graph
-        # Before a capture, which would end in an error of `forward` for a model of other shapes.
+        # Before a capture, in which `forward` of a model with other shapes would raise an error.
         if graph is not None:
             _check_parameters(net, plan)
         # A graph is valid only for the device type of its autocast regions, and for the attributes
@@ -156,7 +159,7 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         _check_parameters(net, plan)
     except ShardwrightError as error:
         if not without_other_ranks:
-            # Other ranks wait for this rank's description. If all fail, none waits.
+            # Other ranks wait for this rank's description, unless they fail too.
             with suppress(PlanError):
                 check_description([f"an error, {error}"], device)
         raise
@@ -169,7 +172,7 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
 def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
     """Context in which `net` is in training or eval mode.
 
-    If it is in that mode already, submodules in the other mode keep theirs.
+    If `net` is in that mode already, the modes of its submodules are not changed.
     """
     modes = [module.training for module in net.modules()]
     if net.training != training:
@@ -182,7 +185,11 @@ def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _example(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Meta tensors with the shapes of the planned inputs."""
+    """Return arguments with the shapes of the planned inputs, as meta tensors.
+
+    Raises:
+        PlanError: if the plan's inputs cannot be read.
+    """
     leaves = [
         torch.empty(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device="meta")
         if isinstance(leaf, dict)
@@ -197,26 +204,27 @@ def _example(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _check_parameters(net: nn.Module, plan: Plan) -> None:
-    """Check the planned parameters of `net`.
+    """Check that `net` has the planned parameters, and no tensors of inference mode.
 
     Raises:
-        PlanError: if one is missing, has another shape, or was created in inference mode.
+        PlanError: if a parameter is missing or has another shape, or a parameter or buffer was
+            created in inference mode.
     """
     named = dict(net.named_parameters(remove_duplicate=False))
     for name, tensor in (*named.items(), *net.named_buffers()):
         if tensor.is_inference():
             raise PlanError(
                 f"{name!r} was created in inference mode, so autograd cannot record it\n"
-                "build the model outside of `torch.inference_mode()`, or under `torch.no_grad()`"
+                "build the model outside `torch.inference_mode()`; `torch.no_grad()` is supported"
             )
     for name, (shape, _) in plan.parameters.items():
         if name not in named:
             raise PlanError(
-                f"the plan has a parameter {name!r} that the model does not have\n"
+                f"the plan has a parameter {name!r}, which the model does not have\n"
                 "plan this model, or build the model as it was planned"
             )
         if tuple(named[name].shape) != shape:
             raise PlanError(
-                f"parameter {name!r} has shape {tuple(named[name].shape)}, planned as {shape}\n"
-                "plan this model, or build the model as it was planned"
+                f"parameter {name!r} has shape {tuple(named[name].shape)}, but {shape} in the "
+                "plan\nplan this model, or build the model as it was planned"
             )

@@ -1,8 +1,8 @@
 """The public calls that take plan options: `plan`, `best_plans` and `AutoParallel`.
 
-Each spells out all options, for editors, type checkers and `help`, and collects them in one value
-(`core/planner/options.py`) for the planner. A new option is a parameter of each call, documented in
-`plan`, and a field of that value.
+The signature of each call has all options, for editors, type checkers and `help`. The call collects
+them in a `PlanOptions` (`core/planner/options.py`) for the planner. A new option is a parameter of
+each call, documented in `plan`, and a field of `PlanOptions`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger("shardwright")
 
 # The modes of MindSpore's `AutoParallel`; `plan` has more.
 PARALLEL_MODE = one_of(("semi_auto", "sharding_propagation", "recursive_programming"))
-NOT_PLANNED = "the model is not planned yet\ncall it, or compile(*example), first"
+NOT_PLANNED = "the model is not planned yet\ncall the model, or its `compile(*example)`, first"
 
 
 @suggests_keywords
@@ -80,45 +80,47 @@ def plan(
     """Decide how every operator of `net` is sharded over `devices` devices.
 
     Needs no process group and no accelerator; the model may be on the meta device. In a process
-    group of `devices` ranks this is a collective: rank 0 plans, and the others wait for its plan
-    and the captured graph, without a timeout.
+    group of `devices` ranks this call is collective: rank 0 plans, and the other ranks wait for the
+    plan and the captured graph, without a timeout.
 
     Args:
-        net: a model, or a graph that was captured before.
+        net: a model, or a captured graph.
         args, kwargs: example arguments with the global batch; only shapes and dtypes matter.
-        collective: False plans on this rank alone. A rank whose model or options differ from rank
-            0's also plans alone.
+        collective: False plans on this rank alone. A rank whose model or options differ from those
+            of rank 0 also plans alone.
         devices: number of devices over which the model is sharded.
         mode: `recursive_programming` (the double recursive search), `exact` (all operators and
             axes together, for small models), `sharding_propagation` (outwards from the operators
             pinned with `shard`, with the least redistribution), `semi_auto` (pinned operators as
             pinned, all others along the batch), `data_parallel` (all operators along the batch) or
-            `stand_alone` (everything is replicated).
-        cluster: `local` (this machine), a built-in one (`h100`, `ascend910b`, …), or a YAML file.
+            `stand_alone` (all operators replicated).
+        cluster: `local` (this machine), a built-in cluster (`h100`, `ascend910b`, …), or the path
+            of a YAML file.
         cost_model: `symbolic`, the relative costs of the published search, or `time`, the seconds
             of a step on a cluster; by default `time` if there is a cluster.
-        mem_coeff: weight of memory relative to communication: small values favor data parallel,
-            large ones model parallel. `auto`: the smallest that fits `memory_limit`, or the memory
-            of the cluster's devices; by step time, from the default on.
+        mem_coeff: weight of memory relative to communication: small values favor data parallelism,
+            large values model parallelism. `auto`: the smallest value whose plan fits into
+            `memory_limit`, or into a device of the cluster; by step time, from the default on.
         order: the order in which the search decides operators: `weight` (largest first) or
             `topology` (as in the graph).
         log_costs: log every decision at level INFO of the logger `shardwright.search`; modes that
             compare no costs log only that.
         stages: number of pipeline stages, each on an equal share of the devices. The model is
-            divided into parts of nearly equal work, or on a cluster nearly equal time. `auto`: the
-            number with the shortest step, at most `max_stages` and at most `micro_batches`.
-        max_stages: the largest number that `stages="auto"` tries.
-        suggest_stages: log the number that `auto` would choose if it is not `stages`; needs a
-            cluster.
-        schedule: order in which stages run micro-batches; `docs/pipeline.md` lists them. `auto`:
-            the one with the shortest step, with several chunks a stage where that is faster.
-        micro_batches: number of equal micro-batches of the batch, run one after the other; at least
+            divided into parts of nearly equal work or, on a cluster, of nearly equal time. `auto`:
+            the number with the shortest step, at most `max_stages` and at most `micro_batches`.
+        max_stages: the largest number of stages that `stages="auto"` tries.
+        suggest_stages: log the number of stages that `auto` would choose if it is not `stages`;
+            needs a cluster.
+        schedule: order in which stages run micro-batches; `docs/pipeline.md` lists the schedules.
+            `auto`: the schedule with the shortest step, with several chunks per stage where that is
+            faster.
+        micro_batches: number of equal micro-batches of the batch, run one after another; at least
             `stages`. A graph must be captured with one micro-batch. `auto`: the divisor of the
             batch size with the shortest step; the model is captured and planned for each. The loss
-            is that of the whole batch (`docs/pipeline.md`); where micro-batches cannot compute it,
+            is that of the global batch (`docs/pipeline.md`); where micro-batches cannot compute it,
             `auto` is 1.
-        compute_dtype: `bfloat16` (or `torch.bfloat16`) computes and communicates in bfloat16 what
-            is stored in float32; parameters and optimizer state stay in float32.
+        compute_dtype: `bfloat16` (or `torch.bfloat16`) computes and communicates in bfloat16;
+            parameters and optimizer state stay in float32.
         memory_limit: bytes per device, or a text like `24GiB`. A plan that needs more in a step is
             changed until it fits: first shard parameters and optimizer state (`hsdp`), then
             recompute activations, then raise `mem_coeff`, then add stages. On a cluster the number
@@ -126,32 +128,35 @@ def plan(
             the first plan fits. By default, for a plan for training, the memory of a device of the
             named cluster (no limit without a cluster or on `local`); then a first plan that fits is
             returned unchanged. `none`: no limit.
-        dataset_strategy: `full_batch` (every device receives the global batch and keeps its shard),
-            `data_parallel` (every device of a stage receives its own equal part), or a tuple with
-            an entry (shard counts, a layout, or None) for each tensor input.
-        stage_config: the number of the stage of each module, by module name; replaces `stages`.
-        batch_dims: for inputs by name the dimension that is split into micro-batches, or None to
-            pass it in full to each. By default it is found: dimension 0 of all inputs as long as
-            the first, or else what the operators join with dimension 0 of some input.
+        dataset_strategy: `full_batch` (every rank passes the global batch, of which it keeps its
+            shard), `data_parallel` (every rank of a stage passes a local batch of equal size), or a
+            tuple with an entry (shard counts, a layout, or None) for each tensor input.
+        stage_config: index of the pipeline stage of each module, by module name; replaces `stages`.
+        batch_dims: for inputs by name, the dimension that is split into micro-batches, or None to
+            pass the full input to each micro-batch. By default dimension 0 of each input whose
+            dimension 0 has the size of that of the first input or, if the loss does not allow that,
+            dimensions that operators combine with dimension 0 of some input.
         hsdp: shard parameters over their replicas (ZeRO / FSDP; optimizer parallel): True, an
             `OptimizerParallel`, or a mapping with its fields.
         bucket_mb: largest size in MiB of a bucket of parameters, which are gathered or reduced by
             one collective.
-        recompute: `auto` recomputes activations as far as the memory limit requires, before
-            anything else is changed; without a limit, as the memory of the cluster's devices
-            requires.
+        recompute: `auto` recomputes activations as far as the memory limit requires, before the
+            plan is changed in other ways; without a limit, as far as the memory of the cluster's
+            devices requires.
         optimizer: the optimizer whose state is counted as memory: `sgd`, `momentum`, `adam`,
-            `adamw`, or an instance like the one that will train.
+            `adamw`, or an instance of the class and options that will train.
         on_progress: called with the name of each phase as it begins.
 
     Raises: errors of rank 0, on all ranks.
-        StrategyError: if an option is not valid, nothing can be sharded, a pinned sharding is not
-            possible, the stages are not possible, or micro-batches would train another loss than
-            the batch.
-        ConfigError: if there is no such cluster, or it has fewer devices.
-        PlanError: if `micro_batches` does not divide the batch size.
+        StrategyError: if an option is not valid, no operator can be sharded, a pinned sharding or
+            the number of stages is not possible, or the loss of the batch is no sum or mean over
+            micro-batches.
+        ConfigError: if the cluster is unknown, or has fewer devices.
+        PlanError: if `micro_batches` does not divide the batch size, or `net` is planned, wrapped
+        or
+            sharded already.
         MemoryLimitError: if no plan fits into `memory_limit`, or by default into a device of the
-            named cluster; the message says what would fit.
+            named cluster; the message names a limit or a change with which a plan fits.
         LayoutError: if pinned layouts have another number of devices, or contradict each other.
         CaptureError: if the model cannot be captured.
     """
@@ -192,20 +197,22 @@ def best_plans(
     optimizer: str | torch.optim.Optimizer = "adamw",
     on_progress: OnProgress = ignore_progress,
 ) -> RankedPlans:
-    """Return the fastest plans of different kinds that fit into memory, one of each kind.
+    """Return the fastest plans that fit into memory, one of each kind.
 
-    Kinds differ in the level of ZeRO, in recomputation, and in the number of micro-batches, the
-    number of stages and the schedule where these are `"auto"`. The first plan is the result of
-    `plan` with the same memory limit.
+    Kinds differ in ZeRO level, in recomputation, and in the number of micro-batches, the number of
+    stages and the schedule where these are `"auto"`. The first plan is the result of `plan` with
+    the same memory limit. Each process plans alone.
 
     Args:
-        net, args, kwargs: as in `plan`; each process plans alone.
+        net: a model, or a captured graph.
+        args, kwargs: example arguments with the global batch; only shapes and dtypes matter.
         top: largest number of plans.
 
-    The other arguments are those of `plan`.
+    See `plan` for the other arguments, and for other errors.
 
-    Raises: as `plan`, and
-        StrategyError: without a cluster, which is needed to predict seconds.
+    Raises:
+        StrategyError: without a cluster, which is needed to predict step times, or if `top` is not
+            a positive number.
     """
     options = PlanOptions.from_arguments(locals())
     if not COUNT.accepts(top):
@@ -217,7 +224,7 @@ def best_plans(
 
 
 def _check_input(net: nn.Module | Graph, args: object, kwargs: object) -> None:
-    """Check the types of a model and its arguments.
+    """Check the types of a model and its example arguments.
 
     Raises:
         CaptureError: if the model is not a module, `args` not a tuple or `kwargs` not a mapping.
@@ -232,17 +239,17 @@ def _check_input(net: nn.Module | Graph, args: object, kwargs: object) -> None:
 class AutoParallel(ModuleWrapper):
     """Wrapper that plans and shards a model over all ranks in its first call.
 
-    It has the parameters, buffers and names of the model; parameters are DTensors after the first
-    call or `compile`. Make the optimizer after `compile`, or pass it to `sw.adopt`.
+    The wrapper has the parameters, buffers and names of the model; parameters are DTensors after
+    the first call or `compile`. Create the optimizer after `compile`, or pass it to `sw.adopt`.
 
     Args:
         network: a model that returns its loss, often a `Pipeline` or a `WithLoss`.
         parallel_mode: `semi_auto`, `sharding_propagation` or `recursive_programming`.
 
-    The other arguments are those of `plan`; the number of devices is that of the ranks.
+    See `plan` for the other arguments; the number of devices is the number of ranks.
 
     Raises:
-        StrategyError: for a mode or a value that is not valid.
+        StrategyError: if a mode or another argument is not valid.
     """
 
     @suggests_keywords
@@ -293,11 +300,12 @@ class AutoParallel(ModuleWrapper):
         Args:
             shard_size: number of devices to shard over; -1 for all replicas.
             threshold: smallest size in KB of parameters that are sharded.
-            optimizer_level: `level1`, `level2` (gradients too) or `level3` (parameters are
-                gathered again in the backward pass).
+            optimizer_level: `level1`, `level2` (gradients are sharded too) or `level3` (parameters
+                are also gathered again in the backward pass).
 
         Raises:
-            StrategyError: for a value that is not valid.
+            StrategyError: if an argument is not valid.
+            PlanError: if the model is planned already.
         """
         self._configure(hsdp=OptimizerParallel(optimizer_level, shard_size, threshold))
 
@@ -310,17 +318,18 @@ class AutoParallel(ModuleWrapper):
     ) -> None:
         """Divide the devices into pipeline stages.
 
-        The network must be a `Pipeline`, or the option `micro_batches` be set.
+        The network must be a `Pipeline`, or the option `micro_batches` must be set.
 
         Args:
             stages: number of stages.
-            output_broadcast: no effect: every stage receives the outputs.
+            output_broadcast: without effect, as every stage receives the outputs.
             interleave: whether each stage has several chunks of the model, as in the schedule
                 `interleaved_1f1b`.
-            scheduler: the name of a schedule; `docs/pipeline.md` lists them.
+            scheduler: name of a schedule; `docs/pipeline.md` lists the schedules.
 
         Raises:
-            StrategyError: for a value that is not valid.
+            StrategyError: if an argument is not valid.
+            PlanError: if the model is planned already.
         """
         if not COUNT.accepts(stages):
             raise StrategyError(COUNT.error("stages", stages))
@@ -328,7 +337,7 @@ class AutoParallel(ModuleWrapper):
         if interleave and interleaved is None:
             raise StrategyError(
                 f"interleave=True is not possible with scheduler={scheduler!r}\n"
-                'use scheduler="1f1b", which becomes interleaved_1f1b'
+                "use `scheduler='1f1b'`, which becomes `interleaved_1f1b`"
             )
         if not output_broadcast:
             log.info("output_broadcast=False has no effect: every stage receives the outputs")
@@ -336,16 +345,20 @@ class AutoParallel(ModuleWrapper):
         self._configure(stages=stages, schedule=schedule)
 
     def dataset_strategy(self, config: DatasetStrategy) -> None:
-        """Set how each rank passes inputs: `full_batch`, `data_parallel`, or one entry per tensor.
+        """Set which part of the global batch each rank passes.
+
+        Args:
+            config: `full_batch`, `data_parallel`, or an entry for each tensor input (see `plan`).
 
         Raises:
-            StrategyError: for another value.
+            StrategyError: if `config` is not valid.
+            PlanError: if the model is planned already.
         """
         self._configure(dataset_strategy=config)
 
     @property
     def full_batch(self) -> bool:
-        """Whether every rank is passed the global batch instead of its own part."""
+        """Whether every rank passes the global batch instead of a local batch."""
         return self.options.dataset_strategy == "full_batch"
 
     @full_batch.setter
@@ -353,16 +366,24 @@ class AutoParallel(ModuleWrapper):
         self.dataset_strategy("full_batch" if value else "data_parallel")
 
     def load_operator_strategy_file(self, path: str | Path) -> None:
-        """Set the file of operator strategies, which is read when the model is planned."""
-        self._configure()  # Without changes: only fails if the model is planned.
+        """Set the path of a file of operator strategies, which is read when the model is planned.
+
+        Raises:
+            PlanError: if the model is planned already.
+        """
+        self._configure()  # Changes nothing, but raises if the model is planned.
         self._strategies = Path(path)
 
     # Planning and calls
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Plan and shard the model for an example call; only shapes and dtypes matter.
+        """Plan and shard the model for an example call.
 
-        Raises: as `plan` and `parallelize`.
+        Args:
+            args, kwargs: arguments with the global batch; only shapes and dtypes matter.
+
+        Raises:
+            ShardwrightError: see `plan` and `parallelize`.
         """
         (network,) = self._wrapped
         if self._strategies is not None:
@@ -373,13 +394,13 @@ class AutoParallel(ModuleWrapper):
         self._plan = plan_collectively(options, network, args, kwargs)
         parallel = parallelize(network, self._plan)
         assert isinstance(parallel, ParallelModule)
-        # In a tuple, so that it is not registered as a submodule a second time.
+        # In a tuple, so that the model is not registered as a submodule a second time.
         self._parallel = (parallel,)
         self.wrap(parallel)
 
     @property
     def plan(self) -> Plan:
-        """The plan.
+        """The plan of the model.
 
         Raises:
             PlanError: if the model is not planned yet.
@@ -389,11 +410,19 @@ class AutoParallel(ModuleWrapper):
         return self._plan
 
     def save_operator_strategy_file(self, path: str | Path) -> None:
-        """Write the strategy of every operator, on rank 0."""
+        """Write the strategy of every operator to a file, on rank 0.
+
+        Raises:
+            PlanError: if the model is not planned yet.
+        """
         self._write(lambda plan: plan.save_strategies(path))
 
     def save_plan(self, path: str | Path) -> None:
-        """Write the plan, on rank 0."""
+        """Write the plan to a file, on rank 0.
+
+        Raises:
+            PlanError: if the model is not planned yet.
+        """
         self._write(lambda plan: plan.save(path))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -403,31 +432,34 @@ class AutoParallel(ModuleWrapper):
         """Run forward and backward over all micro-batches, and accumulate gradients.
 
         Returns:
-            The loss of the whole batch, on every rank.
+            The loss of the global batch, on every rank.
         """
         return self._planned(args, kwargs).train_step(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the norm of all gradients, over all devices and stages, to `max_norm`.
+        """Clip the global gradient norm, over all devices and stages, to `max_norm`.
 
         Returns:
-            The norm before clipping.
+            The norm before clipping, on every rank.
         """
         if not self._parallel:
             raise PlanError(NOT_PLANNED)
         return self._parallel[0].clip_grad_norm_(max_norm)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
-        """The planned model; plans it for this call if it is not planned yet."""
+        """Return the planned model, after planning it for this call if it is not planned yet."""
         if not self._parallel:
             args, kwargs = whole_example(self.options, args, kwargs)
             self.compile(*args, **kwargs)
         return self._parallel[0]
 
     def _configure(self, **changes: Any) -> None:
-        # Too late: the parameters are sharded by the plan of the present options.
+        # After planning, changes would have no effect: parameters are sharded already.
         if self._parallel:
-            raise PlanError("the model is planned already\nconfigure it before its first call")
+            raise PlanError(
+                "the model is planned already, so its configuration cannot change\n"
+                "configure the model before its first call"
+            )
         self.options = replace(self.options, **changes)
 
     def _write(self, write: Callable[[Plan], None]) -> None:

@@ -21,12 +21,14 @@ from shardwright.errors import CheckpointError, needs_extra
 
 
 def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
-    """Write `net` with its own `save_pretrained`, as on one device. Collective.
+    """Write a planned model with its own `save_pretrained`, as on one device. Collective.
 
-    A model of `transformers` is written with its configuration, of a model of `peft` only the
-    adapters. Rank 0 needs CPU memory for the full model.
+    A model of `transformers` is written with its configuration; of a model of `peft` only the
+    adapters are written. Rank 0 needs CPU memory for the full model.
 
     Args:
+        net: the planned model.
+        folder: the folder to write to.
         options: options of the model's `save_pretrained`, such as `max_shard_size`.
 
     Raises:
@@ -37,8 +39,9 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
         save: Any = getattr(model, "save_pretrained", None)
         if save is None:
             raise CheckpointError(
-                f"{type(model).__name__} has no `save_pretrained`, as models of transformers and "
-                "peft have\nwrite it with `shardwright.save_state_dict(net, path)`"
+                f"{type(model).__name__} has no method `save_pretrained`, which models of "
+                "`transformers` and `peft` have\nwrite the model with `sw.save_state_dict(net, "
+                "path)`"
             )
         if is_rank_0():
             try:
@@ -55,12 +58,13 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
 def unchanged_configurations(net: nn.Module) -> Iterator[None]:
     """Context that restores the configurations of a `transformers` model at its end.
 
-    `save_pretrained` sets attributes of them. On rank 0 alone, the ranks' models would differ.
+    `save_pretrained` sets attributes of configurations; as it runs on rank 0 only, models would
+    differ between ranks.
     """
     configurations = {
         id(part.config): part.config for part in net.modules() if hasattr(part, "config")
     }
-    # The dicts are restored in place, so that attributes which were added go, too.
+    # The attribute dicts are restored in place, which also removes added attributes.
     before = [(vars(config), dict(vars(config))) for config in configurations.values()]
     try:
         yield
@@ -83,18 +87,19 @@ def from_pretrained(
     Each rank reads only its own shards.
 
     Args:
-        cls: a model class of `transformers`, or one of its `AutoModelFor...`.
-        plan: plan of a model with the same configuration.
-        device: as for `parallelize`.
+        cls: a model class of `transformers`, or one of its `AutoModelFor...` classes.
+        folder: the folder of the model.
+        plan: a plan of a model with the same configuration.
+        device: device on which this rank computes; by default as in `parallelize`.
         options: keyword arguments of the class's `from_config`, such as `attn_implementation` or
             `dtype`.
 
     Raises:
-        CheckpointError: if the folder has no configuration, that of another class, lacks a file, or
-            has other tensors than the model.
+        CheckpointError: if the folder has no configuration, or that of another class, lacks a file,
+            or has other tensors than the model.
         PlanError: if the plan is for another model.
     """
-    # So each rank allocates only its shards, and reads them over the initial values.
+    # Each rank then allocates only its shards; loading overwrites their initial values.
     with no_init_parameters():
         net = _build_model(cls, Path(folder), options)
     parallel = parallelize(net, plan, device)
@@ -107,15 +112,18 @@ def _build_model(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
         from transformers import AutoConfig
 
     if not hasattr(cls, "from_pretrained") or not isclass(cls):
-        raise CheckpointError(f"{cls!r} is not a model class of transformers")
+        raise CheckpointError(
+            f"{cls!r} is not a model class of `transformers`\n"
+            "pass a class such as `transformers.AutoModelForCausalLM`"
+        )
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: no such folder\n"
-            "`huggingface_hub.snapshot_download` downloads one from the Hub"
+            "download the model with `huggingface_hub.snapshot_download`, and pass its folder"
         )
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder} has no config.json\npass a folder that `save_pretrained` has written"
+            f"{folder} has no `config.json`\npass a folder that `save_pretrained` has written"
         )
     try:
         config = AutoConfig.from_pretrained(str(folder))
@@ -124,11 +132,11 @@ def _build_model(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
     config_class = getattr(cls, "config_class", None)
     if config_class is not None and not isinstance(config, config_class):
         raise CheckpointError(
-            f"{folder} is of another model: {cls.__name__} needs a {config_class.__name__}, the "
-            f"folder has a {type(config).__name__}\n"
-            "pass a class of the folder's model, or another folder"
+            f"{folder} is of another model: {cls.__name__} needs a {config_class.__name__}, but "
+            f"the folder has a {type(config).__name__}\npass the class of the folder's model, or "
+            "another folder"
         )
-    # Only the `AutoModelFor...` classes have it in public.
+    # Only `AutoModelFor...` classes have a public `from_config`.
     build: Any = getattr(cls, "from_config" if hasattr(cls, "from_config") else "_from_config")
     net: nn.Module = build(config, **options)
     return net

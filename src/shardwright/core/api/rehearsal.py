@@ -1,8 +1,8 @@
 """Dry-run a few training steps as one rank, without the other ranks and without devices.
 
-Everything that `train` runs on a rank runs here at full size: process groups, the rank's parameter
-shards, forward and backward, clipping, the optimizer, a checkpoint. Received data is made up, so
-values are meaningless; shapes, bytes, calls and host time are those of the rank.
+All steps of `train` on a rank run at full size: process groups, the rank's parameter shards,
+forward and backward, clipping, the optimizer, a checkpoint. Received data is made up, so values are
+meaningless; shapes, bytes, calls and host time are those of the rank.
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ from shardwright.core.torch_internals.distributed import GroupClock
 from shardwright.errors import PlanError
 
 STEPS = 3
-"""Number of steps: one that creates optimizer state and fills caches, and two steady ones."""
+"""Number of training steps: the first creates optimizer state and fills caches, the others do
+not."""
 
 
 @dataclass(frozen=True)
 class RehearsalPhase:
-    """CPU seconds of a phase of a rehearsal.
+    """CPU time of a phase of a rehearsal.
 
     Args:
-        parts: CPU seconds of parts of the phase, such as `optimizer`; they need not add up to all.
+        name: name of the phase, such as `step 1`.
+        seconds: CPU seconds of the phase.
+        parts: CPU seconds of parts of the phase, such as `optimizer`; their sum may be less than
+            `seconds`.
     """
 
     name: str
@@ -53,16 +57,20 @@ class RankRehearsal:
     """Measurements of one rank's rehearsal.
 
     Args:
-        device: device type of its tensors: `cpu`, an accelerator, or `meta`.
+        rank, stage: the rank, and the index of its pipeline stage.
+        device: type of the device: `cpu`, an accelerator, or `meta`.
+        phases: CPU time of each phase, in order.
         groups: number of calls that created process groups.
         traffic: traffic of the last training step, by collective.
-        sent_bytes: bytes sent in each step.
-        planned_bytes: predicted bytes per step, those to gather inputs of the whole batch included.
-        parameter_bytes, optimizer_bytes: bytes of the rank's shards.
+        sent_bytes: bytes that the rank sent in each step.
+        planned_bytes: predicted bytes that the rank sends per step, including those to gather
+            inputs for values of the global batch.
+        parameter_bytes, optimizer_bytes: bytes of the rank's shards of parameters and of optimizer
+            state.
         peak_bytes: peak bytes of live tensors in a step.
-        planned_peak: predicted peak bytes.
-        allocated_peak: peak of the accelerator's allocator in a step; None on the CPU and on meta.
-        checkpoint_bytes: bytes of the checkpoint's files; None unless on the CPU.
+        planned_peak: predicted peak bytes of a step.
+        allocated_peak: peak bytes allocated on the accelerator in a step; None on CPU and meta.
+        checkpoint_bytes: bytes of the rank's checkpoint files; None unless on the CPU.
     """
 
     rank: int
@@ -82,30 +90,31 @@ class RankRehearsal:
 
     @property
     def as_planned(self) -> bool:
-        """Whether every step sent the predicted bytes; the first may send more, as PyTorch's stages
-        negotiate shapes in it."""
+        """Whether every step sent the predicted bytes; the first step may send more, as PyTorch's
+        stages negotiate shapes in it."""
         first, *later = self.sent_bytes
         return first >= self.planned_bytes and set(later) == {self.planned_bytes}
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Rehearsals of some ranks, one after the other.
+    """Rehearsals of some ranks of a plan.
 
     Args:
         devices: number of devices of the plan.
+        ranks: measurements of each rehearsed rank.
     """
 
     devices: int
     ranks: tuple[RankRehearsal, ...]
 
     def passes(self) -> bool:
-        """Whether every rank sent the predicted bytes."""
+        """Whether every rehearsed rank sent the predicted bytes."""
         return all(rank.as_planned for rank in self.ranks)
 
 
 class Trainee(Protocol):
-    """A planned model with its optimizer and training loop."""
+    """A planned model with its optimizer and training loop, to be rehearsed."""
 
     @property
     def net(self) -> ParallelModule: ...
@@ -114,11 +123,12 @@ class Trainee(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     def train(self, checkpoints: Checkpoints | None, on_step: Callable[[], None]) -> None:
-        """Train for `STEPS` steps, call `on_step` after each, and save a checkpoint at the end."""
+        """Train for `STEPS` steps, call `on_step` after each, and then save to `checkpoints`, if
+        given."""
 
 
 def first_and_last_ranks(plan: Plan) -> list[int]:
-    """The first and the last rank of each stage."""
+    """Return the first and the last rank of each stage."""
     size = plan.mesh.num_devices
     ends = ((stage * size, stage * size + size - 1) for stage in range(plan.pipeline.stages))
     return list(dict.fromkeys(rank for pair in ends for rank in pair))
@@ -127,17 +137,22 @@ def first_and_last_ranks(plan: Plan) -> list[int]:
 def rehearse_rank(
     rank: int, plan: Plan, device: torch.device, prepare: Callable[[torch.device], Trainee]
 ) -> RankRehearsal:
-    """Train as `rank` of the plan's devices.
+    """Train as one rank of a plan, and return the measurements.
 
     Args:
+        rank: the rank.
+        plan: the plan.
         device: the CPU, the meta device, or an accelerator.
-        prepare: builds the planned model and its optimizer.
+        prepare: builds the planned model and its optimizer on the device that it is passed.
 
     Raises:
         PlanError: if the rank or device does not exist, or a process group is running.
     """
     if not 0 <= rank < plan.devices:
-        raise PlanError(f"no rank {rank}: {plan.devices} devices are ranks 0 to {plan.devices - 1}")
+        raise PlanError(
+            f"no rank {rank}: the plan has {plan.devices} devices\n"
+            f"use a rank from 0 to {plan.devices - 1}"
+        )
     accelerator = accelerator_type()
     valid = ["meta", "cpu", *([accelerator.type] if accelerator is not None else [])]
     if device.type not in valid:
@@ -152,7 +167,7 @@ def rehearse_rank(
         GroupClock() as groups,
         fake_process_group(rank, plan.devices, device),
         torch.random.fork_rng(),
-        # On meta, attention would be decomposed, with a matrix of scores that a GPU never has.
+        # On meta, attention would be decomposed, with a score matrix that GPUs never materialize.
         FusedAttention() if device.type == "meta" else nullcontext(),
         lone_rank,
     ):
@@ -177,10 +192,10 @@ def rehearse_rank(
             clock.end("checkpoint written")
             checkpoints.load(trainee.net, trainee.optimizer)
             clock.end("checkpoint read")
-        # The shards of `torch.distributed.checkpoint`; its metadata file is common to all ranks.
+        # Files of `torch.distributed.checkpoint` with shards; its metadata file is not per rank.
         files = [path.stat().st_size for path in Path(folder).rglob("*.distcp")]
     net, optimizer, stage = trainee.net, trainee.optimizer, trainee.net.execution.devices.stage
-    # Step counts are tensors, too, and count as in a checkpoint.
+    # Step counters of optimizers are tensors too, and count as in a checkpoint.
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     return RankRehearsal(
         rank=rank,
@@ -193,7 +208,7 @@ def rehearse_rank(
         planned_bytes=_planned_bytes(net),
         parameter_bytes=sum(detached_local(p).nbytes for p in net.parameters()),
         optimizer_bytes=sum(detached_local(t).nbytes for t in state),
-        # Up to the last step only: checkpoints allocate tensors, too.
+        # Only up to the last step, as checkpoints allocate tensors too.
         peak_bytes=sum(lone_rank.bytes_between(lone_rank.peak(end=step_ends[-1])).values()),
         planned_peak=memory(net.execution.partitioned, optimizer, plan.dry_runs).stages[stage].peak,
         allocated_peak=max(peaks, default=None),
@@ -208,20 +223,20 @@ def _planned_bytes(net: ParallelModule) -> int:
 
 @dataclass
 class _Clock:
-    """Measures consecutive phases, and parts of them, in CPU seconds."""
+    """Measures consecutive phases, and their parts, in CPU seconds."""
 
     phases: list[RehearsalPhase] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     start: float = field(default_factory=time.process_time)
 
     def end(self, name: str) -> None:
-        """End the phase that began when the previous one ended."""
+        """End the current phase, under this name; the next phase begins."""
         now = time.process_time()
         self.phases.append(RehearsalPhase(name, now - self.start, self.parts))
         self.parts, self.start = {}, now
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `function` to count its time as a part of the phase."""
+        """Return `function` wrapped to count its CPU time as `part` of the current phase."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
@@ -234,7 +249,7 @@ class _Clock:
 
 
 def _observe(trainee: Trainee, lone_rank: LoneRank, clock: _Clock) -> list[int]:
-    """Measure the training of a model: seconds, live tensors, and bytes sent.
+    """Make the training of a model measure CPU time, live tensors, and bytes sent.
 
     Returns:
         A list to which every training step appends the bytes that it sends.

@@ -34,24 +34,25 @@ def rehearse(
     ].example,
     clip_norm: float | None = 1.0,
 ) -> Rehearsal:
-    """Dry-run three training steps as each of some ranks of the plan, in this process.
+    """Dry-run three training steps as some ranks of the plan, one after another, in this process.
 
-    Runs everything that a rank runs: process groups, its parameter shards, forward and backward,
-    clipping, the optimizer, and on the CPU a checkpoint. Counts the bytes that it sends, to be
-    compared with the plan. Other ranks are absent, so values are meaningless.
+    All that a rank does is run: process groups, its parameter shards, forward and backward,
+    clipping, the optimizer, and on the CPU a checkpoint. Bytes sent are counted, and compared with
+    the plan. Other ranks are absent, so values are meaningless.
 
     Args:
+        net: the model that was planned.
         args, kwargs: arguments of a rank's call: the global batch or, with a `dataset_strategy`,
-            its own part; on the meta device only shapes and dtypes matter.
+            its local batch; on the meta device only shapes and dtypes matter.
         plan: a plan of `net`.
         ranks: ranks to run; by default the first and the last of each stage.
         device: `meta`, which computes nothing and fits any model, `cpu`, or an accelerator, whose
             memory is then measured.
-        optimizer: makes the optimizer from the parameters.
+        optimizer: function that creates the optimizer from the parameters.
         clip_norm: maximum total norm of the gradients; None does not clip.
 
     Returns:
-        Per rank the seconds of each phase, bytes sent, and memory.
+        For each rank, the CPU seconds of each phase, bytes sent, and memory.
 
     Raises:
         CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
@@ -63,7 +64,7 @@ def rehearse(
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
     def prepare(rank_device: torch.device) -> _Steps:
-        # A copy for each rank: the next rank takes other shards of the same parameters.
+        # A copy for each rank, as the next rank takes other shards of the same parameters.
         parallel = parallelize(net, plan, rank_device, copy=True)
         assert isinstance(parallel, ParallelModule)
         return _Steps(parallel, optimizer(parallel.parameters()), plan, leaves, spec, clip_norm)
@@ -78,10 +79,11 @@ def rehearse(
 
 @dataclass
 class _Steps:
-    """Trains on the same batch in every step.
+    """A `Trainee` that trains on the same batch in every step.
 
     Args:
         leaves, spec: leaves and tree structure of the arguments of each call.
+        clip_norm: maximum total norm of the gradients; None does not clip.
     """
 
     net: ParallelModule
@@ -92,7 +94,7 @@ class _Steps:
     clip_norm: float | None
 
     def train(self, checkpoints: Checkpoints | None, on_step: Callable[[], None]) -> None:
-        # Callers have their batch on any device, often the CPU.
+        # The user's batch may be on any device, often the CPU.
         device = self.net.execution.devices.device
         leaves = [each.to(device) if isinstance(each, Tensor) else each for each in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)

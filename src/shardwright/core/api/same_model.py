@@ -21,11 +21,11 @@ PROGRAM_FIELDS = (
     *("mesh", "pipeline", "training", "compute_dtype", "inputs", "structure", "arrivals", "cuts"),
     *("storage", "outputs", "sharding", "bucket_bytes", "recompute", "fingerprint"),
 )
-"""Fields of a plan on which its programs depend."""
+"""Fields of a plan file on which the plan's programs depend."""
 
 
 def check_ranks_agree(net: nn.Module, graph: Graph, plan: Plan, device: torch.device) -> None:
-    """Compare the models and plans of all ranks. Collective.
+    """Check that all ranks have the same model and plan. Collective.
 
     Raises:
         PlanError: on every rank, with the first difference.
@@ -44,7 +44,7 @@ def take_state_of_rank_0(net: nn.Module, device: torch.device) -> None:
         log.info(
             "%s%s differed between ranks: the values are those of rank 0", differing_names[0], more
         )
-    # Deferred tensors have no values to copy; with rank 0's generator states they get the same.
+    # Deferred tensors have no values to copy, but get rank 0's values with its generator states.
     share_generator_states(
         _state(net).values(), lambda states: take_values_of_rank_0(states, device)
     )
@@ -65,7 +65,7 @@ def _model_lines(net: nn.Module, graph: Graph) -> Iterator[str]:
         yield ", ".join((f"{kind} {name} {dtype} {list(tensor.shape)}", *filter(None, notes)))
     for value, tensor in graph.constants.items():
         # A tensor that is neither parameter nor buffer is a constant of the program. Rank 0's
-        # values of it are not sent, so all ranks must have equal ones.
+        # values of constants are not sent, so all ranks must have equal values.
         yield f"the tensor {value} with the hash {int(content_hash(tensor)):x} (no buffer)"
     yield from init_record_lines(_state(net).values())
 

@@ -20,12 +20,16 @@ PROGRAM = "3_program_rank0.txt"
 
 
 class SavedGraphs:
-    """The text files of one plan in a folder; those of an earlier plan are deleted."""
+    """The text files of one plan in a folder; files of an earlier plan are deleted.
+
+    Args:
+        folder: the folder, which is created if it does not exist.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Else the plan of an earlier run would stand beside the error of this one.
+        # Otherwise the plan of an earlier run could be taken for the plan of this run.
         for name in (GRAPH, PLAN, ERROR, PROGRAM):
             (self.folder / name).unlink(missing_ok=True)
 
@@ -39,7 +43,7 @@ class SavedGraphs:
         self._write(PROGRAM, program_text(plan))
 
     def error(self, error: ShardwrightError) -> None:
-        """Write the error that planning ended with."""
+        """Write the error with which planning ended."""
         self._write(ERROR, f"{type(error).__name__}: {error}\n")
 
     def _write(self, name: str, content: str) -> None:
@@ -47,7 +51,11 @@ class SavedGraphs:
 
 
 def program_text(plan: Plan) -> str:
-    """Text of the program of rank 0; `plan` must have its graph. Needs no process group."""
-    # As one stage, so that the program shows all operators, not only those of the first stage.
+    """Return the text of the program of rank 0. Needs no process group.
+
+    Args:
+        plan: a plan with its graph.
+    """
+    # In one stage, so that the program contains the operators of all stages.
     unstaged = replace(plan.partitioned, pipeline=ONE_STAGE)
     return str(lower(unstaged.chunks[0], Devices.of_rank(plan.mesh, 0)))

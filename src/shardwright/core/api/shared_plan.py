@@ -19,7 +19,7 @@ from shardwright.core.plan import Plan
 
 
 def are_all_ranks(devices: int) -> bool:
-    """Whether the process group has `devices` ranks, more than one, on a real backend."""
+    """Whether a process group with a real backend is running, and has `devices` > 1 ranks."""
     return devices > 1 and has_other_ranks() and dist.get_world_size() == devices
 
 
@@ -27,10 +27,12 @@ def shared_plan(request: object, compute: Callable[[], Plan]) -> Plan:
     """Return the plan that `compute` returns on rank 0, with its graph. Collective.
 
     Args:
-        request: everything that the plan depends on; a rank whose request differs from that of rank
-            0 computes its own plan.
+        request: all inputs on which the plan depends; a rank whose request differs from that of
+            rank 0 computes its own plan.
+        compute: computes the plan.
 
-    Raises: as `compute`, on every rank.
+    Raises:
+        ShardwrightError: on every rank, if `compute` raises an error on rank 0.
     """
     return on_rank_0("plan", _request_text(request), compute, _plan_text, _plan_from_text)
 
@@ -38,10 +40,16 @@ def shared_plan(request: object, compute: Callable[[], Plan]) -> Plan:
 def shared_graph(net: nn.Module, plan: Plan, compute: Callable[[], Graph]) -> Graph:
     """Return the graph of `net` that `compute` captures on rank 0. Collective.
 
-    Raises: as `compute`, on every rank.
+    Args:
+        net: the model.
+        plan: the plan, with the inputs and the dtype of the capture.
+        compute: captures the model.
+
+    Raises:
+        ShardwrightError: on every rank, if `compute` raises an error on rank 0.
     """
     request = _request_text((net, plan.inputs, plan.structure, plan.compute_dtype))
-    # A graph that cannot be serialized is received as None; then each rank captures its own.
+    # A graph that cannot be serialized is received as None; then each rank captures the model.
     return on_rank_0("graph", request, compute, _graph_text, _graph_from_text) or compute()
 
 
@@ -59,13 +67,13 @@ def _plan_from_text(text: str) -> Plan:
 
 
 def _graph_text(graph: Graph | None) -> str:
-    """The graph as text; "" if it has an operator or Python that cannot be serialized.
+    """Return the graph as text, or "" if it has an operator or Python that cannot be serialized.
 
-    Tags of operators and calls are left out: the plan contains them as decisions.
+    Tags of operators and calls are left out, as the plan contains them as decisions.
     """
     if graph is None:
         return ""
-    # Tags are objects of users, such as the layouts of pins, which need not be JSON.
+    # Tags are arbitrary objects, such as the layouts of pinned operators.
     ops = tuple(replace(op, tags=()) for op in graph.ops)
     # Results may be named tuples or dataclasses, whose structures PyTorch cannot serialize.
     with suppress(TypeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Show the progress of long calls: a bar on a terminal and in a notebook, else lines."""
+"""Show the progress of long calls: a bar in terminals and notebooks, elsewhere lines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from shardwright.progress import OnProgress, RemainingTime, ignore_progress
 def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
     """Context manager that yields a callback for `on_progress=`.
 
-    On a terminal, and in a notebook with ipywidgets, it shows a transient progress bar; elsewhere
-    one line per phase with the elapsed seconds. Counted phases show an estimate of the remaining
-    time. A terminal gets it on stderr, so that stdout can be redirected.
+    The callback shows a transient progress bar in a terminal and in a notebook with `ipywidgets`,
+    and elsewhere one line per phase with the elapsed seconds. Counted phases show an estimate of
+    the remaining time. Bar and lines are written to stderr, so that stdout can be redirected.
 
     Args:
-        enabled: False shows nothing; True shows lines where there is neither a terminal nor a
-            notebook; None shows nothing there.
+        enabled: whether to show progress; None shows it in terminals and notebooks only.
 
     >>> import torch
     >>> from torch import nn
@@ -39,7 +38,7 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
     if enabled is False or not (bar or notebook or enabled):
         yield ignore_progress
     elif bar:
-        # `sys.stderr` as it is now: capture replaces it by a silent stream, and reports meanwhile.
+        # The current `sys.stderr`: a capture replaces it by a silent stream, and reports progress.
         console = Console() if notebook else Console(file=sys.stderr)
         with _progress_bar(console) as on_progress:
             yield on_progress
@@ -49,7 +48,7 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
 
 @contextmanager
 def _progress_bar(console: Console) -> Iterator[OnProgress]:
-    # Without markup: names of modules may have brackets.
+    # Without markup, as names of modules may have brackets.
     doing = TextColumn("{task.description}", markup=False)
     left = TextColumn("{task.fields[left]}")
     columns = (SpinnerColumn(), doing, BarColumn(), TimeElapsedColumn(), left)
@@ -80,5 +79,5 @@ def _remaining_text(seconds: float | None) -> str:
     if seconds is None:
         return ""
     minutes, rest = divmod(round(seconds), 60)
-    # Below 3 minutes a count of minutes would hardly change while one looks at it.
+    # Below 3 minutes, a number of minutes would hardly change while the user watches.
     return f"{minutes} min left" if minutes > 2 else f"{minutes * 60 + rest} s left"

@@ -1,4 +1,4 @@
-"""Train the user's module, and a program that must compute the same, for a few steps."""
+"""Train the user's module, and a program that must compute the same values, for a few steps."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from shardwright.core.torch_internals.operators import schema_of
 from shardwright.errors import PlanError
 
 STEPS = 2
-"""Number of steps. The second detects errors in updates of buffers, parameters and momentum."""
+"""Number of training steps. The second detects errors in updates of buffers, parameters and
+momentum."""
 
 
 @dataclass(frozen=True)
 class TrainedSteps:
-    """Results of some steps of SGD with momentum.
+    """Results of `STEPS` training steps by SGD with momentum.
 
     Args:
         outputs: output tensors of each step; with several micro-batches only the loss.
-        gradients: gradients of each step by parameter; parameters without one are absent.
-        state: parameters and buffers after the last step.
+        gradients: for each step, gradients by name of the parameter; parameters without a gradient
+            are absent.
+        state: parameters and buffers after the last step, by name.
     """
 
     outputs: list[list[Tensor]]
@@ -43,9 +45,15 @@ class TrainedSteps:
 
 @dataclass(frozen=True)
 class Differences:
-    """Largest differences between two trainings.
+    """Largest differences between two training runs.
 
-    Each is relative to the largest element of the tensor if that exceeds 1.
+    Each difference is relative to the largest element of the tensor if that exceeds 1.
+
+    Args:
+        output: largest difference of an output.
+        gradient, worst_parameter: largest difference of a gradient, and name of its parameter.
+        state, worst_state: largest difference of a parameter or buffer after the last step, and its
+            name.
     """
 
     output: float
@@ -58,10 +66,12 @@ class Differences:
     def between(
         cls, steps: TrainedSteps, expected: TrainedSteps, *, zeros: Collection[str] = ()
     ) -> Differences:
-        """Compare two trainings.
+        """Compare two training runs.
 
         Args:
-            zeros: parameters of which no gradient counts as zeros.
+            steps: the run to compare.
+            expected: the reference.
+            zeros: names of parameters of which a missing gradient counts as zeros.
         """
         outputs = [
             difference(a, b)
@@ -85,7 +95,7 @@ class Differences:
 
 
 class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that perturbs the last digit of every result of an operator at random."""
+    """Dispatch mode that randomly perturbs the last digit of all results of operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,10 +117,12 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _gradient_gap(got: Tensor | None, expected: Tensor | None, *, is_zero: bool) -> float:
-    """Difference of two gradients, of which one may be missing.
+    """Return the relative difference (`difference`) of two gradients, of which one may be missing.
 
     Args:
-        is_zero: whether a missing one counts as zeros.
+        got: the gradient to compare.
+        expected: the reference.
+        is_zero: whether a missing gradient counts as zeros; otherwise the difference is infinite.
     """
     if got is not None and expected is not None:
         return difference(got, expected)
@@ -121,7 +133,8 @@ def _gradient_gap(got: Tensor | None, expected: Tensor | None, *, is_zero: bool)
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest element if that exceeds 1."""
+    """Return the largest difference of elements, relative to the largest element of `expected` if
+    that exceeds 1; infinite if shapes differ, or only one tensor has NaN at an element."""
     if got.shape != expected.shape:
         return math.inf
     if not expected.numel():
@@ -136,8 +149,8 @@ def difference(got: Tensor, expected: Tensor) -> float:
 
 
 def _optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
-    # With momentum an error of the first step's gradients shows in the second step again. Not Adam,
-    # which normalizes tiny gradients that differ by rounding only.
+    # Momentum carries errors of the first step's gradients into the second step. Not Adam, which
+    # normalizes tiny gradients that differ by rounding only.
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9) if parameters else None
 
 
@@ -148,9 +161,9 @@ class EagerTraining:
     Args:
         module: a copy of the module in float64.
         graph: the captured graph, whose outputs are trained.
-        calls: leaves of the arguments of each call: one call with the whole batch, or one per
+        calls: leaves of the arguments of each call: one call with the global batch, or one per
             micro-batch if the plan sums the losses of micro-batches.
-        trains_loss: whether only the loss is trained instead of every output.
+        trains_loss: whether only the loss is trained, instead of every output.
     """
 
     module: nn.Module
@@ -162,8 +175,9 @@ class EagerTraining:
         """Train for `STEPS` steps.
 
         Returns:
-            The steps, and the gradient of each output that the backward pass starts with: 1 for the
-            loss, distinct numbers for others, so that errors cannot cancel.
+            The steps, and for each output the gradient from which the backward pass starts: 1 for
+            the loss, and distinct numbers for other outputs, so that errors cannot cancel; None if
+            the output requires no gradient.
         """
         root_gradients: list[Tensor | None] = []
         outputs, gradients = [], []
@@ -187,10 +201,10 @@ class EagerTraining:
         return TrainedSteps(outputs, gradients, state), root_gradients
 
     def _outputs(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """The tensors that the module returns.
+        """Return the tensors that the module returns for a call.
 
         Raises:
-            PlanError: if their number or shapes differ from the captured ones.
+            PlanError: if their number or shapes differ from those in the graph.
         """
         args, kwargs = pytree.tree_unflatten(leaves, self.graph.in_spec)
         with EverythingInFloat64():  # type: ignore[no-untyped-call]
@@ -198,10 +212,14 @@ class EagerTraining:
         tensors = [leaf for leaf in results if isinstance(leaf, Tensor)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         captured = [value.shape for value in self.graph.output_values]
-        # With micro-batches the graph has the shapes of one of them; a call may have the batch.
+        # With micro-batches the graph has the shapes of a micro-batch, but the call may pass the
+        # global batch.
         same = len(shapes) == len(captured) if self.trains_loss else shapes == captured
         if not same:
-            raise PlanError(f"the module returns tensors of {shapes}, but {captured} when captured")
+            raise PlanError(
+                f"the module returns tensors of shapes {shapes}, but returned tensors of shapes"
+                f" {captured} when it was captured\nplan the model with arguments of these shapes"
+            )
         return tensors
 
     def _result_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -231,15 +249,15 @@ def _root_gradients(graph: Graph, roots: Sequence[Tensor]) -> list[Tensor | None
 
 
 def _distinct(like: Tensor) -> Tensor:
-    """Distinct numbers of absolute value 1 at most: no two multiples of a radian are the same
-    angle."""
+    """Return a tensor like `like` of distinct numbers with absolute values at most 1: sines of 1,
+    2, 3, ... radians, or for complex dtypes points of the unit circle at these angles."""
     angles = 1 + torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape)
     circle = torch.polar(torch.ones_like(angles), angles)
     return (circle if like.is_complex() else circle.imag).to(like.dtype)
 
 
 def backward(roots: Sequence[Tensor], root_gradients: Sequence[Tensor | None]) -> None:
-    """Run the backward pass from all outputs that require a gradient."""
+    """Run a backward pass from all `roots` that require a gradient, with these gradients."""
     pairs = [
         (root, gradient)
         for root, gradient in zip(roots, root_gradients, strict=True)
@@ -250,13 +268,16 @@ def backward(roots: Sequence[Tensor], root_gradients: Sequence[Tensor | None]) -
 
 
 StepFunction = Callable[[Mapping[str, Tensor]], Outcome]
-"""One step of a program, from parameters and buffers by name."""
+"""Function that runs one step of a program with the parameters and buffers that it is passed by
+name."""
 
 
 def train_program(run: StepFunction, graph: Graph, state: Mapping[str, Tensor]) -> TrainedSteps:
     """Train with the outputs, gradients and buffer updates that a program computes.
 
     Args:
+        run: runs one step of the program.
+        graph: the graph of the program.
         state: initial parameters and buffers by name.
     """
     trained = {v.name for v in graph.parameters if v.differentiable}
@@ -286,12 +307,15 @@ def interpreted(
     weight: float,
     root_gradients: Sequence[Tensor | None],
 ) -> StepFunction:
-    """A step that interprets the graph on one device, operator by operator.
+    """Return a step that interprets the graph on one device, operator by operator.
 
     Args:
-        whole_batch_values: for each micro-batch what it reads of the whole batch, by the names of
-            buffers.
-        weight: of the loss of each micro-batch.
+        graph: the graph of one micro-batch.
+        micro_batches: for each micro-batch, the leaves of the call's arguments.
+        whole_batch_values: for each micro-batch, the values of the global batch that it reads, by
+            buffer name.
+        weight: weight of each micro-batch's loss in the loss of the batch.
+        root_gradients: for each output, the gradient from which the backward pass starts, or None.
     """
 
     def run(state: Mapping[str, Tensor]) -> Outcome:

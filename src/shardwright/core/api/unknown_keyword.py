@@ -15,15 +15,14 @@ Result = TypeVar("Result")
 def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Decorate `call` to suggest the nearest parameter for an unknown keyword, as Python 3.13 does.
 
-    Raises: by the decorated function
-        TypeError: an argument is unknown or missing.
+    The decorated function raises `TypeError` if a keyword is unknown.
     """
     parameters = signature(call).parameters
     valid = [name for name in parameters if name != "self"]
 
     @wraps(call)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        # Before the call, as its own error would not name the nearest parameter on Python 3.11.
+        # Before the call, as Python 3.11's own error would not name the nearest parameter.
         for name in kwargs:
             if name not in parameters:
                 where = call.__qualname__.removesuffix(".__init__")
@@ -34,8 +33,8 @@ def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 
 def _suggestion(name: str, valid: list[str]) -> str:
-    """The end of the error text: `memory_limit` is suggested for `memory_limt`, `parallel_mode` for
-    `mode`."""
-    # A part of a name first: the closest match of `mode` by letters is `order`.
+    """Return a suggestion for an unknown keyword: `memory_limit` for `memory_limt`, `parallel_mode`
+    for `mode`; all valid keywords if none is similar."""
+    # Names that contain the keyword come first: the closest match of `mode` by letters is `order`.
     nearest = [each for each in valid if name in each] or get_close_matches(name, valid, n=1)
-    return f"did you mean {nearest[0]!r}?" if nearest else f"valid are {', '.join(valid)}"
+    return f"did you mean {nearest[0]!r}?" if nearest else f"use one of {', '.join(valid)}"

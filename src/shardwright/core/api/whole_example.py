@@ -18,15 +18,15 @@ from shardwright.errors import StrategyError
 def whole_example(
     options: KeywordOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with the global batch, as meta tensors.
+    """Return the arguments of a call with the global batch, with tensors on the meta device.
 
     Args:
-        args, kwargs: arguments of a call with this rank's part of the batch, as
-            `dataset_strategy` divides it.
+        options: options of the plan, with its `dataset_strategy`.
+        args, kwargs: arguments of a call with this rank's local batch.
 
     Raises:
-        StrategyError: if the global batch size depends on a number of stages that the planner is
-            to choose.
+        StrategyError: if the global batch size depends on the number of stages, which the planner
+            chooses.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -42,20 +42,20 @@ def whole_example(
 
 
 def _shard_counts(options: KeywordOptions, tensors: list[Tensor]) -> list[tuple[int, ...]]:
-    """For each input tensor, the number of shards of each dimension."""
+    """Return the number of shards of each dimension of each input tensor."""
     strategy, stages = options.dataset_strategy, options.stages
     counts: list[tuple[int, ...]] = [(1,) * tensor.ndim for tensor in tensors]
     if strategy == "data_parallel":
         if stages == AUTO:
             raise StrategyError(
-                "stages='auto' with dataset_strategy='data_parallel': the size of the global"
-                " batch depends on the number of stages\n"
+                "with dataset_strategy='data_parallel' the global batch size depends on the number"
+                " of stages, which stages='auto' leaves open\n"
                 "call `net.compile(*example)` with an example of the global batch"
             )
         world = dist.get_world_size() if dist.is_initialized() else 1
         data_ranks = world // stages
         batch_rows = next((t.shape[0] for t in tensors if t.ndim), None)
-        # As `data_parallel` does: tensors with the rows of the first one are parts of the batch.
+        # As in `data_parallel`, tensors with as many rows as the first tensor are local batches.
         counts = [
             (data_ranks, *(1,) * (t.ndim - 1))
             if t.ndim and t.shape[0] == batch_rows

@@ -1,8 +1,8 @@
 """Generates Python source line by line; the text that a program prints is the text that runs.
 
 Names of operators, axes and segments may come from a file. Only their letters, digits and
-underscores become part of identifiers, and comments are kept on one line, so that no file can
-inject code into a program.
+underscores become part of identifiers, and comments stay on one line, so that no file can inject
+code into a program.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from shardwright.core.graph.graph import Value
 from shardwright.core.runtime.collective_errors import TEXT
 
 NAMED_RANGE = "named_range"
-"""Name of the context manager that marks a line in profiler traces."""
+"""Name, in the program text, of the context manager that marks a line in profiler traces."""
 
 RecomputeFunction = Callable[..., Any]
-"""Runs a function so that the backward pass reruns it, such as `torch.utils.checkpoint`."""
+"""Function that runs its first argument with activation checkpointing, like
+`torch.utils.checkpoint.checkpoint`."""
 
 
 @dataclass
 class Source:
-    """Source of a function under construction.
+    """Source text of a function under construction.
 
     Args:
-        scope: global names of the text: operators, redistributions, constants.
+        scope: objects that the text refers to by global names: operators, redistributions,
+            constants.
+        lines: the statements so far.
     """
 
     scope: dict[str, Any] = field(default_factory=lambda: {"torch": torch, "aten": torch.ops.aten})
@@ -39,7 +42,7 @@ class Source:
     _taken: set[str] = field(default_factory=set)
 
     def name(self, hint: str) -> str:
-        """Reserves an unused variable name: `layers.0.mlp` → `layers_0_mlp`."""
+        """Reserve and return an unused variable name: `layers.0.mlp` → `layers_0_mlp`."""
         stem = re.sub(r"\W+", "_", hint).strip("_") or "value"
         # `0.weight` of an `nn.Sequential` is no identifier, nor is `lambda`.
         if stem[0].isdigit() or keyword.iskeyword(stem):
@@ -51,7 +54,12 @@ class Source:
         return candidate
 
     def refer(self, hint: str, target: Any) -> str:
-        """Adds an object to the scope and returns its name; the same name for the same object."""
+        """Add `target` to the scope and return its name; if it is there already, return that name.
+
+        Args:
+            hint: preferred name; characters that identifiers cannot have are replaced.
+            target: the object.
+        """
         hint = re.sub(r"\W+", "_", hint)
         for number in range(len(self.scope) + 1):
             candidate = hint if number == 0 else f"{hint}_{number}"
@@ -79,11 +87,11 @@ class Source:
         self.lines.append(line)
 
     def nest_segments(self, outputs: Sequence[str], checkpoint: RecomputeFunction) -> list[Line]:
-        """Lines of the function, with each recomputed segment as an inner function.
+        """Return the lines of the function, with each recomputed segment as an inner function.
 
         Args:
             outputs: variables that the function returns.
-            checkpoint: runs the inner functions so that the backward pass reruns them.
+            checkpoint: runs inner functions with activation checkpointing.
         """
         if all(line.segment is None for line in self.lines):
             return self.lines
@@ -92,17 +100,22 @@ class Source:
         )
 
     def compile(self, text: str, name: str) -> Callable[..., Any]:
-        """Compiles `text` and returns the function `name` that it defines."""
+        """Compile `text` and return the function `name` that it defines."""
         scope = {**self.scope, TEXT: text}
-        # The file name is not that of a file: errors of collectives are recognized by it, and read
-        # the line from `TEXT` (`runtime/collective_errors.py`).
+        # `runtime/collective_errors.py` recognizes frames of programs by this file name, and reads
+        # their lines from `TEXT`.
         exec(compile(text, f"<{name}>", "exec"), scope)
         function: Callable[..., Any] = scope[name]
         return function
 
 
 def expression(argument: Any, variable: Callable[[Value], str]) -> str:
-    """Writes an argument of an operator as Python text, with `variable` for graph values."""
+    """Return an argument of an operator as Python text.
+
+    Args:
+        argument: the argument; may contain graph values.
+        variable: returns the name of the variable that holds a graph value.
+    """
     if isinstance(argument, Value):
         return variable(argument)
     if isinstance(argument, list):
@@ -124,11 +137,16 @@ class Line:
     """One statement `names = expression`.
 
     Args:
-        reads: variables in the expression.
+        names: variables that are assigned.
+        expression: Python text of the right-hand side.
+        reads: variables that the expression reads.
+        comment: text of the comment above the line; empty for none.
         unpack: whether the expression returns a sequence with an element for each name.
-        segment: recomputed segment that it belongs to; None if it belongs to none.
-        function, body: name and lines of the inner function that the line defines and calls.
-        label: name of its range in profiler traces; empty for none.
+        segment: name of the recomputed segment that the line belongs to; None if it belongs to
+            none.
+        function, body: name and lines of the inner function that the line defines and calls; empty
+            if it defines none.
+        label: name of the line's range in profiler traces; empty for none.
     """
 
     names: tuple[str, ...]
@@ -150,8 +168,11 @@ class Line:
 
 
 def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]:
-    """Writes the body of a function. Variables other than the `outputs` are deleted after last use,
-    so that eager execution keeps no activation alive longer than autograd does."""
+    """Yield the text of the body of a function.
+
+    Variables other than `outputs` are deleted after their last use, so that eager execution keeps
+    no activation alive longer than autograd does.
+    """
     assigned = {name for line in lines for name in line.names}
     last = {name: i for i, line in enumerate(lines) for name in (*line.reads, *line.names)}
     for number, line in enumerate(lines):
@@ -171,17 +192,19 @@ def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]
 def nest_segments(
     lines: Sequence[Line], outputs: Collection[str], name: Callable[[str], str], runner: str
 ) -> list[Line]:
-    """Replaces the lines of each segment by one that calls an inner function of them.
+    """Return `lines` with each recomputed segment replaced by a line that calls an inner function.
 
-    Other lines between those of a segment move before it, or after it if they depend on it.
+    Lines of no segment that are between lines of a segment move ahead of the segment, or behind it
+    if they depend on it.
 
     Args:
+        lines: the lines of a function.
         outputs: variables that are read after the last line.
-        name: reserves an unused name.
-        runner: name of the function that runs inner functions with recomputation.
+        name: reserves and returns an unused name.
+        runner: name of the function that runs inner functions with activation checkpointing.
     """
     last = {line.segment: number for number, line in enumerate(lines)}
-    # An inner function returns only what others read: the rest is recomputed, not saved.
+    # An inner function returns only variables read outside: others are recomputed, not saved.
     readers: dict[str, set[str | None]] = {n: {None} for n in outputs}
     for line in lines:
         for n in line.reads:
@@ -205,7 +228,7 @@ def nest_segments(
 def _split_at_segment(
     lines: Sequence[Line], segment: str
 ) -> tuple[list[Line], list[Line], list[Line]]:
-    """Lines to emit before a segment, those of the segment, and those that depend on it."""
+    """Return the lines to emit ahead of a segment, those of the segment, and those behind it."""
     before: list[Line] = []
     inside: list[Line] = []
     after: list[Line] = []
@@ -214,8 +237,8 @@ def _split_at_segment(
         assert line.segment in (None, segment), f"{line.segment} lies within {segment}"
         if line.segment is not None:
             inside.append(line)
-        # Independent lines stay ahead of the segment: gathers and starts of collectives, whose
-        # overlap would be lost behind it.
+        # Independent lines move ahead of the segment: gathers and starts of collectives, whose
+        # overlap would be lost behind the segment.
         elif assigned.isdisjoint(line.reads):
             before.append(line)
             continue
@@ -228,10 +251,13 @@ def _split_at_segment(
 def _segment_call(
     inside: Sequence[Line], readers: Mapping[str, set[str | None]], function: str, runner: str
 ) -> Line:
-    """Line that defines and calls a function of the lines `inside`.
+    """Return a line that defines and calls an inner function of the lines of a segment.
 
     Args:
-        readers: segments that read each variable; None stands for lines outside of all segments.
+        inside: the lines of the segment.
+        readers: for each variable the segments that read it; None stands for lines of no segment.
+        function: name of the inner function.
+        runner: name of the function that runs inner functions with activation checkpointing.
     """
     own_segment = {inside[0].segment}
     assigned = dict.fromkeys(n for line in inside for n in line.names)

@@ -28,15 +28,23 @@ from shardwright.core.runtime.regather import BackwardRegather
 class BucketLines:
     """Emits the lines of buckets.
 
-    The gather of a bucket starts before the previous one is finished, and finishes at its first
-    use. Buckets whose gradients are all-reduced over replicas enter at the top of the program, so
-    that the backward pass, in reverse order, waits for them last. Others enter just before their
-    gather starts: after the reduce-scatter nothing is left to wait for, and their gradients are
-    passed on at once.
+    The gather of a bucket starts before the gather of the previous bucket is finished, and is
+    finished at the first use of a member. Buckets whose gradients are all-reduced over replicas
+    enter at the top of the program, so that the backward pass, in reverse order, waits for the
+    all-reduces last. Other buckets enter just before their gather starts: after the reduce-scatter
+    nothing is left to wait for, and their gradients are passed on at once.
 
     A program of unsharded parameters has no buckets that are reduced once per step: it reads their
-    members in the layout in which they are used. Those of `level2` it reads gathered, and only
-    their gradients go through the bucket.
+    members in the layouts in which they are used. It reads members of `level2` buckets gathered,
+    and only their gradients pass through the bucket.
+
+    Args:
+        communication: the communication of the program, with its buckets.
+        devices: this rank's view of the devices.
+        unsharded: whether the program reads parameters from `UnshardedParameters`.
+        source: the source text to which lines are added.
+        bound: the buckets, bound to process groups.
+        regather: gathers buckets again in the backward pass; None if no bucket needs it.
     """
 
     communication: Communication
@@ -60,8 +68,8 @@ class BucketLines:
             self.bound = tuple(RangedBucket.of(b, self.devices.matrix) for b in self.bound)
         for bucket in self.communication.buckets:
             for member in bucket.members:
-                # By identity, since a parameter that is read in two layouts is a member of two
-                # buckets.
+                # By the identity of transfers, as a parameter that is read in two layouts is a
+                # member of two buckets.
                 self._bucket_of[member.value, _ids(member.transfers)] = (bucket, member)
         if any(
             bucket.regathers and bucket.segment is None for bucket in self.communication.buckets
@@ -69,19 +77,19 @@ class BucketLines:
             self.regather = BackwardRegather()
 
     def enter(self) -> None:
-        """Emits the first lines of a program, whose backward runs last."""
+        """Emit the first lines of a program, whose backward pass runs last."""
         for bound in self._program_buckets:
             # Lines at the top run last in the backward pass: reductions overlap all of it.
             if not bound.bucket.gathers or bound.replicas is not None:
                 self._emit_enter(bound)
-        # The first gather has no earlier bucket whose use it could overlap.
+        # The first gather cannot overlap the use of an earlier bucket, so it starts at once.
         first = next((b.bucket for b in self._program_buckets if _can_prefetch(b.bucket)), None)
         if first is not None:
             self._emit_start(first)
 
     @cached_property
     def _program_buckets(self) -> tuple[BoundBucket, ...]:
-        """Buckets that this program gathers or reduces itself."""
+        """The buckets that the program itself gathers or reduces."""
         return tuple(each for each in self.bound if self._is_in_program(each.bucket))
 
     def _is_in_program(self, bucket: Bucket) -> bool:
@@ -96,7 +104,8 @@ class BucketLines:
         return name
 
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
-        """Variable of a parameter after the steps that its bucket makes; None without a bucket."""
+        """Emit the steps of `route` that a bucket performs, and return the variable of the
+        parameter after them; None if `value` is not in a bucket."""
         num_bucketed = num_bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
         if not num_bucketed:
             return None
@@ -112,11 +121,11 @@ class BucketLines:
     def _emit_start(self, bucket: Bucket) -> None:
         if bucket in self._started:
             return
-        # Buckets that are only gathered enter beside their gather; see the class docstring.
+        # Buckets without all-reduce enter just before their gather; see the class docstring.
         entered = self._entered.get(bucket) or self._emit_enter(self.bound[bucket.number])
         bound, number = self.bound[bucket.number], bucket.number
         name = self._started[bucket] = self.source.name(f"bucket_{number}")
-        # Gathered once per step by `UnshardedParameters`; the bucket only reduces gradients.
+        # `UnshardedParameters` gathers once per step; the bucket only reduces gradients.
         if self.unsharded and bucket.level == "level2":
             function = self.source.refer(f"reuse_{number}", ReuseGathered(bound))
             call = f"{function}({entered}, parameters[{gathered_bucket_key(bucket)!r}])"
@@ -129,13 +138,13 @@ class BucketLines:
         is_cached = self.unsharded and bucket.level == "level2"
         if bucket.gathers:
             self._emit_start(bucket)
-            # Before the wait, so that the next gather overlaps the use of this bucket.
+            # Start before the wait, so that the next gather overlaps the use of this bucket.
             following = self._next_prefetch(bucket)
             if following is not None:
                 self._emit_start(following)
         bucket_variable = self._started.get(bucket) or self._entered[bucket]
         if bucket.gathers and not is_cached:
-            # The rerun of a segment gathers its buckets itself.
+            # Recomputing a segment gathers its buckets again anyway.
             regather = self.regather if bucket.regathers and bucket.segment is None else None
             function = self.source.refer(f"finish_{number}", FinishGather(bound, regather))
         else:
@@ -147,7 +156,7 @@ class BucketLines:
         self._members.update(zip(bucket.members, names, strict=True))
 
     def _next_prefetch(self, bucket: Bucket) -> Bucket | None:
-        """The bucket to prefetch: the next one that is gathered ahead of use."""
+        """Return the bucket to prefetch before `bucket` is used, or None."""
         if bucket.segment is not None:
             return None
         later_buckets = (b.bucket for b in self._program_buckets if b.bucket.number > bucket.number)
@@ -155,22 +164,22 @@ class BucketLines:
 
 
 def _can_prefetch(bucket: Bucket) -> bool:
-    """Whether a bucket can be prefetched; one inside a recomputed segment is gathered there."""
+    """Whether a bucket can be prefetched; buckets of recomputed segments are gathered in them."""
     return bucket.gathers and bucket.segment is None
 
 
 def used_member_key(member: Member) -> str:
-    """Key of a member in the layout in which it is used, in `UnshardedParameters.tensors`."""
+    """Return the key, in `UnshardedParameters.tensors`, of a member in the layout of its use."""
     return f"{member.name} as used"
 
 
 def cast_key(value: Value) -> str:
-    """Key of a cast parameter without a bucket, in `UnshardedParameters.tensors`."""
+    """Return the key, in `UnshardedParameters.tensors`, of a cast parameter without a bucket."""
     return f"{value.name} as {str(value.dtype).removeprefix('torch.')}"
 
 
 def gathered_bucket_key(bucket: Bucket) -> str:
-    """Key of all members of a gathered `level2` bucket, in `UnshardedParameters.tensors`."""
+    """Return the key, in `UnshardedParameters.tensors`, of the members of a `level2` bucket."""
     return f"bucket {bucket.number}"
 
 
@@ -179,7 +188,10 @@ def _ids(transfers: Sequence[Transfer]) -> tuple[int, ...]:
 
 
 def _bucket_comment(bound: BoundBucket) -> str:
-    """`bucket 0 of 3 parameters: vary over dp, all_gather over fsdp / reduce_scatter`."""
+    """Describe the collectives of a bucket, forward / backward.
+
+    Example: `bucket 0 of 3 parameters: vary over dp, all_gather over fsdp / reduce_scatter`.
+    """
     bucket, steps = bound.bucket, []
     for step in bucket.steps:
         axes = step.source.layout.named(step.axes)

@@ -22,8 +22,11 @@ class TransferLines:
     """Emits one line per transfer, or start and finish lines if it overlaps computation.
 
     Args:
-        overlaps: transfers with separate start and finish.
-        pending: transfer of the loss that is started but not finished, if any.
+        communication: the communication of the program.
+        devices: this rank's view of the devices.
+        source: the source text to which lines are added.
+        overlaps: transfers with separate start and finish lines.
+        pending: transfer of the loss that is started but not finished, or None.
         weight_of: returns the variable of a linear layer's weight.
         delayed: variables of weights whose gradients are delayed, by linear layer.
     """
@@ -42,20 +45,21 @@ class TransferLines:
 
     def __post_init__(self) -> None:
         for transfer, overlap in self.overlaps.items():
-            # A transfer with nothing beside it starts where it finishes, in `_emit_transfer`.
+            # A transfer that overlaps no operators starts where it finishes, in `_emit_transfer`.
             if overlap.overlapping_ops and transfer is not self.pending:
                 self._starts_after.setdefault(transfer.value, []).append(transfer)
 
     def start(self, value: Value, name: str) -> None:
-        """Emits the start of overlapped transfers of a value that was just computed."""
+        """Emit the starts of overlapped transfers of `value`, just computed in variable `name`."""
         for transfer in self._starts_after.get(value, ()):
             self._emit_start(transfer, name)
 
     def convert(self, name: str, route: Sequence[Transfer]) -> str:
-        """Emits the transfers of a route from the variable `name`; returns the last variable."""
+        """Emit the transfers of `route`, from the variable `name`; return the resulting
+        variable."""
         for transfer in route:
-            # Readers of a value in one layout share its transfers: `q`, `k` and `v` read one
-            # `vary`, and their gradients are all-reduced once.
+            # Consumers of a value in the same layout share its transfers: `q`, `k` and `v` read the
+            # result of one `vary`, and their gradients are all-reduced once.
             if transfer not in self._variables:
                 self._variables[transfer] = self._emit_transfer(transfer, name)
             name = self._variables[transfer]
@@ -67,8 +71,8 @@ class TransferLines:
             return self._emit_call(transfer, prefix, self._function(transfer), variable)
         if transfer not in self._started:
             self._emit_start(transfer, variable)
-        # Between start and finish, so that in the backward pass, in reverse order, weight gradients
-        # are computed while the gradient of the input is communicated.
+        # Emitted between start and finish, so that the backward pass, in reverse order, computes
+        # weight gradients while it communicates the gradient of the input.
         for op in self.overlaps[transfer].delayed_linears:
             self._emit_delay(op, transfer)
         pending = self._started[transfer]
@@ -81,7 +85,7 @@ class TransferLines:
         self._started[transfer] = self._emit_call(transfer, "start", function, variable)
 
     def _emit_delay(self, op: Op, transfer: Transfer) -> None:
-        """Emits the point at which the backward pass computes a linear layer's weight gradient."""
+        """Emit the line at which the backward pass computes a linear layer's weight gradient."""
         weight = self.weight_of(op)
         shape = self.communication.initial_layouts[op.output].shard_shape(op.output.shape)
         x_shape = self.communication.input_layouts[op.name][0].shard_shape(op.inputs[0].shape)
@@ -112,7 +116,7 @@ class TransferLines:
         return self._bound.setdefault((half, id(function)), half(function))
 
     def _function(self, transfer: Transfer) -> BoundCollective:
-        """Function that executes a transfer, shared by transfers with equal steps."""
+        """Return the function that executes a transfer; transfers with equal steps share it."""
         step, pending = transfer.step, transfer is self.pending
         key: tuple[Any, ...] = (pending, step.kind, step.axes, step.dim, step.to_dim, step.backward)
         # A permutation depends on both layouts, other steps only on their dimensions.

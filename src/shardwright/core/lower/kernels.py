@@ -1,4 +1,4 @@
-"""Kernels: the functions that compute operators on local tensors."""
+"""Kernels, the functions that compute operators on local tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 @dataclass
 class Kernels:
-    """Cache of the kernels of a program's operators."""
+    """The kernels of a program's operators, each created once."""
 
     devices: Devices
     cuts: Mapping[str, Cuts]
@@ -30,12 +30,12 @@ class Kernels:
     _kernels: dict[Op, Callable[..., Any]] = field(default_factory=dict)
 
     def of(self, op: Op) -> Callable[..., Any]:
-        """Kernel of `op`: that of its rule if the operator is sharded and the rule has one, else
-        its own target."""
+        """Return the kernel of `op`: that of its sharding rule if the operator is sharded and the
+        rule has one, else the operator's own target."""
         if op not in self._kernels:
             self._kernels[op] = op.target
             rule, is_cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
-            # An operator that is not cut runs unchanged, with the bits of one device.
+            # An operator that is not sharded runs unchanged, bitwise as on one device.
             if rule is not None and rule.kernel is not None and is_cut:
                 self._kernels[op] = rule.kernel(op, self._local(op, rule))
             if isinstance(op.target, LocalCall):
@@ -43,15 +43,18 @@ class Kernels:
         return self._kernels[op]
 
     def _user_code(self, op: Op, name: str) -> Callable[..., Any]:
-        """Kernel of a `local_map`. On axes that do not shard it, ranks must return equal results,
-        which `EqualReplicas` checks."""
+        """Return the kernel of a `local_map` operator.
+
+        Ranks along axes that do not shard the operator must return equal results, which
+        `EqualReplicas` checks.
+        """
         function, device_matrix = self._kernels[op], self.devices.matrix.device_matrix
         cut_axes = {axis for axes in self.cuts.get(op.name, {}).values() for axis in axes}
         axes = tuple(axis for axis in range(len(device_matrix)) if axis not in cut_axes)
         # Without process groups, a program is only printed or dry-run.
         if axes and self.devices.connected:
             function = EqualReplicas(function, self.devices.group(axes), name)
-        # `local_map` promises to run the user's code as it is, and Dynamo may not support it.
+        # `local_map` runs the user's code unchanged, which Dynamo may not support.
         disable: Any = torch.compiler.disable
         disabled: Callable[..., Any] = disable(function, reason=f"{name} is a local_map")
         return disabled
@@ -77,7 +80,7 @@ class Kernels:
 
 
 def returns_many(op: Op) -> bool:
-    """Whether the target returns a sequence of tensors, possibly with a single element."""
+    """Whether the operator's target returns a sequence of tensors, possibly of length 1."""
     if isinstance(op.target, OpOverload):
         returns = schema_of(op.target).returns
         # `split` returns a list, also one of a single tensor.
@@ -86,8 +89,8 @@ def returns_many(op: Op) -> bool:
 
 
 def returns_nones(op: Op) -> bool:
-    """Whether the target returns None for some tensors, as a backward operator does for an input
-    that needs no gradient."""
+    """Whether the operator's target returns None in place of some tensors, as a backward operator
+    does for an input that needs no gradient."""
     if not isinstance(op.target, OpOverload):
         return False
     returns = schema_of(op.target).returns
@@ -96,5 +99,5 @@ def returns_nones(op: Op) -> bool:
 
 
 def drop_nones(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Runs a function and drops the Nones from its results."""
+    """Run `function(*args, **kwargs)` and return its results without Nones."""
     return tuple(result for result in function(*args, **kwargs) if result is not None)

@@ -1,7 +1,7 @@
 """Lowers a chunk to the program of one rank.
 
 The program is Python text over local tensors: the operators of the graph in order, and a
-redistribution wherever a value is read in another layout than it was produced in.
+redistribution wherever a value is read in another layout than that in which it was computed.
 """
 
 from __future__ import annotations
@@ -56,16 +56,18 @@ class Program:
     """The program of one rank.
 
     Args:
-        source: Python text.
-        function: function compiled from it.
-        communication: redistributions in it.
+        source: the Python text.
+        function: the function compiled from `source`.
+        communication: redistributions and buckets of the program.
         parameters: parameters that the graph reads.
         buckets: buckets of `communication`, bound to this rank's process groups.
-        unsharded: whether it reads parameters from `UnshardedParameters` instead of gathering them.
-        casts: parameters that an unsharded program reads without a bucket, but in another dtype.
-        regather: gathers that the backward pass repeats; None if there are none.
-        by_region: returns the function with its repeated blocks compiled once; None without
-            repeated blocks.
+        unsharded: whether the program reads parameters from `UnshardedParameters` instead of
+            gathering them.
+        casts: parameters without a bucket that an unsharded program reads in another dtype than
+            stored.
+        regather: gathers buckets again in the backward pass; None if no bucket needs it.
+        by_region: returns the function with its repeated blocks compiled once as one function; None
+            without repeated blocks.
     """
 
     source: str
@@ -79,7 +81,8 @@ class Program:
     by_region: Callable[[Compiler], Callable[..., Any] | None] = lambda compiler: None
 
     def compiled(self, compiler: Compiler, regional: bool) -> Program:
-        """Compiles the program; with `regional`, its repeated blocks once as one function."""
+        """Return the program compiled by `compiler`; with `regional`, only its repeated blocks,
+        once as one function."""
         function = self.by_region(compiler) if regional else None
         return replace(self, function=function or compiler(self.function))
 
@@ -90,21 +93,22 @@ class Program:
         inputs: Sequence[Any],
         seed: int = 0,
     ) -> tuple[list[Any], list[Tensor]]:
-        """Runs the program on local tensors.
+        """Run the program on local tensors.
 
         Args:
             parameters: this rank's shards in the plan's storage layout; for an `unsharded` program,
                 the result of `UnshardedParameters.tensors`.
-            buffers: unsharded buffers, and the `current` constants that it was lowered with.
-            inputs: leaves of the call's arguments, with unsharded tensors.
-            seed: seed of random operators; the same on all ranks, another one in each step.
+            buffers: unsharded buffers by name, and the values of the `current` constants with which
+                the program was lowered.
+            inputs: leaves of the call's arguments, with full tensors or, for inputs that arrive
+                sharded, this rank's shards.
+            seed: seed of random operators, equal on all ranks and different in each step.
 
         Returns:
             The leaves of the model's outputs, and the new values of the graph's `updates`, in the
-            layouts of the old ones.
+            layouts of the old values.
         """
-        # Without gradients nothing is saved for backward, and each bucket is freed after its last
-        # use.
+        # Without gradients autograd saves nothing, and each bucket is freed after its last use.
         if self.regather is None or not torch.is_grad_enabled():
             return self.function(parameters, buffers, inputs, seed)
         with self.regather.run():
@@ -121,10 +125,12 @@ def lower(
     pending_loss: bool = False,
     current: frozenset[str] = frozenset(),
 ) -> Program:
-    """Lowers `chunk` to the program of this rank.
+    """Lower `chunk` to the program of this rank.
 
     Args:
-        unsharded: whether the program reads parameters that `UnshardedParameters` keeps over the
+        chunk: a partitioned graph, all or a part of the model.
+        devices: this rank's view of the devices.
+        unsharded: whether the program reads parameters that `UnshardedParameters` holds for the
             micro-batches of a step, instead of gathering them itself.
         pending_loss: whether the all-reduce of the loss is started but not finished, as the
             backward pass does not need it; call `collectives.wait` before reading the loss.
@@ -164,7 +170,7 @@ class _Lowering:
         return self.chunk.communication
 
     def program(self) -> Program:
-        # Reserved, so that no variable hides an argument of the program.
+        # Reserved, so that no variable shadows an argument of the program.
         for name in ("parameters", "buffers", "inputs", "seed", "device"):
             self.source.name(name)
         self.buckets = BucketLines(self.communication, self.devices, self.unsharded, self.source)
@@ -181,11 +187,12 @@ class _Lowering:
             self.source.refer(NAMED_RANGE, record_function)
         recomputed = (self.graph.by_name[name] for name in self.communication.segment_of)
         self.read_after_update = frozenset(value for op in recomputed for value in op.inputs)
-        # Buffers are updated in place after the program has run. A value that is read later has to
-        # be cloned: by a recomputed operator, from saved tensors, or as an output.
+        # Buffers are updated in place after the program has run. An old value that is read later
+        # has to be cloned: by a recomputed operator, from saved tensors, or as an output.
         self.read_after_update |= saved_before_update(self.graph)
         self.read_after_update |= returned_before_update(self.graph)
-        # Before the first gather, since their all-reduces are small and need inputs only.
+        # Before the first gather, as the all-reduces of early starts are small and need inputs
+        # only.
         emitted_early = self._emit_early_starts()
         self.buckets.enter()
         for op in self.graph.ops:
@@ -221,8 +228,11 @@ class _Lowering:
         )
 
     def _checkpoint(self) -> Callable[..., Any]:
-        """Function that runs recomputed segments. On one device, random operators draw from torch's
-        generator, whose state it has to restore; on several, each draw has its own seed."""
+        """Return the function that runs recomputed segments.
+
+        On one device, random operators draw from PyTorch's generator, whose state the function must
+        restore if a recomputed operator is random; on several devices each draw has its own seed.
+        """
         if self.devices.is_distributed:
             return recompute_segment
         recomputed = (self.graph.by_name[name] for name in self.communication.segment_of)
@@ -231,13 +241,13 @@ class _Lowering:
     # Values
 
     def _variable(self, value: Value) -> str:
-        """Variable that holds `value` in its initial layout."""
+        """Return the variable that holds `value` in its initial layout; emit reads of arguments."""
         if value not in self.variables:
             name = self.variables[value] = self.source.name(value.name)
             is_cast = value.dtype != value.stored_dtype
             cast = f".to({value.dtype})" if is_cast else ""
             if value in self.communication.update_routes and value in self.read_after_update:
-                # The old value is read after the update: by the backward pass, or by the caller.
+                # The backward pass or the caller reads the old value after the update.
                 cast = ".clone()"
             if value.kind is Kind.PARAMETER and self.unsharded and is_cast:
                 self.casts.append(value)
@@ -250,14 +260,14 @@ class _Lowering:
                 index = next(i for i, leaf in enumerate(self.graph.inputs) if leaf is value)
                 self.source.add([name], f"inputs[{index}]{cast}", [])
             elif value.kind is Kind.CONSTANT:
-                # Moved once, when the program is made, instead of in every call.
+                # Moved once, at lowering, instead of in every call.
                 tensor = self.graph.constants[value].to(self.devices.device)
                 constant = self.source.refer(f"constant_{len(self.source.scope)}", tensor)
                 self.source.add([name], constant, [])
         return self.variables[value]
 
     def _redistributed(self, value: Value, route: Sequence[Transfer]) -> str:
-        """Variable that holds `value` after the transfers of `route`."""
+        """Emit the transfers of `route`, and return the variable that holds `value` after them."""
         name = self.buckets.member(value, route)
         if name is None:
             name = self._variable(value)
@@ -266,9 +276,9 @@ class _Lowering:
         return self.transfers.convert(name, route)
 
     def _pending_loss(self) -> Transfer | None:
-        """The all-reduce of the loss that is not finished in the program, if there is one."""
+        """Return the all-reduce of the loss that the program does not finish, or None."""
         loss = self.graph.loss
-        # If the loss is read by another operator, that waits for it anyway.
+        # An operator that reads the loss would wait for the all-reduce anyway.
         if not self.pending_loss or loss is None or self.graph.consumers[loss]:
             return None
         route = self.communication.output_routes[loss]
@@ -280,12 +290,16 @@ class _Lowering:
     # Operators
 
     def _emit_early_starts(self) -> set[Op]:
-        """Emits the first halves of two-phase kernels at the top of the program, where they depend
-        on inputs only, so that no device waits for others there. Returns the operators emitted."""
+        """Emit the first halves of two-phase kernels that depend on inputs only at the top of the
+        program, so that their second halves need not wait for other devices.
+
+        Returns:
+            The operators emitted to compute the inputs of these kernels.
+        """
         emitted_early: set[Op] = set()
         for op in self.graph.ops:
             kernel = self.kernels.of(op)
-            # A recomputed segment is one function, of which no line can be moved to the top.
+            # A recomputed segment is one function, whose lines cannot be moved to the top.
             if not isinstance(kernel, TwoPhaseKernel) or self._segment_name(op) is not None:
                 continue
             producers = ops_from_inputs(self.graph, [op.inputs[i] for i in kernel.reads])
@@ -308,7 +322,7 @@ class _Lowering:
         input_variables: dict[int, str] = {}
         variables = []
         for index, value in enumerate(op.inputs):
-            # Those of the linear layer come first, as in the graph: overlap depends on the order.
+            # Inputs of the linear layer come first, as in the graph: overlap depends on the order.
             if value in self.deferred_linears:
                 self._emit_inputs(self.deferred_linears[value])
                 continue
@@ -326,7 +340,8 @@ class _Lowering:
             return input_variables[next(counter)]
 
         function = self._function(op, rule)
-        # Its weight gradient overlaps a collective of the backward pass (`runtime/overlap.py`).
+        # The layer's weight gradient overlaps a collective of the backward pass
+        # (`runtime/overlap.py`).
         if op in self.transfers.delayed:
             function, input_variables[1] = (
                 self.source.refer("linear", delayed_linear),
@@ -356,7 +371,7 @@ class _Lowering:
         return segment.name if segment is not None else None
 
     def _arguments(self, op: Op, rule: ShardingRule | None) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments of the operator, with output sizes replaced by local sizes."""
+        """Return the arguments of the operator, with output sizes replaced by local sizes."""
         args, kwargs = list(op.args), dict(op.kwargs)
         if rule is not None and rule.sizes is not None:
             # `view(b, s, d)` of a shard has local sizes.
@@ -368,15 +383,15 @@ class _Lowering:
         return args, kwargs
 
     def _function(self, op: Op, rule: ShardingRule | None) -> str:
-        """Name of the function that computes `op` on local tensors."""
+        """Return the name of the function that computes `op` on local tensors."""
         function = self.kernels.of(op)
         if op in self.started_kernels:
             assert isinstance(function, TwoPhaseKernel)
             function = function.finish
         if self.devices.is_distributed and is_random(op):
             layout = self.communication.initial_layouts[op.output]
-            # Ranks with different shards, or different terms of a sum, draw different numbers;
-            # replicas draw the same.
+            # Ranks with different shards, or with different terms of a sum, draw different numbers;
+            # replicas draw equal numbers.
             sharded = (axis for dim in layout.axes for axis in dim)
             axes = tuple(dict.fromkeys((*sharded, *sorted(layout.partial))))
             function = Seeded(function, stream_number(op.name), self.devices.index(axes))
@@ -389,8 +404,7 @@ class _Lowering:
                 return str(function)
             if function.namespace == "shardwright":
                 return f"torch.ops.{function}"
-            # A custom operator of the user: a wrong fake implementation shows here
-            # (`runtime/fake_implementations.py`).
+            # A custom operator of the user, whose fake implementation may be wrong.
             layouts = ((v, self.communication.initial_layouts[v]) for v in op.outputs)
             output_specs = tuple((layout.shard_shape(v.shape), v.dtype) for v, layout in layouts)
             return self.source.refer(
@@ -411,8 +425,8 @@ class _Lowering:
         ]
         return f"{op.name}: {', '.join(cuts)}" if cuts else op.name
 
-    # Capture splits biases from linear layers, as a bias must be added to a partial sum only once.
-    # Where no redistribution lies between, the two are merged again into one kernel.
+    # Capture separates biases from linear layers, as a bias must be added to a partial sum only
+    # once. Without a redistribution between them, both are fused into one kernel again.
 
     def _is_fused_with_bias(self, op: Op) -> bool:
         if op.target is not aten.linear.default or len(op.inputs) != 2:
@@ -436,7 +450,7 @@ class _Lowering:
         )
 
     def _emit_inputs(self, layer: Op) -> list[str]:
-        """Emits the inputs of a linear layer before those of its bias; returns their variables."""
+        """Emit the inputs of a linear layer, and return their variables."""
         return [
             self._redistributed(value, self.communication.routes[layer.name, index])
             for index, value in enumerate(layer.inputs)

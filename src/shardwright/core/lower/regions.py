@@ -14,7 +14,7 @@ from shardwright.core.lower.emit import Line, Source, write_body
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 REGION = "region"
-"""Name of the function of a block in the program."""
+"""Name, in the program text, of the function of a repeated block."""
 
 _VARIABLE = re.compile(r"(?<![\w.'])[A-Za-z_]\w*(?!=)\b")
 _READS_PARAMETERS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|reuse|finish)_\d+\(")
@@ -23,12 +23,12 @@ _READS_PARAMETERS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|reus
 
 @dataclass(frozen=True)
 class Regions:
-    """A program whose repeated blocks are calls of one function.
+    """A program whose repeated blocks are calls of one function, `REGION`.
 
     Args:
         lines: lines of the program, with a call of `REGION` for each block.
-        body: lines of the function.
-        arguments, returns: parameters and returned variables of the function.
+        body: lines of `REGION`.
+        arguments, returns: parameters and returned variables of `REGION`.
     """
 
     lines: list[Line]
@@ -38,19 +38,22 @@ class Regions:
 
 
 def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
-    """Finds the repeated blocks that make up most of a program; None without any.
+    """Replace the longest run of repeated blocks by calls of one function; None if no blocks
+    repeat.
 
-    Lines that read or gather parameters differ from block to block, and are moved before the block.
+    Lines that read or gather parameters differ from block to block, and are moved ahead of the
+    block.
 
     Args:
+        lines: lines of a program.
         outputs: variables that are read after the last line.
     """
     moved_before: dict[int, list[Line]] = {}
     remaining: list[Line] = []
     available: set[str] = set()
     for line in lines:
-        # Names of parameters are literals in the text, which would make every layer different; as
-        # arguments of the region they are variables.
+        # Names of parameters are literals in the text, so that blocks would differ; as arguments of
+        # the function they are variables.
         if _READS_PARAMETERS.match(line.expression) and available.issuperset(line.reads):
             moved_before.setdefault(len(remaining), []).append(line)
             available.update(line.names)
@@ -65,7 +68,7 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
     ]
     if not candidates:
         return None
-    # Blocks that return the fewest variables begin where a layer begins.
+    # The division into blocks with the fewest returned variables begins where a layer begins.
     positions, (length, first, count) = min(candidates, key=lambda each: len(each[0]))
     blocks = [remaining[first + n * length :][:length] for n in range(count)]
     result: list[Line] = []
@@ -86,11 +89,14 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
 def compile_regions(
     source: Source, lines: Sequence[Line], ends: tuple[str, str], compiler: Compiler
 ) -> Callable[..., Any] | None:
-    """Compiles the repeated blocks of a program as one function; None if no blocks repeat.
+    """Return the function of a program with its repeated blocks compiled once, as one function;
+    None if no blocks repeat.
 
     Args:
+        source: source of the program, whose scope its text refers to.
         lines: lines of the program.
-        ends: its header, and the expression that it returns.
+        ends: header of the program, and the expression that it returns.
+        compiler: compiles the function of the repeated blocks.
     """
     header, returns = ends
     regions = find_regions(lines, set(_VARIABLE.findall(returns)))
@@ -117,14 +123,18 @@ def _arguments(block: Sequence[Line]) -> tuple[str, ...]:
 
 
 def _longest_repetition(lines: Sequence[Line]) -> tuple[int, int, int] | None:
-    """(block length, first line, number of lines) of the longest range in which each line equals
-    the one a block length before, up to variable names; of several, the one of shortest blocks."""
+    """Find the longest run of repeated blocks, ignoring variable names; ties go to the shortest
+    block.
+
+    Returns:
+        (lines per block, first line, number of lines of the run), or None if no blocks repeat.
+    """
     numbers: dict[str, int] = {}
     line_ids = [numbers.setdefault(_without_variable_names(line), len(numbers)) for line in lines]
     best: tuple[int, int, int] | None = None
     for length in range(1, len(line_ids) // 2 + 1):
         start = 0
-        # More than half of the program repeats: these are its layers, longer blocks are multiples.
+        # Blocks that cover more than half of the program are layers; longer blocks are multiples.
         if best is not None and best[2] > len(line_ids) / 2:
             break
         # A run of equal pairs (i, i + length) ends where a pair differs, or at the end of the
@@ -142,7 +152,8 @@ def _longest_repetition(lines: Sequence[Line]) -> tuple[int, int, int] | None:
 def _aligned_blocks(
     lines: Sequence[Line], length: int, start: int, covered: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(block length, first line, number of blocks) for each possible first line of equal blocks."""
+    """Yield the divisions of a run of `covered` lines into equal blocks, one for each offset at
+    which at least two blocks are equal: (lines per block, first line, number of blocks)."""
     for first in range(start, start + length):
         count, first_block = 0, _with_numbered_variables(lines[first : first + length])
         while first + (count + 1) * length <= start + covered:
@@ -158,7 +169,8 @@ def _aligned_blocks(
 def _return_positions(
     lines: Sequence[Line], blocks: tuple[int, int, int], outputs: Collection[str]
 ) -> list[tuple[int, int]]:
-    """(line in the block, position in its names) of variables that are read after their block."""
+    """Return the variables that are read after their block: for each, the index of its line in the
+    block and its index among the line's names."""
     length, first, count = blocks
     positions: dict[tuple[int, int], None] = {}
     read_by: dict[str, list[int]] = {}
@@ -179,19 +191,19 @@ def _variables(line: Line) -> Iterator[str]:
 
 
 def _without_variable_names(line: Line) -> str:
-    """Text of a line with all variables as `_`."""
+    """Return the text of a line with all variables replaced by `_`."""
     return _rename_variables(line, dict.fromkeys(_variables(line), "_"))
 
 
 def _with_numbered_variables(block: Sequence[Line]) -> list[str]:
-    """Text of a block with variables numbered in order of first appearance."""
+    """Return the text of a block with variables numbered in order of first appearance."""
     names = dict.fromkeys(chain(*map(_variables, block)))
     numbered = {name: f"v{number}" for number, name in enumerate(names)}
     return [_rename_variables(line, numbered) for line in block]
 
 
 def _rename_variables(line: Line, names: Mapping[str, str]) -> str:
-    """Text of a line and of its inner function, with variables renamed."""
+    """Return the text of a line and of its inner function, with variables renamed."""
     text = line.text.replace(line.function, "inner") if line.function else line.text
     line_text = _VARIABLE.sub(lambda name: names.get(name[0], name[0]), text)
     return "\n".join((line_text, *(_rename_variables(inner, names) for inner in line.body)))

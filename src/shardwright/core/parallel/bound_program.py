@@ -29,7 +29,7 @@ class BoundProgram:
     Args:
         recomputes: whether the backward pass recomputes some operators.
         draws_random_numbers: whether some operator draws random numbers, as dropout does.
-        devices: this rank's view of the program's device matrix, whose axes may be finer than the
+        devices: this rank's view of the program's device matrix, whose axes may differ from the
             plan's.
         off_path: watches outputs whose gradients would miss those of other outputs.
     """

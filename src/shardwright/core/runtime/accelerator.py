@@ -1,7 +1,7 @@
 """The accelerator of this process: its backend, streams, events, memory and random generators.
 
-All functions use `torch.accelerator`, so new device types work unchanged. No other module names a
-device type, a backend, a stream or an event.
+All functions use `torch.accelerator`, so new device types work unchanged. No other module depends
+on device types, backends, streams or events.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ HOST_BACKEND = "gloo"
 """The backend for tensors on the CPU."""
 
 BACKENDS = ("GLOO", "NCCL", "HCCL")
-"""Prefixes of the variables `*_SOCKET_IFNAME`, which select the interface of each backend."""
+"""Prefixes of the environment variables `*_SOCKET_IFNAME`, which select the network interface of a
+backend."""
 
 DeviceEvent = torch.Event
-"""An event that an accelerator reaches in a stream."""
+"""An event recorded in a stream of an accelerator."""
 
 COLLECTIVE_KERNEL = re.compile("[nrhox]ccl", re.IGNORECASE)
 """Matches the names of communication kernels of NCCL, RCCL, HCCL, oneCCL and XCCL."""
@@ -42,32 +43,35 @@ VISIBLE = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     *("ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
-"""Variables with which launchers restrict the devices that a process sees."""
+"""Environment variables with which launchers restrict the devices that a process sees."""
 
 
 def loopback_interfaces() -> dict[str, str]:
-    """Environment variables with which backends listen on the loopback interface only."""
+    """Return environment variables that make backends listen on the loopback interface only."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     return {f"{backend}_SOCKET_IFNAME": name for backend in BACKENDS for name in loopback}
 
 
 def accelerator_type() -> torch.device | None:
-    """The type of accelerator of this machine; None if there is none."""
-    # Without the check, a build of PyTorch for CUDA names CUDA on machines without a GPU.
+    """Return the type of this machine's accelerators as a device without index, or None."""
+    # Without the check, PyTorch built with CUDA returns CUDA on machines without a GPU.
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def num_accelerators() -> int:
-    """Number of accelerators that this process sees."""
+    """Return the number of accelerators that this process sees."""
     return torch.accelerator.device_count() if accelerator_type() is not None else 0
 
 
 def device_of_rank(local_rank: int, local_size: int) -> torch.device:
-    """The accelerator of a process: number `local_rank`, or the only one that its launcher made
-    visible. The CPU if there is no accelerator, or it has no communication backend.
+    """Return the accelerator of a process: number `local_rank`, or the only one that its launcher
+    made visible.
+
+    Return the CPU if there is no accelerator, or if several processes need to communicate and the
+    accelerator has no communication backend.
 
     Args:
-        local_rank: number of the process on this machine.
+        local_rank: index of the process on this machine.
         local_size: number of processes on this machine.
 
     Raises:
@@ -79,43 +83,43 @@ def device_of_rank(local_rank: int, local_size: int) -> torch.device:
         return CPU
     if count >= local_size:
         return torch.device(accelerator.type, local_rank)
-    # Some launchers show each process its own device only, which is then number 0.
+    # Some launchers make only its own device visible to each process, which is then number 0.
     if count == 1 and _visible_devices():
         return torch.device(accelerator.type, 0)
     raise ConfigError(
-        f"{local_size} ranks on this machine, but it has {count} {accelerator.type}"
-        f" device{'s' * (count != 1)}\nstart at most {count} here, or compute on the CPU"
-        " (train.device: cpu)"
+        f"{local_size} ranks were started on this machine, which has {count} {accelerator.type}"
+        f" device{'s' * (count != 1)}\nstart at most {count}"
+        f" rank{'s' * (count != 1)} on this machine, or compute on the CPU (`train.device: cpu`)"
     )
 
 
 def hardware_of(device: torch.device) -> str | None:
-    """A name of the physical accelerator, equal for processes of one machine that share it.
+    """Return a name of the physical accelerator, equal for processes of one machine that share it.
 
-    None for the CPU, which processes may share.
+    Return None for the CPU, which processes may share.
     """
     return None if device.type == "cpu" else f"{device} of {_visible_devices() or 'all'}"
 
 
 def device_of_group() -> torch.device:
-    """The device for the collectives of the process group, or of the only process.
+    """Return the device for collectives of the process group, or of the only process.
 
-    The accelerator if the group has a backend for it, otherwise the CPU. If the program has not
-    selected an accelerator, that of `LOCAL_RANK`.
+    It is the process's accelerator if the group has a backend for accelerators, otherwise the CPU.
+    If the process has not selected an accelerator, number `LOCAL_RANK` is returned.
     """
     accelerator = accelerator_type()
     if accelerator is None:
         return CPU
     index, local_rank = torch.accelerator.current_device_index(), 0
     if dist.is_initialized():
-        # For example `cpu:gloo,cuda:nccl`; a group made with "gloo" alone has it for CUDA tensors
-        # too.
+        # For example `cpu:gloo,cuda:nccl`; a group made with "gloo" alone uses gloo for CUDA
+        # tensors too.
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         if backends.get(accelerator.type, HOST_BACKEND) == HOST_BACKEND:
             return CPU
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    # Device 0 is current unless the program selects one. A launcher that shows each process its own
-    # device only leaves fewer devices than ranks.
+    # Device 0 is current unless the process selects a device. If a launcher makes only its own
+    # device visible to each process, there are fewer devices than ranks.
     chosen = index > 0 or local_rank >= num_accelerators()
     return torch.device(accelerator.type, index if chosen else local_rank)
 
@@ -131,20 +135,21 @@ def device_of_few_numbers() -> torch.device:
 
 
 def backend_of(device: torch.device) -> str:
-    """The default backend for tensors on `device`."""
+    """Return the name of the default communication backend for tensors on `device`."""
     return str(dist.get_default_backend_for_device(device))
 
 
 def use_device(device: torch.device) -> None:
     """Make `device` the current device of this process."""
-    # NCCL and collectives of objects use the current device of a process, by default device 0: on
-    # one node all ranks would share it.
+    # NCCL and object collectives use the current device of a process, by default device 0, which
+    # all ranks of a node would share.
     if device.type not in ("cpu", "meta") and device.index is not None:
         torch.accelerator.set_device_index(device)
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:
-    """States of PyTorch's default generators of the CPU and of `device`, by device type."""
+    """Return the states of PyTorch's default generators of the CPU and of `device`, by device
+    type."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -152,7 +157,7 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_generator_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the default generators to states from `generator_states`."""
+    """Set the default generators of the CPU and of `device` to states from `generator_states`."""
     for device_type, state in states.items():
         if device_type == "cpu":
             torch.set_rng_state(state)
@@ -161,18 +166,19 @@ def set_generator_states(states: Mapping[str, Tensor], device: torch.device) -> 
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """A copy in pinned host memory, from and to which copies are asynchronous."""
+    """Return a copy in pinned host memory, from and to which copies are asynchronous."""
     return tensor.pin_memory()
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that `device` needs for the work that `work` launches, by the device's clock."""
+    """Return the seconds that `device` takes for the operators that `work()` launches, by the
+    device's clock."""
     if device.type == "cpu":
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
     stream = torch.accelerator.current_stream(device)
-    # By events, as launches return before the device has run them; earlier work must not count.
+    # By events, as launches return before the device has run; earlier launches must not count.
     first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
     torch.accelerator.synchronize(device)
     stream.record_event(first)
@@ -183,7 +189,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 class Intervals:
-    """Sum of time intervals on `device`, by the device's clock and without synchronizing."""
+    """Sums up time intervals on `device`, by the device's clock and without synchronizing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -191,7 +197,7 @@ class Intervals:
         self._pending: deque[tuple[DeviceEvent, DeviceEvent, int]] = deque()
 
     def timestamp(self) -> float | DeviceEvent:
-        """The current time of the CPU, or an event of the accelerator's current stream."""
+        """Return the CPU's time in seconds, or an event of the accelerator's current stream."""
         if self._device.type in ("cpu", "meta"):
             return time.perf_counter()
         event = DeviceEvent(self._device, enable_timing=True)
@@ -199,16 +205,16 @@ class Intervals:
         return event
 
     def add(self, first: float | DeviceEvent, last: float | DeviceEvent, sign: int = 1) -> None:
-        """Add `sign` times the interval between two timestamps."""
+        """Add `sign` times the interval from `first` to `last`, results of `timestamp`."""
         if isinstance(first, float) and isinstance(last, float):
             self._seconds += sign * (last - first)
         elif isinstance(first, DeviceEvent) and isinstance(last, DeviceEvent):
             self._pending.append((first, last, sign))
 
     def take_seconds(self) -> float:
-        """Seconds of the intervals that have ended since the last call."""
-        # Events of a stream are reached in order: the first that is not ends the loop. The elapsed
-        # time is in milliseconds.
+        """Return the seconds of the intervals that the device has completed since the last call."""
+        # Events of a stream complete in order: the first pending event ends the loop.
+        # `elapsed_time` is in milliseconds.
         while self._pending and self._pending[0][1].query():
             first, last, sign = self._pending.popleft()
             self._seconds += sign * first.elapsed_time(last) / 1e3
@@ -217,7 +223,7 @@ class Intervals:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of the device's memory; for the CPU those of the machine."""
+    """Return the size of the device's memory in bytes; for the CPU, of the machine's memory."""
     if device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # `mem_get_info` returns free and total bytes.
@@ -225,20 +231,21 @@ def device_memory(device: torch.device) -> int:
 
 
 def restart_peak(device: torch.device) -> None:
-    """Reset the statistics that `peak_bytes` returns."""
+    """Restart the peak that `peak_bytes` returns; no effect on the CPU."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Peak bytes of PyTorch's allocator since `restart_peak`; None for the CPU, which has no
-    statistics."""
+    """Return the peak of bytes allocated by PyTorch since `restart_peak`; None for the CPU, which
+    has no statistics."""
     counted = device.type not in ("cpu", "meta")
     return torch.accelerator.max_memory_allocated(device) if counted else None
 
 
 class AllocatedPeak:
-    """Peak bytes of PyTorch's allocator since `restart`, beyond those at construction."""
+    """Measures the peak of bytes allocated by PyTorch since `restart`, less those allocated at
+    construction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -247,7 +254,7 @@ class AllocatedPeak:
 
     @classmethod
     def of(cls, device: torch.device) -> AllocatedPeak | None:
-        """Start to measure; None for the CPU, which has no statistics."""
+        """Start to measure `device`; return None for the CPU, which has no statistics."""
         return None if device.type in ("cpu", "meta") else cls(device)
 
     def restart(self) -> None:
@@ -259,26 +266,27 @@ class AllocatedPeak:
 
 @dataclass(frozen=True)
 class SideStream:
-    """A second stream of `device`, beside that of the program."""
+    """A second stream of `device`, beside the stream on which the program runs."""
 
     device: torch.device
     stream: torch.Stream
 
     @classmethod
     def of(cls, device: torch.device) -> SideStream | None:
-        """Make a stream; None for the CPU, which has no streams."""
+        """Create a stream of `device`; return None for the CPU, which has no streams."""
         return None if device.type == "cpu" else cls(device, torch.Stream(device))
 
     @contextmanager
     def after_program(self) -> Iterator[None]:
-        """Launch work on this stream, after all work that the program has launched."""
+        """Context in which operators are launched on this stream, to run after all operators that
+        the program has launched."""
         # The device waits, not the host.
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             yield
 
     def event(self) -> DeviceEvent:
-        """Record an event after all work launched on this stream."""
+        """Record an event after all operators launched on this stream, and return it."""
         return self.stream.record_event()
 
 

@@ -1,7 +1,8 @@
 """Move optimizers from the parameters of a model to the DTensors that replace them.
 
 An optimizer made before `parallelize` steps over parameters that get no gradients, without an
-error. `adopt` points it at the planned parameters; a hook refuses its steps until then.
+error. `adopt` replaces them by the planned parameters; until then, a hook makes steps of the
+optimizer raise an error.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 @dataclass(eq=False)
 class Origin:
-    """The identity of a parameter of a user's model, which planned parameters inherit.
+    """The identity of a parameter of a user's model, shared with the planned parameters made from
+    it.
 
-    Parameters with the same origin have it as their attribute `origin`. It keeps no tensor
-    alive, so that the original model can be freed after planning.
+    Each of these parameters has the `Origin` as its attribute `origin`. The `Origin` keeps no
+    tensor alive, so that the original model can be freed after planning.
 
     Args:
         name: name of the parameter in the model.
-        models: the model and the planned models made of it.
+        models: the user's model and the planned models made from it.
         trained_in_original: whether an optimizer trains the parameter in the original model.
     """
 
@@ -40,7 +42,7 @@ class Origin:
     trained_in_original: bool = False
 
     def parameters_of_models(self) -> Iterator[nn.Parameter]:
-        """The parameters with this origin."""
+        """Yield the parameters of `models` with this origin."""
         for model in self.models:
             path, _, leaf = self.name.rpartition(".")
             parameter = getattr(model.get_submodule(path), leaf, None)
@@ -52,7 +54,7 @@ def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
     """Give each parameter of a model that is about to be planned an `Origin`.
 
     Args:
-        module: the user's model, whose parameters an optimizer may hold.
+        module: the user's model.
         planned: the planned model; `module` itself if planned in place, else a copy.
 
     Returns:
@@ -60,8 +62,8 @@ def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
     """
     origins = {}
     for name, parameter in module.named_parameters():
-        # A model that was planned before, with `copy=True`, keeps its origins: all copies share
-        # them.
+        # A model that was planned before, with `copy=True`, keeps its origins, which all copies
+        # share.
         origins[name] = parameter.origin = _origin(parameter) or Origin(name)  # type: ignore[attr-defined]
         origins[name].models.update((module, planned))
     return origins
@@ -79,30 +81,30 @@ def mark_planned(parameters: Mapping[str, nn.Parameter], origins: Mapping[str, O
 def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
     """Replace the parameters of an optimizer by those of the planned model.
 
-    Parameter groups, their options, schedulers and hooks stay. Parameters of other pipeline stages
-    leave their groups.
+    Parameter groups, their options, schedulers and hooks are kept. Parameters of other pipeline
+    stages are removed from their groups.
 
     Args:
-        optimizer: made over parameters of the model that was given to `parallelize`; it has taken
-            no step.
+        optimizer: optimizer over parameters of the model that was passed to `parallelize`, before
+            its first step.
         net: the planned model that `parallelize` returned.
 
     Returns:
         `optimizer`.
 
     Raises:
-        PlanError: if the optimizer has state, or a parameter that is not the model's.
+        PlanError: if the optimizer has state, or a parameter that is not of the model.
     """
     if optimizer.state:
         raise PlanError(
-            f"{type(optimizer).__name__} has state, which `adopt` does not shard\nadopt it before "
-            "its first step, or make a new one over the parameters of the planned model"
+            f"{type(optimizer).__name__} has state, which `sw.adopt` does not shard\nadopt the "
+            "optimizer before its first step, or create it from the parameters of the planned model"
         )
     planned = list(net.parameters())
     planned_by_origin = {_origin(parameter): parameter for parameter in planned}
     # Parameters that were registered after planning have no origin.
     planned_by_origin.pop(None, None)
-    # Origins of all stages: parameters of other stages are dropped, unknown ones refused.
+    # Origins of all stages: parameters of other stages are removed, unknown parameters rejected.
     model_origins = frozenset[Origin]().union(*(getattr(p, "model_origins", ()) for p in planned))
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -112,9 +114,9 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
             if origin not in model_origins:
                 raise PlanError(
                     f"parameter {index} of group {number} of the optimizer, of shape "
-                    f"{tuple(parameter.shape)}, belongs neither to the original model nor to the"
-                    " planned one\ncreate the optimizer from the parameters of the model that is"
-                    " passed to `plan`, or of the model that `parallelize` returns"
+                    f"{tuple(parameter.shape)}, belongs neither to the original nor to the planned"
+                    " model\ncreate the optimizer from the parameters of the model that is passed"
+                    " to `sw.plan`, or of the model that `sw.parallelize` returns"
                 )
             if origin in planned_by_origin:
                 parameters.append(planned_by_origin[origin])
@@ -131,8 +133,8 @@ def _origin(parameter: Tensor) -> Origin | None:
 
 
 def is_trained_in_original(parameter: Tensor) -> bool:
-    """Whether a parameter of a model that was given to `parallelize` is trained in that model
-    instead of the planned one."""
+    """Whether a parameter of the original model is trained there instead of in the planned
+    model."""
     origin = _origin(parameter)
     return parameter.grad is not None or (origin is not None and origin.trained_in_original)
 
@@ -143,10 +145,10 @@ def _is_planned(parameter: Tensor) -> bool:
 
 @cache
 def _refuse_steps_without_gradients() -> None:
-    """Register a hook that raises PlanError before a step of an optimizer whose parameters have no
-    gradients while their counterparts in the planned or original model have.
+    """Make optimizer steps raise `PlanError` if their parameters have no gradients, but the
+    corresponding parameters of the planned (or of the original) model have.
 
-    Such a step would change nothing, silently.
+    Without the error the step would silently change no parameter.
     """
 
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -154,7 +156,7 @@ def _refuse_steps_without_gradients() -> None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         first = next(parameters, None)
-        # The hook runs for every optimizer of the process: those of other models end here.
+        # The hook runs for every optimizer of the process, also for those of other models.
         if closure is not None or first is None or _origin(first) is None:
             return
         _check_gradients(type(optimizer).__name__, [first, *parameters])
@@ -165,7 +167,7 @@ def _refuse_steps_without_gradients() -> None:
 def _check_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
     with_origin = [(p, origin) for p in parameters if (origin := _origin(p))]
     is_planned = _is_planned(with_origin[0][0])
-    # Some gradients suffice: parameters that a step did not reach have none either.
+    # One gradient suffices: parameters that a backward pass did not reach have none either.
     if any(parameter.grad is not None for parameter, _ in with_origin):
         for parameter, origin in with_origin if not is_planned else ():
             origin.trained_in_original = origin.trained_in_original or parameter.grad is not None
@@ -179,13 +181,13 @@ def _check_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
 def _no_gradients_message(optimizer: str, name: str, is_planned: bool) -> str:
     if is_planned:
         return (
-            f"no parameter of this {optimizer}, made over those of the planned model, has a "
-            f"gradient, but {name!r} of the model that was given to `parallelize(copy=True)` has\n"
-            "call the planned model, not the one that it was copied from"
+            f"no parameter of this {optimizer}, which was created from the planned model, has a "
+            f"gradient, but {name!r} of the model passed to `sw.parallelize(copy=True)` has\n"
+            "call the planned model that `sw.parallelize` returned, not the model passed to it"
         )
     return (
-        f"no parameter of this {optimizer} has a gradient, but {name!r} of the planned model has: "
-        "the optimizer has the parameters that the model had before `parallelize`\n"
-        f"make it afterwards, `torch.optim.{optimizer}(net.parameters())`, or point it at the new "
-        "parameters, `sw.adopt(optimizer, net)`"
+        f"no parameter of this {optimizer}, which was created before `sw.parallelize`, has a "
+        f"gradient, but {name!r} of the planned model has\n"
+        f"create the optimizer afterwards, `torch.optim.{optimizer}(net.parameters())`, or replace "
+        "its parameters by those of the planned model, `sw.adopt(optimizer, net)`"
     )

@@ -7,10 +7,10 @@
 | `finish` | waits for the gather | starts to reduce as soon as all its gradients are complete |
 
 Autograd runs nodes in reverse order of their creation. So `start`, which is placed one bucket ahead
-of its use, waits one bucket later in the backward pass: communication overlaps computation in both
-directions. If it starts a sum over replicas, `enter` is one of the first lines of the program and
-waits last. Otherwise it is placed beside `start`, so that gradients are accumulated before the next
-ones arrive.
+of the bucket's use, waits one bucket later in the backward pass: communication overlaps computation
+in both directions. If `start` starts a sum over replicas in the backward pass, `enter` is one of
+the first lines of the program and so waits last. Otherwise `enter` is placed beside `start`, so
+that the gradients of a bucket are accumulated before those of the next bucket arrive.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from shardwright.core.runtime.regather import BackwardRegather
 
 
 class EnteredBucket(NamedTuple):
-    """A bucket in a program.
+    """A bucket whose stored shards have been passed into the program.
 
     Args:
-        token: the tensor through which its gradient flows.
-        shards: the stored shards.
-        without_gradient: indices of members that get no gradient in the running backward pass.
+        token: tensor through which the bucket's flat gradient flows.
+        shards: stored shards of the members, detached.
+        without_gradient: indices of members that get no gradient in the current backward pass.
     """
 
     token: Tensor
@@ -41,7 +41,7 @@ class EnteredBucket(NamedTuple):
 
 
 class StartedGather(NamedTuple):
-    """A bucket whose all-gather has been started; `pending` is its result."""
+    """A bucket whose all-gather has been started; `pending` is the pending flat result."""
 
     token: Tensor
     shards: tuple[Tensor, ...]
@@ -51,7 +51,7 @@ class StartedGather(NamedTuple):
 
 @dataclass(frozen=True)
 class EnterBucket:
-    """Pass the stored shards of a bucket into the program."""
+    """Passes the stored shards of a bucket into the program."""
 
     bound: BoundBucket
 
@@ -64,20 +64,21 @@ class EnterBucket:
 
 @dataclass(frozen=True)
 class StartGather:
-    """Start the all-gather of a bucket."""
+    """Starts the all-gather of a bucket."""
 
     bound: BoundBucket
 
     def __call__(self, entered: EnteredBucket) -> StartedGather:
         token = _Start.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
-        # Outside of autograd: the token carries the gradient, whose collectives `_Finish` starts.
+        # Outside autograd: the token carries the gradient, and `_Finish` starts its collectives.
         pending = self.bound.start_gather(entered.shards)
         return StartedGather(token, entered.shards, entered.without_gradient, pending)
 
 
 @dataclass(frozen=True)
 class ReuseGathered:
-    """Replace `StartGather` if the gathered bucket is cached: communicates nothing."""
+    """Passes on a bucket's cached gathered members, in place of `StartGather` and its
+    communication."""
 
     bound: BoundBucket
 
@@ -88,10 +89,11 @@ class ReuseGathered:
 
 @dataclass(frozen=True)
 class FinishGather:
-    """Wait for the all-gather, and return a bucket's members in the layout in which they are used.
+    """Waits for the all-gather, and returns a bucket's members in the layouts in which they are
+    used.
 
     Args:
-        bound: the bucket.
+        bound: the bucket, bound to process groups.
         regather: frees the members and gathers them again in the backward pass (reshard after
             forward); None to keep them.
     """
@@ -108,7 +110,8 @@ class FinishGather:
 
 @dataclass(frozen=True)
 class UseAsStored:
-    """Return the members of a bucket that needs no gather, or whose gathered members are cached."""
+    """Returns the members of a bucket that needs no gather, or whose gathered members are
+    cached."""
 
     bound: BoundBucket
     is_cached: bool = False
@@ -125,8 +128,8 @@ def _finish(
 
 
 class _Enter(torch.autograd.Function):
-    """Make the token of a bucket: an expanded tensor with the size of all shards, through which
-    their gradient flows as one flat tensor."""
+    """Make the token of a bucket, a tensor with as many elements as all shards together, through
+    which their gradients flow as one flat tensor."""
 
     @staticmethod
     def forward(
@@ -144,7 +147,8 @@ class _Enter(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """In the backward pass, wait for the reduce-scatter and start the sum over replicas."""
+    """Return the token; in the backward pass, wait for the reduce-scatter and start the all-reduce
+    over replicas."""
 
     @staticmethod
     def forward(ctx: Any, bound: BoundBucket, token: Tensor) -> Tensor:
@@ -158,10 +162,10 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """In the backward pass, start to reduce the gradients of the members as one flat gradient.
+    """Return the members; in the backward pass, start to reduce their gradients as one flat tensor.
 
-    A backward pass from some outputs may not reach all members. These get no gradient instead of
-    zeros, which an optimizer with momentum or weight decay would act on.
+    A backward pass from some outputs may not reach all members. Members that it does not reach get
+    no gradient instead of zeros, to which optimizers with momentum or weight decay would respond.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Collectives of parameter buckets: one all-gather and one gradient reduction for all members.
 
-Each collective is started in one place and waited for in another, so that it overlaps computation.
+Starting a collective and waiting for it are separate calls, so that it overlaps computation.
 Members are concatenated in one flat buffer. A single member that is sharded along its first
-dimension has the same memory in the buffer and in use, and is not copied.
+dimension has the same memory layout in the buffer as in use, and is not copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from shardwright.core.torch_internals.distributed import functional_collectives 
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather over `group`; its gradient is a reduce-scatter, or this rank's block."""
+    """An all-gather of a bucket.
+
+    Args:
+        group: the ranks that take part.
+        index: index of this rank's block in the gathered tensor.
+        reduces: whether its gradient is a reduce-scatter; otherwise it is this rank's block of the
+            gradient.
+    """
 
     group: Group
     index: Index
@@ -32,11 +39,11 @@ class Gather:
 
 @dataclass(frozen=True, eq=False)
 class BoundBucket:
-    """A bucket's collectives on this rank.
+    """A bucket of parameters, bound to the process groups of its collectives.
 
     Args:
-        bucket: the bucket.
-        gathers: the all-gathers in their order.
+        bucket: the members and their redistributions.
+        gathers: the all-gathers, in order.
         replicas: the group over which gradients are all-reduced; None without replicas.
     """
 
@@ -50,12 +57,12 @@ class BoundBucket:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the stored shards."""
+        """Shapes of the members' stored shards."""
         return tuple(m.stored.shard_shape(m.value.shape) for m in self.bucket.members)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Numbers of elements of the stored shards."""
+        """Numbers of elements of the members' stored shards."""
         return [prod(shape) for shape in self.shapes]
 
     @property
@@ -74,8 +81,9 @@ class BoundBucket:
     # Forward
 
     def start_gather(self, shards: Sequence[Tensor]) -> Tensor:
-        """Start the first all-gather, in the dtype of use; pass the result to `finish_gather`."""
-        # Cast first: a gather in bfloat16 sends half the bytes of one in float32.
+        """Start the first all-gather of the stored `shards`, cast to `dtype`; return the pending
+        result, for `finish_gather`."""
+        # Cast first: an all-gather in bfloat16 sends half the bytes of an all-gather in float32.
         pieces = [shard.to(self.dtype).reshape(-1) for shard in shards]
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         group = self.gathers[0].group
@@ -83,15 +91,17 @@ class BoundBucket:
         return out
 
     def finish_gather(self, pending: Tensor) -> list[Tensor]:
-        """Wait for `start_gather`, run the other all-gathers, and return the unsharded members."""
+        """Wait for the result of `start_gather`, run the remaining all-gathers, and return the
+        unsharded members."""
         out = self._complete(pending)
-        # A later all-gather needs the result of the one before, so only the first can start ahead.
+        # Each all-gather needs the result of the previous one, so only the first can start ahead.
         for number, gather in enumerate(self.gathers):
             if number:
                 size, name = gather.group.size, gather.group.name
                 out = c10d.all_gather_into_tensor(sendable(out), size, name)
                 out = self._complete(out)
-            # Ranks are in the order of the device matrix, which may differ from that of the blocks.
+            # Ranks are in the order of the device matrix, which may differ from the order of
+            # blocks.
             if not gather.group.in_order:
                 blocks = out.chunk(gather.group.size)
                 out = torch.cat([blocks[position] for position in gather.group.order])
@@ -101,21 +111,23 @@ class BoundBucket:
         return [self._join_blocks(number, piece) for number, piece in enumerate(split)]
 
     def unsharded(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The members of a bucket without all-gathers, in the dtype of use."""
+        """Return the members of a bucket without all-gathers: the stored `shards`, cast to
+        `dtype`."""
         return [shard.to(self.dtype) for shard in shards]
 
     # Backward
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Start to reduce the members' gradients; pass the result to `sum_replicas`."""
+        """Start to reduce the gradients of the unsharded members, None for a member without one;
+        return the pending flat result, for `sum_replicas`."""
         flat = self._flat_gradient(gradients)
         is_pending = False
-        # The gradient of a sequence of all-gathers is their gradients in reverse.
+        # Backpropagate through the all-gathers in reverse.
         for gather in reversed(self.gathers):
             if is_pending:
                 flat = self._complete(flat)
             blocks = flat.view(gather.group.size, -1)
-            # Each rank of this group has the full gradient, and keeps its own block.
+            # Each rank of this group has the same full gradient, and keeps its own block.
             if not gather.reduces:
                 flat = slice_block(blocks, 0, gather.index, gather.group.size).reshape(-1)
                 continue
@@ -127,8 +139,7 @@ class BoundBucket:
             flat = c10d.reduce_scatter_tensor(unreduced, "sum", gather.group.size, name)
             flat = self._as_pending(flat)
             is_pending = True
-        # With a reduce-scatter, `sum_replicas` all-reduces its result instead, which is smaller by
-        # the number of shards, as in HSDP.
+        # After a reduce-scatter, `sum_replicas` all-reduces the shards instead, as in HSDP.
         if self.replicas is not None and not self._reduce_scatters:
             return self._as_pending(
                 _start_all_reduce(flat, self.replicas, owned=not self._needs_no_copy)
@@ -136,18 +147,18 @@ class BoundBucket:
         return flat
 
     def sum_replicas(self, flat: Tensor) -> Tensor:
-        """After a reduce-scatter, start the all-reduce over replicas of the shards, if any; pass
-        the result to `shard_gradients`."""
+        """Wait for the reduce-scatter of `reduce`, if any, and start the all-reduce of its result
+        over replicas, if any; return the pending flat result, for `shard_gradients`."""
         if self.replicas is None or not self._reduce_scatters:
             return self._complete(flat) if self._reduce_scatters else flat
         flat = self._complete(flat)
         return self._as_pending(_start_all_reduce(flat, self.replicas, owned=True))
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
-        """Wait for the reduction, and return the gradients of the stored shards."""
+        """Wait for the result of `sum_replicas`, and return the gradients of the stored shards."""
         if self.replicas is not None:
             flat = self._complete(flat)
-        # Gradients are reduced in the dtype of use, and optimizers step in the stored one.
+        # Gradients are reduced in `dtype`, and optimizers step in the stored dtype.
         flat = flat.to(self.stored_dtype)
         if len(self.sizes) == 1:
             return [flat.view(self.shapes[0])]
@@ -155,16 +166,16 @@ class BoundBucket:
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def _complete(self, pending: Tensor) -> Tensor:
-        """Wait for a collective and return its result in the dtype of use."""
+        """Wait for a collective and return its result in `dtype`."""
         group = self.gathers[0].group if self.gathers else self.replicas
         assert group is not None
         return complete(pending, self.dtype, group)
 
     def _as_pending(self, flat: Tensor) -> Tensor:
-        """Return a pending result that autograd accepts as a gradient.
+        """Return the pending result `flat` in a form that autograd accepts as a gradient.
 
-        Complex numbers are sent as pairs of real ones, whose shape autograd would reject, so they
-        are waited for.
+        Complex tensors are sent as pairs of real numbers, whose shape autograd would reject, so
+        their collectives are completed here.
         """
         return self._complete(flat) if self.dtype.is_complex else flat
 
@@ -176,7 +187,7 @@ class BoundBucket:
 
     @cached_property
     def _num_blocks(self) -> tuple[int, ...]:
-        """Numbers of blocks of each all-gather, the last one first."""
+        """Number of blocks of each all-gather, the last all-gather first."""
         return tuple(gather.group.size for gather in reversed(self.gathers))
 
     @cached_property
@@ -196,7 +207,7 @@ class BoundBucket:
 
     @cached_property
     def _needs_no_copy(self) -> bool:
-        """Whether the flat buffer is the only member in the layout of its use, without a copy."""
+        """Whether the flat buffer is a view of the only member, so that no copy is needed."""
         order = self._block_orders[0]
         return len(self.sizes) == 1 and order == tuple(range(len(order)))
 
@@ -205,7 +216,8 @@ class BoundBucket:
         return member.used.shard_shape(member.value.shape)
 
     def _join_blocks(self, number: int, piece: Tensor) -> Tensor:
-        """Join the blocks of a member to a contiguous tensor."""
+        """Join the blocks of member `number`, its `piece` of the flat buffer, to a contiguous
+        tensor."""
         blocks = _unflatten(piece, self.shapes[number])
         return (
             blocks.permute(self._block_orders[number])
@@ -222,8 +234,8 @@ class BoundBucket:
             return torch.cat(
                 [example.new_zeros(size) if g is None else g.reshape(-1) for g, size in pairs]
             )
-        # One copy per gradient, from its layout of use straight into its blocks of the buffer;
-        # permuting and concatenating would copy twice.
+        # One copy per gradient, directly into its blocks of the buffer; permuting and concatenating
+        # would copy twice.
         flat = example.new_empty(*self._num_blocks, self.numel)
         for number, piece in enumerate(torch.split(flat, self.sizes, -1)):
             gradient, order, shape = (
@@ -256,12 +268,18 @@ def bind_bucket(bucket: Bucket, devices: Devices) -> BoundBucket:
 
 
 def _unflatten(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A view of `piece` with the last dimension unflattened to `shape`."""
+    """Return a view of `piece` with the last dimension unflattened to `shape`."""
     return piece.view(*piece.shape[:-1], *shape)
 
 
 def _start_all_reduce(flat: Tensor, group: Group, owned: bool) -> Tensor:
-    """Start an all-reduce, in place if nothing else reads `flat`."""
+    """Start a sum over `group`, in place if `owned`; return the pending result.
+
+    Args:
+        flat: this rank's term.
+        group: the ranks that take part.
+        owned: whether nothing else reads `flat`.
+    """
     # In place saves a buffer. Compiled graphs are functional; Inductor reuses buffers itself.
     if owned and not torch.compiler.is_compiling():
         out: Tensor = c10d.all_reduce_(sendable(flat), "sum", group.name)

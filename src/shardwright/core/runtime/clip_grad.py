@@ -27,9 +27,10 @@ def clip_grad_norm_(
     Args:
         named: names and parameters of this rank's stage.
         max_norm: the largest norm; infinite to leave gradients unchanged.
-        devices: the devices of the model.
+        devices: this rank's view of the devices.
         counted_elsewhere: names of tied parameters that an earlier stage counts.
-        dtype: dtype of the norm; by default that of the gradients, but a stage may have none.
+        dtype: dtype of the norm; by default the dtype of the first gradient of this stage, or
+            float32 if it has none.
 
     Returns:
         The norm before clipping, equal on every rank.
@@ -41,8 +42,8 @@ def clip_grad_norm_(
     gradient_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
     norm = norm.to(dtype or gradient_dtype)
     if shards and math.isfinite(max_norm):
-        # As `torch.nn.utils.clip_grad_norm_` does, whose epsilon this is: to scale by 1 costs less
-        # than to wait for the device to know whether the norm is exceeded.
+        # As in `torch.nn.utils.clip_grad_norm_`, with its epsilon: scaling by 1 costs less than a
+        # synchronization with the device to know whether the norm is exceeded.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_all_(list(shards.values()), scale)
     return norm
@@ -53,15 +54,15 @@ def norm_over_devices(
 ) -> Tensor:
     """Return the norm of tensors over all devices and stages, in float64. Collective.
 
-    Every device sums the powers of its local shards, each divided by the number of devices that
-    have the same shard, so one all-reduce gives the norm for any placements.
+    Each device sums the powers of its local shards, divided by the number of devices with the same
+    shard, so that one all-reduce gives the norm for any placements.
 
     Args:
         tensors: parameters or gradients of this rank's stage.
-        devices: the devices of the model.
-        norm_type: the order of the norm, positive or infinite.
+        devices: this rank's view of the devices.
+        norm_type: order of the norm, positive or infinite.
     """
-    # In float64: powers of many gradients would overflow or lose digits in their own dtype.
+    # In float64: sums of powers would overflow or lose digits in the dtype of the tensors.
     total = torch.zeros((), dtype=torch.float64, device=devices.device)
     if tensors:
         shards = [detached_local(tensor) for tensor in tensors]
@@ -74,14 +75,14 @@ def norm_over_devices(
             total = (norms**norm_type / weights).sum()
     if devices.is_distributed:
         with devices.waits.measure():
-            # Over the full world: devices of a stage and all stages at once.
+            # Over the default process group: all devices of all stages at once.
             is_maximum = math.isinf(norm_type)
             dist.all_reduce(total, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM)
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
 def _num_replicas(gradient: Tensor) -> int:
-    """Number of devices of the stage that have the same shard of a gradient."""
+    """Return the number of devices of the stage that have the same shard of `gradient`."""
     if not isinstance(gradient, DTensor):
         return 1
     mesh = gradient.device_mesh

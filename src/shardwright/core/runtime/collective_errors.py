@@ -1,7 +1,7 @@
 """Name the redistribution in which communication failed or timed out.
 
-The text of a program names each redistribution and the operator that reads it. The traceback of an
-error has the line of the text; in the backward pass, the autograd context has it.
+The text of a program names each redistribution and the operator that reads its result. The line of
+the text is in the traceback of an error or, in the backward pass, in the autograd context.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwright.core.partition.parameter_buckets import Bucket
 from shardwright.errors import CommunicationError
 
 PROGRAM = "<program>"
-"""The file name that programs are compiled under."""
+"""The file name with which the text of a program is compiled."""
 
 TEXT = "__program__"
 """The global variable of a program that holds its text."""
@@ -30,10 +30,10 @@ MAX_NAMES = 4
 """Largest number of parameters of a bucket that an error names."""
 
 MAX_LENGTH = 120
-"""Largest number of characters of a line that an error shows."""
+"""Largest number of characters of a program line that an error shows."""
 
 MAX_FRAMES = 6
-"""Largest number of frames between a program and the function that it calls."""
+"""Largest number of stack frames from `program_line` to the program that called it."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class ProgramLine:
     """A line of a program.
 
     Args:
-        text: the text of the program.
-        line: the number of the line, from 1.
+        text: the full text of the program.
+        line: the number of the line in `text`, from 1.
     """
 
     text: str
@@ -55,14 +55,17 @@ class ProgramLine:
 
     @property
     def computes(self) -> bool:
-        """Whether the line computes an operator, which a comment directly above names."""
+        """Whether the line calls an operator: the comment above it names no bucket."""
         above = self.text.splitlines()[self.line - 2].strip()
         return above.startswith("# ") and not above.startswith("# bucket ")
 
     def _operator(self, lines: list[str]) -> str:
-        """The operator of the line, or the next operator, which reads the redistribution.
+        """Return the operator of the line, or the next operator, which reads the redistribution.
 
-        Of a redistribution in two halves, the search begins at the line that finishes it.
+        If the line starts a redistribution, the search begins at the line that finishes it.
+
+        Args:
+            lines: the stripped lines of the program.
         """
         first = self.line - 2
         started = _STARTED.match(lines[self.line - 1])
@@ -76,7 +79,7 @@ class ProgramLine:
 
 
 def program_line() -> ProgramLine | None:
-    """The current line of the calling program; None without one, or within `torch.compile`."""
+    """Return the current line of the calling program; None without one, or in `torch.compile`."""
     if torch.compiler.is_compiling():
         return None
     # Not `inspect.stack`, which reads source files: this runs in every redistribution.
@@ -92,10 +95,10 @@ def program_line() -> ProgramLine | None:
 
 @contextmanager
 def naming_redistributions() -> Iterator[None]:
-    """Convert errors of collectives in this context to ones that name the redistribution.
+    """Context that converts errors of collectives to errors that name the redistribution.
 
     Raises:
-        CommunicationError: instead of the collective's own error.
+        CommunicationError: in place of the collective's own error.
     """
     try:
         yield
@@ -110,12 +113,13 @@ def naming_redistributions() -> Iterator[None]:
         # Gloo's messages begin with a position in its own source.
         reason = re.sub(r"^\[[^\]]*\] ", "", str(root_cause)).partition("\n")[0]
         raise CommunicationError(
-            f"communication failed in {description}: {reason} (another rank is gone or stuck)"
+            f"communication failed in {description}: {reason} (another rank has ended or does not "
+            "respond)"
         ) from error
 
 
 def _failed_collective(error: BaseException) -> str | None:
-    """Description of the collective that failed; None if the error is not from a collective."""
+    """Describe the collective that failed; return None if `error` is not from a collective."""
     frames = list(walk_tb(error.__traceback__))
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     if modules[-1] == _GUARD_MODULE:
@@ -127,7 +131,7 @@ def _failed_collective(error: BaseException) -> str | None:
     # From the outermost frame to the innermost: a redistribution, then its bucket.
     descriptions = []
     for frame, line in frames:
-        # Autograd's engine calls a backward function from C++, with no frame of the program below.
+        # Autograd's engine calls backward functions from C++, so the program has no frame there.
         call_site = getattr(frame.f_locals.get("ctx"), "call_site", None)
         if isinstance(call_site, ProgramLine) and frame.f_code.co_name == "backward":
             descriptions.append(f"the gradient of {call_site}")
@@ -138,14 +142,14 @@ def _failed_collective(error: BaseException) -> str | None:
             descriptions.append(_bucket_description(bound.bucket))
     if not descriptions and _STAGE_MODULES.intersection(modules):
         descriptions = ["an exchange between pipeline stages"]
-    # Other errors of torch.distributed, such as a wrong argument, are no failed communication.
+    # Other errors of torch.distributed, such as a wrong argument, are not communication failures.
     if not descriptions and _PEER_FAILURE.search(str(error)):
         descriptions = [_caller(frames)]
     return ", ".join(dict.fromkeys(descriptions)) or None
 
 
 def _caller(frames: Sequence[tuple[FrameType, int]]) -> str:
-    """Description of the function that called torch.distributed."""
+    """Describe the function that called torch.distributed, the innermost outside PyTorch."""
     for frame, line in reversed(frames):
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
         if module.startswith("shardwright.core.checkpoint.checkpoint"):
@@ -170,7 +174,7 @@ _COLLECTIVE_MODULES = {
 _GUARD_MODULE = "shardwright.core.misuse.batch_guard"
 _STARTED = re.compile(r"(\w+) = start_([a-z]\w+)\(")
 _PEER_FAILURE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
-"""Matches errors of gloo and stores about a process that is gone or does not answer."""
+"""Matches errors of gloo and of stores about a process that has ended or does not respond."""
 _STAGE_MODULES = {
     "shardwright.core.parallel.pipeline_stage",
     "shardwright.core.parallel.pipeline_execution",

@@ -1,7 +1,7 @@
 """Redistribution steps as functions on local tensors, with their gradients.
 
 Each kind of step is a pair of plain functions, forward and backward, over PyTorch's functional
-collectives; one autograd function joins any pair. The gradient of each step is another step:
+collectives; one autograd function combines any pair. The gradient of each step is another step:
 
 | step | forward | backward |
 |---|---|---|
@@ -39,10 +39,10 @@ class Collective:
     """A collective in two halves, which computation can overlap; a call runs both.
 
     Args:
-        start: starts the collective and returns the pending result.
+        start: starts the collective on a local tensor and returns the pending result.
         finish: waits for the pending result and returns the result, in the given dtype.
-        joined: (dimension, number of blocks) if the result arrives as blocks along dimension 0 and
-            is joined along another; None if it arrives in its final shape.
+        joined: dimension in which the result is concatenated, and number of blocks, if the pending
+            result has the blocks along dimension 0; None if it has its final shape.
     """
 
     start: Function
@@ -53,7 +53,7 @@ class Collective:
         return self.finish(self.start(x), x.dtype)
 
     def pending_shape(self, shape: Sequence[int]) -> list[int]:
-        """The shape of the pending result, for a result of this shape."""
+        """Return the shape of the pending result, for a result of shape `shape`."""
         pending = list(shape)
         if self.joined is not None:
             dim, blocks = self.joined
@@ -63,19 +63,19 @@ class Collective:
 
 
 def blocking(function: Function) -> Collective:
-    """A collective that is not split: it sends nothing, or waits for its own result."""
+    """Return a collective that completes in `start`: it sends nothing, or waits for its result."""
     return Collective(function, lambda out, dtype: out)
 
 
 def all_reduce(group: Group, kind: str = "sum") -> Collective:
-    """All-reduce over the group: sum or maximum."""
+    """Return an all-reduce over the group; `kind` is "sum" or "max"."""
     return Collective(
         lambda x: c10d.all_reduce(sendable(x), kind, group.name), _finish_in_shape(group)
     )
 
 
 def all_gather(dim: int, group: Group) -> Collective:
-    """All-gather over the group, concatenated along `dim`."""
+    """Return an all-gather over the group, concatenated along `dim`."""
 
     def start(x: Tensor) -> Tensor:
         out: Tensor = c10d.all_gather_into_tensor(sendable(x), group.size, group.name)
@@ -85,7 +85,8 @@ def all_gather(dim: int, group: Group) -> Collective:
 
 
 def reduce_scatter(dim: int, group: Group) -> Collective:
-    """Reduce-scatter over the group along `dim`."""
+    """Return a reduce-scatter over the group, which sums and keeps this rank's block along
+    `dim`."""
 
     def start(x: Tensor) -> Tensor:
         # The collective splits along dimension 0, in the order of the group's ranks.
@@ -98,7 +99,7 @@ def reduce_scatter(dim: int, group: Group) -> Collective:
 
 
 def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
-    """All-to-all over the group: from sharded along `dim` to sharded along `to_dim`."""
+    """Return an all-to-all over the group, from sharded along `dim` to sharded along `to_dim`."""
 
     def start(x: Tensor) -> Tensor:
         # The collective exchanges rows: block i along dimension 0 goes to rank i of the group.
@@ -111,12 +112,13 @@ def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
 
 
 def _finish_in_shape(group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """The finish of a collective whose result arrives in its final shape."""
+    """Return the `Collective.finish` of a collective whose pending result has its final shape."""
     return lambda pending, dtype: complete(pending, dtype, group)
 
 
 def _finish_blocks(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """The finish of a collective whose blocks arrive along dimension 0; joins them along `dim`."""
+    """Return the `Collective.finish` that concatenates along `dim` the blocks of a pending result,
+    which has them along dimension 0."""
 
     def finish(pending: Tensor, dtype: torch.dtype) -> Tensor:
         out = complete(pending, dtype, group)
@@ -130,19 +132,19 @@ def _finish_blocks(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Te
 
 
 def slice_block(x: Tensor, dim: int, index: Index, parts: int) -> Tensor:
-    """Block number `index` of `parts` along `dim`."""
+    """Return block `index` of `parts` equal blocks of `x` along `dim`, as a view."""
     size = x.shape[dim] // parts
     return torch.narrow(x, dim, index * size, size)
 
 
 def exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -> Tensor:
-    """Send this rank's full block to one rank and receive that of another.
+    """Send this rank's block to one rank, and return the block received from another rank.
 
     Args:
-        x: the block.
-        send: 1 for the rank of the group to send to, 0 for others.
-        receive: 1 for the rank to receive from, 0 for others.
-        group: the group.
+        x: this rank's block.
+        send: for each rank of the group, 1 if this rank sends to it, else 0.
+        receive: for each rank of the group, 1 if this rank receives from it, else 0.
+        group: the ranks that take part.
     """
     out = start_exchange(x, send, receive, group)
     return complete(out, x.dtype, group).view(x.shape)
@@ -150,15 +152,15 @@ def exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -
 
 def start_exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -> Tensor:
     """Start `exchange` and return the pending result, of shape (1, number of elements)."""
-    # As PyTorch's `permute_tensor` does: functional collectives have no send and receive.
+    # As in PyTorch's `permute_tensor`: functional collectives have no send and receive.
     flat = sendable(x.contiguous().view(1, -1))
     out: Tensor = c10d.all_to_all_single(flat, receive, send, group.name)
     return out
 
 
 def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
-    """Divide a tensor into a grid of equal cells, `cuts[d]` along dimension d, and stack them in
-    row-major order along a new first dimension."""
+    """Divide `x` into a grid of equal cells, `cuts[d]` along dimension d, and return the cells in
+    row-major order, stacked along a new first dimension."""
     sizes = [size // count for size, count in zip(x.shape, cuts, strict=True)]
     pairs = [n for pair in zip(cuts, sizes, strict=True) for n in pair]
     cells = x.reshape(pairs).permute(*range(0, 2 * x.ndim, 2), *range(1, 2 * x.ndim, 2))
@@ -166,7 +168,7 @@ def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
 
 
 def join_cells(cells: Tensor, cuts: Sequence[int]) -> Tensor:
-    """Undo `split_cells`."""
+    """Return the tensor of which `cells` are the result of `split_cells` with the same `cuts`."""
     sizes, dims = cells.shape[1:], len(cuts)
     order = [d + offset for d in range(dims) for offset in (0, dims)]
     x = cells.reshape(*cuts, *sizes).permute(order)
@@ -181,7 +183,7 @@ def _in_group_order(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
 
 
 def wait(x: Tensor, waits: WaitTimer) -> Tensor:
-    """Wait for a collective and return its result; counts the time in `waits`."""
+    """Wait for the pending result `x` of a collective and return it; add the time to `waits`."""
     # The timer cannot be traced, so waits of compiled programs do not count.
     if torch.compiler.is_compiling():
         return c10d.wait_tensor(x)  # type: ignore[no-any-return]
@@ -190,14 +192,15 @@ def wait(x: Tensor, waits: WaitTimer) -> Tensor:
 
 
 def sendable(x: Tensor) -> Tensor:
-    """Convert a tensor for collectives: contiguous, with conjugate and negative bits resolved, and
-    complex numbers as pairs of real ones, because not every backend supports them."""
+    """Return `x` in a form that all backends can send: contiguous, with conjugate and negative bits
+    resolved, and with complex numbers as pairs of real numbers."""
     x = x.contiguous().resolve_conj().resolve_neg()
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def complete(x: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
-    """Wait for a collective of a `sendable` tensor, and return the result in `dtype`."""
+    """Wait for the pending result `x` of a collective of a `sendable` tensor; return it in `dtype`,
+    the dtype before `sendable`."""
     out = wait(x, group.waits)
     return torch.view_as_complex(out) if dtype.is_complex and not out.is_complex() else out
 
@@ -207,7 +210,7 @@ def identity(x: Tensor) -> Tensor:
 
 
 class _Redistribute(torch.autograd.Function):
-    """Apply one function forward and another to the gradient."""
+    """Apply `forward` to the tensor, and `backward` to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Function, backward: Function) -> Tensor:
@@ -229,7 +232,7 @@ class BoundCollective:
     backward: Collective
 
     def __call__(self, x: Tensor) -> Tensor:
-        # Without a gradient, a call costs no autograd function.
+        # Without a gradient, the overhead of an autograd function is avoided.
         if x.requires_grad:
             return _Redistribute.apply(x, self.forward, self.backward)  # type: ignore[no-any-return,no-untyped-call]
         return self.forward(x)
@@ -272,7 +275,7 @@ def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _slice(step: RedistributionStep, devices: Devices) -> Collective:
-    """Slice this rank's block along the step's dimension."""
+    """Return a collective that keeps this rank's block along the step's dimension."""
     dim, parts, index = _dim(step), devices.matrix.size(step.axes), devices.index(step.axes)
     return blocking(lambda x: slice_block(x, dim, index, parts))
 
@@ -283,7 +286,7 @@ def _dim(step: RedistributionStep) -> int:
 
 
 def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    """Bind an all-reduce whose pending result is returned; the consumer waits for it."""
+    """Bind an all-reduce step whose result is pending: the consumer waits for it."""
     start = all_reduce(devices.group(step.axes)).start
     return BoundCollective(blocking(start), blocking(identity))
 
@@ -293,7 +296,8 @@ def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective
 
 
 def _permute(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
-    """Send the full block of each position of the group, in the order of the mesh, to another."""
+    """Bind a permutation of blocks: position i of the group over `axes`, in the order of the mesh,
+    sends its block to position `to[i]`."""
     group, send, receive = _send_and_receive(to, axes, devices)
     return BoundCollective(
         blocking(lambda x: exchange(x, send, receive, group)),
@@ -304,8 +308,14 @@ def _permute(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective
 def _send_and_receive(
     to: Sequence[int], axes: Axes, devices: Devices
 ) -> tuple[Group, list[Index], list[Index]]:
-    """The group, and for each of its ranks whether this rank sends to it and receives from it, as 0
-    or 1. `to` is the position that receives the block of each position."""
+    """Return the group over `axes`, and for each of its ranks 1 if this rank sends to it, else 0,
+    and 1 if this rank receives from it, else 0.
+
+    Args:
+        to: for each position of the group, the position to which it sends its block.
+        axes: the mesh axes of the group.
+        devices: this rank's view of the devices.
+    """
     group = devices.group(tuple(sorted(axes)))
     # The collective's splits are numbers of rows: 1 for the one partner, 0 for other ranks.
     sources = [to.index(position) for position in range(group.size)]
@@ -326,7 +336,7 @@ def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) 
     sizes = devices.matrix.device_matrix
 
     def row(table: tuple[tuple[int, ...], ...]) -> list[Index]:
-        """This rank's row of a table with one row per position of the group."""
+        """Return this rank's row of a table with one row per position of the group."""
 
         def entry(column: int) -> Index:
             return devices.per_rank(
@@ -352,7 +362,7 @@ def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) 
 
 
 def _is_at_position(devices: Devices, group: Group, position: int) -> Index:
-    """1 on the rank at `position` of the group, else 0."""
+    """Return 1 on the rank at `position` of the group, 0 on other ranks."""
     sizes = devices.matrix.device_matrix
     return devices.per_rank(
         lambda coordinates: int(shard_index(group.axes, sizes, coordinates) == position)
@@ -369,15 +379,23 @@ BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = 
     "permute": _bind_permute,
     "all_to_all_v": _bind_all_to_all_v,
 }
-"""The function that binds each kind of step."""
+"""For each kind of redistribution step, the function that binds it."""
 
 
 def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> Reduce:
-    """Bind a collective of a kernel; if `varying`, its gradient is communicated the same way."""
+    """Bind a collective that a kernel calls to the process groups of `devices`.
+
+    Args:
+        devices: this rank's view of the devices.
+        axes: the mesh axes over which the collective communicates.
+        kind: "sum" or "max" of terms, or `MIRROR`, `PREVIOUS` or `RING`, which permute blocks.
+        varying: whether the gradient of a sum differs between the ranks of the group, so that the
+            gradient is summed too.
+    """
     group = devices.group(axes)
     if kind in (MIRROR, PREVIOUS, RING):
-        # Blocks exchange the first with the last, or move to the next position; then from numbers
-        # of blocks to positions in the group.
+        # Block i moves to block n-1-i, or to block i+1; `order` maps blocks to positions in the
+        # group.
         blocks = range(group.size)
         to = dict(
             zip(blocks, reversed(blocks) if kind == MIRROR else (*blocks[1:], 0), strict=True)
@@ -396,8 +414,8 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
         )
 
     def start(x: Tensor) -> Tensor:
-        # Detached: `BoundCollective` below gives the sum its gradient. A maximum has none, as it
-        # only shifts the exponents of a softmax.
+        # Detached: `BoundCollective` below defines the gradient of the sum. A maximum needs none,
+        # as it only shifts the exponents of a softmax.
         return c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]
 
     def finish(x: Tensor) -> Tensor:

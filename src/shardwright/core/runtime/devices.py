@@ -1,6 +1,6 @@
 """The devices of a program: this rank's position on the device matrix, and its process groups.
 
-Nothing here depends on the device type: the process group brings its backend (gloo, NCCL).
+The module does not depend on the device type: process groups choose their backend (gloo, NCCL).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwright.core.torch_internals.distributed import (
 from shardwright.errors import PlanError
 
 Subgroups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
-"""This rank's process group for each division of the ranks into groups."""
+"""This rank's process group for each partition of the ranks into groups."""
 
 Index = int | torch.SymInt
 """A number that depends on the rank; a `SymInt` if one process simulates many ranks."""
@@ -42,12 +42,12 @@ class Group:
     """The ranks whose coordinates differ from this rank's only along `axes`.
 
     Args:
-        axes: the joined axes, the first one most significant for the numbers of blocks.
+        axes: the flattened mesh axes; the first is most significant in the index of a block.
         name: name of the process group.
         size: number of ranks.
-        order: for each block along `axes`, the position in the group of the rank that has it; the
-            ranks of the group are in the order of the mesh.
-        waits: counts the time spent waiting for collectives.
+        order: for each block along `axes`, the position in the process group of the rank that owns
+            it; the ranks of the process group are in the order of the mesh.
+        waits: sums up the time spent waiting for collectives.
     """
 
     axes: Axes
@@ -63,23 +63,23 @@ class Group:
 
 @dataclass
 class Devices:
-    """A device matrix bound to process groups.
+    """This rank's view of the devices: a device matrix bound to process groups.
 
     With pipeline stages it is the matrix of this rank's stage; all stages have equal matrices.
 
     Args:
-        matrix: the device matrix of the plan.
+        matrix: the device matrix of one stage.
         device: the device of this rank.
         per_rank: evaluates a function of the coordinates on the device matrix for this rank.
-        rank: the number of this rank in its stage.
-        stage, stages: the number of its stage, and the number of stages.
-        connected: whether groups are created in the running process group; otherwise they are only
+        rank: index of this rank in its stage.
+        stage, stages: index of this rank's stage, and number of stages.
+        connected: whether groups are created in the running process group; otherwise they only have
             names.
         mesh: the `DeviceMesh` of DTensors; None without DTensors.
-        mesh_axes: the axes of `matrix` that are joined to each axis of `mesh`.
+        mesh_axes: for each axis of `mesh`, the axes of `matrix` that are flattened into it.
         mesh_matrix: `mesh` as a device matrix.
         named_ranges: whether programs name their steps in traces of `torch.profiler`.
-        waits: counts the time spent waiting for collectives.
+        waits: sums up the time spent waiting for collectives.
     """
 
     matrix: DeviceMatrix
@@ -115,27 +115,27 @@ class Devices:
             matrix: the device matrix of one stage.
             device: the device of this rank.
             stages: number of pipeline stages.
-            mesh_axes: the axes of `matrix` that are joined to each axis of the `DeviceMesh`; by
-                default every axis is one.
-            subgroups: process groups that exist already and are reused.
+            mesh_axes: for each axis of the `DeviceMesh`, the axes of `matrix` that are flattened
+                into it; by default one axis each.
+            subgroups: existing process groups, which are reused.
             named_ranges: whether programs name their steps in traces of `torch.profiler`.
 
         Raises:
-            PlanError: if there is no process group, or one of another size than the plan's.
+            PlanError: if no process group is running, or its size is not the plan's number of
+                devices.
         """
         total = matrix.num_devices * stages
         if total == 1:
             return cls(matrix, device, lambda function: function(()), named_ranges=named_ranges)
         if not dist.is_initialized():
             raise PlanError(
-                f"the plan is for {total} devices, but no process group is running\n"
-                "start the script with torchrun and call torch.distributed.init_process_group()"
+                f"the plan is for {total} devices, but no process group is running\nstart the "
+                "script with `torchrun`, and call `torch.distributed.init_process_group()`"
             )
         if dist.get_world_size() != total:
             raise PlanError(
-                f"the plan is for {total} devices, but {dist.get_world_size()} "
-                "processes are running\nmake a plan for that number, or start as many processes "
-                "as the plan has devices"
+                f"the plan is for {total} devices, but {dist.get_world_size()} processes are "
+                f"running\nplan for {dist.get_world_size()} devices, or start {total} processes"
             )
         # Before the first collective, which starts gloo's threads.
         worker_threads.apply_workarounds()
@@ -146,7 +146,7 @@ class Devices:
         )
         groups = {} if subgroups is None else subgroups
         devices = replace(devices, _subgroups=groups, named_ranges=named_ranges)
-        # Creating a group is collective: here all ranks do so in the same order.
+        # Creating a group is collective; all ranks do so here in the same order.
         if stages > 1:
             devices.peers_of_stages(tuple(range(stages)))
         if mesh_axes is None:
@@ -155,13 +155,21 @@ class Devices:
 
     @classmethod
     def of_rank(cls, matrix: DeviceMatrix, rank: int) -> Devices:
-        """The devices of `rank` without a process group, to print its program."""
+        """Return the devices of `rank` without a process group, to print its program."""
         coordinates = matrix.coordinates(rank)
         return cls(matrix, torch.device("cpu"), lambda function: function(coordinates), rank)
 
     def with_matrix(self, matrix: DeviceMatrix, mesh_axes: tuple[Axes, ...]) -> Devices:
-        """The same devices with another device matrix or mesh. Collective at the first request, so
-        every rank must make the same requests in the same order."""
+        """Return these devices with another device matrix or mesh.
+
+        The first call with given arguments is collective, so every rank must make the same calls in
+        the same order.
+
+        Args:
+            matrix: device matrix of one stage, with as many devices.
+            mesh_axes: for each axis of the `DeviceMesh`, the axes of `matrix` that are flattened
+                into it.
+        """
         key = matrix, mesh_axes
         if key == (self.matrix, self.mesh_axes) or not self.connected:
             return self
@@ -184,15 +192,14 @@ class Devices:
         return self._by_matrix[key]
 
     def _with_mesh(self, mesh_axes: tuple[Axes, ...]) -> Devices:
-        """Copy with a `DeviceMesh` of these axes, sharing the process groups."""
+        """Return a copy with a `DeviceMesh` of these axes, which shares the process groups."""
         if self.matrix.num_devices == 1:
             return self
-        # A mesh looks its devices up; the meta device has none.
+        # `DeviceMesh` queries devices of its type, which the meta type does not support.
         device_type = "cpu" if self.device.type == "meta" else self.device.type
         joined = joined_layout(self.matrix, mesh_axes)
         ranks = torch.tensor(joined.ranks).reshape(joined.device_matrix)
-        # From the program's groups; `init_device_mesh` would create a communicator per axis once
-        # more.
+        # From the program's groups; `init_device_mesh` would create another communicator per axis.
         mesh = DeviceMesh.from_group(
             [group_named(self.group(axes).name) for axes in mesh_axes],
             device_type,
@@ -203,26 +210,29 @@ class Devices:
         return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_matrix=joined)
 
     def group(self, axes: Axes) -> Group:
-        """The group over the joined `axes`. Collective at the first request, so every rank must
-        request its groups in the same order."""
+        """Return the group over the flattened `axes`.
+
+        The first call for a set of axes is collective, so every rank must make the same calls in
+        the same order.
+        """
         key = tuple(sorted(axes))
         if key not in self._names:
             self._names[key] = self._create_group(key)
-        # Groups over the same axes in any order share a process group; only block numbers differ.
+        # Groups over the same axes in any order share a process group; only block indices differ.
         order, sizes = [0] * self.matrix.size(axes), self.matrix.device_matrix
         for coordinates in all_coordinates(self.matrix):
             order[shard_index(axes, sizes, coordinates)] = shard_index(key, sizes, coordinates)
         return Group(axes, self._names[key], len(order), tuple(order), self.waits)
 
     def index(self, axes: Axes) -> Index:
-        """The number of this rank's block along the joined `axes`."""
+        """Return the index of this rank's block along the flattened `axes`."""
         sizes = self.matrix.device_matrix
         return self.per_rank(lambda coordinates: shard_index(axes, sizes, coordinates))
 
     def common_seed(self) -> int:
-        """Broadcast the seed of rank 0's process. Collective.
+        """Return the random seed of rank 0, on every rank. Collective.
 
-        Replicas of a block must draw the same numbers, however their processes were seeded.
+        Replicas of a block must draw the same random numbers, however their processes were seeded.
         """
         # A seed may be any unsigned 64-bit number, which an int64 tensor cannot hold.
         seed = torch.initial_seed() % 2**31
@@ -235,12 +245,16 @@ class Devices:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The joined axes of all groups requested so far, in the same order on all ranks."""
+        """The sets of axes of all groups requested so far, in the same order on all ranks."""
         return tuple(sorted(self._names, key=lambda axes: (len(axes), axes)))
 
     def peers_of_stages(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of this rank's peers in some stages; None on ranks of other stages. Collective
-        at the first request, so every rank must request the same stages in the same order."""
+        """Return the process group of this rank's peers in `stages`, the ranks with equal
+        coordinates; None on ranks of other stages.
+
+        The first call for given stages is collective, so every rank must make the same calls in the
+        same order.
+        """
         if stages not in self._by_stages:
             size = self.matrix.num_devices
             peers = [[stage * size + rank for stage in stages] for rank in range(size)]
@@ -249,8 +263,8 @@ class Devices:
 
     @property
     def peers_of_all_stages(self) -> dist.ProcessGroup | None:
-        """The group of this rank's peers in all stages, which have the same coordinates; None with
-        one stage."""
+        """The process group of this rank's peers in all stages, the ranks with equal coordinates;
+        None with one stage."""
         return self.peers_of_stages(tuple(range(self.stages))) if self.stages > 1 else None
 
     def _create_group(self, axes: Axes) -> str:
@@ -258,7 +272,7 @@ class Devices:
         if not self.connected:
             return f"over {matrix.named(axes)}"
         groups: dict[tuple[int, ...], list[int]] = {}
-        # The groups of all stages, as each rank takes part in the creation of all groups.
+        # Groups of all stages, as every rank takes part in the creation of all groups.
         for stage in range(self.stages):
             for rank, coordinates in zip(matrix.ranks, all_coordinates(matrix), strict=True):
                 fixed_coordinates = (
@@ -271,8 +285,8 @@ class Devices:
         return str(own_group.group_name)
 
     def _subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
-        """Create or reuse process groups of these ranks, and return this rank's; None if it is in
-        none of them. Collective over the whole process group."""
+        """Create or reuse a process group for each list of ranks, and return the group that this
+        rank is in, or None. Collective over the default process group."""
         key = tuple(sorted(map(tuple, ranks)))
         if key not in self._subgroups:
             self._subgroups[key] = _new_subgroup(ranks, self.device)
@@ -281,26 +295,27 @@ class Devices:
 
 @cache
 def _planned_meshes() -> dict[int, int]:
-    """The number of pipeline stages of each planned `DeviceMesh` of this process, by its hash."""
+    """Return the number of pipeline stages of each planned `DeviceMesh` of this process, by
+    hash."""
     return {}
 
 
 def stages_of_plan(mesh: DeviceMesh) -> int | None:
-    """The number of pipeline stages of the plan with this mesh; None if no plan has it.
+    """Return the number of pipeline stages of the plan with this mesh; None if no plan has it.
 
-    Compares by hash instead of identity: DTensor's cache of sharding results may return the equal
+    Meshes are compared by hash instead of identity, as DTensor's sharding cache may return an equal
     mesh of another DTensor.
     """
     return _planned_meshes().get(hash(mesh))
 
 
 def all_coordinates(matrix: DeviceMatrix) -> Iterator[tuple[int, ...]]:
-    """The coordinates of every device, in the order of `matrix.ranks`."""
+    """Yield the coordinates of every device, in the order of `matrix.ranks`."""
     return product(*(range(size) for size in matrix.device_matrix))
 
 
 def world_timeout() -> timedelta | None:
-    """The timeout of the default process group, which PyTorch does not pass on to new groups."""
+    """Return the timeout of the default process group, which new groups do not inherit."""
     world = dist.group.WORLD
     assert world is not None
     return group_timeout(world)
@@ -309,14 +324,14 @@ def world_timeout() -> timedelta | None:
 def _new_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     assert world is not None
-    # A communicator takes memory and seconds to set up, so the default one is reused.
+    # A communicator takes memory, and seconds to set up, so the default communicator is reused.
     if len(ranks[0]) == world.size():
         return world
     # NCCL splits a communicator at less cost than it creates one.
     if supports_split_group(world):
         return dist.split_group(world, ranks, timeout=world_timeout())
     if sum(map(len, ranks)) == world.size() and _can_create_own_group_only(device):
-        # Each rank creates its own group only, instead of all groups one after the other.
+        # Each rank creates only its own group, instead of all groups one after another.
         own_ranks = next(each for each in ranks if world.rank() in each)
         return dist.new_group(own_ranks, timeout=world_timeout(), use_local_synchronization=True)  # type: ignore[no-any-return]
     member, _ = dist.new_subgroups_by_enumeration(ranks, timeout=world_timeout())  # type: ignore[no-untyped-call]
@@ -324,10 +339,11 @@ def _new_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessG
 
 
 def _can_create_own_group_only(device: torch.device) -> bool:
-    """Whether each rank can create its own group only, with local synchronization.
+    """Whether each rank can create only its own group, with local synchronization.
 
-    PyTorch names such a group by the number of groups of the rank. If a program has created groups
-    for some of the ranks, these numbers differ, and the ranks would wait under different names.
+    PyTorch names a group of local synchronization by the number of groups of the rank. If the user
+    has created groups on some ranks only, these numbers differ, and ranks of one group would wait
+    under different names.
     """
     if not has_other_ranks():
         return True

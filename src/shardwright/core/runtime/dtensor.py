@@ -34,7 +34,10 @@ def local_shard(
     """Shard a full `tensor` without communication, and return this rank's shard as a DTensor.
 
     Args:
-        copy: False to share memory with `tensor` if the block is the full tensor.
+        tensor: the full tensor.
+        layout: the layout of the result.
+        devices: this rank's view of the devices.
+        copy: False to share memory with `tensor` if the shard is the full tensor.
     """
     block = tensor.detach()[layout.slices(devices.rank, tuple(tensor.shape))]
     local = block.to(devices.device, copy=copy or block.shape != tensor.shape)
@@ -42,10 +45,12 @@ def local_shard(
 
 
 def as_dtensor(local: Tensor, like: Tensor, layout: TensorLayout, devices: Devices) -> DTensor:
-    """A DTensor of the shape of `like` with this shard on this rank; communicates nothing.
+    """Return a DTensor with the shape of `like`, whose shard on this rank is `local`.
+
+    No communication.
 
     Raises:
-        LayoutError: if `layout` separates axes that the mesh of the devices joins.
+        LayoutError: if `layout` shards separately by axes that `devices.mesh` flattens into one.
     """
     assert devices.mesh is not None and devices.mesh_matrix is not None
     return DTensor.from_local(
@@ -59,10 +64,11 @@ def as_dtensor(local: Tensor, like: Tensor, layout: TensorLayout, devices: Devic
 
 
 def shard_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """State dict pre-hook: replace full tensors, as one device saves them, by this rank's shards.
+    """Load state dict pre-hook: replace full tensors, as saved by one device, by this rank's
+    shards.
 
     Raises:
-        PlanError: for the shard of another rank.
+        PlanError: if a tensor is the shard of another rank.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         full = state.get(prefix + name)
@@ -76,10 +82,16 @@ def shard_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_
 
 
 def _check_coordinates(name: str, saved: DTensor, parameter: DTensor) -> None:
-    """Check that a DTensor that one rank saved is loaded at the same coordinates of the mesh.
+    """Check that a DTensor is loaded at the mesh coordinates at which it was saved.
+
+    Args:
+        name: name of the tensor for errors.
+        saved: the DTensor in the loaded state.
+        parameter: the parameter on this rank.
 
     Raises:
-        PlanError: if `saved` has other coordinates than `parameter`.
+        PlanError: if `saved` is sharded and has other coordinates, or another mesh shape, than
+            `parameter`.
     """
     saved_at, loaded_at = (
         (tuple(tensor.device_mesh.shape), tuple(tensor.device_mesh.get_coordinate() or ()))
@@ -88,22 +100,21 @@ def _check_coordinates(name: str, saved: DTensor, parameter: DTensor) -> None:
     is_sharded = not all(isinstance(placement, Replicate) for placement in saved.placements)
     if is_sharded and saved_at != loaded_at:
         raise PlanError(
-            f"{name!r} in the state to load is the shard at {saved_at[1]} of a mesh "
-            f"{saved_at[0]}, but this rank is at {loaded_at[1]} of {loaded_at[0]}: "
-            "another rank has saved it\nuse `shardwright.save_checkpoint` and "
-            "`load_checkpoint`; or save full tensors on rank 0: `with "
-            "shardwright.whole(net, rank0_only=True) as model:` "
-            "on all ranks, and in it `model.state_dict()` on rank 0"
+            f"{name!r} in the state to load is the shard of another rank: it was saved at "
+            f"coordinates {saved_at[1]} of a mesh of shape {saved_at[0]}, but this rank is at "
+            f"{loaded_at[1]} of {loaded_at[0]}\nuse `sw.save_checkpoint` and "
+            "`sw.load_checkpoint`; or save full tensors on rank 0: call `model.state_dict()` there "
+            "inside `with sw.whole(net, rank0_only=True) as model:` on all ranks"
         )
 
 
 @cache
 def accept_full_optimizer_states() -> None:
-    """Make optimizers of this process accept states of full tensors, as one device saves them: each
-    rank takes its shard."""
+    """Make optimizers of this process accept full state tensors, as saved by one device, of which
+    each rank takes its shard."""
     registered = WeakSet[Optimizer]()
 
-    # States may be loaded before the first step: they are sharded there, later ones when loaded.
+    # States loaded before the first step are sharded at that step, later ones when they are loaded.
     def before_step(optimizer: Optimizer, *_: object) -> None:
         if optimizer not in registered:
             registered.add(optimizer)
@@ -127,7 +138,8 @@ def _shard_full_states(optimizer: Optimizer) -> None:
 
 
 class _LocalShards(torch.autograd.Function):
-    """Return the local shards of all DTensors at once, and their gradients as DTensors."""
+    """Return the local shards of all DTensors at once; in the backward pass, wrap their gradients
+    as DTensors."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
@@ -142,7 +154,8 @@ class _LocalShards(torch.autograd.Function):
 
 
 def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict[str, Tensor]:
-    """The local tensors that the program reads; gradients flow back into `parameters`."""
+    """Return the local shards of `parameters`, by name, from which gradients flow back into
+    them."""
     if layout.num_devices == 1:
         return dict(parameters)
     shards = _LocalShards.apply(*parameters.values())  # type: ignore[no-untyped-call]
@@ -150,22 +163,22 @@ def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict
 
 
 def detached_local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor, or a plain tensor itself, detached."""
+    """Return the local shard of a DTensor, or a plain tensor itself, detached."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def stored_shards(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The local shard of each parameter, detached."""
+    """Return the local shard of each parameter, detached."""
     return {name: detached_local(parameter) for name, parameter in parameters.items()}
 
 
 def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """Accumulate gradients of local shards into the `grad` of their parameters."""
+    """Accumulate gradients of local shards, by name, into `grad` of the parameters."""
     with torch.no_grad():
         for name, gradient in gradients.items():
             parameter = parameters[name]
             accumulated = parameter.grad
-            # Only autograd calls hooks; without any, its overhead is avoided.
+            # Hooks need autograd; without hooks, its overhead is avoided.
             if has_hooks(parameter):
                 if isinstance(parameter, DTensor):
                     gradient = with_spec(gradient, spec_of(parameter))
@@ -179,9 +192,9 @@ def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tens
 
 
 def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
-    """One placement for each axis of a `DeviceMesh` with the layout's axes.
+    """Return DTensor placements for a layout: one for each axis of its device matrix.
 
-    Varying axes are replicated: a DTensor does not know the difference.
+    Varying axes are replicated, as DTensor does not distinguish them.
     """
     layout = tensor_layout.layout
     result: list[Placement] = [Replicate()] * len(layout.device_matrix)
@@ -189,8 +202,8 @@ def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
         result[axis] = Partial("sum")
     for dim, axes in enumerate(tensor_layout.axes):
         for position, axis in enumerate(axes):
-            # DTensor shards by mesh axes from left to right. An axis that shards after one to its
-            # right needs a strided shard.
+            # DTensor shards by mesh axes from left to right. An axis that shards a dimension after
+            # an axis to its right needs a strided shard.
             coarser = layout.size(other for other in axes[:position] if other > axis)
             strided = coarser > 1
             result[axis] = StridedShard(dim, split_factor=coarser) if strided else Shard(dim)
@@ -200,17 +213,22 @@ def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
 def from_placements(
     placements: Sequence[Placement], layout: DeviceMatrix, ndim: int
 ) -> TensorLayout:
-    """The layout of a DTensor with `ndim` dimensions on a mesh with the axes of `layout`.
+    """Return the layout of a DTensor with these placements.
+
+    Args:
+        placements: one placement for each axis of `layout`.
+        layout: the mesh as a device matrix.
+        ndim: number of dimensions of the DTensor.
 
     Raises:
         LayoutError: if the number of placements is not that of the axes, a partial placement is no
-            sum, a dimension does not exist, or a `split_factor` fits no order of the axes.
+            sum, a dimension does not exist, or a `split_factor` is no product of axis sizes.
     """
     if len(placements) != len(layout.device_matrix):
         raise LayoutError(
-            f"{len(placements)} placements {tuple(placements)} on a device matrix of"
+            f"{len(placements)} placements {tuple(placements)} do not match a device matrix with"
             f" {len(layout.device_matrix)} axes {layout.device_matrix}\n"
-            "give one placement for each axis"
+            "pass one placement for each axis"
         )
     dims: list[Axes] = [()] * ndim
     partial = set()
@@ -223,8 +241,9 @@ def from_placements(
             partial.add(axis)
         elif not isinstance(placement, Replicate):
             raise LayoutError(
-                f"placement {placement} on axis {layout.alias_names[axis]!r} has no layout\n"
-                "valid are Shard, _StridedShard, Replicate and Partial('sum')"
+                f"placement {placement} on axis {layout.alias_names[axis]!r} is not supported by"
+                " layouts\n"
+                "use one of `Shard`, `_StridedShard`, `Replicate` and `Partial('sum')`"
             )
     return TensorLayout(layout, tuple(dims), frozenset(partial))
 
@@ -233,19 +252,27 @@ def _dimension(placement: Shard | StridedShard, ndim: int) -> int:
     dim = placement.dim
     if not -ndim <= dim < ndim:
         raise LayoutError(
-            f"placement {placement} shards a dimension of a tensor with {ndim} dimensions"
+            f"placement {placement} shards dimension {dim} of a tensor with {ndim} dimensions\n"
+            "shard a dimension that the tensor has"
         )
     return dim % ndim
 
 
 def _insert_axis(axes: Axes, axis: int, placement: Placement, layout: DeviceMatrix) -> Axes:
-    """Insert `axis` into `axes`, which are all to its right, after those whose sizes multiply to
-    the `split_factor` of its placement; first without one."""
+    """Insert `axis` into `axes` after the axes whose sizes multiply to the `split_factor` of its
+    placement; first if it has none.
+
+    Args:
+        axes: the axes to the right of `axis` that shard the same dimension.
+        axis: the axis to insert.
+        placement: the placement of `axis`.
+        layout: the mesh as a device matrix.
+    """
     coarser = placement.split_factor if isinstance(placement, StridedShard) else 1
     for position in range(len(axes) + 1):
         if layout.size(axes[:position]) == coarser:
             return (*axes[:position], axis, *axes[position:])
     raise LayoutError(
-        f"placement {placement} on axis {layout.alias_names[axis]!r}: no axes to its right that"
-        f" shard the same dimension have {coarser} devices together"
+        f"placement {placement} on axis {layout.alias_names[axis]!r} has split factor {coarser},"
+        " which is no product of sizes of axes to its right that shard the same dimension"
     )

@@ -25,28 +25,30 @@ RANDOM_OPERATORS = (
     *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to),
     *(aten.rand_like.default, aten.randn_like.default),
 )
-"""Random operators: on CPUs all ranks would draw equal numbers for different shards."""
+"""In-place and `*_like` random operators: on CPUs all ranks would draw equal random numbers for
+different shards."""
 
 
 def correct_results() -> None:
-    """Make DTensors of this process return correct sums and draw the numbers of one device."""
+    """Correct `item()` of partial sums, and random numbers on CPUs, for all DTensors of this
+    process."""
     set_operator_handler(aten._local_scalar_dense.default, _full_item)
     for operator in RANDOM_OPERATORS:
         set_operator_handler(operator, partial(_draw_full_tensor, operator))
 
 
 def _full_item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`item()` of the full tensor; PyTorch returns this rank's term of a partial sum."""
+    """Return `item()` of the full tensor; PyTorch returns this rank's term of a partial sum."""
     return args[0].full_tensor().item()
 
 
 def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw the full tensor on the first rank of the mesh, as one device does, and keep the local
-    shard of it."""
+    """Draw the full tensor on the first rank of the mesh, as on one device; each rank keeps its
+    shard."""
     tensor: DTensor = args[0]
     local, mesh = local_tensor(tensor), tensor.device_mesh
-    # Generators of accelerators are counter-based (Philox); DTensor sets their offset for each
-    # shard. That of CPUs (Mersenne Twister) has no offset.
+    # Generators of accelerators are counter-based (Philox), and DTensor sets their offset for each
+    # shard. The generator of CPUs (Mersenne Twister) has no offset.
     if mesh.device_type != "cpu" or type(local) is not Tensor:
         return operator(*args, **kwargs)
     full = operator(local.new_empty(tensor.shape), *args[1:], **kwargs)

@@ -1,4 +1,4 @@
-"""Check that the first results of a `local_map` are equal on all ranks that hold the same shard."""
+"""Check that the first results of a `local_map` are equal on all ranks with the same shard."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from shardwright.core.torch_internals.distributed import by_rank, group_named
 from shardwright.errors import CaptureError
 
 TOLERANCE = 1e-4
-"""Largest difference relative to the sum of absolute values. Atomic additions on an accelerator
-reorder sums; results that really differ between ranks differ by more."""
+"""Largest allowed difference between sums of two ranks, as a fraction of the sum of absolute
+values: atomic additions on an accelerator reorder sums. Results that really differ, differ by
+more."""
 
 _SAMPLE = 1 << 16
-"""Number of leading elements that are summed with weights, so that a permutation is found."""
+"""Number of leading elements that are summed with weights, to detect permutations."""
 
 
 @dataclass
 class EqualReplicas:
-    """A function whose results must be equal on all ranks of a group; the first call checks it.
+    """A function whose results must be equal on all ranks of a group, which its first call checks.
 
     Args:
-        function: returns a tensor or a tuple of tensors.
+        function: function that returns a tensor or a tuple of tensors.
+        group: the ranks with the same shard.
         name: name of the function for errors.
     """
 
@@ -44,37 +46,39 @@ class EqualReplicas:
         return result
 
     def _check(self, results: Sequence[Tensor]) -> None:
-        """Compare digests of the results over the group.
+        """Check that the results are equal over the group, by digests.
 
         Raises:
             CaptureError: on every rank of the group, if results differ.
         """
-        # Nothing to compare in a dry run; simulated ranks run the function once for each rank.
+        # A dry run has no values, and simulated ranks run the function once for each rank.
         if any(r.is_meta or by_rank(r) is not None for r in results):
             return
         digests = torch.stack([_digest(result.detach()) for result in results])
         gathered = [torch.empty_like(digests) for _ in range(self.group.size)]
         dist.all_gather(gathered, digests, group=group_named(self.group.name))
-        # All ranks of the group compare all digests, so that all raise the error, and none waits.
+        # All ranks of the group compare all digests, so that all raise the error and none hangs.
         for number in range(len(results)):
             first = gathered[0][number]
             for rank, digest in enumerate(gathered):
                 if ((digest[number] - first).abs() > TOLERANCE * first[1].abs()).any():
                     raise CaptureError(
-                        f"local_map {self.name!r}: result {number} differs between ranks that hold"
-                        f" the same shard (0 and {rank} of {self.group.size}): it depends on more"
-                        " than its inputs\npass `random=True` if it draws random numbers from"
-                        " `torch`; compute everything else that differs between ranks outside of it"
+                        f"local_map {self.name!r}: result {number} differs between ranks with the"
+                        f" same shard (0 and {rank} of {self.group.size}), so it depends on more"
+                        " than the inputs\npass `random=True` if the function draws random numbers"
+                        " from `torch`; compute other values that differ between ranks outside the"
+                        " function, and pass them as inputs"
                     )
 
 
 def _digest(result: Tensor) -> Tensor:
-    """The sum, the sum of absolute values, and a sum of leading elements weighted by position."""
+    """Return the sum, the sum of absolute values, and a sum of the first `_SAMPLE` elements
+    weighted by position; shape (3,), float64."""
     values = torch.view_as_real(result) if result.is_complex() else result
-    # NaN is not equal to itself. Integers of one byte would overflow their sum.
+    # NaN would compare unequal, and one-byte integers would overflow their sum.
     values = values.nan_to_num() if values.is_floating_point() else values.long()
     flat = values.flatten()[:_SAMPLE].double()
     weights = torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)
-    # Plain sums are equal for permuted results; the weighted one is not.
+    # Permuted results have equal sums, but different weighted sums.
     sums = values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)
     return torch.stack([*sums, (flat * weights).sum()])

@@ -2,8 +2,8 @@
 
 All code that waits for a collective does so within `WaitTimer.measure`: a wait blocks the thread on
 a CPU, and the compute stream on an accelerator. `Devices` and its groups share one timer, so waits
-of all programs and of autograd's threads add up. In a pipeline schedule, all time outside of chunks
-counts, including the wait for another stage's micro-batch.
+of all programs and of autograd's threads add up. In a pipeline schedule, all time outside chunks
+counts as waiting, including the time until another stage's micro-batch arrives.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shardwright.core.runtime.accelerator import Intervals
 
 @dataclass
 class WaitTimer:
-    """Sums up the waits of one rank; disabled by default, and then without cost.
+    """Sums up the time for which one rank waits; disabled by default, at no cost.
 
     Args:
-        intervals: intervals since the last `take_seconds`; None while disabled.
+        intervals: waits since the last `take_seconds`; None while disabled.
     """
 
     intervals: Intervals | None = None
 
     @contextmanager
     def enable(self, device: torch.device) -> Iterator[None]:
-        """Measure the waits of `device` in this context, by the device's clock."""
+        """Context in which waits of `device` are measured, by the device's clock."""
         self.intervals = Intervals(device)
         try:
             yield
@@ -38,7 +38,7 @@ class WaitTimer:
             self.intervals = None
 
     def take_seconds(self) -> float | None:
-        """Seconds of waits since the last call; None while disabled.
+        """Return the seconds of waiting since the last call; None while disabled.
 
         Does not synchronize: waits that an accelerator has not finished count in the next call.
         """
@@ -46,16 +46,16 @@ class WaitTimer:
 
     @contextmanager
     def measure(self, sign: int = 1) -> Iterator[None]:
-        """Add the duration of this context to the waits.
+        """Context whose duration is added to the waits.
 
         Args:
-            sign: -1 to subtract computation within a measured wait.
+            sign: -1 to subtract the duration, for computation within a measured wait.
         """
         intervals = self.intervals
         if intervals is None:
             yield
             return
-        # An event on the compute stream, which a wait blocks; the host may be far ahead.
+        # Events on the compute stream, which a wait blocks; the host may be far ahead.
         start = intervals.timestamp()
         try:
             yield
@@ -63,7 +63,8 @@ class WaitTimer:
             intervals.add(start, intervals.timestamp(), sign)
 
     def exclude(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that computes within a measured wait, so that its time does not count."""
+        """Return `function`, which computes within a measured wait, wrapped to not count as
+        waiting."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.measure(-1):

@@ -1,5 +1,5 @@
-"""Check that results of users' custom operators have the shapes and dtypes of their fake
-implementations."""
+"""Check that results of users' custom operators have the shapes and dtypes that the operators' fake
+implementations return."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from torch import Tensor
 from shardwright.errors import CaptureError
 
 FakeResults = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""The shape and dtype of each tensor."""
+"""The shape and dtype of each result that is a tensor."""
 
 
 @dataclass(frozen=True)
 class CheckedCustomOp:
-    """A custom operator with the expected local shapes and dtypes of its results.
+    """A custom operator that checks its results when it is called.
+
+    Args:
+        function: the custom operator.
+        expected: local shapes and dtypes of the results, from the fake implementation.
 
     Raises:
-        CaptureError: if it returns others.
+        CaptureError: at a call that returns other shapes or dtypes.
     """
 
     function: Callable[..., Any]
@@ -29,23 +33,24 @@ class CheckedCustomOp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.function(*args, **kwargs)
-        # Wrong shapes would only show in a later operator, far from the operator that is wrong.
+        # Otherwise wrong shapes would raise an error in a later operator only, far from their
+        # cause.
         parts = result if isinstance(result, (tuple, list)) else (result,)
         returned = tuple((tuple(p.shape), p.dtype) for p in parts if isinstance(p, Tensor))
         if returned != self.expected and not self._differs_by_float64(returned):
             raise CaptureError(
-                f"the fake implementation of `{self.function}` returns"
-                f" {_describe(self.expected, returned)}, but the operator returns"
-                f" {_describe(returned, self.expected)}\n"
-                "return the shapes and dtypes of the operator from the function registered with"
-                " `torch.library.register_fake`"
+                f"the fake implementation of `{self.function}` returns "
+                f"{_describe(self.expected, returned)}, but the operator returns "
+                f"{_describe(returned, self.expected)}\ncorrect the fake implementation "
+                "(`torch.library.register_fake`), so that it returns the shapes and dtypes of the "
+                "operator"
             )
         return result
 
     def _differs_by_float64(self, returned: FakeResults) -> bool:
-        """Whether the dtypes differ only where float64 is expected.
+        """Whether dtypes differ only where float64 is expected and a floating-point dtype returned.
 
-        A comparison in float64 converts all operators; one with a fixed dtype keeps its own.
+        `sw.check` converts the graph to float64, but an operator may return a fixed dtype.
         """
         if [shape for shape, _ in returned] != [shape for shape, _ in self.expected]:
             return False
@@ -57,7 +62,7 @@ class CheckedCustomOp:
 
 
 def _describe(results: FakeResults, others: FakeResults) -> str:
-    """The shapes of `results` as text or, if they equal those of `others`, the dtypes."""
+    """Return the shapes of `results` as text or, if they equal those of `others`, the dtypes."""
     shapes = [str(shape) for shape, _ in results]
     differ = shapes != [str(shape) for shape, _ in others]
     return " and ".join(shapes if differ else [str(dtype) for _, dtype in results])

@@ -16,16 +16,17 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.errors import PlanError
 
 SPLIT_NOTE = (
-    "tensors are split in the dimension of the batch, by default dimension 0 if it is as long as"
-    " that of the first; others are passed in full"
+    "tensors are split in their batch dimension, by default dimension 0 if it has the size of"
+    " dimension 0 of the first tensor; other tensors are passed in full"
 )
 
 SampleDims = tuple[int | None, ...]
-"""For each leaf of a call the dimension of its samples; None if it is passed in full."""
+"""The batch dimension of each leaf of a call; None for a leaf that is passed in full."""
 
 
 def first_dims(leaves: Sequence[Any]) -> SampleDims:
-    """Dimension 0 of all tensors whose size is that of the first tensor with dimensions."""
+    """Return 0 for each tensor whose dimension 0 has the size of that of the first tensor with
+    dimensions, and None for other leaves."""
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     return tuple(
         0 if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == sizes[0] else None
@@ -36,10 +37,13 @@ def first_dims(leaves: Sequence[Any]) -> SampleDims:
 def micro_batch(
     leaves: Sequence[Any], number: int, count: int, dims: SampleDims | None = None
 ) -> list[Any]:
-    """The leaves of a call for one of `count` micro-batches, as views.
+    """Return the leaves of a call for micro-batch `number` of `count`, as views.
 
     Args:
-        dims: the dimension of the samples of each leaf; `first_dims` by default.
+        leaves: leaves of the call's arguments, for the full batch.
+        number: index of the micro-batch.
+        count: number of micro-batches.
+        dims: batch dimension of each leaf; by default `first_dims(leaves)`.
 
     Raises:
         PlanError: if `count` does not divide the batch size, or an argument is a nested tensor.
@@ -47,7 +51,10 @@ def micro_batch(
     result = []
     for leaf, dim in zip(leaves, dims or first_dims(leaves), strict=True):
         if dim is not None and leaf.is_nested:
-            raise PlanError("an argument is a nested tensor, which cannot be split\npad its rows")
+            raise PlanError(
+                "an argument is a nested tensor, which cannot be split into micro-batches\n"
+                "pass it padded, as an ordinary tensor: `torch.nested.to_padded_tensor(x, 0.0)`"
+            )
         if dim is not None:
             rows, rest = divmod(leaf.shape[dim], count)
             if rest:
@@ -55,9 +62,9 @@ def micro_batch(
                 valid = ", ".join(divisors[:12] + ["…"] * (len(divisors) > 12))
                 raise PlanError(
                     f"a batch of {leaf.shape[dim]} rows cannot be split into {count} equal"
-                    f" micro-batches\nvalid numbers are {valid}"
+                    f" micro-batches\nvalid numbers of micro-batches are {valid}"
                 )
-            # Consecutive rows, as `torch.chunk` and PyTorch's pipeline schedules take them.
+            # Consecutive rows, as in `torch.chunk` and PyTorch's pipeline schedules.
             leaf = leaf.narrow(dim, number * rows, rows)
         result.append(leaf)
     return result
@@ -66,11 +73,12 @@ def micro_batch(
 def of_micro_batches(
     leaves: Sequence[Any], count: int, dims: SampleDims | None = None
 ) -> list[Any]:
-    """Empty leaves of a call with a batch of `count` micro-batches.
+    """Return leaves with the shapes of a batch of `count` micro-batches, without values.
 
     Args:
-        leaves: those of one micro-batch.
-        dims: as of `micro_batch`.
+        leaves: leaves of a call with one micro-batch.
+        count: number of micro-batches.
+        dims: batch dimension of each leaf; by default `first_dims(leaves)`.
     """
     result = []
     for leaf, dim in zip(leaves, dims or first_dims(leaves), strict=True):
@@ -86,8 +94,8 @@ def of_micro_batches(
 def num_micro_batches_of_call(
     leaves: Sequence[Any], pipeline: PipelineSpec, dims: SampleDims | None = None
 ) -> int:
-    """Number of micro-batches of a call: as planned or, for another batch size, the largest number
-    that divides it and that the schedule supports."""
+    """Return the number of micro-batches of a call: as planned, or the largest smaller number that
+    divides the batch size and that the schedule supports."""
     rows = _rows(leaves, dims)
     return next(
         count
@@ -98,12 +106,12 @@ def num_micro_batches_of_call(
 
 
 def valid_num_micro_batches(leaves: Sequence[Any], dims: SampleDims | None = None) -> list[int]:
-    """Valid numbers of micro-batches of a call: the divisors of its batch size."""
+    """Return the valid numbers of micro-batches of a call: the divisors of its batch size."""
     return _divisors(_rows(leaves, dims))
 
 
 def _rows(leaves: Sequence[Any], dims: SampleDims | None = None) -> int:
-    """Number of samples of the batch; 1 if no leaf is split."""
+    """Return the batch size; 1 if no leaf has a batch dimension."""
     pairs = zip(leaves, dims or first_dims(leaves), strict=True)
     return next((leaf.shape[dim] for leaf, dim in pairs if dim is not None), 1)
 
@@ -119,17 +127,19 @@ def global_leaves(
     arrivals: Mapping[str, CutAxes],
     leaves: Sequence[Any],
 ) -> list[Any]:
-    """The leaves of a call with global shapes: inputs that arrive sharded are replaced by meta
-    tensors of the full shape.
+    """Return the leaves of a call with global shapes: inputs that arrive sharded are replaced by
+    meta tensors of the full shape.
 
     Args:
         planned: the planned value of each leaf; None for a leaf that the planned call lacks.
-        mesh: device matrix.
-        arrivals: layouts of inputs that arrive sharded, by name.
+        mesh: the device matrix.
+        arrivals: for each input that arrives sharded, by name, the mesh axes that shard each of its
+            dimensions.
         leaves: the leaves of the call.
 
     Raises:
-        PlanError: if it is not known whether a tensor arrives sharded.
+        PlanError: if the planned call lacks a tensor, so that it is unknown whether it arrives
+            sharded.
     """
     if not arrivals:
         return list(leaves)
@@ -137,8 +147,9 @@ def global_leaves(
     for value, leaf in zip(planned, leaves, strict=True):
         if value is None and isinstance(leaf, Tensor) and leaf.ndim:
             raise PlanError(
-                "a call has a tensor that the planned call has not, and other inputs arrive "
-                "sharded\nplan with an example that has it, or without dataset_strategy"
+                f"a call passes a tensor of shape {tuple(leaf.shape)} that the planned call did "
+                "not pass, and with this `dataset_strategy` it is unknown whether it is a local "
+                "batch\nplan with an example that passes the tensor, or without `dataset_strategy`"
             )
         is_split = isinstance(value, Value) and value.name in arrivals
         if is_split and isinstance(leaf, Tensor) and leaf.ndim == len(value.shape):

@@ -1,4 +1,4 @@
-"""Named ranges in a trace of `torch.profiler`: operators, conversions, buckets and stages.
+"""Named ranges in a trace of `torch.profiler`: operators, redistributions, buckets and stages.
 
 | range | contents |
 |---|---|
@@ -9,7 +9,8 @@
 | `schedule` | a pipeline stage runs its chunks on all micro-batches, and waits for other stages |
 | `forward of chunk 1, micro-batch 0` | one pass of a chunk; or `backward`, or `weights` |
 
-Only programs lowered for `Devices` with `named_ranges` contain them, so others pay no overhead.
+Only programs lowered for `Devices` with `named_ranges` contain the ranges; other programs have no
+overhead.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PASSES = {
     "backward_one_chunk": "backward",
     "backward_weight_one_chunk": "weights",
 }
-"""The methods of PyTorch's stages that work on one micro-batch."""
+"""For each method of PyTorch's stages that runs a pass of one micro-batch, the name of the pass."""
 
 SEND = re.compile(r"send (?P<kind>\w+) over (?P<over>.+), (?P<bytes>\d+) B")
 WAIT = re.compile(r"wait for (?P<kind>\w+) over (?P<over>.+)")
@@ -46,11 +47,12 @@ PASS = re.compile(r"(forward|backward|weights) of chunk \d+, micro-batch \d+")
 
 @dataclass(frozen=True)
 class CollectiveRange:
-    """The ranges of one kind of collective over some axes.
+    """The ranges of one kind of collective over some mesh axes.
 
     Args:
+        kind: name of the collective in `COLLECTIVES`.
         over: names of the axes.
-        size: number of ranks in their group.
+        size: number of ranks of the group over the axes.
     """
 
     kind: str
@@ -62,22 +64,22 @@ class CollectiveRange:
         return cls(kind, matrix.named(tuple(sorted(axes))), matrix.size(axes))
 
     def send(self, num_bytes: int) -> record_function:
-        """Range around the start of the collective.
+        """Return the range around the start of the collective.
 
         Args:
-            num_bytes: bytes of this device's input to the collective.
+            num_bytes: bytes of this rank's input to the collective.
         """
-        # An all-gather is counted by its output, which is larger than its input.
+        # The bytes sent by an all-gather are computed from its output, which is larger.
         buffer_bytes = num_bytes * self.size if self.kind == "all_gather" else num_bytes
         sent = COLLECTIVES[self.kind].sent(buffer_bytes, self.size)
         return record_function(f"send {self.kind} over {self.over}, {sent} B")
 
     def wait(self) -> record_function:
-        """Range around the wait for the collective."""
+        """Return the range around the wait for the collective."""
         return record_function(f"wait for {self.kind} over {self.over}")
 
     def wrap(self, collective: Collective) -> Collective:
-        """Wrap both halves of a collective in their ranges."""
+        """Return `collective` with both halves wrapped in their ranges."""
 
         def start(x: Tensor) -> Tensor:
             with self.send(x.nbytes):
@@ -97,10 +99,14 @@ def wrap_step(
     axes: Axes,
     matrix: DeviceMatrix,
 ) -> BoundCollective:
-    """Wrap a redistribution step in ranges, forward and backward.
+    """Return a redistribution step with its collectives wrapped in ranges.
 
     Args:
-        forward, backward: kinds of its collectives; None for a pass without communication.
+        bound: the redistribution step.
+        forward, backward: kinds of the collectives in the forward and in the backward pass; None
+            for a pass without communication.
+        axes: the mesh axes over which the step communicates.
+        matrix: the device matrix.
     """
 
     def wrap(collective: Collective, kind: str | None) -> Collective:
@@ -114,7 +120,7 @@ def wrap_step(
 def wrap_reduction(
     reduce: Reduce, reduction: Reduction, axes: Axes, matrix: DeviceMatrix
 ) -> Reduce:
-    """Wrap a collective of a kernel in its ranges."""
+    """Return `reduce`, the bound collective of a kernel, wrapped in ranges."""
     kind, run = reduction.collective, reduce.run
     collective_range = CollectiveRange.of(kind, axes, matrix)
 
@@ -133,7 +139,8 @@ def wrap_reduction(
 
 
 def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a pass of a pipeline stage in a range; its first argument is the micro-batch."""
+    """Return a method of a pipeline stage wrapped in a range; its first argument is the index of
+    the micro-batch."""
 
     def call(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
         with record_function(f"{name}, micro-batch {micro_batch}"):
@@ -198,7 +205,7 @@ class RangedBucket(BoundBucket):
     def sum_replicas(self, flat: Tensor) -> Tensor:
         if not self._reduce_scatters:
             return super().sum_replicas(flat)
-        # Waits here, so that the range covers the wait alone; `super()` then finds it completed.
+        # Wait here, so that the range covers only the wait; the wait in `super()` returns at once.
         with self._bucket_range:
             with self._scatter_range.wait():
                 flat = self._complete(flat)

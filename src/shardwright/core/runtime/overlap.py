@@ -3,9 +3,9 @@
 | line | forward | backward |
 |---|---|---|
 | `start` | starts the collective | waits for the collective of the gradient |
-| `delay` | nothing | computes the weight's gradient |
+| `delay` | nothing | computes the gradient of the weight |
 | `finish` | waits for the collective | starts the collective of the gradient |
-| `linear` | the product | the gradient of its input only |
+| `linear` | computes the product | computes the gradient of the input only |
 
 Autograd runs the lines in reverse, so computation between `start` and `finish` overlaps the
 collective in both directions. A weight gradient that is delayed to a line between them overlaps the
@@ -30,9 +30,10 @@ class Pending(NamedTuple):
     """A redistribution that has been started.
 
     Args:
-        token: empty tensor through which the gradient flows; None without a gradient.
+        token: expanded tensor without values, through which the gradient flows; None without a
+            gradient.
         tensor: the pending result of `Collective.start`.
-        dtype: dtype of the input of the collective.
+        dtype: dtype of the redistributed tensor.
     """
 
     token: Tensor | None
@@ -42,7 +43,7 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True)
 class StartCollective:
-    """Start a redistribution of a local tensor."""
+    """Starts a redistribution of a local tensor."""
 
     bound: BoundCollective
 
@@ -53,7 +54,7 @@ class StartCollective:
 
 @dataclass(frozen=True)
 class FinishCollective:
-    """Wait for a redistribution and return its local result."""
+    """Waits for a redistribution and returns its local result."""
 
     bound: BoundCollective
 
@@ -92,11 +93,12 @@ class _FinishWithGradient(torch.autograd.Function):
 
 
 class DelayedWeight(NamedTuple):
-    """A weight whose gradient is computed at the line that delayed it.
+    """A weight whose gradient is computed in the backward pass of `DelayGradient`.
 
     Args:
-        gradient, x: empty tensors whose gradients carry the gradient of the product and the input
-            of the layer to that line; None if the weight has no gradient.
+        weight: the weight; detached if its gradient is delayed.
+        gradient, x: tokens, whose "gradients" carry the gradient of the layer's output and the
+            layer's input to `DelayGradient`; None if the weight requires no gradient.
     """
 
     weight: Tensor
@@ -106,10 +108,10 @@ class DelayedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class DelayGradient:
-    """Delay the gradient of a linear layer's weight.
+    """Delays the gradient of a linear layer's weight to the backward pass of this call.
 
     Args:
-        x_shape, shape: shapes of the layer's input and output.
+        x_shape, shape: local shapes of the layer's input and output.
     """
 
     x_shape: tuple[int, ...]
@@ -123,7 +125,7 @@ class DelayGradient:
 
 
 def delayed_linear(x: Tensor, delayed: DelayedWeight, bias: Tensor | None = None) -> Tensor:
-    """A linear layer with a weight whose gradient is delayed."""
+    """Apply a linear layer with a weight whose gradient is delayed."""
     weight, gradient, token = delayed
     if gradient is None:
         return F.linear(x, weight, bias)
@@ -135,7 +137,7 @@ class _Delay(torch.autograd.Function):
     def forward(
         ctx: Any, weight: Tensor, x_shape: tuple[int, ...], shape: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        # Expanded from one element, so that they take no memory.
+        # Expanded from one element, so that the tokens take no memory.
         token = weight.new_empty(())
         return token.expand(shape), token.expand(x_shape)
 
@@ -150,7 +152,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor, token: Tensor
     ) -> Tensor:
-        # The weight is saved for the gradient of the input; that of the weight needs `x` only.
+        # The gradient of the input needs the weight, and the gradient of the weight needs `x`.
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 

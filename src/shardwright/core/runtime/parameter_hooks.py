@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.core.torch_internals.hooks import accumulation_hooks, gradient_hooks
 
 Shard = Callable[[Tensor], Tensor]
-"""Converts a full tensor to this rank's shard, as a DTensor."""
+"""Function that shards a full tensor, and returns a DTensor."""
 
 Hook = Callable[[Any], Any]
 
@@ -22,10 +22,15 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def take_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
-    """Register the hooks of a full `parameter` on the `stored` DTensor that replaces it.
+    """Register the hooks of a full `parameter` on the `stored` parameter that replaces it.
 
     Gradient hooks are passed the full gradient, and their result is sharded; post-accumulation
-    hooks are passed the stored parameter. Removing a hook from `parameter` removes it here.
+    hooks are passed the stored parameter. A hook that is removed from `parameter` no longer runs.
+
+    Args:
+        stored: the parameter that the planned model owns.
+        parameter: the user's parameter.
+        shard: shards a full gradient like `stored`.
     """
     if not stored.requires_grad:
         return
@@ -39,10 +44,10 @@ def take_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
 
 def _convert_hook(hooks: Mapping[int, Hook], number: int, shard: Shard) -> Hook:
     def converted(tensor: Tensor) -> Tensor | None:
-        # The hook was removed through the handle that the user has of the original parameter.
+        # The user has removed the hook through its handle, which refers to the original parameter.
         if number not in hooks:
             return None
-        # Post-accumulation hooks get the parameter, a leaf; gradient hooks get its gradient.
+        # Post-accumulation hooks get the parameter, a leaf; gradient hooks get the gradient.
         if tensor.is_leaf or not isinstance(tensor, DTensor):
             result: Tensor | None = hooks[number](tensor)
             return result

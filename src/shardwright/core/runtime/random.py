@@ -1,9 +1,9 @@
 """Random operators on shards, seeded by step, operator and shard, so that runs are reproducible.
 
-Replicas of a shard draw equal numbers, different shards draw independent ones. The numbers differ
-from those that one device would draw for the full tensor. Operators that are recomputed in the
-backward pass must draw the same numbers again: seeded ones do; on one device, where operators are
-not seeded, activation checkpointing restores the state of PyTorch's generator.
+Replicas of a shard draw equal numbers, different shards draw independent numbers. The numbers
+differ from those that one device would draw for the full tensor. Operators that are recomputed in
+the backward pass must draw the same numbers again. Seeded operators do; on one device, where
+operators are not seeded, activation checkpointing restores the state of PyTorch's generator.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.core.runtime.devices import Index
 
 _STRIDE = 1_000_003
-"""Prime, larger than any number of devices: operators of one step draw from distinct seeds."""
+"""Difference between the seeds of consecutive streams; a prime, larger than any number of shards,
+so that seeds are distinct."""
 
 _SEEDS = 1_099_511_627_791
-"""Prime, larger than any operator's number."""
+"""Number of streams per micro-batch; a prime, larger than any result of `stream_number`."""
 
 
 def stream_number(name: str) -> int:
-    """Hash of an operator's name, equal in every chunk, mode and process."""
+    """Return a hash of an operator's name, below 2^40, equal in every chunk, mode and process."""
     # Python's `hash` of strings differs between processes.
     return int.from_bytes(blake2b(name.encode(), digest_size=5).digest())
 
 
 def micro_batch_seed(step: int, micro_batch: int) -> int:
-    """Seed of a micro-batch.
+    """Return the seed of a micro-batch.
 
     Args:
-        step: seed of the step.
+        step: seed of the training step.
         micro_batch: index of the micro-batch.
     """
-    # A prime, larger than any number of micro-batches: those of two steps have distinct seeds.
+    # A prime, larger than any number of micro-batches, so that micro-batches of two steps have
+    # distinct seeds.
     return step * 65_537 + micro_batch
 
 
@@ -48,7 +50,7 @@ class Seeded:
 
     Args:
         function: the operator, which draws from the default generators.
-        number: `stream_number` of the operator.
+        number: `stream_number` of the operator's name.
         shard: index of the block of the output that this rank computes.
     """
 
@@ -58,7 +60,7 @@ class Seeded:
 
     def __call__(self, seed: int, *args: Any, **kwargs: Any) -> Any:
         stream = (seed * _SEEDS + self.number) * _STRIDE % 2**62
-        # Forked, so that draws outside of the program do not depend on the plan.
+        # Forked, so that draws outside the program do not depend on the plan.
         with torch.random.fork_rng():
             torch.manual_seed(self.shard + stream)
             return self.function(*args, **kwargs)

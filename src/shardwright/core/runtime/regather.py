@@ -1,9 +1,9 @@
 """Reshard after forward: free gathered parameters and gather them again in the backward pass.
 
 Saved-tensor hooks replace each gathered parameter that autograd saves, or a view of it, by a
-reference: its bucket, its member, and the size, stride and offset of the view. The first reference
-that the backward pass unpacks gathers the bucket and prefetches the bucket before it; after the
-last one the bucket is freed.
+reference: its bucket, its index in the bucket, and the size, stride and offset of the view. When
+the backward pass unpacks the first reference to a bucket, the bucket is gathered, and the bucket
+that was used before it is prefetched; after the last reference the bucket is freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class GatheredView:
     """A reference to a gathered parameter, or to a view of it, in place of the saved tensor.
 
     Args:
-        member: index of the parameter in its bucket.
+        packed: the bucket of the parameter.
+        member: index of the parameter in the bucket.
+        size, stride, offset: geometry of the view, in elements of the gathered parameter's storage.
     """
 
     packed: PackedBucket
@@ -40,12 +42,14 @@ class PackedBucket:
     """A gathered bucket that the backward pass of one run reads.
 
     Args:
+        bound: the bucket, bound to process groups.
+        shards: stored shards of the members.
         versions: version counters of the shards when they were gathered.
-        references: number of saved tensors that refer to it.
+        references: number of saved tensors that refer to the bucket.
         unresolved: number of references that the backward pass has not unpacked.
-        is_resolved: whether the backward pass has unpacked all of them.
-        pending: result of a gather that was started and not waited for.
-        tensors: the gathered members.
+        is_resolved: whether the backward pass has unpacked all references.
+        pending: pending result of a gather that was started; None otherwise.
+        tensors: the gathered members; None while the bucket is freed.
     """
 
     bound: BoundBucket
@@ -58,7 +62,7 @@ class PackedBucket:
     tensors: list[Tensor] | None = None
 
     def start(self) -> None:
-        """Start the gather unless it was started already."""
+        """Start the gather, unless the bucket is gathered or its gather was started."""
         if self.tensors is None and self.pending is None:
             self.pending = self.bound.start_gather(self.shards)
 
@@ -73,7 +77,7 @@ class RegatherRun:
     """Saved-tensor hooks of one run of a program.
 
     Args:
-        order: buckets in the order of their last use in the forward pass.
+        order: the buckets with references, in the order of their last use in the forward pass.
     """
 
     order: list[PackedBucket] = field(default_factory=list)
@@ -82,7 +86,7 @@ class RegatherRun:
     def add(
         self, bound: BoundBucket, shards: tuple[Tensor, ...], tensors: Sequence[Tensor]
     ) -> None:
-        """Register the members of a gathered bucket, so that `pack` recognizes them."""
+        """Register `tensors`, the members of a gathered bucket, so that `pack` recognizes them."""
         packed = PackedBucket(bound, shards, tuple(map(version, shards)))
         for member, tensor in enumerate(tensors):
             # While a weak reference exists, the address of the storage is not reused.
@@ -104,20 +108,22 @@ class RegatherRun:
         return GatheredView(packed, member, *geometry)
 
     def unpack(self, saved: Tensor | GatheredView) -> Tensor:
-        """Return a saved tensor, gathering its bucket if necessary.
+        """Return the saved tensor that a result of `pack` refers to, gathering its bucket if
+        needed.
 
         Raises:
-            RuntimeError: if the parameter was changed in place since the forward pass.
+            RuntimeError: if the parameter was modified in place since the forward pass.
         """
         if isinstance(saved, Tensor):
             return saved
         packed = saved.packed
-        # Autograd checks the versions of tensors that it saves itself; this one is a reference.
+        # Autograd checks versions of saved tensors only, not of tensors behind a reference.
         if version(packed.shards[saved.member]) != packed.versions[saved.member]:
             name = packed.bound.bucket.members[saved.member].value.name
             raise RuntimeError(
                 f"parameter {name!r}, needed for gradient computation, has been modified by an "
-                "inplace operation (such as `optimizer.step()`) since the forward pass"
+                "inplace operation (such as `optimizer.step()`) since the forward pass\n"
+                "call `backward()` before modifying parameters"
             )
         with torch.no_grad():
             if packed.tensors is None:
@@ -132,7 +138,7 @@ class RegatherRun:
 
     def _gather(self, packed: PackedBucket) -> None:
         if packed.is_resolved:
-            # Another backward pass through the same graph (`retain_graph=True`).
+            # This is another backward pass through the same graph (`retain_graph=True`).
             for bucket in self.order:
                 bucket.is_resolved = False
         packed.start()
@@ -145,9 +151,9 @@ class RegatherRun:
 
 
 class BackwardRegather:
-    """Records what a program gathers while it runs eagerly.
+    """Records the buckets that a program gathers while it runs eagerly, for the backward pass.
 
-    Nothing is recorded in compiled programs, nor in recomputed segments, which gather their
+    Buckets are recorded neither in compiled programs nor in recomputed segments, which gather their
     parameters again themselves.
     """
 
@@ -156,12 +162,12 @@ class BackwardRegather:
 
     @contextmanager
     def run(self) -> Iterator[RegatherRun]:
-        """Context of one run of the program, which passes saved tensors through the hooks."""
+        """Context of one run of the program, in which saved tensors pass through the run's
+        hooks."""
         run = RegatherRun()
         self._run = run
         try:
-            # The innermost hooks apply: those that a user has around the call do not see
-            # parameters.
+            # Only the innermost hooks apply: hooks of the user around the call do not run.
             with torch.autograd.graph.saved_tensors_hooks(run.pack, run.unpack):
                 yield run
         finally:

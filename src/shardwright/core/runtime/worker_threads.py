@@ -1,6 +1,6 @@
 """Workarounds for two bugs of the worker threads of gloo process groups (PyTorch 2.11 to 2.13).
 
-Both bugs end the process; neither changes a value.
+Both bugs crash the process; neither changes a value.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def apply_workarounds() -> None:
 
 @cache
 def _wait_for_threads_at_exit() -> None:
-    """Wait a moment at exit until worker threads have released their tensors.
+    """Register an exit handler that waits 0.2 seconds, until worker threads have released tensors.
 
     A worker thread releases the tensors of its last collective some time after the collective has
-    finished, and needs the GIL for it. A thread that still waits for the GIL when the interpreter
+    finished, and needs the GIL to do so. A thread that still waits for the GIL when the interpreter
     ends aborts the process.
     """
     atexit.register(time.sleep, 0.2)
@@ -35,13 +35,13 @@ def _wait_for_threads_at_exit() -> None:
 
 @cache
 def _use_short_gather_name() -> Library:
-    """Replace the CPU kernels of functional all-gathers by ones that gloo names `ALLGATHER`.
+    """Replace the CPU kernels of functional all-gathers by kernels that gloo names `ALLGATHER`.
 
-    After each collective, a worker thread assigns its name to a string that both threads share
-    without a lock (`ProcessGroupGloo::runLoop`). Names of at most 15 characters are stored in the
-    string itself; longer ones are allocated, and both threads may free the same memory. Of the
-    functional collectives, only all-gathers have a longer name, `ALLGATHER_COALESCED`; the variant
-    that writes to a given tensor is called `ALLGATHER`.
+    After each collective, a worker thread assigns its name to a string that both worker threads
+    share without a lock (`ProcessGroupGloo::runLoop`). Names of at most 15 characters are stored in
+    the string itself; memory is allocated for longer names, and both threads may free the same
+    memory. Of the functional collectives, only all-gathers have a longer name,
+    `ALLGATHER_COALESCED`; the variant that writes to an output tensor is named `ALLGATHER`.
     """
     # The registration lasts as long as the library object, which `cache` keeps alive.
     kernels = Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
