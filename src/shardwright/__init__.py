@@ -22,7 +22,7 @@ _PUBLIC_NAMES = {
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
-"""Module and name there, by public name."""
+"""(module, name in that module), by public name."""
 
 __all__ = sorted(_PUBLIC_NAMES)
 

@@ -1,4 +1,4 @@
-"""Runs `python -m shardwright` as the command `shardwright`."""
+"""Run the command `shardwright`, also as `python -m shardwright`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 HELP_ROOMS = ("cli", "errors", "text_files", "progress")
-"""Subpackages that the help of the commands needs; the others are used only when commands run."""
+"""Subpackages that `--help` needs; the others are needed only when commands run."""
 
 LOADING_NOTE = "loading torch"
 
@@ -18,19 +18,19 @@ LOADING_NOTE = "loading torch"
 def run_command() -> None:
     """Run the command line.
 
-    Prints help without importing torch, which takes seconds. Before any other command, prints a
-    note about the import on a terminal or with --progress.
+    Prints help without importing torch, which takes seconds. On a terminal or with `--progress`,
+    prints a note before importing torch for any other command.
     """
     arguments = sys.argv[1:]
     note = ""
-    if not arguments or arguments == ["--version"] or _asks_for_help(arguments):
+    if not arguments or arguments == ["--version"] or _is_help_requested(arguments):
         sys.meta_path.insert(0, EmptyModules())
     elif "--no-progress" in arguments:
         pass
     elif sys.stderr.isatty():
         note = f"{LOADING_NOTE}\r"
     elif "--progress" in arguments:
-        # In the format of the progress lines that follow, whose time counts from here.
+        # In the format of the progress lines that follow, whose seconds count from now.
         note = f"{0:6.1f} s  {LOADING_NOTE}\n"
     sys.stderr.write(note)
     sys.stderr.flush()
@@ -41,12 +41,12 @@ def run_command() -> None:
     main()
 
 
-def _asks_for_help(arguments: Sequence[str]) -> bool:
+def _is_help_requested(arguments: Sequence[str]) -> bool:
     return arguments[-1] == "--help" and len(arguments) <= 2
 
 
 class EmptyModules(MetaPathFinder, Loader):
-    """Imports torch, and subpackages that help does not need, as empty modules."""
+    """Import hook: imports torch, and subpackages that `--help` does not need, as empty modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

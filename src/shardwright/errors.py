@@ -20,13 +20,13 @@ class ShardwrightError(Exception):
     """
 
     def __str__(self) -> str:
-        return _shorten(super().__str__())
+        return _short_message(super().__str__())
 
 
-def _shorten(message: str, limit: int = MAX_MESSAGE) -> str:
-    """Shorten a message to `limit` characters, such that both problem and remedy remain readable.
+def _short_message(message: str, limit: int = MAX_MESSAGE) -> str:
+    """Shorten a message to `limit` characters, keeping the ends of both problem and remedy.
 
-    >>> print(_shorten("no such keys: a1, a2, a3, a4, a5, a6, a7, a8, a9\\nremove them", 56))
+    >>> print(_short_message("no such keys: a1, a2, a3, a4, a5, a6, a7, a8, a9\\nremove them", 56))
     no such keys: a1, … and more, a7, a8, a9
     remove them
     """
@@ -42,13 +42,13 @@ def _shorten(message: str, limit: int = MAX_MESSAGE) -> str:
 def _omit_middle(text: str, limit: int) -> str:
     """Shorten a text to `limit` characters by omitting its middle.
 
-    Cuts between list items or lines where possible.
+    The gap begins and ends between list items or lines where possible.
     """
     if len(text) <= limit:
         return text
     end = limit // 3
     head, tail = text[: limit - end - len(_OMISSION) - 1], text[-end:]
-    # Cuts inside a word if the nearest separator is too far away.
+    # The gap begins or ends inside a word if the nearest separator is too far away.
     first, last = len(head) // 2, len(tail) // 2
     start = max(head.rfind("\n", first) + 1, head.rfind(", ", first) + 2)
     start = start if start > 1 else head.rfind(" ", first) + 1
@@ -75,8 +75,8 @@ class PlanError(ShardwrightError):
 
 
 class MixedTensorsError(PlanError, RuntimeError):
-    """An operator that mixes a parameter of a planned model, which is a DTensor, with an ordinary
-    tensor."""
+    """An operator that mixes an ordinary tensor with a parameter of a planned model, which is a
+    DTensor."""
 
 
 class ConfigError(ShardwrightError, ValueError):
@@ -100,11 +100,12 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class LockError(ShardwrightError):
-    """A folder to which another run writes; the message names the process that has locked it."""
+    """A folder that another run has locked for writing; the message names the process."""
 
 
 class DeferredError(ShardwrightError):
-    """A parameter created inside `no_init_parameters` that has no values, or cannot get any."""
+    """A parameter created inside `no_init_parameters` that has no values, or whose values cannot be
+    initialized."""
 
 
 class CommunicationError(RuntimeError):
@@ -116,7 +117,7 @@ class IndivisibleError(StrategyError):
 
 
 class MixedSamplesError(StrategyError):
-    """Several micro-batches for a loss that micro-batches cannot compute term by term."""
+    """Several micro-batches for a loss that is no sum or mean of the losses of micro-batches."""
 
 
 class MemoryLimitError(ShardwrightError):
@@ -135,7 +136,7 @@ class PlanInterrupted(KeyboardInterrupt):
     """Ctrl-C during a search with a memory limit, after the search found a plan that fits.
 
     Args:
-        plan: returns the fastest plan so far that fits.
+        plan: function that returns the fastest fitting plan found so far.
     """
 
     def __init__(self, plan: Callable[[], Any]) -> None:
@@ -144,7 +145,7 @@ class PlanInterrupted(KeyboardInterrupt):
 
 
 def one_line(error: BaseException) -> str:
-    """Join problem and remedy of an error in one line, for a table."""
+    """Join the lines of an error's message by `; `, for a table."""
     return "; ".join(str(error).splitlines())
 
 
@@ -161,9 +162,10 @@ def needs_extra(name: str, purpose: str, error_type: type[ShardwrightError]) -> 
     Args:
         name: extra of this package that installs the imported library.
         purpose: the start of the message, such as "a report needs `jinja2`".
+        error_type: class of the error.
 
     Raises:
-        error_type: an import in the block failed.
+        error_type: if an import in the block fails.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Callbacks with which long calls report their progress."""
+"""Callbacks through which long calls report their progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OnShare = Callable[[float], None]
 """Callback for the completed share of a phase, from 0 to 1."""
 
 _REPORTS_PER_PHASE = 100
-"""Number of steps in which the share of a phase is reported."""
+"""Number of equal parts of a phase after which its completed share can be reported."""
 
 # A callback may print a line for each report: a phase of an hour must not print thousands.
 _SECONDS_BETWEEN_REPORTS = 1.0
@@ -42,13 +42,13 @@ def ignore_share(share: float) -> None:
 def share_reporter(
     on_progress: OnProgress, phase: str, clock: Callable[[], float] = time.monotonic
 ) -> OnShare:
-    """Report that a phase begins, and return the callback for its completed share.
+    """Report that a phase begins; return the callback for its completed share.
 
     The callback reports hundredths of the phase to `on_progress`, at most once a second.
 
     Args:
         phase: a short description of the phase.
-        clock: returns the time in seconds.
+        clock: function that returns the time in seconds.
     """
     on_progress(phase, 0, _REPORTS_PER_PHASE)
     if on_progress is ignore_progress:
@@ -83,7 +83,7 @@ def subrange(on_share: OnShare, index: int, num_parts: int, size: int = 1) -> On
 
 
 def track(items: Sequence[Item], on_share: OnShare) -> Iterator[Item]:
-    """Yield `items`, and report the share of them that has been processed."""
+    """Yield `items`; report the share of them that the caller has processed."""
     for index, item in enumerate(items):
         on_share(index / len(items))
         yield item
@@ -91,13 +91,13 @@ def track(items: Sequence[Item], on_share: OnShare) -> Iterator[Item]:
 
 
 class RemainingTime:
-    """Estimates the remaining time of a call from the phases completed so far.
+    """Estimator of the remaining time of a call, from the phases completed so far.
 
-    The estimate is rough for a best-first search: it counts the candidates in its queue, and may
-    add more or end early.
+    The estimate is rough for a best-first search, whose phases are the candidates in its queue: the
+    search may add candidates, or end before the queue is empty.
 
     Args:
-        clock: returns the time in seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -116,7 +116,7 @@ class RemainingTime:
         if total == 0:
             self._first = None
             return None
-        # A smaller count belongs to another call, such as the next part of a nested one.
+        # A smaller count is that of another call, such as the next inner call.
         if self._first is None or done < self._last:
             self._first = done, now
         self._last = done
@@ -131,8 +131,8 @@ def nested_progress(
 ) -> OnProgress:
     """Return a callback for an inner call that is one phase of an outer call.
 
-    The callback reports each phase as `outer_phase: phase`, with the count of the outer call; with
-    the count of the inner call if the outer one has a single phase or an unknown number.
+    The callback reports each phase as `outer_phase: phase`, with the numbers of phases of the outer
+    call; if the outer call has at most one phase, with those of the inner call.
 
     Args:
         on_progress: callback of the outer call.

@@ -1,4 +1,4 @@
-"""Reads text, JSON and YAML files as plain data of bounded size; errors name the file and the key.
+"""Read text, JSON and YAML files as plain data of bounded size; errors name the file and the key.
 
 Plain data are mappings, lists, strings, booleans, null and numbers of at most 64 bits, which
 callers can compare, copy and print without further checks.
@@ -25,15 +25,15 @@ MAX_DEPTH = 100
 """Maximum nesting depth of mappings and lists, far below Python's recursion limit."""
 
 MAX_VALUES = 100_000
-"""Maximum number of values of a YAML file with aliases expanded: a few lines of aliases can expand
-to billions."""
+"""Maximum number of values in a YAML file with aliases expanded: a few lines of aliases can expand
+to billions of values."""
 
 INTEGERS = range(-(2**63), 2**64)
 """Supported integers: 64 bits, signed or unsigned."""
 
 
 class _ShortRepr(reprlib.Repr):
-    """A `repr` with bounded depth, lengths of containers and lengths of strings."""
+    """A `repr` that limits the depth and length of containers and the length of strings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def read_text(path: str | Path, error_type: ErrorType) -> str:
     """Read a UTF-8 file, without the byte order mark that some editors write.
 
     Raises:
-        error_type: the file is missing, cannot be read, or is not UTF-8 text.
+        error_type: if the file is missing, cannot be read, or is not UTF-8 text.
     """
     with _convert_file_errors(path, error_type):
         return Path(path).read_text(encoding="utf-8-sig")
@@ -67,7 +67,7 @@ def check_exists(path: str | Path, error_type: ErrorType) -> None:
 
 @contextmanager
 def _convert_file_errors(path: str | Path, error_type: ErrorType) -> Iterator[None]:
-    """Context that re-raises errors of reading and decoding as `error_type`, with the file name."""
+    """Context that re-raises errors of reading or decoding a file as `error_type`, naming it."""
     try:
         yield
     except FileNotFoundError:
@@ -86,11 +86,12 @@ def parse_json(text: str, location: str, error_type: ErrorType) -> Any:
         location: prefix of error messages, such as the name of the file.
 
     Raises:
-        error_type: the text is invalid, has a duplicate key, or has a value that is not plain data.
+        error_type: if the text is invalid, or has a duplicate key or a value that is not plain
+            data.
     """
     try:
         data = json.loads(text, object_pairs_hook=_dict_with_unique_keys)
-        _check_plain(data, math.inf)
+        _check_plain_data(data, math.inf)
     except json.JSONDecodeError as error:
         raise error_type(f"{location}: invalid JSON: {error}") from None
     except RecursionError:
@@ -107,13 +108,13 @@ def parse_yaml(text: str, location: str, error_type: ErrorType) -> Any:
         location: prefix of error messages, such as the name of the file.
 
     Raises:
-        error_type: the text is invalid, has a duplicate key, an undefined alias or an unknown tag,
-            or has a value that is not plain data.
+        error_type: if the text is invalid, or has a duplicate key, an undefined alias, an unknown
+            tag, or a value that is not plain data.
     """
     try:
         # The loader is a SafeLoader: it makes plain data only.
         data = yaml.load(text, Loader=_PlainDataLoader)
-        _check_plain(data, MAX_VALUES)
+        _check_plain_data(data, MAX_VALUES)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -130,8 +131,8 @@ def parse_yaml(text: str, location: str, error_type: ErrorType) -> Any:
 _TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
 
 
-def _check_plain(data: Any, max_values: float) -> None:
-    """Raise ValueError if a value is not plain or nested too deeply, or if there are too many.
+def _check_plain_data(data: Any, max_values: float) -> None:
+    """Raise ValueError if a value is not plain or nested too deeply, or there are too many values.
 
     Args:
         max_values: maximum number of values, including keys and containers.
@@ -154,14 +155,14 @@ def _check_plain(data: Any, max_values: float) -> None:
             pending_values += (
                 ((path, _format_index, index), depth + 1, item) for index, item in enumerate(value)
             )
-        elif problem := _describe_problem(value):
+        elif problem := _problem_of_value(value):
             location = _format_path(path)
             raise ValueError(f"{location}: {problem}" if location else problem)
 
 
 _ValuePath = tuple[Any, Callable[[Any], str], Any] | None
-"""Path of a value: the path of its container, a function that formats its key, and the key. It is
-formatted only for an error, because a plan can have millions of values."""
+"""Path of a value: (path of its container, function that formats its key, key); None for the root.
+Paths are formatted only for an error, because a plan can have millions of values."""
 
 _format_index = "[{}]".format
 
@@ -177,7 +178,7 @@ def _format_path(path: _ValuePath) -> str:
     return (_format_path(container_path) + format_key(key)).lstrip(".")
 
 
-def _describe_problem(value: Any) -> str:
+def _problem_of_value(value: Any) -> str:
     if isinstance(value, int) and value not in INTEGERS:
         return f"integers may have at most 64 bits, not {value.bit_length()}"
     if isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
@@ -243,7 +244,7 @@ class _PlainDataLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# PyYAML implements YAML 1.1, location 1e-3 is a string because it has no decimal point.
+# PyYAML implements YAML 1.1, in which 1e-3 is a string because it has no decimal point.
 _PlainDataLoader.add_implicit_resolver(
     f"{_TAG}float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )

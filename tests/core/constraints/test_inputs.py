@@ -52,7 +52,7 @@ def test_layouts_name_the_axes_and_none_is_whole() -> None:
         ("half", "use 'full_batch'"),
         (((2, 1),), r"1 entries, but the model has 2 tensor inputs: x\[16, 8\], y\[16, 4\]"),
         (((3, 1), None), "dimension 0 has size 16, which is not divisible into 3 shards"),
-        (((2, 8), None), r"\(2,8\) does not fit 8 devices"),
+        (((2, 8), None), r"\(2,8\) cannot be distributed over 8 devices"),
         ([(2, 1), None], "must be a tuple"),
         (None, "must be a tuple"),
     ],

@@ -183,9 +183,9 @@ MISTAKES = [
         r"no module or operator named 'layer1.weigth'\nclosest",
     ),
     ({"layer1": [[8, 1], [1, 1]]}, r"layer1: must be a JSON object, not \[\[8, 1\], \[1, 1\]\]"),
-    ({"layer1": {}}, r"layer1: the entry is empty\ngive an in_strategy"),
+    ({"layer1": {}}, r"layer1: the entry is empty\nadd `in_strategy`"),
     ({"layer1": {"in_strategi": []}}, r"layer1: unknown key 'in_strategi'\ndid you mean 'in_str"),
-    ({"layer1": {"out_strategy": [[8, 1]]}}, r"layer1: out_strategy requires an in_strategy"),
+    ({"layer1": {"out_strategy": [[8, 1]]}}, r"layer1: `out_strategy` requires `in_strategy`"),
     ({"layer1": {"in_strategy": 8}}, r"layer1: in_strategy: must be a list .*, not 8"),
     (
         {"layer1": {"in_strategy": [8, 1]}},
@@ -197,7 +197,7 @@ MISTAKES = [
     ),
     (
         {"layer1": {"in_strategy": [["x", None]]}},
-        r"contains 'x'\na shard count must be an int of at least 1",
+        r"contains 'x'\nuse shard counts that are ints of at least 1",
     ),
     (
         {"layer1": {"in_strategy": [{"b": ["x"]}]}},
@@ -216,7 +216,7 @@ MISTAKES = [
     ),
     (
         {"layer1.relu": {"in_strategy": [[8, 1]], "parameter_plan": {"weight": [1]}}},
-        r"layer1.relu: only modules take a `parameter_plan`, and this is",
+        r"layer1.relu: only modules take a `parameter_plan`, but this is",
     ),
 ]
 

@@ -75,8 +75,8 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         "factors that disagree, and the weight's order",
         linear(),
         ((2, 4), (4, 1)),
-        r"conflicting shard counts for factor k of b k, j k -> b j: dimension 1 of input 0 has 4"
-        r" shards, dimension 1 of input 1 has 1 shard; the weight of nn.Linear is stored as"
+        r"conflicting shard counts for factor 'k' of `b k, j k -> b j`: dimension 1 of input 0 has"
+        r" 4 shards, dimension 1 of input 1 has 1 shard; the weight of nn.Linear is stored as"
         r" \(out_features, in_features\)\n"
         r"a valid strategy is \(\(2,4\),\(1,4\)\)$",
     ),
@@ -116,14 +116,14 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         "an axis that cuts two factors",
         linear(),
         (LAYOUT("dp", "None"), LAYOUT("dp", "None")),
-        r"axis dp shards both factor b and factor j of b k, j k",
+        r"axis 'dp' shards both factor 'b' and factor 'j' of `b k, j k",
     ),
     (
         "the axis of a softmax",
         op_of(aten.softmax.int, of(16, 32), 1),
         ((4, 2),),
-        r"dimension 1 of input 0 cannot be sharded \(rule: b _ -> b _\)\n"
-        r"the only valid number of shards is 1",
+        r"dimension 1 of input 0 cannot be sharded \(sharding rule: `b _ -> b _`\)\n"
+        r"use 1, the only valid number of shards",
     ),
     (
         "normalized dimensions",

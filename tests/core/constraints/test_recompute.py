@@ -168,7 +168,7 @@ def test_what_is_no_module_or_function_is_refused() -> None:
 def test_a_mark_without_an_operator_is_an_error_that_names_it() -> None:
     net = Net()
     net.add_module("unused", sw.recompute(nn.Linear(8, 8)))
-    with pytest.raises(sw.StrategyError, match="module 'unused' is marked by recompute, but has"):
+    with pytest.raises(sw.StrategyError, match="module 'unused' is marked by `recompute`, but has"):
         sw.plan(net, ARGS, devices=2)
 
 
@@ -177,7 +177,7 @@ def test_a_kind_that_a_module_does_not_have_is_an_error_that_lists_its_kinds() -
     sw.recompute(net.layers[1], operators=("silu", "softmax"))
     with pytest.raises(
         sw.StrategyError,
-        match=r"module 'layers.1' has no operator 'softmax'\nits operators are layer_norm",
+        match=r"module 'layers.1' has no operator 'softmax'\nuse one of its operators: layer_norm",
     ):
         sw.plan(net, ARGS, devices=2)
 

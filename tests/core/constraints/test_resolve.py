@@ -147,7 +147,7 @@ def test_counts_of_a_parameter_keep_the_axes_of_its_use(
         ),
         (
             (4, 4),
-            r"\(4,4\) does not fit 8 devices\nthe product of the shard counts must divide",
+            r"\(4,4\) cannot be distributed over 8 devices\nuse shard counts whose product divides",
         ),
     ],
 )

@@ -381,7 +381,9 @@ def test_an_operator_that_is_pinned_twice_is_refused() -> None:
     net = Block()
     net.relu = sw.Op(sw.shard(torch.relu, ((8, 1),)))  # type: ignore[assignment]
     sw.shard(net.relu, ((4, 1),))
-    with pytest.raises(sw.StrategyError, match=r"relu has two conflicting pins, \(\(4,1\),\) and"):
+    with pytest.raises(
+        sw.StrategyError, match=r"operator 'relu' has two conflicting pins, \(\(4,1\),\) and"
+    ):
         plan(net)
 
 
@@ -398,21 +400,21 @@ def test_modes_that_decide_everything_refuse_pins(mode: str) -> None:
 @pytest.mark.parametrize(
     ("target", "given", "message"),
     [
-        (torch.relu, {}, "shard needs an in_strategy or a parameter_plan"),
-        (torch.relu, {"out_strategy": ((8, 1),)}, "out_strategy requires an in_strategy"),
+        (torch.relu, {}, "`shard` requires `in_strategy` or `parameter_plan`"),
+        (torch.relu, {"out_strategy": ((8, 1),)}, "`out_strategy` requires `in_strategy`"),
         (torch.relu, {"in_strategy": (8, 1)}, "in_strategy .* contains the int 8"),
         (
             torch.relu,
             {"in_strategy": ((0, 1),)},
-            "contains 0\na shard count must be an int of at least 1",
+            "contains 0\nuse shard counts that are ints of at least 1",
         ),
         (
             torch.relu,
             {"in_strategy": ((8,),), "parameter_plan": {}},
-            "only modules take a parameter_plan, a function",
+            "only modules take a `parameter_plan`: a function",
         ),
-        (nn.ReLU, {"in_strategy": ((8, 1),)}, "shard takes a module or a function, not <class"),
-        ("relu", {"in_strategy": ((8, 1),)}, "shard takes a module or a function, not 'relu'"),
+        (nn.ReLU, {"in_strategy": ((8, 1),)}, "`shard` takes a module or a function, not <class"),
+        ("relu", {"in_strategy": ((8, 1),)}, "`shard` takes a module or a function, not 'relu'"),
         (
             nn.Linear(2, 2),
             {"parameter_plan": {"self.weight": (2, 1)}},

@@ -148,7 +148,7 @@ def test_a_batch_of_a_class_that_a_plan_cannot_name_is_refused_with_what_to_pass
             return loss
 
     pair = Pair(torch.zeros(8, 4), torch.zeros(8, 4))
-    with pytest.raises(sw.PlanError, match=r"such as a namedtuple: .*\npass its fields"):
+    with pytest.raises(sw.PlanError, match=r"such as a namedtuple: .*\npass the argument's fields"):
         sw.plan(OfPair(), (pair,), devices=2)
     sw.plan(OfPair(), (tuple(pair),), devices=2)
 
@@ -221,7 +221,7 @@ def test_operators_without_a_rule_are_listed_never_silent() -> None:
             lambda data: data["mesh"].update(device_matrix=[2**40, 2, 2]),
             "more than 1048576 devices",
         ),
-        (lambda data: data.update(devices=7), "`devices` is 7, but `mesh` and `stages` have 8"),
+        (lambda data: data.update(devices=7), "`devices` is 7, but `mesh` and `stages` need 8"),
         (lambda data: data.update(bucket_bytes=-1), "`bucket_bytes`: .*greater than or equal to 0"),
         (lambda data: data["operators"][0].update(stage=4), "is on stage 4, but the last is 0"),
         (lambda data: data.update(surprise=1), "`surprise`: Extra inputs"),

@@ -57,10 +57,14 @@ EXAMPLE = randn(4, 6), randn(8, 6)
 @pytest.mark.parametrize(
     ("notation", "options", "words"),
     [
-        ("b k, j k -> b j", {"reduced": "k"}, "on halves of 'k' output 0 is not the sum of its"),
-        ("b k, j k -> j b", {}, "does not fit it: .* factor"),
-        ("b s k, j k -> b s j", {}, "does not fit it"),
-        ("b k, _ k -> b _", {"reduced": "k"}, "contradicts .*on halves of 'k'"),
+        (
+            "b k, j k -> b j",
+            {"reduced": "k"},
+            "factor 'k' in two shards, the local outputs do not add up to output 0",
+        ),
+        ("b k, j k -> j b", {}, "failed on its example inputs: .* factor"),
+        ("b s k, j k -> b s j", {}, "failed on its example inputs"),
+        ("b k, _ k -> b _", {"reduced": "k"}, "contradicts .*factor 'k' in two shards"),
         ("b _, j _ -> b j", {"example": (randn(3, 5), randn(7, 5))}, "no factor of the example"),
     ],
 )
@@ -71,7 +75,9 @@ def test_a_rule_that_contradicts_its_operator_is_one_error(notation, options, wo
 
 
 def test_halves_of_another_shape_are_an_error() -> None:
-    with pytest.raises(sw.StrategyError, match=r"on halves of 'b' output 0 has shape \[2, 2\]"):
+    with pytest.raises(
+        sw.StrategyError, match=r"factor 'b' in two shards, output 0 has local shape \[2, 2\]"
+    ):
         sw.rules.register(GRAM, "b s -> b s", example=(randn(4, 4),))
 
 
@@ -85,7 +91,9 @@ def test_a_kernel_computes_the_halves() -> None:
     net = Grams()
     before = sw.capture(net, ()).ops[0]
     assert rule_of(before) is None
-    with pytest.raises(sw.StrategyError, match="on halves of 's' output 0 is not the sum"):
+    with pytest.raises(
+        sw.StrategyError, match="factor 's' in two shards, the local outputs do not add up"
+    ):
         sw.rules.register(
             GRAM, "_ s -> _ _", reduced="s", example=EXAMPLE[:1], kernel=lambda *_: twice
         )
@@ -99,5 +107,5 @@ def test_a_kernel_computes_the_halves() -> None:
 
 
 def test_an_operator_with_a_rule_keeps_it() -> None:
-    with pytest.raises(sw.StrategyError, match="has a sharding rule already"):
+    with pytest.raises(sw.StrategyError, match="already has a sharding rule"):
         sw.rules.register(torch.ops.aten.linear.default, "b k, j k -> b j", example=EXAMPLE)

@@ -70,8 +70,8 @@ def test_notation_names_leading_dimensions_from_the_right() -> None:
     [
         ("b k -> b j", "must have 2 inputs"),
         ("b k, k k j -> b j", "has 2 dimensions, but"),
-        ("b k, b k -> b k", "and another size elsewhere"),
-        ("... b k j, j k -> b j", "more dimensions than the 2 of the tensor"),
+        ("b k, b k -> b k", "but another size in another tensor"),
+        ("... b k j, j k -> b j", "names 3 dimensions, but the tensor has only 2"),
     ],
 )
 def test_notation_that_does_not_fit_is_refused(notation, complaint) -> None:
@@ -80,5 +80,7 @@ def test_notation_that_does_not_fit_is_refused(notation, complaint) -> None:
 
 
 def test_an_operator_has_one_rule() -> None:
-    with pytest.raises(ValueError, match=r"aten\.linear\.default already has a rule: linear"):
+    with pytest.raises(
+        ValueError, match=r"aten\.linear\.default` already has a sharding rule, built by `linear`"
+    ):
         rule_for(aten.linear.default)(lambda op: None)

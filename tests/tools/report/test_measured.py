@@ -67,14 +67,16 @@ def test_a_profile_is_read_as_it_was_written(measured: Measured, tmp_path: Path)
 @pytest.mark.parametrize("text", ["", '{"profile_format": 0}', '{"profile_format": 1}', "[1]"])
 def test_a_file_that_is_no_profile_is_one_error(text: str, tmp_path: Path) -> None:
     (tmp_path / PROFILE_FILE).write_text(text)
-    with pytest.raises(PlanError, match=rf"{PROFILE_FILE}: is not a"):
+    with pytest.raises(PlanError, match=rf"{PROFILE_FILE} is not a"):
         Measured.load(tmp_path)
 
 
 def test_a_profile_of_another_plan_or_none_is_refused(plan: sw.Plan, measured: Measured) -> None:
     with pytest.raises(PlanError, match="have different models or numbers of ranks"):
         plan_page(plan, measured=replace(measured, fingerprint="other"))
-    with pytest.raises(PlanError, match=r"has no profile\.json\n`shardwright train"):
+    with pytest.raises(
+        PlanError, match=r"has no file `profile\.json`\nprofile a run with `shardwright train"
+    ):
         Measured.load(Path(__file__).parent)
 
 

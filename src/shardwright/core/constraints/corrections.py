@@ -1,4 +1,4 @@
-"""Suggest valid strategies if the entries of a strategy contradict each other."""
+"""Suggest valid strategies in place of one whose entries contradict each other."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardwright.core.rules import ShardingRule
 def with_equal_counts(
     rule: ShardingRule, inputs: Sequence[Entry], devices: int
 ) -> Iterator[OperatorStrategy]:
-    """Yield strategies in which all dimensions of a factor have the same shard count.
+    """Yield three strategies in which all dimensions of a factor have the same shard count.
 
-    The first takes the largest count requested for each factor, the second the smallest, the third
-    the greatest common divisor. Entries that are layouts are not changed.
+    The count of a factor is the largest requested count in the first strategy, the smallest in the
+    second, and the greatest common divisor in the third. Layouts and None are not changed.
 
     Args:
         rule: sharding rule of the operator.
@@ -33,7 +33,7 @@ def with_equal_counts(
     choices: tuple[Callable[[list[int]], int], ...] = (max, min, lambda counts: gcd(*counts))
     for choose in choices:
         counts = {factor: choose(options) for factor, options in requested.items()}
-        # `outer` shards the dimensions of `inner` too: their count must be a multiple of its count.
+        # `outer` shards the dimensions of `inner` too: its shard count must divide theirs.
         for outer, inner in rule.joined.items():
             if outer in counts and inner in counts:
                 counts[outer] = gcd(counts[outer], counts[inner])

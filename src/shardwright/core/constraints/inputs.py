@@ -12,7 +12,7 @@ from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.errors import StrategyError
 
 DatasetStrategy = str | tuple[Entry, ...]
-"""`"full_batch"`, `"data_parallel"`, or one entry per tensor input."""
+"""`"full_batch"`, `"data_parallel"`, or one entry per tensor input of the model."""
 
 STRATEGY_NAMES = ("full_batch", "data_parallel")
 
@@ -35,7 +35,7 @@ def check_dataset_strategy(strategy: Any) -> None:
 
 
 def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
-    """Return the entries of a tuple by the input's name; empty if `strategy` is a name.
+    """Return the entry of each tensor input, by input name; empty if `strategy` is a name.
 
     Raises:
         StrategyError: if the number of entries differs from the number of inputs.
@@ -48,7 +48,7 @@ def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
         names = ", ".join(str(value) for value in inputs)
         raise StrategyError(
             f"dataset_strategy has {len(strategy)} entries, but the model has {len(inputs)} tensor"
-            f" inputs: {names}\ngive one entry per input"
+            f" inputs: {names}\nuse one entry per input"
         )
     return {value.name: entry for value, entry in zip(inputs, strategy, strict=True)}
 
@@ -56,7 +56,8 @@ def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
 def arrivals(
     graph: Graph, mesh: DeviceMatrix, strategy: DatasetStrategy
 ) -> dict[str, tuple[Axes, ...]]:
-    """Return the mesh axes that shard each dimension of the inputs that arrive sharded, by name.
+    """Return the mesh axes that shard each dimension of an input, by input name, for the inputs of
+    which each device receives only its shard.
 
     Raises:
         StrategyError: if an input cannot be sharded as requested; the message has its shape and
@@ -79,14 +80,15 @@ def arrivals(
 
 
 def _batch_inputs(graph: Graph) -> list[Value]:
-    """The inputs with a batch dimension: those whose dimension 0 has the batch size, which is that
-    of the first non-scalar input."""
+    """Return the inputs whose dimension 0 is the batch: those whose size in it is that of the first
+    non-scalar input."""
     non_scalar = [value for value in graph.input_values if value.shape]
     # Other inputs, such as positions, are shared by all samples.
     return [value for value in non_scalar if value.shape[0] == non_scalar[0].shape[0]]
 
 
 def _batch_axes(value: Value, mesh: DeviceMatrix) -> tuple[Axes, ...]:
+    """Return the axes per dimension of an input whose dimension 0 is sharded over all devices."""
     devices = mesh.num_devices
     if value.shape[0] % devices:
         raise StrategyError(

@@ -1,4 +1,4 @@
-"""Pin the strategies of a file to the modules of a model."""
+"""Pin the modules of a model to the strategies in a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
 
     The file is written by `Plan.save_strategies`, or by hand. The path of a module stands for its
     main operator in every call; other operators have the names that plans show, `path.add_1`. An
-    entry replaces an earlier `shard` of the same module, and a later `shard` replaces the entry.
+    entry overrides an earlier `shard` of the same module; a later `shard` overrides the entry.
 
     Args:
         net: the model; its modules are pinned in place.
@@ -45,12 +45,12 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
     for name, entry in parse_strategies(text, str(path)).items():
         owner = _owner_path(name, modules)
         suffix = name.removeprefix(owner)
-        if _operator_names(suffix) is None:
-            raise StrategyError(f"{path}: {_unknown_name(name, modules)}")
+        if _aten_names(suffix) is None:
+            raise StrategyError(f"{path}: {_unknown_name_message(name, modules)}")
         if suffix and entry.parameters:
             raise StrategyError(
-                f"{path}: {name}: only modules take a `parameter_plan`, and this is an operator\n"
-                f"move it to the entry of the module {owner!r}"
+                f"{path}: {name}: only modules take a `parameter_plan`, but this is an operator\n"
+                f"move the `parameter_plan` to the entry of the module {owner!r}"
             )
         entries.setdefault(owner, {})[suffix] = entry
     pins = {
@@ -60,12 +60,12 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
     tags = module_tags(net)
     for owner, pin in pins.items():
         earlier = next((tag for tag in tags.get(owner, ()) if isinstance(tag, Pin)), None)
-        attach(modules[owner], _merge(earlier, pin))
+        attach(modules[owner], _merge_pins(earlier, pin))
 
 
 def _owner_path(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """The path of the innermost module that contains the operator or module `name`; empty for the
-    model."""
+    """Return the path of the innermost module that contains the operator or module `name`; empty
+    for the model itself."""
     owner = _CALL_SUFFIX.sub("", name)
     # From the inside out, so that `a.b.add_1` belongs to `a.b` and not to `a`.
     while owner and not (owner in modules and name.startswith(owner)):
@@ -73,15 +73,15 @@ def _owner_path(name: str, modules: Mapping[str, nn.Module]) -> str:
     return owner
 
 
-def _operator_names(suffix: str) -> tuple[str, ...] | None:
-    """The ATen names in the part of an operator's name behind the module path, such as `.add_1` or
-    `@2`; None if one of them is unknown."""
+def _aten_names(suffix: str) -> tuple[str, ...] | None:
+    """Return the ATen names in `suffix`, the part of an operator's name behind its module path,
+    such as `.add_1` or `@2`; None if one of them is unknown."""
     pieces = [part for part in _CALL_SUFFIX.sub("", suffix).split(".") if part]
     names = tuple(re.sub(r"_\d+$", "", part) for part in pieces)
-    return names if all(name == "bias" or _is_operator(name) for name in names) else None
+    return names if all(name == "bias" or _is_operator_name(name) for name in names) else None
 
 
-def _is_operator(name: str) -> bool:
+def _is_operator_name(name: str) -> bool:
     return hasattr(torch.ops.aten, name) or any(
         name
         == (
@@ -93,7 +93,7 @@ def _is_operator(name: str) -> bool:
     )
 
 
-def _unknown_name(name: str, modules: Mapping[str, nn.Module]) -> str:
+def _unknown_name_message(name: str, modules: Mapping[str, nn.Module]) -> str:
     near = get_close_matches(name, [path for path in modules if path], n=3, cutoff=0.0)
     return (
         f"the model has no module or operator named {name!r}\n"
@@ -102,7 +102,13 @@ def _unknown_name(name: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _make_pin(where: str, module: nn.Module, entries: Mapping[str, FileEntry]) -> Pin:
-    """Make the pin of a module from its entries, by the part of the name behind the module path."""
+    """Make the pin of a module.
+
+    Args:
+        where: path of the file and of the module, for errors.
+        entries: entries of the module and its operators, by the part of their name behind the
+            module path; `""` for the module itself.
+    """
     try:
         parameters = validate_parameter_plan(
             module, entries[""].parameters if "" in entries else {}
@@ -115,8 +121,8 @@ def _make_pin(where: str, module: nn.Module, entries: Mapping[str, FileEntry]) -
     return Pin(None, parameters, operators)
 
 
-def _merge(earlier: Pin | None, pin: Pin) -> Pin:
-    """Return a pin with the settings of both; those of `pin` take precedence."""
+def _merge_pins(earlier: Pin | None, pin: Pin) -> Pin:
+    """Return a pin with the settings of both pins; those of `pin` take precedence."""
     if earlier is None:
         return pin
     # The entry "" is the strategy of the module itself, like the `in_strategy` of `shard`.

@@ -30,13 +30,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _DimRequest:
-    """The sharding that one dimension of a tensor requests for its factor.
+    """The sharding of a factor that an entry requests in one dimension of a tensor.
 
     Args:
         input: index of the input; None for an output.
         dim: index of the dimension.
         num_shards: requested number of shards.
-        axes: requested mesh axes; None if the entry only has a number of shards.
+        axes: requested mesh axes; None if the entry is not a layout.
     """
 
     input: int | None
@@ -53,7 +53,7 @@ class _DimRequest:
 class _ConflictError(Exception):
     """Two dimensions request different shardings of one factor.
 
-    The arguments are the factor and the two requests, for `StrategyParser._conflict_error`.
+    The exception's arguments are the factor and the two `_DimRequest`s.
     """
 
 
@@ -76,7 +76,7 @@ class StrategyParser:
         rule = rule_of(self.op)
         if rule is None:
             raise self.error(
-                "the operator has no sharding rule, so its computation is replicated\n"
+                "the operator has no sharding rule, so it is replicated\n"
                 "remove the strategy, or register a rule with `sw.rules.register`"
             )
         return rule
@@ -94,32 +94,32 @@ class StrategyParser:
             raise self._conflict_error(*conflict.args) from None
 
     def _factor_requests(self) -> dict[str, _DimRequest]:
-        """Combine the requests of all dimensions that a factor shards into one request per factor.
+        """Combine the requests of all dimensions of a factor into one request, by factor.
 
         Raises:
             _ConflictError: if two dimensions request different shardings.
             StrategyError: if an entry is invalid by itself.
         """
         requests: dict[str, _DimRequest] = {}
-        for request, factor in self._requests():
+        for request, factor in self._requests_of_dims():
             first = requests.setdefault(factor, request)
-            if not _are_compatible(first, request):
+            if not _are_compatible_requests(first, request):
                 raise _ConflictError(factor, first, request)
             if first.axes is None:
                 requests[factor] = replace(first, axes=request.axes)
         requests = self._split_joined_requests(requests)
-        self._check_total(requests)
+        self._check_total_shards(requests)
         return requests
 
     def _split_joined_requests(self, requests: Mapping[str, _DimRequest]) -> dict[str, _DimRequest]:
-        """Split the request for a dimension that two joined factors shard into one request each.
+        """Split the request for a dimension that two joined factors shard into one per factor.
 
         In attention, `ring` shards the keys and the queries, and `s` shards the queries further: 8
-        shards of the queries and 4 of the keys are ring 4, s 2.
+        shards of the queries and 4 of the keys mean 4 shards of `ring` and 2 of `s`.
 
         Raises:
-            _ConflictError: if the shards of the joint dimension do not subdivide those of the outer
-                factor.
+            _ConflictError: if the shards of the joint dimension do not subdivide the shards of the
+                outer factor.
         """
         split = dict(requests)
         for outer, inner in self.rule.joined.items():
@@ -134,8 +134,12 @@ class StrategyParser:
     def _split_joint_request(
         self, outer: _DimRequest, joint: _DimRequest
     ) -> tuple[_DimRequest, _DimRequest] | None:
-        """Split the request of a dimension that both factors shard, given the request for the outer
-        factor alone; None if counts or axes conflict."""
+        """Split `joint`, the request for a dimension that both factors shard, given `outer`, the
+        request for the outer factor alone.
+
+        Returns (request for the outer factor, request for the inner factor); None if shard counts
+        or axes conflict.
+        """
         if joint.num_shards % outer.num_shards:
             return None
         inner = replace(joint, num_shards=joint.num_shards // outer.num_shards)
@@ -150,7 +154,7 @@ class StrategyParser:
         return replace(outer, axes=outer_axes), replace(inner, axes=inner_axes)
 
     def user_axis_names(self, axes: Iterable[int]) -> str:
-        """The names of mesh axes in the strategy's own layouts, `dp·mp`; empty without layouts."""
+        """Name mesh axes as the strategy's own layouts do, `dp·mp`; empty without layouts."""
         names: dict[int, str] = {}
         for matrix in (layout.layout for layout in self.strategy.layouts):
             single_axes = tuple((axis,) for axis in range(len(matrix.device_matrix)))
@@ -160,7 +164,7 @@ class StrategyParser:
                 names = dict.fromkeys(piece, name) | names
         return "·".join(dict.fromkeys(names[axis] for axis in axes if axis in names))
 
-    def _requests(self) -> Iterator[tuple[_DimRequest, str]]:
+    def _requests_of_dims(self) -> Iterator[tuple[_DimRequest, str]]:
         """Yield the request of each dimension with its factor, inputs before outputs."""
         op, inputs = self.op, self.strategy.inputs
         dims_of = self.rule.inputs
@@ -186,7 +190,8 @@ class StrategyParser:
         yield from self._output_requests()
 
     def _output_requests(self) -> Iterator[tuple[_DimRequest, str]]:
-        """Yield the requests of outputs for factors that no input has, as `expand` adds."""
+        """Yield the requests of outputs for factors that no input has, such as those of `expand`,
+        each with its factor."""
         input_factors = {factor for dims in self.rule.inputs for factor in dims}
         entries, values = self.strategy.outputs or (), self.op.outputs
         for index, (entry, value) in enumerate(zip(entries, values, strict=False)):
@@ -209,8 +214,12 @@ class StrategyParser:
     def _shard_counts(
         self, tensor: str, entry: tuple[int, ...] | TensorLayout, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[Axes, ...] | None]:
-        """Return the shard count of each dimension and, if the entry is a layout, its mesh axes;
-        `tensor` is the name of the tensor in errors, such as `input 0`."""
+        """Return the shard count of each dimension and, if the entry is a layout, the mesh axes of
+        each dimension, else None.
+
+        Args:
+            tensor: name of the tensor in errors, such as `input 0`.
+        """
         axes = None
         if isinstance(entry, TensorLayout):
             axes = axes_on_mesh(self.op.name, entry, self.mesh)
@@ -235,8 +244,8 @@ class StrategyParser:
         location = request.location
         if factor is None or factor not in self.rule.factors:
             raise self.error(
-                f"{location} cannot be sharded (rule: {self.rule})\nthe only valid number of"
-                " shards is 1"
+                f"{location} cannot be sharded (sharding rule: `{self.rule}`)\nuse 1, the only"
+                " valid number of shards"
             )
         capacity = self.rule.capacity[factor]
         if capacity % request.num_shards:
@@ -249,25 +258,26 @@ class StrategyParser:
     def _conflict_error(
         self, factor: str, first: _DimRequest, second: _DimRequest
     ) -> StrategyError:
-        """Make the error of a `_ConflictError`, with a valid strategy if one is found."""
+        """Make the error for two conflicting requests, with a valid strategy if one is found."""
 
         def describe(request: _DimRequest) -> str:
             over = ""
             if request.axes and first.num_shards == second.num_shards:
                 over = f" over {self.user_axis_names(request.axes)}"
-            return f"{request.location} has {_shards_text(request.num_shards)}{over}"
+            return f"{request.location} has {_shard_count_text(request.num_shards)}{over}"
 
         hint = ""
         if self.op.target is aten.linear.default:
             hint = "; the weight of nn.Linear is stored as (out_features, in_features)"
         valid = next((f"\na valid strategy is {s}" for s in self._corrections(first, second)), "")
         return self.error(
-            f"conflicting shard counts for factor {factor} of {self.rule}: {describe(first)},"
+            f"conflicting shard counts for factor {factor!r} of `{self.rule}`: {describe(first)},"
             f" {describe(second)}{hint}{valid}"
         )
 
     def _corrections(self, first: _DimRequest, second: _DimRequest) -> Iterator[OperatorStrategy]:
-        """Yield valid strategies, first those that change only one entry of the strategy."""
+        """Yield valid strategies in place of one with two conflicting requests, first those that
+        change only one entry."""
         equal = with_equal_counts(self.rule, self.strategy.inputs, self.mesh.num_devices)
         candidates = chain(self._change_one_entry(first, second), equal)
         return (strategy for strategy in candidates if self._is_valid(strategy))
@@ -275,7 +285,7 @@ class StrategyParser:
     def _change_one_entry(
         self, first: _DimRequest, second: _DimRequest
     ) -> Iterator[OperatorStrategy]:
-        """Yield strategies in which one of two conflicting requests has the count of the other."""
+        """Yield strategies in which one of two conflicting requests has the other's shard count."""
         inputs = self.strategy.inputs
         candidates: list[tuple[int, Entry]] = []
         weight = inputs[-1]
@@ -297,8 +307,8 @@ class StrategyParser:
             return False
         return True
 
-    def _check_total(self, requests: Mapping[str, _DimRequest]) -> None:
-        """Raise StrategyError unless the total number of shards divides the number of devices."""
+    def _check_total_shards(self, requests: Mapping[str, _DimRequest]) -> None:
+        """Raise StrategyError unless the product of shard counts divides the number of devices."""
         devices = self.mesh.num_devices
         total = prod(request.num_shards for request in requests.values())
         counts = {f: r.num_shards for f, r in requests.items() if r.num_shards > 1}
@@ -321,9 +331,9 @@ class StrategyParser:
             for axis in request.axes or ():
                 if axis in used:
                     raise self.error(
-                        f"axis {self.user_axis_names([axis])} shards both factor {used[axis]} and"
-                        f" factor {factor} of {self.rule}\nan axis can shard only one factor: use"
-                        " another axis for one of them"
+                        f"axis {self.user_axis_names([axis])!r} shards both factor {used[axis]!r}"
+                        f" and factor {factor!r} of `{self.rule}`\nuse another axis for one of the"
+                        " two factors: an axis can shard only one"
                     )
                 used[axis] = factor
         # Layouts have fixed axes; shard counts take the remaining axes, the outermost first.
@@ -339,30 +349,30 @@ class StrategyParser:
         return cuts
 
 
-def _are_compatible(first: _DimRequest, second: _DimRequest) -> bool:
+def _are_compatible_requests(first: _DimRequest, second: _DimRequest) -> bool:
     if first.axes is not None and second.axes is not None:
         return first.axes == second.axes
     return first.num_shards == second.num_shards
 
 
-def _shards_text(count: int) -> str:
+def _shard_count_text(count: int) -> str:
     return "1 shard" if count == 1 else f"{count} shards"
 
 
 _OPS_WITH_BIAS = tuple(
     getattr(aten, name).default for name in ("linear", "conv1d", "conv2d", "conv3d")
 )
-"""Operators whose bias capture adds in a separate operator."""
+"""Operators whose bias capture adds by a separate operator."""
 
 
 def op_signature(op: Op) -> str:
-    """An operator with its inputs as text: `aten.linear(x [8, 16], layer.weight [32, 16])`."""
+    """Write an operator with its inputs: `aten.linear(x [8, 16], layer.weight [32, 16])`."""
     name = target_name(op.target).removesuffix(".default")
     return f"{name}({', '.join(f'{v.name} {list(v.shape)}' for v in op.inputs)})"
 
 
 def divisors(number: int, limit: int) -> str:
-    """The divisors of `number` up to `limit` as text: `1, 2, 4`."""
+    """List the divisors of `number` up to `limit` as text: `1, 2, 4`."""
     numbers = [str(n) for n in range(1, min(number, limit) + 1) if number % n == 0]
     return ", ".join(numbers)
 
@@ -376,8 +386,8 @@ def mesh_of(
         devices: number of devices of one pipeline stage.
         layouts: `(name, layout)` pairs; errors mention the name, that of an operator or parameter.
         group_sizes: devices per group at each level of the interconnect, ascending: `(8,)` for
-            nodes of 8. Where the layouts allow it, a group occupies the innermost axes, so that
-            these do not cross nodes: 24 devices, 8 per node, give (3, 2, 2, 2).
+            nodes of 8 devices. Where the layouts allow it, a group occupies the innermost axes, so
+            that these do not cross nodes: 24 devices, 8 per node, give (3, 2, 2, 2).
 
     Raises:
         LayoutError: if a layout has a different number of devices, or no device matrix can express
@@ -393,7 +403,7 @@ def mesh_of(
                 f" {max(layout.layout.ranks)}), but the plan is for {devices} (ranks 0 to"
                 f" {devices - 1})\nuse a device matrix whose product is {devices}"
             )
-    # A permutation of ranks has no product form: `axes_on_mesh` below checks such layouts.
+    # Layouts with permuted ranks are not products of axes: `axes_on_mesh` below checks them.
     plain = {layout.device_matrix: where for where, layout in named if not layout.layout.rank_list}
     matrices = [(devices,), *plain]
     try:
@@ -403,8 +413,7 @@ def mesh_of(
         raise LayoutError(with_note(error, f"; used by {users}")) from None
     for group_size in group_sizes:
         per_node = gcd(devices, group_size)
-        # Layouts take precedence: a level of the interconnect that does not nest with them is
-        # ignored.
+        # Layouts take precedence: ignore a level of the interconnect that conflicts with them.
         with suppress(LayoutError):
             sizes = common_axes(*matrices, (devices // per_node, per_node))
             matrices.append((devices // per_node, per_node))
@@ -415,7 +424,7 @@ def mesh_of(
 
 
 def axes_on_mesh(where: str, layout: TensorLayout, mesh: DeviceMatrix) -> tuple[Axes, ...]:
-    """Return the axes of `mesh` that shard each dimension of `layout`; `where` is for errors.
+    """Return the axes of `mesh` that shard each dimension of `layout`; errors begin with `where`.
 
     Raises:
         LayoutError: if the axes of the layout are not products of axes of `mesh`.
@@ -445,5 +454,6 @@ def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axe
 
 @cache
 def _cached_mesh(sizes: tuple[int, ...]) -> DeviceMatrix:
-    """Return the same object for equal sizes: as a cache key, `is` is faster than `==`."""
+    """Return the mesh of these axis sizes; the same object for equal sizes, since cache lookups
+    compare keys by `is` first."""
     return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

@@ -2,8 +2,8 @@
 
 A pin of a module with submodules constrains its *boundary*: the tensors that it takes and returns.
 During tracing each of these tensors passes through an `aten.alias`, so that the graph has an
-operator to which the constraint applies. Whether a module without submodules, or a function, is a
-single operator, is known only after tracing; until then its aliases are *candidates*.
+operator to which the constraint applies. Only tracing shows whether a module without submodules, or
+a function, is a single operator; until then its aliases are *candidates*.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pin(ModuleTag):
         parameters: storage sharding of each parameter, by its name in the module.
         operators: strategies by the part of the operator's name behind the module's path:
             `".add_1"`; `"@2"` for the main operator of the second call; `""` for the main operator
-            of every call without an entry of its own.
+            of every call that has no entry of its own.
     """
 
     strategy: OperatorStrategy | None
@@ -60,13 +60,13 @@ class Pin(ModuleTag):
 
 
 class BoundaryPin(Pin, BoundaryTag):
-    """The pin of one tensor at the boundary of a module."""
+    """The pin of one tensor at a module's boundary."""
 
 
 def tagged_calls(function: Any, tag: Any) -> Any:
-    """Wrap `function` so that the operators of each call are tagged with a copy of `tag`.
+    """Wrap `function` so that the operators of each call are tagged with a new copy of `tag`.
 
-    A wrapper with a tag of the same class is replaced, not nested.
+    If `function` is such a wrapper with a tag of the same class, its tag is replaced.
     """
     inner_attribute = f"_without_{type(tag).__name__}"
     inner = getattr(function, inner_attribute, function)
@@ -86,14 +86,14 @@ def tagged_calls(function: Any, tag: Any) -> Any:
     return tagged
 
 
-class _CallMark:
-    """Tag of the operators of one call of a module."""
+class _ModuleCallTag:
+    """Tag of all operators of one call of a module."""
 
 
 def _with_candidates(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
-    """Wrap `forward` of a module without submodules.
+    """Wrap `forward` of a module without submodules so that its boundary can be pinned.
 
-    The pin applies to its operator if it is a single one, and to its boundary otherwise.
+    The strategy applies to the module's operator if there is only one, otherwise to the boundary.
 
     Args:
         where: path and class of the module, for errors.
@@ -104,7 +104,7 @@ def _with_candidates(where: str, forward: Any, strategy: OperatorStrategy) -> An
 
     @wraps(forward)
     def with_candidates(*args: Any, **kwargs: Any) -> Any:
-        call, mark = signature.bind(*args, **kwargs), _CallMark()
+        call, mark = signature.bind(*args, **kwargs), _ModuleCallTag()
         arguments = (call.args, call.kwargs)
         if not _has_entry_per_tensor(strategy, arguments):
             return forward(*args, **kwargs)
@@ -117,10 +117,10 @@ def _with_candidates(where: str, forward: Any, strategy: OperatorStrategy) -> An
 def _candidate_call(
     where: str, function: Any, strategy: OperatorStrategy, mark: Any, arguments: Any
 ) -> Any:
-    """Call a function with candidates for boundary pins on its tensors.
+    """Call a function with its tensor arguments and results aliased, as candidates for pins.
 
     If the strategy does not have one entry per tensor argument, its entries include weights, so the
-    function must be a single operator and its boundary cannot be pinned.
+    function must be a single operator, and no tensor is aliased.
 
     Args:
         where: the function or module, for errors.
@@ -183,10 +183,10 @@ def _pin_tensors(
     """Replace each tensor of `tree` whose entry is not None by a pinned alias.
 
     Args:
-        where: start of the error, up to the verb: `block (Block) returns`.
+        where: start of error messages, up to the verb: `block (Block) returns`.
         tree: the arguments or results of a module.
         entries: one entry per tensor of `tree`.
-        tag_of: makes the tag of the alias from its pin.
+        tag_of: function from the pin of a tensor to the tag of its alias.
 
     Raises:
         StrategyError: if the numbers of tensors and entries differ.
@@ -198,8 +198,8 @@ def _pin_tensors(
         raise StrategyError(
             f"{where} {f'tensors of shapes {shapes}' if shapes else 'no tensors'}, but is pinned"
             f" as {entries_text(entries)}\n"
-            f"give one entry for each of these {len(tensor_indices)} tensors, or None to leave one"
-            " open; pin weights on the modules that own them"
+            f"use {len(tensor_indices)} entries, one per tensor, with None for a tensor whose"
+            " sharding is left to the search; pin weights on the modules that own them"
         )
     for index, entry in zip(tensor_indices, entries, strict=True):
         if entry is not None:
@@ -210,7 +210,8 @@ def _pin_tensors(
 
 
 def _tagged_alias(tensor: Tensor, tag: Any) -> Tensor:
-    # Also under `torch.no_grad()`: eager code returns the tensor itself, which keeps its gradient.
+    # Enable gradients also under `torch.no_grad()`, where eager code returns the tensor itself,
+    # which requires its gradient.
     with tagging(tag), torch.enable_grad():
         alias: Tensor = torch.ops.aten.alias.default(tensor)
         return alias
@@ -230,7 +231,7 @@ def reshard(x: Tensor, layout: Entry) -> Tensor:
         The tensor with the same values, in the layout.
 
     Raises:
-        StrategyError: if `layout` is neither; `plan` checks the layout against the shape of `x`.
+        StrategyError: if `layout` is not a valid entry; `plan` checks it against the shape of `x`.
 
     >>> import torch
     >>> import shardwright as sw

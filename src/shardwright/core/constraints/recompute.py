@@ -44,9 +44,9 @@ def recompute(
             replaces an earlier one.
         communication: whether to also repeat the collectives between layouts. If not, their results
             are saved, and recomputation adds no communication volume.
-        operators: recompute only these operators, `"aten.softmax"` or `"softmax"`, each together
-            with the operator that reads its result. None for all; an empty sequence exempts the
-            target from the mark of an enclosing module.
+        operators: names of the only operators to recompute, such as `"aten.softmax"` or
+            `"softmax"`, each together with the operators that read its result. None for all
+            operators; an empty sequence exempts the target from the mark of an enclosing module.
 
     Returns:
         The module itself, or the marked function.
@@ -63,7 +63,7 @@ def recompute(
     if isinstance(operators, str) or any(not isinstance(name, str) for name in operators or ()):
         raise StrategyError(
             f"operators={operators!r}: must be a sequence of operator names\n"
-            "write for example operators=('softmax', 'aten.gelu')"
+            "use for example operators=('softmax', 'aten.gelu')"
         )
     op_types = None if operators is None else tuple(_op_type(name) for name in operators)
     mark = RecomputeMark(communication, op_types)
@@ -79,8 +79,8 @@ def recompute(
 
 
 def _op_type(operator: str) -> str:
-    """The operator without namespace and overload: `softmax` for `aten.softmax.int`,
-    `aten::softmax` or `softmax`."""
+    """Strip namespace, overload and underscores off an operator's name: `softmax` for
+    `aten.softmax.int`, `aten::_softmax` or `softmax`."""
     return operator.replace("::", ".").removeprefix("aten.").partition(".")[0].strip("_")
 
 
@@ -98,7 +98,7 @@ class _MarkedSegment:
 
 
 def recompute_of(graph: Graph) -> dict[str, Recompute]:
-    """Return the operators that the marks of a captured graph recompute, by name.
+    """Return the recomputation that the marks of a captured graph request, by operator name.
 
     Raises:
         StrategyError: if a mark matches no operator.
@@ -110,7 +110,7 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
         if isinstance(tag, RecomputeMark)
     }
     functions = dict(_marked_calls(graph))
-    _check_modules(graph, modules)
+    _check_marked_modules(graph, modules)
     recomputed: dict[str, Recompute] = {}
     members: dict[str, list[Op]] = {}
     selected: dict[RecomputeMark, list[Op]] = {}
@@ -125,10 +125,10 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
             selected.setdefault(marked.mark, []).append(op)
     op_index = _op_indices(graph)
     for ops in members.values():
-        # Recomputing a single operator saves no memory by itself: its result would be saved as the
-        # input of the next operator.
+        # Recomputing a single operator saves no memory, since its result is saved as the input of
+        # the next operator: recompute that one too.
         if len([op for op in ops if not op.name.endswith(".bias")]) == 1:
-            _add_savers(graph, recomputed, ops, op_index)
+            _add_saving_operators(graph, recomputed, ops, op_index)
     for mark, ops in selected.items():
         add_segments(graph, recomputed, ops, mark.communication)
     return recomputed
@@ -162,7 +162,7 @@ def add_segments(
         recomputed.update((op.name, Recompute(segment, communication)) for op in segment_ops)
     # Only after all segments are known: a segment must not take an operator of another segment.
     for segment_ops in members.values():
-        _add_savers(graph, recomputed, segment_ops, op_index)
+        _add_saving_operators(graph, recomputed, segment_ops, op_index)
 
 
 def _op_indices(graph: Graph) -> dict[str, int]:
@@ -180,12 +180,12 @@ def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
             continue
         ops = [op for op in graph.ops if any(tag is mark for tag in op.tags)]
         if not ops and mark.checkpoint:
-            continue  # A call of `torch.utils.checkpoint` that computes nothing is no error.
+            continue  # A call of `torch.utils.checkpoint` that computes nothing is valid.
         if not ops:
             raise StrategyError(
-                f"the function called at {source or 'an unknown line'} is marked by recompute, but"
-                " the graph has no operator of this call: its result is unused, or it computes"
-                " nothing\nremove the mark"
+                f"the function called at {source or 'an unknown line'} is marked by `recompute`,"
+                " but the graph has no operator of this call: its result is unused, or it computes"
+                " nothing\ncall the function without `recompute`"
             )
         _check_op_types(f"the function called at {source or 'an unknown line'}", mark, ops)
         segment = _MarkedSegment(mark, ops[0].name)
@@ -198,7 +198,7 @@ class _MarkedCall:
 
     Args:
         segment: the segment of the call.
-        depth: number of module calls that enclose it.
+        depth: number of module calls that enclose the function call.
     """
 
     segment: _MarkedSegment
@@ -206,7 +206,7 @@ class _MarkedCall:
 
 
 def _common_depth(calls: Sequence[tuple[str, ...]]) -> int:
-    """The number of enclosing module calls that all operators have in common.
+    """Return the number of enclosing module calls that all operators have in common.
 
     Args:
         calls: the enclosing module calls of each operator, the outermost first.
@@ -217,7 +217,7 @@ def _common_depth(calls: Sequence[tuple[str, ...]]) -> int:
 def _innermost_mark(
     op: Op, modules: Mapping[str, RecomputeMark], functions: Mapping[int, _MarkedCall]
 ) -> _MarkedSegment | None:
-    """The segment of the innermost mark around an operator; None without a mark.
+    """Return the segment of the innermost mark around an operator; None without a mark.
 
     Args:
         op: the operator.
@@ -225,7 +225,7 @@ def _innermost_mark(
         functions: the calls of marked functions, by id of the mark.
     """
     function = next((functions[id(tag)] for tag in op.tags if id(tag) in functions), None)
-    # The first `depth` module calls enclose the call of the marked function; it makes the others.
+    # The first `depth` module calls enclose the function call; the others are made inside it.
     for call in reversed(op.calls[function.depth if function else 0 :]):
         mark = modules.get(call.partition("@")[0])
         if mark is not None:
@@ -233,11 +233,11 @@ def _innermost_mark(
     return function.segment if function else None
 
 
-def _check_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) -> None:
-    """Check that every marked module has operators, including all that its mark lists.
+def _check_marked_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) -> None:
+    """Check that every marked module has operators, and every operator that its mark lists.
 
     Raises:
-        StrategyError: for the first marked module that has not.
+        StrategyError: if a marked module lacks one; names the first such module.
     """
     inside: dict[RecomputeMark, list[Op]] = {mark: [] for mark in modules.values()}
     for op in graph.ops:
@@ -250,29 +250,31 @@ def _check_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) -> None:
         if not ops:
             near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
             raise StrategyError(
-                f"{where} is marked by recompute, but has no operator in the graph: it is never"
+                f"{where} is marked by `recompute`, but has no operator in the graph: it is never"
                 f" called, or it computes nothing\nclosest operators: {', '.join(near)}"
             )
         _check_op_types(where, mark, ops)
 
 
 def _check_op_types(where: str, mark: RecomputeMark, ops: Sequence[Op]) -> None:
+    """Raise StrategyError if a type of operator that `mark` lists is not in `ops`."""
     present = dict.fromkeys(local_operator_name(op.target) for op in ops)
     for op_type in mark.kinds or ():
         if op_type not in present:
             raise StrategyError(
-                f"recompute: {where} has no operator {op_type!r}\n"
-                f"its operators are {', '.join(present)}"
+                f"`recompute`: {where} has no operator {op_type!r}\n"
+                f"use one of its operators: {', '.join(present)}"
             )
 
 
-def _add_savers(
+def _add_saving_operators(
     graph: Graph, recomputed: dict[str, Recompute], ops: Sequence[Op], op_index: Mapping[str, int]
 ) -> None:
     """Extend a segment by the operators that save its results for their backward pass.
 
-    Otherwise these results would stay in memory. The backward pass recomputes the inputs of the
-    last operator of a segment, but not that operator itself, so only the last may be expensive.
+    Otherwise these results would stay in memory. The backward pass recomputes the inputs of a
+    segment's last operator but not the operator itself, so only the last added operator may be
+    expensive.
 
     Args:
         graph: the captured graph.
@@ -307,6 +309,7 @@ def _add_savers(
 
 
 def _is_expensive(op: Op) -> bool:
+    """Whether `op` is a main operator, such as a matrix product."""
     rule = rule_of(op)
     return rule is not None and rule.main is not None
 

@@ -1,4 +1,4 @@
-"""Resolve the user's strategies to decisions that a search must not change: mesh, cuts, storage."""
+"""Resolve the user's strategies to decisions that the search must not change."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def resolve(
         strategies: the strategy of each pinned operator, by its name.
         parameters: the requested storage of parameters, by name; only its layouts are used here,
             since the device matrix must be able to express them.
-        nodes: number of consecutive devices that each level of the interconnect joins, ascending.
+        nodes: number of consecutive devices in a group of each level of the interconnect,
+            ascending.
 
     Raises:
         StrategyError: if an operator cannot be sharded as requested; the message has its shapes and
@@ -81,7 +82,11 @@ def resolve(
         bias = graph.by_name.get(f"{name}.bias")
         if bias is not None and bias.inputs[0] is graph.by_name[name].output:
             output = outputs.get(name, (None,))[0]
-            axes = _output_axes(graph.by_name[name], mesh, cuts[name]) if output is None else output
+            axes = (
+                _computed_output_axes(graph.by_name[name], mesh, cuts[name])
+                if output is None
+                else output
+            )
             # A pin of the bias itself takes precedence.
             cuts.setdefault(bias.name, _cuts_for_first_input(bias, axes))
     return ResolvedConstraints(mesh, cuts, outputs)
@@ -90,10 +95,10 @@ def resolve(
 def _strategy_for_graph_shapes(
     op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix
 ) -> OperatorStrategy:
-    """Translate a strategy for the shapes of the user's code to the shapes of the graph.
+    """Translate a strategy for the shapes in the user's code to the shapes in the graph.
 
     Where the user's code flattens leading dimensions, as `x.view(-1, k) @ w` does, the graph has
-    them unflattened; the shards of the flattened dimension are distributed over them.
+    the unflattened dimensions; the shards of the flattened dimension are distributed over these.
     """
 
     def unflatten_entry(value: Value, entry: Entry) -> Entry:
@@ -126,7 +131,7 @@ def _strategy_for_graph_shapes(
 def _distribute_over_dims(
     shape: Sequence[int], axes: Iterable[int], sizes: Iterable[int]
 ) -> list[list[int]]:
-    """Assign each axis to the outermost dimension that its size still divides, or to the last.
+    """Assign each axis to the outermost dimension whose local size it divides, else to the last.
 
     Args:
         shape: sizes of the dimensions.
@@ -140,22 +145,23 @@ def _distribute_over_dims(
     for axis, size in zip(axes, sizes, strict=True):
         divisible = (dim for dim, local_size in enumerate(local_shape) if local_size % size == 0)
         dim = next(divisible, len(local_shape) - 1)
-        # Each axis divides what the earlier ones have left.
+        # Later axes divide the remaining local size.
         local_shape[dim] //= size
         axes_of_dim[dim].append(axis)
     return axes_of_dim
 
 
-def _output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes, ...]:
-    """The axes that shard the first output of a pinned operator after the all-reduce of a partial
-    sum."""
+def _computed_output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes, ...]:
+    """Return the axes that shard each dimension of an operator's first output, after the all-reduce
+    if it is a partial sum."""
     rule = rule_of(op)
     assert rule is not None
     return rule.layouts(mesh, cuts)[1][0].axes
 
 
 def _cuts_for_first_input(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
-    """The cuts of an operator that reads its first input sharded by `axes`, per dimension."""
+    """Return the cuts with which an operator reads its first input sharded by `axes`, which has one
+    item per dimension."""
     rule = rule_of(op)
     assert rule is not None
     factors = zip(rule.inputs[0], axes, strict=True)
@@ -192,8 +198,8 @@ def requested_storage(
 def requested_outputs(parser: StrategyParser, cuts: Cuts) -> OutputAxes | None:
     """Return the output axes that the `out_strategy` requests; None without an `out_strategy`.
 
-    An output can keep the layout that the operator computes. A partial sum is all-reduced, or
-    reduce-scattered onto any dimensions; the axes of the sum become the innermost axes of these
+    An output can have the layout in which the operator computes it. A partial sum is all-reduced,
+    or reduce-scattered onto any dimensions; the axes of the sum become the innermost axes of these
     dimensions.
 
     Args:
@@ -210,16 +216,17 @@ def requested_outputs(parser: StrategyParser, cuts: Cuts) -> OutputAxes | None:
     if len(entries) != len(op.outputs):
         raise parser.error(
             f"out_strategy {entries_text(entries)} has {len(entries)} entries for"
-            f" {len(op.outputs)} outputs\ngive one entry per output, or None to leave one open"
+            f" {len(op.outputs)} outputs\nuse one entry per output, None for an output left to the"
+            " search"
         )
     _, computed = parser.rule.layouts(parser.mesh, cuts)
     return tuple(
-        None if entry is None else _requested_axes(parser, index, entry, computed[index])
+        None if entry is None else _requested_output_axes(parser, index, entry, computed[index])
         for index, entry in enumerate(entries)
     )
 
 
-def _requested_axes(
+def _requested_output_axes(
     parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout
 ) -> tuple[Axes, ...]:
     shape = parser.op.outputs[index].shape
@@ -238,13 +245,13 @@ def _requested_axes(
         axes = _axes_for_counts(counts, computed)
     divides = all(size % count == 0 for size, count in zip(shape, counts, strict=True))
     if axes is None or not divides:
-        raise _invalid_output(parser, index, entry, computed, names_axes)
+        raise _invalid_output_error(parser, index, entry, computed, names_axes)
     return axes
 
 
 def _only_appends_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> bool:
-    """Whether `requested` has the computed axes of each dimension, followed only by axes of the
-    partial sum."""
+    """Whether each dimension of `requested` has the axes of `computed`, followed only by axes of
+    the partial sum."""
     return all(
         axes[: len(computed_axes)] == computed_axes
         and computed.partial.issuperset(axes[len(computed_axes) :])
@@ -253,9 +260,10 @@ def _only_appends_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> b
 
 
 def _axes_for_counts(counts: tuple[int, ...], computed: TensorLayout) -> tuple[Axes, ...] | None:
-    """The computed axes, with axes of the partial sum appended to reach the shard counts.
+    """Append axes of the partial sum to the axes of `computed` until each dimension has `counts`
+    shards.
 
-    None if no axes of the partial sum have the required product.
+    Returns the axes of each dimension; None if no axes of the sum have the required product.
     """
     free, requested = sorted(computed.partial), []
     for count, computed_count, axes in zip(
@@ -272,7 +280,7 @@ def _axes_for_counts(counts: tuple[int, ...], computed: TensorLayout) -> tuple[A
     return tuple(requested)
 
 
-def _invalid_output(
+def _invalid_output_error(
     parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout, names_axes: bool
 ) -> StrategyError:
     names = parser.user_axis_names(sorted(computed.partial))
@@ -300,8 +308,8 @@ def _invalid_output(
 def _reduce_scatter_counts(
     computed: TensorLayout, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the shard counts after a reduce-scatter of the partial sum onto each dimension that is
-    large enough."""
+    """Yield the shard counts after a reduce-scatter of the partial sum, for each dimension that it
+    can shard evenly."""
     terms, counts = computed.layout.size(computed.partial), computed.shard_counts
     for dim, size in enumerate(shape):
         if size % (counts[dim] * terms) == 0:
@@ -313,8 +321,8 @@ def cut_axes(
 ) -> tuple[Axes, ...]:
     """Return the axes that shard each dimension of a tensor as its entry requests.
 
-    Shard counts first take the axes with which the dimension is used, to communicate as little as
-    possible, then the outermost of the remaining axes.
+    For shard counts, a dimension first gets the axes in `used`, which need no communication, then
+    the outermost of the remaining axes.
 
     Args:
         where: the tensor, for errors: `parameter net.weight`.
@@ -362,15 +370,15 @@ def _storage_axes_for_counts(
         extra = take_outer_axes(count // mesh.size(axes), free, mesh)
         if extra is None:
             raise StrategyError(
-                f"{where}: {request} does not fit {mesh.num_devices} devices\nthe product of the"
-                f" shard counts must divide {mesh.num_devices}"
+                f"{where}: {request} cannot be distributed over {mesh.num_devices} devices\nuse"
+                f" shard counts whose product divides {mesh.num_devices}"
             )
         stored.append((*axes, *extra))
     return tuple(stored)
 
 
 def _leading_axes(count: int, axes: Axes, mesh: DeviceMatrix) -> Axes:
-    """The longest prefix of `axes` whose sizes multiply to a divisor of `count`."""
+    """Return the longest prefix of `axes` whose sizes multiply to a divisor of `count`."""
     leading: list[int] = []
     primes = list(prime_factors(gcd(count, mesh.num_devices)))
     for axis in axes:

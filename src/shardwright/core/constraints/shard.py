@@ -54,7 +54,7 @@ class NamedFunction(nn.Module):
         if isinstance(function, nn.Module) or not callable(function):
             raise StrategyError(
                 f"`Op` takes a function, not {function!r}\n"
-                "use a module without `Op`: it already has a name"
+                "use the module itself, which already has a name"
             )
         self.function = function
 
@@ -83,12 +83,12 @@ def shard(
             those of a module with submodules. A later `shard` of the same module replaces this one.
         in_strategy: one entry per tensor input, in the order of the operator or of the signature of
             `forward`: a tuple with the number of shards of each dimension, a `TensorLayout`, or
-            None if it follows from the other entries. Weights have torch's shape, for `nn.Linear`
-            (out_features, in_features). If the strategy has fewer shards than there are devices,
-            the computation is replicated over the remaining mesh axes.
+            None if the sharding follows from the other entries. Weights have PyTorch's shape, for
+            `nn.Linear` (out_features, in_features). If the strategy has fewer shards than there are
+            devices, the computation is replicated over the remaining mesh axes.
         out_strategy: one entry per output, in the same form. Partial sums are all-reduced or
-            reduce-scattered to match; with None the operators that read the output decide. It also
-            shards dimensions that only the output has, such as those that `expand` adds.
+            reduce-scattered to match; with None the operators that read the output decide. Entries
+            can also shard dimensions that only the output has, such as those that `expand` adds.
         parameter_plan: one entry for the storage of each parameter, by its name in the module.
 
     Returns:
@@ -100,18 +100,18 @@ def shard(
     """
     if isinstance(target, type) or not callable(target):
         raise StrategyError(
-            f"shard takes a module or a function, not {target!r}\n"
+            f"`shard` takes a module or a function, not {target!r}\n"
             "pass for example a submodule of the model: sw.shard(net.fc, ((2, 4), (1, 4)))"
         )
     if in_strategy is None and out_strategy is not None:
         raise StrategyError(
-            "out_strategy requires an in_strategy\n"
-            "pass both: shard(net.fc, ((2, 4), (1, 4)), out_strategy=((8, 1),))"
+            "`out_strategy` requires `in_strategy`\n"
+            "pass both: sw.shard(net.fc, ((2, 4), (1, 4)), out_strategy=((8, 1),))"
         )
     if in_strategy is None and parameter_plan is None:
         raise StrategyError(
-            "shard needs an in_strategy or a parameter_plan\n"
-            "pass for example shard(net.fc, ((2, 4), (1, 4)))"
+            "`shard` requires `in_strategy` or `parameter_plan`\n"
+            "call for example sw.shard(net.fc, ((2, 4), (1, 4)))"
         )
     strategy = None
     if in_strategy is not None:
@@ -123,8 +123,8 @@ def shard(
         return target
     if parameter_plan is not None:
         raise StrategyError(
-            "only modules take a parameter_plan, a function has no parameters\n"
-            "call shard on the module that owns the parameters"
+            "only modules take a `parameter_plan`: a function has no parameters\n"
+            "call `shard` on the module that owns the parameters"
         )
     function: ShardTarget = tagged_calls(target, Pin(strategy))
     return function
@@ -136,7 +136,7 @@ def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dic
     Raises:
         StrategyError: if the module has no such parameter, or an entry is invalid.
     """
-    # Tied parameters may be named by any of their names.
+    # Any name of a tied parameter is valid.
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for name, entry in plan.items():
         if name not in parameters:
@@ -163,7 +163,7 @@ class Pins:
 
 
 def pins_of(graph: Graph) -> Pins:
-    """Collect the pins of a captured graph by the operators and parameters that they refer to.
+    """Collect the pins of a captured graph, by operator name and by parameter name.
 
     Raises:
         StrategyError: if a pin matches no operator or several, or two pins of one operator differ.
@@ -178,8 +178,8 @@ def pins_of(graph: Graph) -> Pins:
         # is called in a pinned module.
         if strategies.setdefault(op.name, strategy) != strategy:
             raise StrategyError(
-                f"{op.name} has two conflicting pins, {strategies[op.name]} and {strategy}\n"
-                "keep one of them"
+                f"operator {op.name!r} has two conflicting pins, {strategies[op.name]} and"
+                f" {strategy}\nremove one of the two pins"
             )
     return Pins(strategies, _parameter_entries(graph))
 
@@ -187,8 +187,8 @@ def pins_of(graph: Graph) -> Pins:
 def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
     """Yield the operators pinned by `shard` of a module."""
     # The pin of a module with submodules is on the aliases of its boundary (`constraints/pin.py`).
-    with_boundary = {op.module for op in graph.ops if _is_boundary(op)}
-    for pin, paths in _modules_by_pin(graph).items():
+    with_boundary = {op.module for op in graph.ops if _is_boundary_alias(op)}
+    for pin, paths in _module_paths_by_pin(graph).items():
         if pin.strategy is None or with_boundary.issuperset(paths):
             continue
         ops = [op for path in paths for op in _main_operators(graph, path)]
@@ -198,12 +198,12 @@ def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrateg
             yield op, pin.strategy
 
 
-def _is_boundary(op: Operator) -> bool:
+def _is_boundary_alias(op: Operator) -> bool:
     return any(isinstance(tag, BoundaryPin) for tag in op.tags)
 
 
-def _modules_by_pin(graph: Graph) -> dict[Pin, list[str]]:
-    """The paths of the module of each pin: a module that is registered twice has two."""
+def _module_paths_by_pin(graph: Graph) -> dict[Pin, list[str]]:
+    """Return the paths of each pin's module; a module that is registered twice has two paths."""
     paths: dict[Pin, list[str]] = {}
     for path, pin in _pinned_modules(graph):
         paths.setdefault(pin, []).append(path)
@@ -222,7 +222,7 @@ def _named_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy
     for op in graph.ops:
         name, _, call_number = op.name.rpartition("@")
         ops_by_name.setdefault(name if call_number.isdigit() else op.name, []).append(op)
-    for pin, paths in _modules_by_pin(graph).items():
+    for pin, paths in _module_paths_by_pin(graph).items():
         # An entry for one call, "net.fc@2", takes precedence over one for all calls, "net.fc".
         listed = {path + suffix for path in paths for suffix in pin.operators}
         for suffix, strategy in pin.operators.items():
@@ -242,7 +242,7 @@ def _named_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy
 
 
 def _main_operators(graph: Graph, path: str) -> list[Operator]:
-    """The main operator of each call of a module."""
+    """Return the main operator of each call of the module at `path`."""
     inside = [op for op in graph.ops if not path or f"{op.module}.".startswith(f"{path}.")]
     direct = [op for op in inside if op.module == path]
     where = f"module {path!r}" if path else "the model itself"
@@ -255,8 +255,8 @@ def _main_operators(graph: Graph, path: str) -> list[Operator]:
 
 
 def _call_suffix(name: str, path: str) -> str:
-    """The part of an operator's name that identifies the call of its module: `""` for the first
-    call, `@2` for the second."""
+    """Return the part of an operator's name that identifies the call of the module at `path`: `""`
+    for the first call, `@2` for the second."""
     suffix = name.removeprefix(path)
     return suffix.partition(".")[0] if path and suffix.startswith("@") else ""
 
@@ -272,14 +272,14 @@ def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrat
         where = f"the pinned function called at {source or 'an unknown line'}"
         if not ops:
             raise StrategyError(
-                f"{where}, {pin.strategy}: the graph has no operator of this call: its result is"
-                " unused, or the call computes nothing\nremove the pin"
+                f"{where} is pinned as {pin.strategy}, but the graph has no operator of this call:"
+                " its result is unused, or it computes nothing\nremove the pin"
             )
         yield _main_operator(where, ops), pin.strategy
 
 
 def _main_operator(where: str, ops: Sequence[Operator]) -> Operator:
-    """The only operator of a pinned call, apart from biases and data movement.
+    """Return the only operator of a pinned call, apart from biases and data movement.
 
     Raises:
         StrategyError: if there are several.
@@ -330,6 +330,6 @@ def _parameter_entries(graph: Graph) -> dict[str, Entry]:
             if entries.setdefault(graph_name, entry) != entry:
                 raise StrategyError(
                     f"parameter_plan of {path or 'the model'!r}: the parameter {name!r} has two"
-                    " conflicting entries\nkeep one of them"
+                    " conflicting entries\nremove one of the two entries"
                 )
     return entries

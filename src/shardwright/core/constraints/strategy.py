@@ -10,7 +10,8 @@ from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.errors import StrategyError
 
 Entry = tuple[int, ...] | TensorLayout | None
-"""Sharding of one tensor: a shard count per dimension, a layout, or None to leave it open."""
+"""Sharding of one tensor: a shard count per dimension, a layout, or None if it follows from the
+other tensors' entries."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class OperatorStrategy:
 
     Args:
         inputs: one entry per tensor input, in the order of the operator's arguments.
-        outputs: one entry per output; None keeps the sharding that the operator computes.
+        outputs: one entry per output; None for the sharding in which the operator computes them.
 
     Raises:
         StrategyError: if an entry is not a tuple of positive ints, a layout or None, if a layout is
@@ -54,8 +55,8 @@ class OperatorStrategy:
     def to_dict(self) -> dict[str, Any]:
         """Return the strategy as JSON data: counts as lists, layouts as dicts."""
         return {
-            "inputs": [_entry_data(entry) for entry in self.inputs],
-            "outputs": None if self.outputs is None else [_entry_data(e) for e in self.outputs],
+            "inputs": [_entry_to_data(entry) for entry in self.inputs],
+            "outputs": None if self.outputs is None else [_entry_to_data(e) for e in self.outputs],
         }
 
     @classmethod
@@ -67,7 +68,7 @@ class OperatorStrategy:
         )
 
 
-def _entry_data(entry: Entry) -> Any:
+def _entry_to_data(entry: Entry) -> Any:
     if isinstance(entry, TensorLayout):
         return entry.to_dict()
     return None if entry is None else list(entry)
@@ -92,14 +93,14 @@ def check_entries(option: str, entries: Any) -> None:
     if not isinstance(entries, tuple):
         raise StrategyError(
             f"{option} must be a tuple with one entry per tensor, not {entries!r}\n"
-            "write for example ((2, 4), (1, 4))"
+            "use for example ((2, 4), (1, 4))"
         )
     for entry in entries:
         if isinstance(entry, int):
             raise StrategyError(
                 f"{option} {entries!r} contains the int {entry!r}\n"
-                "an entry is a tuple with one shard count per dimension, a TensorLayout, or None;"
-                f" for a single tensor write ({entries!r},)"
+                "use as an entry a tuple with one shard count per dimension, a TensorLayout, or"
+                f" None; for a single tensor write ({entries!r},)"
             )
         check_entry(option, entry)
 
@@ -121,35 +122,36 @@ def check_entry(option: str, entry: Any) -> None:
         if entry.partial or entry.varying:
             raise StrategyError(
                 f"{option}: the layout {entry} is a partial sum\n"
-                "leave out `partial` and `varying`: a strategy has only axes that shard dimensions"
+                "remove `partial` and `varying`: a strategy can only shard dimensions"
             )
         return
     if isinstance(entry, Layout):
         raise StrategyError(
             f"{option}: {entry} is a Layout, not a TensorLayout\n"
-            "call it with the axes of each dimension: layout('dp', 'None')"
+            "call the layout with the axes of each dimension: layout('dp', 'None')"
         )
     if not isinstance(entry, tuple):
         raise StrategyError(
             f"{option} contains {entry!r}\n"
-            "an entry is a tuple with one shard count per dimension, such as (2, 4), a"
+            "use as an entry a tuple with one shard count per dimension, such as (2, 4), a"
             " TensorLayout, or None"
         )
     for count in entry:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise StrategyError(
                 f"{option}: {entry!r} contains {count!r}\n"
-                "a shard count must be an int of at least 1"
+                "use shard counts that are ints of at least 1"
             )
 
 
 def entry_text(entry: Entry) -> str:
-    """An entry as text: `(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout."""
+    """Write an entry as text: `(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout."""
     if isinstance(entry, tuple):
         return f"({','.join(map(str, entry))}{',' if len(entry) == 1 else ''})"
     return str(entry)
 
 
 def entries_text(entries: Iterable[Entry]) -> str:
+    """Write a tuple of entries as text: `((2,4),None)`."""
     texts = [entry_text(entry) for entry in entries]
     return f"({','.join(texts)}{',' if len(texts) == 1 else ''})"

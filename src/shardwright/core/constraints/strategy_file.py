@@ -11,8 +11,8 @@
      }
     }
 
-An entry is a list of shard counts, null, or the name of a layout with the axes that shard each
-dimension.
+The entry of a tensor is a list of shard counts, null, or a layout's name with the axes that shard
+each dimension.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The entry of one operator or module.
+    """The settings of one operator or module in a strategy file.
 
     Args:
         strategy: sharding of the operator; None for an entry that only has a `parameter_plan`.
@@ -48,35 +48,37 @@ def strategies_to_text(strategies: Mapping[str, FileEntry]) -> str:
     """Serialize the entries of operators and modules as JSON, one line per entry."""
     names: dict[Layout, str] = {}
     lines = [
-        f"  {json.dumps(k)}: {json.dumps(_to_json(entry, names))}"
+        f"  {json.dumps(k)}: {json.dumps(_entry_to_json(entry, names))}"
         for k, entry in strategies.items()
     ]
     layouts = [f"  {json.dumps(n)}: {json.dumps(x.to_dict())}" for x, n in names.items()]
-    sections = [f' "version": {VERSION}', _section_text("layouts", layouts)]
-    return "{\n" + ",\n".join([*sections, _section_text("strategies", lines)]) + "\n}\n"
+    sections = [f' "version": {VERSION}', _json_section("layouts", layouts)]
+    return "{\n" + ",\n".join([*sections, _json_section("strategies", lines)]) + "\n}\n"
 
 
-def _section_text(name: str, lines: list[str]) -> str:
+def _json_section(name: str, lines: list[str]) -> str:
     inner = ",\n".join(lines)
     return f' "{name}": {{\n{inner}\n }}' if lines else f' "{name}": {{}}'
 
 
-def _to_json(file_entry: FileEntry, names: dict[Layout, str]) -> dict[str, Any]:
+def _entry_to_json(file_entry: FileEntry, names: dict[Layout, str]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     if file_entry.strategy is not None:
-        data["in_strategy"] = [_entry_data(entry, names) for entry in file_entry.strategy.inputs]
+        data["in_strategy"] = [
+            _tensor_entry_to_json(entry, names) for entry in file_entry.strategy.inputs
+        ]
         if file_entry.strategy.outputs is not None:
             data["out_strategy"] = [
-                _entry_data(entry, names) for entry in file_entry.strategy.outputs
+                _tensor_entry_to_json(entry, names) for entry in file_entry.strategy.outputs
             ]
     if file_entry.parameters:
         data["parameter_plan"] = {
-            n: _entry_data(e, names) for n, e in file_entry.parameters.items()
+            n: _tensor_entry_to_json(e, names) for n, e in file_entry.parameters.items()
         }
     return data
 
 
-def _entry_data(entry: Entry, names: dict[Layout, str]) -> Any:
+def _tensor_entry_to_json(entry: Entry, names: dict[Layout, str]) -> Any:
     if not isinstance(entry, TensorLayout):
         return None if entry is None else list(entry)
     # Layouts are named in the order of their first use, so that a saved file is stable.
@@ -110,7 +112,8 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
     _check_keys(where, data, ("version", "layouts", "strategies"))
     if "strategies" not in data:
         raise StrategyError(
-            f"{where}: missing key 'strategies'\nadd it, with the entries of operators and modules"
+            f"{where}: missing key 'strategies'\nadd the key, with the entries of operators and"
+            " modules by name"
         )
     layouts = {
         name: _parse_layout(f"{where}: layouts: {name}", layout)
@@ -152,18 +155,23 @@ def _parse_file_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> F
         where, _check_object(where, data), ("in_strategy", "out_strategy", "parameter_plan")
     )
     inputs, outputs = (
-        _parse_entries(f"{where}: {key}", data.get(key), layouts)
+        _parse_tensor_entries(f"{where}: {key}", data.get(key), layouts)
         for key in ("in_strategy", "out_strategy")
     )
     plan = _check_object(f"{where}: parameter_plan", data.get("parameter_plan", {}))
     parameters = {
-        name: _parse_entry(f"{where}: parameter_plan of {name}", entry, layouts)
+        name: _parse_tensor_entry(f"{where}: parameter_plan of {name}", entry, layouts)
         for name, entry in plan.items()
     }
     if inputs is None and outputs is not None:
-        raise StrategyError(f"{where}: out_strategy requires an in_strategy\nadd one to the entry")
+        raise StrategyError(
+            f"{where}: `out_strategy` requires `in_strategy`\nadd `in_strategy` to the entry"
+        )
     if inputs is None and not parameters:
-        raise StrategyError(f"{where}: the entry is empty\ngive an in_strategy or a parameter_plan")
+        raise StrategyError(
+            f"{where}: the entry is empty\nadd `in_strategy` or `parameter_plan` to the entry, or"
+            " remove it"
+        )
     if inputs is None:
         return FileEntry(None, parameters)
     try:
@@ -172,7 +180,7 @@ def _parse_file_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> F
         raise StrategyError(f"{where}: {error}") from None
 
 
-def _parse_entries(
+def _parse_tensor_entries(
     where: str, data: Any, layouts: Mapping[str, Layout]
 ) -> tuple[Entry, ...] | None:
     if data is None:
@@ -181,10 +189,10 @@ def _parse_entries(
         raise StrategyError(
             f"{where}: must be a list with one entry per tensor, not {short_repr(data)}"
         )
-    return tuple(_parse_entry(where, entry, layouts) for entry in data)
+    return tuple(_parse_tensor_entry(where, entry, layouts) for entry in data)
 
 
-def _parse_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
+def _parse_tensor_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
     if data is None:
         return None
     if isinstance(data, dict) and len(data) == 1:

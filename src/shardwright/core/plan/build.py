@@ -58,7 +58,7 @@ def make_plan(
         training: whether the plan is for training rather than evaluation.
         pins: the strategies that the user fixed, by operator.
         predicted: the predicted step time; None without a cluster.
-        memory_limit: bytes of a device that a step may use; None for no limit.
+        memory_limit: bytes that a step may use on each device; None for no limit.
         optimizer: the optimizer that the memory prediction assumes.
         dry_runs: cached dry runs, made during the search.
         pricing: the costs of a time-based search; None for other searches.
@@ -131,7 +131,8 @@ def _structure_text(graph: Graph) -> str:
     except NotImplementedError as error:
         raise PlanError(
             f"a plan cannot store the class of an argument, such as a namedtuple: {error}\n"
-            "pass its fields (`net(*batch)`, `net(**batch._asdict())`), a tuple or a dictionary"
+            "pass the argument's fields (`net(*batch)`, `net(**batch._asdict())`), a tuple or a"
+            " dictionary"
         ) from error
 
 
@@ -162,9 +163,13 @@ def _operator_rows(
     counted_transfers: set[int],
     predicted: Predicted | None,
 ) -> tuple[OperatorRow, ...]:
-    """One row per operator, in the order of the graph.
+    """Return one row per operator, in the order of the graph.
 
-    The row of an operator that several chunks compute describes it in the first of them.
+    The row of an operator that several chunks compute describes it in the first of these chunks.
+
+    Args:
+        counted_transfers: ids of the transfers whose bytes are in a row; extended by those of the
+            new rows.
     """
     mesh, cuts, time_model = partitioned.mesh, partitioned.decisions.cuts, None
     if predicted is not None:
@@ -228,7 +233,7 @@ def _operator_row(
 def _returned_rows(
     partitioned: Partitioned, counted_transfers: set[int]
 ) -> tuple[RedistributionRow, ...]:
-    """The redistributions of the model's outputs, then those of updated buffers."""
+    """Return the redistributions of the model's outputs, then those of updated buffers."""
     routes = [
         (value, chunk.communication.output_routes[value])
         for chunk in partitioned.chunks
@@ -256,13 +261,13 @@ def _crossing_rows(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
 
 
 def _kernel_collectives_row(op: Op, comm: Communication) -> RedistributionRow:
-    """One row for the collectives inside an operator's kernel, such as batch norm's all-reduces."""
+    """Return one row for the collectives inside a kernel, such as batch norm's all-reduces."""
     steps, forward, backward = [], 0, 0
     for inner in comm.reductions[op.name]:
         collective = f"{inner.reduction.collective} {inner.reduction.kind}"
         steps.append(f"{collective} over {comm.mesh.named(inner.axes)}")
         sum_forward, sum_backward = inner.bytes(comm.mesh, op.output.requires_grad)
-        # Activation checkpointing repeats the forward collectives within the backward pass.
+        # Activation checkpointing runs the forward collectives again in the backward pass.
         recomputed = sum_forward if op.name in comm.recomputed_ops else 0
         forward, backward = forward + sum_forward, backward + sum_backward + recomputed
     return RedistributionRow("", tuple(steps), forward, backward, False)
@@ -285,8 +290,8 @@ def _redistribution_row(
 
 
 def transfer_text(transfer: Transfer) -> str:
-    """The collectives of a transfer as text: `all_gather dim 1 over tp / reduce_scatter`, with the
-    forward collective before the slash and the backward one after it."""
+    """Write a transfer as `all_gather dim 1 over tp / reduce_scatter`: its forward collective, then
+    behind the slash its backward collective, if any."""
     step = transfer.step
     words = [step.kind]
     if step.dim is not None:

@@ -20,7 +20,7 @@ def check_consistent(plan: PlanData, devices: int, where: str) -> None:
 
     Args:
         plan: the plan as read.
-        devices: the number of devices in the file.
+        devices: number of devices that the file states.
         where: path of the file, for errors.
 
     Raises:
@@ -37,7 +37,7 @@ def check_consistent(plan: PlanData, devices: int, where: str) -> None:
 def _contradictions(plan: PlanData, devices: int) -> Iterator[str]:
     pipeline, names = plan.pipeline, {row.name for row in plan.operators}
     if plan.devices != devices:
-        yield f"`devices` is {devices}, but `mesh` and `stages` have {plan.devices}"
+        yield f"`devices` is {devices}, but `mesh` and `stages` need {plan.devices}"
     for key, operator_names in (
         ("cuts", plan.cuts),
         ("outputs", plan.outputs),
@@ -74,19 +74,21 @@ def _tensor_contradictions(plan: PlanData) -> Iterator[str]:
         yield "`storage` and `parameters` list different parameters"
         return
     for name, (shape, dtype) in plan.parameters.items():
-        yield from _check_divisible(f"`storage`: {name}", plan.storage[name], shape, plan.mesh)
-        yield from _check_dtype(f"`parameters`: {name}", dtype)
+        yield from _divisibility_problems(
+            f"`storage`: {name}", plan.storage[name], shape, plan.mesh
+        )
+        yield from _dtype_problems(f"`parameters`: {name}", dtype)
     inputs = {leaf["name"]: leaf for leaf in plan.inputs if isinstance(leaf, dict)}
     for name, axes in plan.arrivals.items():
         if name not in inputs:
             yield f"`arrivals`: there is no input {short_repr(name)}"
         else:
             where = f"`arrivals`: {name}"
-            yield from _check_divisible(where, axes, inputs[name]["shape"], plan.mesh)
+            yield from _divisibility_problems(where, axes, inputs[name]["shape"], plan.mesh)
     for name, leaf in inputs.items():
-        yield from _check_dtype(f"`inputs`: {name}", leaf["dtype"])
+        yield from _dtype_problems(f"`inputs`: {name}", leaf["dtype"])
     if plan.compute_dtype is not None:
-        yield from _check_dtype("`compute_dtype`", plan.compute_dtype)
+        yield from _dtype_problems("`compute_dtype`", plan.compute_dtype)
 
 
 def _row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
@@ -109,19 +111,23 @@ def _row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
     layouts = (*row.input_layouts, *row.output_layouts)
     shapes = (*(shape for _, shape, _ in row.inputs), *row.outputs)
     for layout, shape in zip(layouts, shapes, strict=True):
-        yield from _check_divisible(where, layout.axes, shape, plan.mesh)
+        yield from _divisibility_problems(where, layout.axes, shape, plan.mesh)
     for output_axes, shape in zip(plan.outputs.get(row.name, ()), row.outputs, strict=False):
         if output_axes is not None:
-            yield from _check_divisible(f"`outputs`: {row.name}", output_axes, shape, plan.mesh)
+            yield from _divisibility_problems(
+                f"`outputs`: {row.name}", output_axes, shape, plan.mesh
+            )
 
 
-def _check_divisible(where: str, axes: CutAxes, shape: Shape, mesh: DeviceMatrix) -> Iterator[str]:
+def _divisibility_problems(
+    where: str, axes: CutAxes, shape: Shape, mesh: DeviceMatrix
+) -> Iterator[str]:
     counts = TensorLayout(mesh, axes).shard_counts
     if len(counts) != len(shape) or any(n % c for n, c in zip(shape, counts, strict=False)):
         shards = short_repr(counts)
         yield f"{where}: shape {short_repr(shape)} is not divisible into {shards} shards"
 
 
-def _check_dtype(where: str, name: str) -> Iterator[str]:
+def _dtype_problems(where: str, name: str) -> Iterator[str]:
     if not isinstance(getattr(torch, name, None), torch.dtype):
         yield f"{where}: {short_repr(name)} is not the name of a torch dtype, such as 'float32'"

@@ -56,8 +56,8 @@ class PlanData:
         storage: the mesh axes that shard each dimension of the stored parameter, by parameter.
         outputs: pinned output layouts, by operator: for each output the mesh axes that shard each
             dimension, or None if that output is not pinned.
-        arrivals: inputs of which each rank passes its shard, by name, with the mesh axes that
-            shard each dimension.
+        arrivals: the mesh axes that shard each dimension of an input of which each rank passes
+            only its shard, by input.
         sharding: ZeRO / FSDP sharding of parameters, gradients and optimizer state; None if not
             requested.
         bucket_bytes: maximum bytes of a bucket of parameters.
@@ -81,7 +81,7 @@ class PlanData:
         saved_memory: the memory predicted when the plan was saved; for plans from files.
         saved_gap: the gap computed when the plan was saved.
         saved_choices: the alternative cuts computed when the plan was saved.
-        memory_limit: bytes of a device that a step may use: the requested limit, else the memory
+        memory_limit: bytes that a step may use on each device: the requested limit, else the memory
             of the cluster's devices; None if neither is known.
         optimizer: name or instance of the optimizer that `memory` assumes; see `memory_with`.
         forward_bytes, backward_bytes: bytes that one device of the busiest stage sends per step,
@@ -193,7 +193,7 @@ class PlanData:
 
     @property
     def bytes(self) -> int:
-        """Bytes that one device sends in one training step."""
+        """Bytes that one device of the busiest stage sends in one training step."""
         return self.forward_bytes + self.backward_bytes
 
     @property
@@ -244,7 +244,7 @@ class PlanData:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameters that one device stores; the maximum over stages."""
+        """Bytes of parameters that one device stores, on the stage with the most."""
         stages: dict[int, set[str]] = {}
         for row in self.operators:
             names = (name for name, _, kind in row.inputs if kind == "parameter")
@@ -281,8 +281,10 @@ class PlanData:
 
     @property
     def choices(self) -> tuple[AxisChoice, ...]:
-        """Alternative cuts of the main operators, with their costs; from the file for a plan
-        without a graph."""
+        """Alternative cuts of the main operators, with their costs.
+
+        A plan without a graph returns those saved in its file.
+        """
         timed = self.options.get("cost_model") == "time"
         if self.graph is None or (timed and self.pricing is None):
             return self.saved_choices
@@ -304,7 +306,7 @@ class PlanData:
         """Compute the slowest derived facts, `memory` and `gap`, while reporting progress.
 
         Args:
-            on_progress: called once a second with the fraction of each that is done.
+            on_progress: callback that receives the completed fraction of each fact.
         """
         if self.graph is None:
             return
@@ -313,7 +315,7 @@ class PlanData:
 
     @cached_property
     def choices_of(self) -> dict[str, list[AxisChoice]]:
-        """The choices of each operator that has alternatives, one per mesh axis, by operator."""
+        """The choices of each operator with alternatives, one per mesh axis, by operator name."""
         by_name: dict[str, list[AxisChoice]] = {}
         for choice in self.choices:
             for name in choice.operators:
@@ -322,8 +324,8 @@ class PlanData:
 
     @cached_property
     def neighbors(self) -> tuple[dict[str, OperatorRow], dict[str, list[tuple[int, OperatorRow]]]]:
-        """The operators by name, and the consumers of each value, by the value's name, each with
-        the index of the input that reads it."""
+        """Two mappings: from operator name to row, and from value name to the value's consumers,
+        each as (index of the input that reads the value, row of the consumer)."""
         consumers: dict[str, list[tuple[int, OperatorRow]]] = {}
         for row in self.operators:
             for input_index, (name, _, _) in enumerate(row.inputs):
@@ -342,7 +344,7 @@ class PlanData:
         return memory(self.partitioned, optimizer, self.dry_runs)
 
     def timeline(self, cluster: Cluster | None = None) -> Timeline:
-        """The timeline of each pipeline stage in a step, with its bubbles; `print` draws it.
+        """Return the timeline of a step, with the bubbles of each pipeline stage; `print` draws it.
 
         Args:
             cluster: the cluster whose devices and links determine the time of a chunk; without
@@ -354,7 +356,7 @@ class PlanData:
         return planned_timeline(self.partitioned, cluster)
 
     def row(self, name: str) -> OperatorRow:
-        """The row of the operator `name`.
+        """Return the row of the operator `name`.
 
         Raises:
             PlanError: if the plan has no operator of that name; suggests similar names.
@@ -368,11 +370,11 @@ class PlanData:
 
 
 def target_text(op: Op) -> str:
-    """The name of an operator's target without the default overload: `aten.linear`."""
+    """Return the name of an operator's target, without `.default`: `aten.linear`."""
     target = str(op.target) if isinstance(op.target, OpOverload) else op.target.__name__
     return target.removesuffix(".default")
 
 
 def dtype_name(value: Value) -> str:
-    """The dtype in which a parameter is stored or an input is passed: `float32`."""
+    """Return the name of the dtype in which a value is stored or passed: `float32`."""
     return str(value.stored_dtype).removeprefix("torch.")

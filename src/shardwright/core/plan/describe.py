@@ -30,11 +30,11 @@ from shardwright.core.plan.rows import (
 from shardwright.core.plan.text_columns import wrapped_lines
 
 SHARED_SUFFIX = ", the rest shared with an earlier operator"
-"""Suffix of the bytes of a redistribution that shares steps with an earlier consumer."""
+"""Text behind the bytes of a redistribution that shares steps with an earlier consumer's."""
 
 
 def dump(plan: PlanData) -> str:
-    """The complete plan as text; see `Plan.dump`."""
+    """Write the complete plan as text, as documented at `Plan.dump`."""
     lines = [*_head_lines(plan), "", "inputs", *_input_lines(plan)]
     if plan.parameters:
         lines += ["", "parameters", *_parameter_lines(plan)]
@@ -46,7 +46,9 @@ def dump(plan: PlanData) -> str:
     if plan.returned:
         lines += ["", "outputs"]
         lines += [
-            f"  {line}" for row in plan.returned for line in (row.value, f"  {_steps_text(row)}")
+            f"  {line}"
+            for row in plan.returned
+            for line in (row.value, f"  {_redistribution_text(row)}")
         ]
     return "\n".join(lines) + "\n"
 
@@ -110,11 +112,11 @@ def _operator_lines(plan: PlanData, row: OperatorRow) -> Iterator[str]:
     ):
         yield f"  input {name} {list(shape)} {kind}: {layout.placement}"
         if index in redistributed:
-            yield f"    {_steps_text(redistributed[index])}"
+            yield f"    {_redistribution_text(redistributed[index])}"
     for redistribution in (
         redistribution for redistribution in row.redistributions if not redistribution.value
     ):
-        yield f"  inside: {_steps_text(redistribution)}"
+        yield f"  inside: {_redistribution_text(redistribution)}"
     pinned = plan.outputs.get(row.name, (None,) * len(row.outputs))
     for shape, layout, axes in zip(row.outputs, row.output_layouts, pinned, strict=True):
         yield f"  output {list(shape)}: {layout.placement}" + (
@@ -125,10 +127,10 @@ def _operator_lines(plan: PlanData, row: OperatorRow) -> Iterator[str]:
         for redistribution in row.redistributions
         if redistribution.input is None and redistribution.value
     ):
-        yield f"    {_steps_text(redistribution)}"
+        yield f"    {_redistribution_text(redistribution)}"
 
 
-def _steps_text(row: RedistributionRow) -> str:
+def _redistribution_text(row: RedistributionRow) -> str:
     sent = f"{row.forward_bytes:,} bytes forward, {row.backward_bytes:,} backward"
     return f"{row.steps_text}: {sent}{SHARED_SUFFIX if row.shared else ''}"
 
@@ -165,12 +167,12 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
         for redistribution in consumer.redistributions:
             if redistribution.value == row.name:
                 lines.append(f"    for {consumer.name}: {redistribution.steps_text}")
-                lines.append(f"      {_sent_text(redistribution)}")
+                lines.append(f"      {_sent_bytes_text(redistribution)}")
     return "\n".join(wrapped_lines(lines))
 
 
 def _shards_text(counts: tuple[int, ...]) -> str:
-    """Numbers of shards per dimension as words.
+    """Describe the numbers of shards per dimension.
 
     >>> _shards_text((4, 1)), _shards_text((1, 1))
     ('sharded 4·1', 'replicated')
@@ -192,9 +194,9 @@ def _recomputation_lines(plan: PlanData, row: OperatorRow) -> Iterable[str]:
 
 
 def _redistribution_lines(row: RedistributionRow) -> tuple[str, ...]:
-    return (*row.steps, _sent_text(row))
+    return (*row.steps, _sent_bytes_text(row))
 
 
-def _sent_text(row: RedistributionRow) -> str:
+def _sent_bytes_text(row: RedistributionRow) -> str:
     sent = f"{binary(row.forward_bytes)} forward, {binary(row.backward_bytes)} backward"
     return f"sends {sent}{SHARED_SUFFIX if row.shared else ''}"

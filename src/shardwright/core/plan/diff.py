@@ -46,8 +46,8 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
             )
             if value != other
         ),
-        *_join_equal(_compare_operators(first, second, every)),
-        *_join_equal(_compare_storage(first, second)),
+        *_join_equal_differences(_compare_operators(first, second, every)),
+        *_join_equal_differences(_compare_storage(first, second)),
     ]
 
 
@@ -96,11 +96,12 @@ def _compare_operators(first: PlanData, second: PlanData, every: bool) -> Iterat
             )
         if staged:
             yield name, "stage", f"{row.stage}", f"{other.stage}"
-        yield name, "recomputed", _recomputed_text(row), _recomputed_text(other)
+        yield name, "recomputed", _yes_if_recomputed(row), _yes_if_recomputed(other)
 
 
 def _cuts_text(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
-    """Each sharded factor with its axes, `k/tp`, or without `show_axes` its number of shards."""
+    """List each sharded factor with its axes, `k/tp`, or without `show_axes` with its number of
+    shards, `k/2`."""
     sizes = dict(zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True))
     cuts = (
         f"{factor}/{'·'.join(axes) if show_axes else prod(sizes[axis] for axis in axes)}"
@@ -109,7 +110,7 @@ def _cuts_text(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
     return ", ".join(cuts) or "none"
 
 
-def _recomputed_text(row: OperatorRow) -> str:
+def _yes_if_recomputed(row: OperatorRow) -> str:
     return "yes" if row.segment else "no"
 
 
@@ -124,8 +125,11 @@ def _shard_counts_text(plan: PlanData, name: str) -> str:
     return "·".join(str(plan.mesh.size(axes)) for axes in plan.storage[name]) or "1"
 
 
-def _join_equal(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
-    """Join equal differences into one with all their names; drops pairs with equal values."""
+def _join_equal_differences(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
+    """Join differences of equal property and values into one with all their names.
+
+    Drops pairs whose values are equal.
+    """
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, what, value, other in comparisons:
         if value != other:

@@ -1,4 +1,4 @@
-"""Store measurements of a plan: the steps that a run profiled on each rank."""
+"""Save and load the profile of a run: the average measured step of each rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardwright.errors import PlanError
 from shardwright.text_files import read_text
 
 PROFILE_FILE = "profile.json"
-"""Name of the profile in the log folder of a run."""
+"""File name of the profile in the log folder of a run."""
 
 PROFILE_FORMAT = 1
-"""Version of the file format."""
+"""Version of the profile's file format."""
 
 EXPOSED = "communication"
 """Key of `MeasuredRank.kinds`: communication that no computation overlaps."""
@@ -47,7 +47,7 @@ class MeasuredRank:
 
 @dataclass(frozen=True)
 class Measured:
-    """The profiled steps of a plan.
+    """The profile of a run: measured steps of a plan.
 
     Args:
         fingerprint: fingerprint of the plan's model.
@@ -64,7 +64,7 @@ class Measured:
     predicted: tuple[tuple[CollectiveTotal, ...], ...]
 
     def save(self, path: Path) -> None:
-        """Save as a JSON file, which `load` reads."""
+        """Save the profile as a JSON file, which `load` reads."""
         values = {"profile_format": PROFILE_FORMAT, **asdict(self)}
         path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
@@ -83,21 +83,21 @@ class Measured:
         files = [p for p in candidates if p.exists()] if path.is_dir() else []
         if path.is_dir() and not files:
             raise PlanError(
-                f"{path}: has no {PROFILE_FILE}\n`shardwright train --profile` writes it into the"
-                " log folder of the run"
+                f"{path} has no file `{PROFILE_FILE}`\nprofile a run with `shardwright train"
+                " --profile`, which writes the file into the run's log folder"
             )
         file = files[0] if files else path
         try:
             values = json.loads(read_text(file, PlanError))
             if not isinstance(values, dict) or values.pop("profile_format", None) != PROFILE_FORMAT:
                 raise PlanError(
-                    f"{file}: is not a profile of format version {PROFILE_FORMAT}\nprofile the run"
+                    f"{file} is not a profile of format version {PROFILE_FORMAT}\nprofile the run"
                     " again with `shardwright train --profile`"
                 )
             return TypeAdapter(Measured).validate_python(values)
         except (json.JSONDecodeError, ValidationError) as error:
             reason = str(error).partition("\n")[0]
             raise PlanError(
-                f"{file}: is not a complete profile: {reason}\nprofile the run again with"
+                f"{file} is not a valid profile: {reason}\nprofile the run again with"
                 " `shardwright train --profile`"
             ) from None

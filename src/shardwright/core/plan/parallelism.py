@@ -39,11 +39,12 @@ COMMUNICATION_OF_LEVEL = {
     "level2": "with gradients reduced in each micro-batch",
     "level3": "gathered for each use",
 }
-"""How often sharded parameters are gathered and their gradients reduced, by ZeRO level."""
+"""When sharded parameters are gathered and their gradients reduced, as text, by ZeRO level."""
 
 
 def axis_purpose(plan: PlanData, axis: int) -> str:
-    """The parallelism of an axis of the device matrix, such as `tensor parallel`."""
+    """Name the parallelism of a mesh axis, such as `tensor parallel`; `equal copies` for an axis
+    that shards no operator."""
     if axis in plan.unused_axes:
         return "equal copies"
     return _purpose_and_meaning(plan.mesh.alias_names[axis])[0]
@@ -80,42 +81,50 @@ def sentence(plan: PlanData) -> str:
 
 
 def parallelism(plan: PlanData, row: OperatorRow) -> tuple[str, ...]:
-    """The parallelism of an operator, `row-parallel over tp`: one phrase per sharded factor, the
-    batch last."""
-    phrases = tuple(dict.fromkeys(_phrases(plan, row)))
+    """Name the parallelism of an operator, such as `row-parallel over tp`: one phrase per sharded
+    factor, the batch last."""
+    phrases = tuple(dict.fromkeys(_parallelism_phrases(plan, row)))
     return (NO_RULE,) if row.rule is None else phrases or (REPLICATED,)
 
 
-def _phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
+def _parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
     # As in Megatron: an operator whose weight is sharded along the summed dimension produces
     # partial sums and is row-parallel; otherwise it is column-parallel.
     partial_axes = {axis for layout in row.output_layouts for axis in layout.partial}
     cuts = {factor: tuple(map(plan.mesh.axis, names)) for factor, names in row.cuts.items()}
-    for factor, axes in sorted(cuts.items(), key=lambda cut: _meaning(row, *cut) == "batch"):
+    for factor, axes in sorted(
+        cuts.items(), key=lambda cut: _meaning_of_factor(row, *cut) == "batch"
+    ):
         over = f"over {'·'.join(row.cuts[factor])}"
-        meaning = _meaning(row, factor, axes)
-        weights = [layout for layout in _weights(row).values() if layout.sharded.issuperset(axes)]
+        meaning = _meaning_of_factor(row, factor, axes)
+        weights = [
+            layout for layout in _parameter_layouts(row).values() if layout.sharded.issuperset(axes)
+        ]
         if meaning == "batch" and not weights:
-            yield f"{_data_parallel(plan, row, factor, axes)} {over}"
+            yield f"{_data_parallelism(plan, row, factor, axes)} {over}"
         elif weights and meaning != "expert" and any(len(layout.axes) > 1 for layout in weights):
             yield f"{'row-parallel' if partial_axes.issuperset(axes) else 'column-parallel'} {over}"
         else:
             yield f"{PARALLELISM_OF_MEANING.get(meaning, 'split')} {over}"
 
 
-def _meaning(row: OperatorRow, factor: str, axes: Axes) -> str:
+def _meaning_of_factor(row: OperatorRow, factor: str, axes: Axes) -> str:
+    """Return the meaning of a sharded factor, such as `batch`; empty if unknown.
+
+    For plan files without meanings, the name of the factor's first axis decides.
+    """
     return row.meanings.get(factor) or (
         _purpose_and_meaning(row.cuts[factor][0])[1] if axes else ""
     )
 
 
-def _weights(row: OperatorRow) -> dict[str, TensorLayout]:
-    """The layouts of the parameters that the operator reads, by name."""
+def _parameter_layouts(row: OperatorRow) -> dict[str, TensorLayout]:
+    """Return the layouts in which the operator reads its parameters, by parameter name."""
     tensors = zip(row.inputs, row.input_layouts, strict=True)
     return {name: layout for (name, _, kind), layout in tensors if kind == "parameter"}
 
 
-def _data_parallel(plan: PlanData, row: OperatorRow, factor: str, axes: Axes) -> str:
+def _data_parallelism(plan: PlanData, row: OperatorRow, factor: str, axes: Axes) -> str:
     """Name the data parallelism of a factor: `data-parallel`, or FSDP, HSDP or ZeRO if parameters
     are stored in shards over `axes`.
 
@@ -126,7 +135,7 @@ def _data_parallel(plan: PlanData, row: OperatorRow, factor: str, axes: Axes) ->
     if all(name.startswith(("dp", "fsdp")) for name in names):
         shards = {axis for axis, name in zip(axes, names, strict=True) if name.startswith("fsdp")}
     else:
-        weights = _weights(row).items()
+        weights = _parameter_layouts(row).items()
         stored = {a for name, _ in weights for dim in plan.storage.get(name, ()) for a in dim}
         shards = stored - {a for _, layout in weights for a in layout.sharded}
     if not shards.intersection(axes):

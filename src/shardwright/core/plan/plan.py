@@ -1,4 +1,4 @@
-"""`sw.Plan`: the result of planning as data, text and files.
+"""`sw.Plan`: the result of planning, as data, as text and as a file.
 
 The search produces plans and lowering consumes them, so neither imports the other. A plan can be
 saved as JSON, printed as a table and explained operator by operator, all without the model.
@@ -49,18 +49,18 @@ class Plan(PlanData):
         return f"<pre>{escape(plan_text(self, width=NOTEBOOK_WIDTH))}</pre>"
 
     def text(self, full: bool = False, every: bool = False) -> str:
-        """The plan as text.
+        """Return the plan as text; by default the summary that `print(plan)` shows.
 
         Args:
-            full: return the table of operators instead of the summary that `print(plan)` shows.
-                Operators of repeated blocks share one row; operators that only follow their
-                neighbors' sharding are left out.
-            every: return the table with all operators.
+            full: whether to return the table of operators instead. Operators of repeated blocks
+                share one row; operators that follow their neighbors' sharding without communication
+                are left out.
+            every: whether to return the table including the operators that `full` leaves out.
         """
         return plan_text(self, full, every)
 
     def dump(self) -> str:
-        """The complete plan as reproducible text; equal plans have equal dumps.
+        """Return the complete plan as reproducible text; equal plans have equal texts.
 
         Contains each operator's strategy, input and output layouts, redistributions and their
         bytes, and the storage of each parameter.
@@ -68,11 +68,12 @@ class Plan(PlanData):
         return dump(self)
 
     def to_json(self, memory: bool = False) -> str:
-        """The plan as JSON, without the captured graph.
+        """Return the plan as JSON, without the captured graph.
 
         Args:
-            memory: include facts that a plan without its graph cannot compute: the predicted memory
-                of each stage (by a dry run), the cost of alternative cuts, and the optimality gap.
+            memory: whether to include facts that a plan without its graph cannot compute: the
+                predicted memory of each stage (by a dry run), the costs of alternative shardings,
+                and the optimality gap.
         """
         if not memory:
             return plan_to_json(self)
@@ -89,10 +90,11 @@ class Plan(PlanData):
 
         Args:
             text: the JSON text.
-            where: path of the file or another source of the text, for errors.
+            where: name of the text's source in errors, such as the path of the file.
 
         Raises:
-            PlanError: if the text is not a plan of this file version.
+            PlanError: if the text is not a plan of this file version, or its fields contradict each
+                other.
         """
         return plan_from_json(cls, text, where)
 
@@ -119,8 +121,7 @@ class Plan(PlanData):
 
         Args:
             path: the file to write.
-            others: plans to compare with, by name; a string instead of a plan is the reason why
-                that plan does not exist.
+            others: plans to compare with, by name, or the reason why there is no plan of that name.
             measured: profiled steps of this plan, from `shardwright train --profile`.
 
         Raises:
@@ -133,37 +134,38 @@ class Plan(PlanData):
     def save_strategies(self, path: str | Path) -> None:
         """Write the strategy of every operator to an editable file, which `load_strategies` reads.
 
-        Pinned operators are written as the user pinned them. Others are written as numbers of
-        shards if these resolve to the same cuts, otherwise as layouts. A plan without its graph
-        cannot verify this, so it always writes layouts.
+        Pinned operators are written as the user pinned them. Other operators are written as numbers
+        of shards per dimension if these resolve to the same sharding, otherwise as layouts. A plan
+        without its graph cannot verify this, so it writes sharded operators as layouts.
         """
         Path(path).write_text(strategies_to_text(strategies(self)), encoding="utf-8")
 
     def check_fits(self, graph: Graph) -> None:
-        """Check that the plan can shard `graph`.
+        """Check that the plan was made for the model of `graph`, and that its sharding is valid.
 
         Raises:
-            PlanError: if the plan was made for another model, or has cuts that the operators'
-                rules do not allow; names the first problem.
+            PlanError: if the plan was made for another model, or shards operators in a way that
+                their rules do not allow; names the first problem.
         """
         if graph.fingerprint == self.fingerprint:
-            problem = next(_incompatibilities(self, graph), None)
+            problem = next(_invalid_decisions(self, graph), None)
             if problem is not None:
                 raise PlanError(
-                    f"the plan does not fit the model: {problem}\nplan this model again"
+                    f"the plan does not match the model: {problem}\nplan the model again"
                 )
             return
         raise PlanError(
-            f"the plan was made for another model: {_first_difference(self, graph)} (the plan's "
-            f"fingerprint is {self.fingerprint}, this model's is {graph.fingerprint})\n"
-            "plan this model"
+            f"the plan was made for another model: {_first_model_difference(self, graph)} (the"
+            f" plan's fingerprint is {self.fingerprint}, this model's is {graph.fingerprint})\n"
+            "make a plan of this model with `sw.plan`"
         )
 
 
-def _incompatibilities(plan: Plan, graph: Graph) -> Iterator[str]:
-    """Describe the decisions of a plan that the sharding rules of the operators do not allow.
+def _invalid_decisions(plan: Plan, graph: Graph) -> Iterator[str]:
+    """Yield a description of each decision of `plan` that the operators' rules do not allow.
 
-    The fingerprint covers the model only: an edited plan file passes it with invalid decisions.
+    The fingerprint covers the model only, so it does not detect invalid decisions in an edited plan
+    file.
     """
     mesh = plan.mesh
     if {value.name for value in graph.parameters} != set(plan.storage):
@@ -179,16 +181,19 @@ def _incompatibilities(plan: Plan, graph: Graph) -> Iterator[str]:
                     f" not divisible into {mesh.size(axes)} shards"
                 )
         if rule is not None and rule.indivisible_factor(mesh, plan.cuts.get(op.name, {})):
-            yield f"operator {op.name!r}: two sharded factors share a dimension that is too small"
+            yield (
+                f"operator {op.name!r}: two factors shard one dimension, which the product of their"
+                " shard counts does not divide"
+            )
         for axes_of_each, value in zip(plan.outputs.get(op.name, ()), op.outputs, strict=False):
             if axes_of_each is not None and len(axes_of_each) != len(value.shape):
                 yield (
-                    f"the output of operator {op.name!r} has {len(value.shape)} dimensions, but"
-                    f" {len(axes_of_each)} in `outputs`"
+                    f"operator {op.name!r}: an output has {len(value.shape)} dimensions in the"
+                    f" model, but {len(axes_of_each)} in `outputs`"
                 )
 
 
-def _first_difference(plan: Plan, graph: Graph) -> str:
+def _first_model_difference(plan: Plan, graph: Graph) -> str:
     """Describe the first difference between the plan's model and `graph`.
 
     Parameters are compared before operators.
@@ -213,5 +218,5 @@ def _first_difference(plan: Plan, graph: Graph) -> str:
             return f"operator {op.name!r} returns {shapes} in the model, {row.outputs} in the plan"
     if len(plan.operators) != len(graph.ops):
         return f"the model has {len(graph.ops)} operators, the plan {len(plan.operators)}"
-    # Rows have no constants (dims, eps, scales); only the fingerprint covers them.
+    # Plan files do not store constant arguments (dims, eps, scales); the fingerprint covers them.
     return "an operator has different arguments"

@@ -46,7 +46,7 @@ FILE_KEYS = {
 """Keys in the file that differ from the field's name, by field; the file format must not change."""
 
 UNSAVED_FIELDS = ("graph", "optimizer", "dry_runs", "pricing")
-"""Fields of a plan that are not written; without them its memory cannot be predicted again."""
+"""Fields of a plan that are not saved; without them a loaded plan cannot predict its memory."""
 
 OPTIONAL_FIELDS: dict[type, tuple[str, ...]] = {
     PlanData: ("memory_limit", "chunk_seconds", "saved_memory", "saved_choices", "saved_gap"),
@@ -73,7 +73,7 @@ class _Mesh(_FileObject):
 
 
 class _LayoutOnMesh(_FileObject):
-    """A tensor layout as indices of axes of the plan's mesh."""
+    """A tensor layout in terms of indices of axes of the plan's mesh."""
 
     axes: tuple[Sizes, ...]
     partial: Sizes = ()
@@ -81,7 +81,7 @@ class _LayoutOnMesh(_FileObject):
 
 
 class _OwnLayout(_Mesh):
-    """A tensor layout with its own mesh, which a user has pinned; see `TensorLayout.to_dict`."""
+    """A pinned tensor layout with its own mesh, in the form of `TensorLayout.to_dict`."""
 
     tensor_map: tuple[int | tuple[int, ...], ...]
     rank_list: Sizes | None = None
@@ -129,7 +129,7 @@ _FILE_TYPES: dict[Any, Any] = {
     TensorLayout: Annotated[_LayoutOnMesh, AfterValidator(_to_layout)],
     OperatorStrategy: Annotated[_Pin, AfterValidator(_to_pin)],
 }
-"""Annotations that validate a value in the file, by type of the field."""
+"""Annotations that validate the value of a field in the file, by the field's type."""
 
 MEANINGS = tuple(meaning.name.lower() for meaning in Meaning)
 
@@ -156,16 +156,18 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {
         "batch_dims": tuple[Natural | None, ...],
     },
 }
-"""Annotations of fields with other limits than their type has in `_FILE_TYPES`, by dataclass."""
+"""Annotations of fields whose limits differ from those of `_FILE_TYPES`, by dataclass and field."""
 
 
 @cache
 def _file_type(field_type: Any) -> Any:
-    """The annotation that validates a field of type `field_type` in the file."""
+    """Return the annotation that validates a field of type `field_type` in the file."""
     if field_type in _FILE_TYPES:
         return _FILE_TYPES[field_type]
     if isinstance(field_type, type) and is_dataclass(field_type):
-        return Annotated[_model(field_type), AfterValidator(partial(_to_dataclass, field_type))]
+        return Annotated[
+            _file_model(field_type), AfterValidator(partial(_to_dataclass, field_type))
+        ]
     origin = get_origin(field_type)
     if origin is None:
         return field_type
@@ -175,12 +177,12 @@ def _file_type(field_type: Any) -> Any:
     return GenericAlias(dict if origin is Mapping else origin, parts)
 
 
-def _model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
+def _file_model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
     """Create the pydantic model of the JSON object of a dataclass.
 
     Args:
         dataclass: the class of the object.
-        extra_keys: types of keys that are no fields of the dataclass.
+        extra_keys: types of keys that are not fields of the dataclass, by key.
     """
     hints = get_type_hints(dataclass)
     limited, optional = _FIELD_TYPES.get(dataclass, {}), OPTIONAL_FIELDS.get(dataclass, ())
@@ -189,33 +191,33 @@ def _model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
             limited[name] if name in limited else _file_type(hints[name]),
             Field(None if name in optional else ..., alias=key),
         )
-        for name, key in _keys(dataclass).items()
+        for name, key in _file_keys(dataclass).items()
     }
     return create_model(dataclass.__name__, __base__=_FileObject, **definitions, **extra_keys)
 
 
 @cache
-def _keys(dataclass: Any) -> dict[str, str]:
-    """The keys in the file of the saved fields of a dataclass, by field."""
+def _file_keys(dataclass: Any) -> dict[str, str]:
+    """Return the key in the file of each saved field of a dataclass, by field."""
     unsaved = UNSAVED_FIELDS if issubclass(dataclass, PlanData) else ()
     names = (field.name for field in fields(dataclass) if field.name not in unsaved)
     return {name: FILE_KEYS.get(name, name) for name in names}
 
 
 def _to_dataclass(dataclass: type[DataclassT], parsed: BaseModel) -> DataclassT:
-    """Convert a parsed JSON object; fields that the file does not have get their defaults."""
+    """Convert a parsed JSON object; fields missing in the file get their defaults."""
     names = parsed.model_fields_set - EXTRA_KEYS.keys()
     return dataclass(**{name: getattr(parsed, name) for name in names})
 
 
 EXTRA_KEYS: dict[str, Any] = {"version": int, "devices": AtLeastOne}
-"""Types of the keys of the file that are no fields of the plan."""
+"""Types of the keys of the file that are not fields of the plan, by key."""
 
-PlanFile = _model(PlanData, **EXTRA_KEYS)
+PlanFile = _file_model(PlanData, **EXTRA_KEYS)
 
 
 def json_schema() -> str:
-    """The JSON Schema of plan files, as `plan.schema.json` publishes it."""
+    """Return the JSON Schema of plan files, which `plan.schema.json` publishes."""
     title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Shardwright plan"}
     return json.dumps({**PlanFile.model_json_schema(), **title}, indent=1) + "\n"
 
@@ -263,15 +265,16 @@ def plan_to_json(plan: PlanData, **overrides: Any) -> str:
         plan: the plan.
         overrides: values to write instead of those of the plan, by key in the file.
     """
-    data = {"version": VERSION, "devices": plan.devices, **_as_json(plan), **overrides}
-    return json.dumps(data, indent=1, default=_as_json)
+    data = {"version": VERSION, "devices": plan.devices, **_to_json_object(plan), **overrides}
+    return json.dumps(data, indent=1, default=_to_json_object)
 
 
-def _as_json(value: Any) -> dict[str, Any]:
+def _to_json_object(value: Any) -> dict[str, Any]:
+    """Convert a mesh, strategy, layout or other dataclass to a JSON object, one level deep."""
     if isinstance(value, DeviceMatrix | OperatorStrategy):
         return value.to_dict()
     if not isinstance(value, TensorLayout):
-        return {key: getattr(value, name) for name, key in _keys(value.__class__).items()}
+        return {key: getattr(value, name) for name, key in _file_keys(value.__class__).items()}
     # Axes as indices; empty `partial` and `varying` are left out to keep files small.
     states = {"partial": sorted(value.partial), "varying": sorted(value.varying)}
     return {"axes": value.axes} | {key: axes for key, axes in states.items() if axes}

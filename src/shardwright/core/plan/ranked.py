@@ -1,4 +1,4 @@
-"""`RankedPlans`: the best plan of each kind, side by side, and why other kinds are left out."""
+"""`RankedPlans`: a table of the best plan of each kind, with the reasons why kinds are left out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNSHARDED = "unsharded"
 """Text for plans without ZeRO / FSDP sharding."""
 
 MAX_LISTED_REASONS = 2
-"""Largest number of kinds of work listed for which a plan is slower."""
+"""Maximum number of kinds of work in the column `slower for`."""
 
 
 @dataclass(frozen=True, order=True)
@@ -44,15 +44,14 @@ class PlanKind:
 
     @property
     def requested(self) -> PlanKind:
-        """The kind as the user can request it: without `recomputes`, which follows from the memory
-        limit."""
+        """This kind without `recomputes`, which the memory limit decides, not the user."""
         return replace(self, recomputes=False)
 
     def __str__(self) -> str:
         return self.in_words((self.level,))
 
     def in_words(self, levels: Iterable[str], show_micro_batches: bool = True) -> str:
-        """Describe plan kinds that are equal but for their ZeRO level, as one phrase.
+        """Describe kinds that differ only in their ZeRO level, as one phrase.
 
         Args:
             levels: the ZeRO levels to list; an empty string means that parameters, gradients and
@@ -74,10 +73,11 @@ class PlanKind:
 class LeftOut:
     """The reason why no plan of a kind is among the best.
 
-    Sorts from the nearest miss on: slower steps, then too much memory, then other reasons.
+    In sorted order a slower step comes first, then too much memory, then other reasons; the
+    smallest excess first.
 
     Args:
-        rank: position of this type of reason in that order, from 0.
+        rank: position of this type of reason in the sorted order, from 0.
         seconds: lower bound on the step time, if that is the reason; else 0.
         memory: lower bound on the bytes that a device needs, if that is the reason; else 0.
         text: the reason in words.
@@ -90,17 +90,17 @@ class LeftOut:
 
     @classmethod
     def slower(cls, seconds: float) -> LeftOut:
-        """The reason that a step takes at least `seconds`."""
+        """Make the reason that a step takes at least `seconds`."""
         return cls(0, seconds=seconds, text=f"takes at least {seconds_text(seconds)}")
 
     @classmethod
     def larger(cls, memory: int) -> LeftOut:
-        """The reason that a device needs at least `memory` bytes, more than the limit."""
+        """Make the reason that a device needs at least `memory` bytes, more than the limit."""
         return cls(1, memory=memory, text=f"needs at least {binary(memory)} a device")
 
     @classmethod
     def because(cls, text: str) -> LeftOut:
-        """Any other reason, such as the error that planning raised."""
+        """Make any other reason, such as the error that planning raised."""
         return cls(2, text=text)
 
 
@@ -110,16 +110,16 @@ class RankedPlans:
 
     Args:
         plans: the best plan of each kind, the fastest first.
-        left_out: why no plan of a kind is among them, by kind.
+        left_out: the reason why no plan of a kind is in `plans`, by kind.
     """
 
     plans: Mapping[PlanKind, Plan]
     left_out: Mapping[PlanKind, LeftOut]
 
     def __str__(self) -> str:
-        return "\n".join(self._lines(text_width()))
+        return "\n".join(self._table_lines(text_width()))
 
-    def _lines(self, width: int) -> Iterator[str]:
+    def _table_lines(self, width: int) -> Iterator[str]:
         best = self.best
         limit = "" if best.memory_limit is None else f", {binary(best.memory_limit)} a device"
         count = best.pipeline.micro_batches
@@ -127,13 +127,13 @@ class RankedPlans:
         cluster = f" of {best.step.cluster}" if best.step is not None else ""
         yield f"{best.devices} devices{cluster}{limit}{number}"
         header = ("plan", "slower for", "step", "÷ first", "memory", "sent")
-        yield from in_columns(header, map(self._row, self.plans), width)
+        yield from in_columns(header, map(self._table_row, self.plans), width)
         if self.left_out:
             yield ""
             yield "left out:"
-        # Kinds that differ only in their level often have the same reason: one line for all.
+        # Kinds that differ only in their ZeRO level and have the same reason share one line.
         levels_of: dict[tuple[LeftOut, PlanKind], list[str]] = defaultdict(list)
-        for kind, reason in self._nearest_first():
+        for kind, reason in self._left_out_in_order():
             levels_of[reason, replace(kind, level="")].append(kind.level)
         for (reason, kind), levels in levels_of.items():
             named = kind.in_words(levels, self._micro_batches_vary)
@@ -146,14 +146,14 @@ class RankedPlans:
 
     @property
     def _micro_batches_vary(self) -> bool:
-        """Whether the kinds of this table differ in their number of micro-batches."""
+        """Whether kinds in this table have different numbers of micro-batches."""
         return len({kind.micro_batches for kind in (*self.plans, *self.left_out)}) > 1
 
-    def _nearest_first(self) -> list[tuple[PlanKind, LeftOut]]:
-        """`left_out` as a list, the nearest miss first."""
+    def _left_out_in_order(self) -> list[tuple[PlanKind, LeftOut]]:
+        """Return the items of `left_out`, the smallest reason first."""
         return sorted(self.left_out.items(), key=lambda entry: (entry[1], entry[0]))
 
-    def _row(self, kind: PlanKind) -> tuple[str, ...]:
+    def _table_row(self, kind: PlanKind) -> tuple[str, ...]:
         plan, best = self.plans[kind], self.best
         seconds, best_seconds = plan.step_time or 0.0, best.step_time or 0.0
         return (
@@ -166,10 +166,10 @@ class RankedPlans:
         )
 
     def slower_for(self, kind: PlanKind) -> list[tuple[str, float]]:
-        """The kinds of work for which a plan takes longer than the fastest plan.
+        """List the kinds of work on which the plan of `kind` spends more than the fastest plan.
 
         Returns (kind of work, additional seconds per step), the largest first; at most
-        `MAX_LISTED_REASONS`, and without differences below `MIN_SHOWN_FRACTION`.
+        `MAX_LISTED_REASONS`, and none below `MIN_SHOWN_FRACTION` of the fastest step.
         """
         seconds_of, best_seconds = _seconds_by_work(self.plans[kind]), _seconds_by_work(self.best)
         more = [(work, secs - best_seconds.get(work, 0.0)) for work, secs in seconds_of.items()]
@@ -178,15 +178,15 @@ class RankedPlans:
         return longer[:MAX_LISTED_REASONS]
 
     def to_json(self) -> str:
-        """The main figures of each plan, the fastest first, and the kinds left out, as JSON."""
-        plans = [self._figures(kind) for kind in self.plans]
+        """Return the main figures of the plans, fastest first, and the left-out kinds as JSON."""
+        plans = [self._plan_figures(kind) for kind in self.plans]
         left_out = [
             {**asdict(kind.requested), "reason": reason.text}
-            for kind, reason in self._nearest_first()
+            for kind, reason in self._left_out_in_order()
         ]
         return dumps({"plans": plans, "left_out": left_out}, indent=1)
 
-    def _figures(self, kind: PlanKind) -> dict[str, Any]:
+    def _plan_figures(self, kind: PlanKind) -> dict[str, Any]:
         plan = self.plans[kind]
         return {
             **asdict(kind),
@@ -198,7 +198,7 @@ class RankedPlans:
 
 
 def _seconds_by_work(plan: Plan) -> dict[str, float]:
-    """The predicted seconds of a step by kind of work."""
+    """Return the predicted seconds of a step by kind of work."""
     seconds: dict[str, float] = defaultdict(float)
     for part in () if plan.step is None else plan.step.parts:
         seconds[part.kind] += part.seconds

@@ -13,12 +13,12 @@ TURNING_POINTS = {
     BATCH: "the batch were {} times as large",
     MEM_COEFF: "mem_coeff were {} times as large",
 }
-"""Condition under which an alternative is cheaper, with `{}` for the factor by which a quantity
-must change; by quantity."""
+"""Text of the condition under which an alternative is cheaper, by quantity; `{}` stands for the
+multiplier of the quantity."""
 
 
 def origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
-    """The origin of an operator's cuts (user, search, neighbors), as one word and as a sentence."""
+    """Describe who decided an operator's cuts (user, search, neighbors), as (label, sentence)."""
     if row.pinned:
         return "pinned", f"pinned by the user to {plan.pins.get(row.name, 'a strategy')}"
     if row.rule is None:
@@ -33,10 +33,10 @@ def origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
 
 
 def _path_to_followed(plan: PlanData, row: OperatorRow) -> list[str]:
-    """Names on the shortest path to the main or pinned operator whose layout `row` follows.
+    """Find the shortest path from `row` to a main or pinned operator, whose layout `row` follows.
 
-    The path runs along values that producer and consumer have in the same layout. It excludes
-    `row`; empty if no main or pinned operator is reached.
+    The path runs along values that producer and consumer have in the same layout. Returns operator
+    names without that of `row`; empty if no main or pinned operator is reached.
     """
     visited, paths = {row.name}, [(row, list[str]())]
     for end, path in paths:  # breadth first: `paths` grows while it is iterated
@@ -50,8 +50,7 @@ def _path_to_followed(plan: PlanData, row: OperatorRow) -> list[str]:
 
 
 def _same_layout_neighbors(plan: PlanData, row: OperatorRow) -> Iterator[OperatorRow]:
-    """Yield producers and consumers that share a sharded value with `row` and need no
-    redistribution of it."""
+    """Yield the producers and consumers that have a sharded value in the same layout as `row`."""
     rows, consumers = plan.neighbors
     for (name, _, _), layout in zip(row.inputs, row.input_layouts, strict=True):
         producer = rows.get(name)

@@ -12,14 +12,14 @@ from shardwright.core.plan.rows import CrossingRow, OperatorRow
 
 @dataclass(frozen=True)
 class Fold:
-    """Operators that differ only in the numbers of their names, their stage and recomputation.
+    """Operators that differ only in the numbers in their names, in stage and in recomputation.
 
     Args:
         row: the first row, with the numbers of all rows in its name: `layers.{0..79}.mlp.up`.
         members: the rows of all operators.
-        stages: indices of the pipeline stages that compute them, as text: `0..7`.
-        recomputed: text on recomputation in the backward pass: `recomputed` for all operators,
-            `recomputed in 0..9` for these blocks, empty for none.
+        stages: indices of the pipeline stages that compute the operators, as text: `0..7`.
+        recomputed: recomputation in the backward pass, as text: `recomputed` for all operators,
+            `recomputed in 0..9` for blocks 0 to 9, empty for none.
     """
 
     row: OperatorRow
@@ -40,17 +40,19 @@ def fold_rows(
 
     Args:
         rows: the rows of a plan.
-        key: function of a row; rows with equal keys and equal name patterns are folded. By default
-            rows with equal operator, shapes, cuts and redistributions.
+        key: function of a row; rows with equal keys and equal name patterns are folded. The default
+            key is the operator, shapes, cuts, redistributions and whether the row is pinned.
     """
     groups: dict[object, list[OperatorRow]] = {}
     for row in rows:
-        group = (_pattern(row.name), key(row)) if key is not None else _default_key(row)
+        group = (_name_pattern(row.name), key(row)) if key is not None else _default_fold_key(row)
         groups.setdefault(group, []).append(row)
-    return [_fold(grid) for members in groups.values() for grid in _grids(members)]
+    return [
+        _fold_members(grid) for members in groups.values() for grid in _split_into_grids(members)
+    ]
 
 
-def _grids(members: Sequence[OperatorRow]) -> Iterator[Sequence[OperatorRow]]:
+def _split_into_grids(members: Sequence[OperatorRow]) -> Iterator[Sequence[OperatorRow]]:
     """Split rows of one pattern into groups whose names have all combinations of their numbers.
 
     Only the names of such a group can be written with ranges: `a.{0..1}.b.{0..1}` means four names.
@@ -64,10 +66,10 @@ def _grids(members: Sequence[OperatorRow]) -> Iterator[Sequence[OperatorRow]]:
     for row in members:
         by_first_number.setdefault(row.name.split(".")[positions[0]], []).append(row)
     for rows in by_first_number.values():
-        yield from _grids(rows)
+        yield from _split_into_grids(rows)
 
 
-def _default_key(row: OperatorRow) -> tuple[object, ...]:
+def _default_fold_key(row: OperatorRow) -> tuple[object, ...]:
     redistributions = tuple(
         (
             re.sub(r"\d+", "*", redistribution.value),
@@ -79,10 +81,18 @@ def _default_key(row: OperatorRow) -> tuple[object, ...]:
     )
     shapes = tuple(shape for _, shape, _ in row.inputs)
     cuts = tuple(row.cuts.items())
-    return _pattern(row.name), row.operator, shapes, row.outputs, cuts, redistributions, row.pinned
+    return (
+        _name_pattern(row.name),
+        row.operator,
+        shapes,
+        row.outputs,
+        cuts,
+        redistributions,
+        row.pinned,
+    )
 
 
-def _fold(members: Sequence[OperatorRow]) -> Fold:
+def _fold_members(members: Sequence[OperatorRow]) -> Fold:
     names = [row.name for row in members]
     recomputed = [row.name for row in members if row.segment]
     recomputed_text = "recomputed" if recomputed else ""
@@ -100,22 +110,22 @@ def _fold(members: Sequence[OperatorRow]) -> Fold:
 def fold_crossings(rows: Sequence[CrossingRow]) -> list[tuple[str, CrossingRow]]:
     """Fold the crossings between stages that have equal values and bytes.
 
-    Returns (stages as text, such as `each of stages 0..6 to the next`, crossing), in the order of
-    their first occurrence.
+    Returns pairs (stages as text, such as `each of stages 0..6 to the next`; crossing) in the order
+    of their first occurrence.
     """
     groups: dict[tuple[object, ...], list[CrossingRow]] = {}
     for row in rows:
-        values = tuple(map(_pattern, row.values))
+        values = tuple(map(_name_pattern, row.values))
         step = row.to_stage - row.stage
         groups.setdefault((step, values, row.forward_bytes, row.backward_bytes), []).append(row)
     folded = []
     for members in groups.values():
         names = map(join_names, zip(*(row.values for row in members), strict=True))
-        folded.append((_stages_text(members), replace(members[0], values=tuple(names))))
+        folded.append((_crossing_stages_text(members), replace(members[0], values=tuple(names))))
     return folded
 
 
-def _stages_text(members: Sequence[CrossingRow]) -> str:
+def _crossing_stages_text(members: Sequence[CrossingRow]) -> str:
     first, stages = members[0], {row.stage for row in members}
     if len(stages) == 1:
         return f"stage {first.stage} to stage {first.to_stage}"
@@ -124,11 +134,13 @@ def _stages_text(members: Sequence[CrossingRow]) -> str:
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Join names that differ only in numbers with `join_names`, in the order of their first
-    occurrence."""
+    """Join each group of names that differ only in numbers, by `join_names`.
+
+    Groups are in the order of their first names.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(_pattern(name), []).append(name)
+        groups.setdefault(_name_pattern(name), []).append(name)
     return list(map(join_names, groups.values()))
 
 
@@ -142,7 +154,7 @@ def join_names(names: Sequence[str]) -> str:
     >>> join_names(["a.0.b.7", "a.0.b.8", "a.1.b.7", "a.1.b.8"])
     'a.{0..1}.b.{7..8}'
     """
-    if len({_pattern(name) for name in names}) > 1 or not _is_grid(names):
+    if len({_name_pattern(name) for name in names}) > 1 or not _is_grid(names):
         return ", ".join(names)
     words = names[0].split(".")
     for position in _varying_positions(names):
@@ -179,8 +191,8 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
 
 
-def _pattern(name: str) -> str:
-    """The name with wildcards for numbers: `layers.*.mlp.up`."""
+def _name_pattern(name: str) -> str:
+    """Replace the numbers in a module path by wildcards: `layers.*.mlp.up`."""
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
@@ -191,6 +203,6 @@ def _is_grid(names: Sequence[str]) -> bool:
 
 
 def _varying_positions(names: Sequence[str]) -> list[int]:
-    """Indices of the dotted parts in which names of one pattern differ."""
+    """Return the indices of the dotted parts in which names of one pattern differ."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return [position for position, column in enumerate(columns) if len(set(column)) > 1]

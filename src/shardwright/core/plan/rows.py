@@ -22,7 +22,7 @@ class RedistributionRow:
         forward_bytes, backward_bytes: bytes that one device sends in each pass. The bytes of steps
             that are shared with an earlier consumer are in that consumer's row only.
         shared: whether some of the steps are shared with an earlier consumer of the value.
-        input: index of the redistributed input of the operator; None if the value is no input.
+        input: index of the redistributed input of the operator; None for another value.
     """
 
     value: str
@@ -134,13 +134,13 @@ class StepRow:
 
 
 def is_notable(row: OperatorRow) -> bool:
-    """Whether the table shows an operator by default: it was chosen, pinned or replicated for lack
-    of a rule, or it communicates."""
+    """Whether the table shows an operator by default: the search or the user chose its cuts, it has
+    no rule, or it communicates."""
     return row.main or row.pinned or row.rule is None or row.bytes > 0
 
 
 def shape_text(sizes: Shape) -> str:
-    """A shape in short form.
+    """Write a shape in short form.
 
     >>> shape_text((4, 8, 32))
     '4×8×32'
@@ -149,13 +149,13 @@ def shape_text(sizes: Shape) -> str:
 
 
 def shapes_text(row: OperatorRow) -> str:
-    """Input and output shapes: `32×64 512×64 → 32×512`."""
+    """Write the shapes of inputs and outputs: `32×64 512×64 → 32×512`."""
     inputs = " ".join(shape_text(sizes) for _, sizes, _ in row.inputs)
     return f"{inputs} → {' '.join(map(shape_text, row.outputs))}"
 
 
 def devices_text(mesh: DeviceMatrix, stages: int) -> str:
-    """The number of devices of all stages, with the sizes of the mesh axes.
+    """Write the number of devices of all stages, with the sizes of the mesh axes.
 
     >>> devices_text(DeviceMatrix((4, 2), ("dp", "tp")), stages=1)
     '8 devices: dp 4, tp 2'
@@ -169,12 +169,12 @@ def devices_text(mesh: DeviceMatrix, stages: int) -> str:
 
 
 def cuts_text(row: OperatorRow) -> str:
-    """Each sharded factor with its mesh axes: `b/dp·sp, k/tp`."""
+    """List each sharded factor with its mesh axes: `b/dp·sp, k/tp`."""
     return ", ".join(f"{factor}/{'·'.join(axes)}" for factor, axes in row.cuts.items())
 
 
 def strategy_text(strategy: Strategy) -> str:
-    """A strategy as a tuple without spaces.
+    """Write a strategy as a tuple without spaces.
 
     >>> strategy_text(((2, 4), (4,)))
     '((2,4),(4,))'
@@ -184,7 +184,7 @@ def strategy_text(strategy: Strategy) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration with three significant digits, in the largest unit that is at most the duration.
+    """Write a duration with three significant digits, in the largest unit not above the duration.
 
     >>> seconds_text(1.24), seconds_text(0.0351), seconds_text(0.00021)
     ('1.24 s', '35.1 ms', '210 μs')

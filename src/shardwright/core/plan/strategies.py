@@ -1,4 +1,4 @@
-"""Export a plan as operator strategies, in the form in which users write them."""
+"""Export a plan as operator strategies, as users write them in strategy files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from shardwright.errors import StrategyError
 
 
 def strategies(plan: PlanData) -> dict[str, FileEntry]:
-    """The strategies of operators, and the storage of modules' parameters, that reproduce `plan`.
+    """Return the strategies of operators and storage layouts of parameters that reproduce `plan`.
 
-    Returns the entries by operator or module. Operators without a sharding rule have no strategy
-    and are left out.
+    Entries are by operator name or module path. Operators without a sharding rule have no entry.
     """
     on_primes = _partition_on_prime_axes(plan)
     entries = {
@@ -41,16 +40,19 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
 def _shortest_strategy(
     plan: PlanData, row: OperatorRow, on_primes: Partitioned | None
 ) -> OperatorStrategy:
-    """Numbers of shards if they resolve to the planned cuts, otherwise layouts."""
-    outputs = _outputs(plan, row)
+    """Return an operator's strategy: numbers of shards if these resolve to the planned cuts,
+    otherwise layouts."""
+    outputs = _output_entries(plan, row)
     counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.input_layouts), outputs)
-    layouts = OperatorStrategy(tuple(_sharding(layout) for layout in row.input_layouts), outputs)
+    layouts = OperatorStrategy(
+        tuple(_without_pending_sums(layout) for layout in row.input_layouts), outputs
+    )
     return counts if not row.cuts or _resolve_to_cuts(row, counts, on_primes) else layouts
 
 
-def _outputs(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
-    """The layouts of the outputs if they are pinned, or if an axis shards only outputs; else None:
-    they then follow from the inputs."""
+def _output_entries(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
+    """Return the layouts of the outputs if they are pinned or an axis shards only outputs; else
+    None, as they follow from the layouts of the inputs."""
     pinned = plan.outputs.get(row.name)
     if pinned is not None:
         return tuple(None if axes is None else TensorLayout(plan.mesh, axes) for axes in pinned)
@@ -58,18 +60,18 @@ def _outputs(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
     cut_axes = {plan.mesh.axis(axis) for axes in row.cuts.values() for axis in axes}
     if not cut_axes - input_axes:
         return None
-    return tuple(_sharding(layout) for layout in row.output_layouts)
+    return tuple(_without_pending_sums(layout) for layout in row.output_layouts)
 
 
-def _sharding(layout: TensorLayout) -> TensorLayout:
-    """The layout without `partial` and `varying`, which users do not write."""
+def _without_pending_sums(layout: TensorLayout) -> TensorLayout:
+    """Return the layout without `partial` and `varying`, which users do not write."""
     return replace(layout, partial=frozenset(), varying=frozenset())
 
 
 def _partition_on_prime_axes(plan: PlanData) -> Partitioned | None:
-    """The plan's partition on the device matrix of prime axes, on which strategies are resolved.
+    """Partition the plan's graph on the device matrix of prime axes, on which strategies resolve.
 
-    None if the plan has no graph, or its axes are not products of consecutive prime axes.
+    Returns None if the plan has no graph, or its axes are not products of consecutive prime axes.
     """
     mesh, decisions = split_axes(plan.mesh, plan.decisions)
     if plan.graph is None or mesh.device_matrix != prime_mesh(plan.devices).device_matrix:

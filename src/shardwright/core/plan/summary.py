@@ -16,27 +16,27 @@ from shardwright.core.plan.rows import devices_text, seconds_text
 from shardwright.core.plan.text_columns import in_columns, wrapped
 
 MAX_LINES = 25
-"""Largest number of lines of the summary."""
+"""Maximum number of lines of the summary."""
 
 MAX_LISTED_NAMES = 4
-"""Largest number of names of modules in one row."""
+"""Maximum number of names in one row."""
 
 HINT = "every operator: --full, plan.text(full=True); why: shardwright explain, plan.explain(name)"
 
 
 def plan_summary(plan: PlanData, width: int) -> str:
-    """The text of the summary, with the most detailed table that fits `MAX_LINES`.
+    """Write the summary of a plan, with the most detailed table for which it has `MAX_LINES` lines.
 
     Args:
         plan: the plan.
-        width: largest width of a line in characters.
+        width: maximum length of a line in characters.
     """
     head = plan_head(plan, width)
     tail = [line for note in (*notes(plan, most=1), HINT) for line in wrapped(note, width)]
     remaining_lines = MAX_LINES - len(head) - len(tail)
     table: list[str] = []
     for detail in (2, 1, 0):
-        table = _table(_blocks(plan, detail), plan.step is not None, width)
+        table = _block_table(_summary_blocks(plan, detail), plan.step is not None, width)
         if len(table) <= remaining_lines:
             break
     else:
@@ -45,16 +45,16 @@ def plan_summary(plan: PlanData, width: int) -> str:
 
 
 def plan_head(plan: PlanData, width: int) -> list[str]:
-    """The first lines: devices, kinds of parallelism, step time, memory, communication, batch."""
+    """Write the first lines of the summary: devices, parallelism, and the main figures."""
     lines = wrapped(f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}", width)
     lines += wrapped(sentence(plan), width)
-    for label, text in _figures(plan):
+    for label, text in _main_figures(plan):
         lines += wrapped(text, width, f"{label:8}")
     return lines
 
 
-def _figures(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of the lines of the head; leaves out unknown figures."""
+def _main_figures(plan: PlanData) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of each known main figure: step time, gap, memory, bytes sent, batch."""
     step, memory, limit = plan.step, plan.known_memory, plan.memory_limit
     if step is not None:
         words = [f"{seconds_text(step.seconds)} on {step.cluster}", speed(plan, step.seconds)]
@@ -84,15 +84,16 @@ def _figures(plan: PlanData) -> Iterator[tuple[str, str]]:
 
 
 def stages_text(plan: PlanData) -> str:
-    """`, with 4 stages`; empty for one stage."""
+    """Write the number of stages as a suffix, `, with 4 stages`; empty for one stage."""
     stages = plan.pipeline.stages
     return f", with {stages} stages" if stages > 1 else ""
 
 
 def speed(plan: PlanData, seconds: float) -> str:
-    """Throughput: `8,192 tokens/s`, or samples/s if the sequence length is unknown.
+    """Write the throughput of a step of `seconds`: `8,192 tokens/s`, or samples/s if the sequence
+    length is unknown.
 
-    Empty if the batch size is unknown.
+    Empty if the batch size is unknown, or `seconds` is 0.
     """
     if plan.global_batch is None or not seconds:
         return ""
@@ -106,7 +107,7 @@ def notes(plan: PlanData, most: int | None = None) -> Iterator[str]:
 
     Args:
         plan: the plan.
-        most: largest number of operators to list; all by default.
+        most: maximum number of operators to list; None for all.
     """
     yield from unused_axes_text(plan)
     names = fold_names(plan.without_rule)
@@ -117,7 +118,7 @@ def notes(plan: PlanData, most: int | None = None) -> Iterator[str]:
 
 
 def unused_axes_text(plan: PlanData) -> Iterable[str]:
-    """Yield a warning about the mesh axes that shard no operator; yields nothing without any."""
+    """Yield one warning about all mesh axes that shard no operator, if any."""
     unused = plan.unused_axes
     if unused:
         names = plan.mesh.named(unused)
@@ -129,11 +130,11 @@ def unused_axes_text(plan: PlanData) -> Iterable[str]:
 
 @dataclass
 class _Block:
-    """A row of the summary: operators of one kind of block with the same parallelism.
+    """A row of the summary: operators of equal parallelism in one block and its repetitions.
 
     Args:
         path: module path of the block, with the numbers of all repetitions: `layers.{0..3}`; empty
-            outside of repeated blocks.
+            for operators outside repeated blocks.
         phrases: the operators' `parallelism`.
         names: names of the operators, relative to `path`.
         sent: bytes that one device sends in one micro-batch, by stage.
@@ -154,19 +155,19 @@ class _Block:
             self.seconds[row.stage] = self.seconds.get(row.stage, 0.0) + row.seconds
 
 
-def _group_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
-    """The key by which operators of equal parallelism share a row: (block, module within the block)
-    with `detail` 2, the block alone with 1, a constant with 0."""
+def _row_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
+    """Return the key by which operators of equal parallelism share a row: (block, module within the
+    block) for `detail` 2, (block, "") for 1, ("", "") for 0."""
     return block_path if detail else "", name.rpartition(".")[0] if detail > 1 else ""
 
 
-def _blocks(plan: PlanData, detail: int) -> list[_Block]:
+def _summary_blocks(plan: PlanData, detail: int) -> list[_Block]:
     """Group operators into rows: main and pinned operators by block and parallelism, in the order
     of the model; then the other operators by parallelism alone, named by their ATen operators.
 
     Args:
         plan: the plan.
-        detail: how finely main and pinned operators are grouped; see `_group_key`.
+        detail: how finely main and pinned operators are grouped; see `_row_key`.
     """
     sent = _sent_by_operator(plan)
     blocks: dict[object, _Block] = {}
@@ -175,7 +176,7 @@ def _blocks(plan: PlanData, detail: int) -> list[_Block]:
         row, phrases = fold.row, parallelism(plan, fold.row)
         if row.main or row.pinned:
             block_path, name = _split_at_block(row.name)
-            key = _group_key(block_path, name, detail)
+            key = _row_key(block_path, name, detail)
             block = blocks.setdefault((key, phrases), _Block(key[0], phrases))
             block.add(name if key[0] else row.name, fold, sent)
         else:
@@ -188,7 +189,7 @@ def _blocks(plan: PlanData, detail: int) -> list[_Block]:
 
 
 def _sent_by_operator(plan: PlanData) -> Counter[str]:
-    """Bytes that one device sends for redistributions, by the operator that causes them.
+    """Return the bytes that one device sends for redistributions, by the operator causing them.
 
     A row-parallel linear layer causes the reduction of its partial sums, although the plan lists
     the redistribution at the consumer; the consumer causes all other redistributions.
@@ -204,15 +205,15 @@ def _sent_by_operator(plan: PlanData) -> Counter[str]:
 
 
 def _split_at_block(name: str) -> tuple[str, str]:
-    """Split a name behind its last number: `layers.{0..3}` and `attn.q`."""
+    """Split a name behind the last number of its module path: `layers.{0..3}` and `attn.q`."""
     words = module_words(name)
     numbers = [i for i, word in enumerate(words[:-1]) if re.fullmatch(r"\d+|\{.*\}", word)]
     block_length = numbers[-1] + 1 if numbers else 0
     return ".".join(words[:block_length]), ".".join(words[block_length:])
 
 
-def _table(blocks: list[_Block], timed: bool, width: int) -> list[str]:
-    """Lay out the rows as lines; several rows of one block are below a line with its path."""
+def _block_table(blocks: list[_Block], timed: bool, width: int) -> list[str]:
+    """Lay out the rows as lines; several rows of one block follow a line with the block's path."""
     first = blocks[0].phrases if blocks else ()
     # Phrases that apply to all rows, usually data parallelism, are written once, in the header.
     common = [phrase for phrase in first if all(phrase in block.phrases for block in blocks)]

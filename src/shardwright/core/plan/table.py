@@ -42,7 +42,7 @@ def plan_text(
 
 
 def plan_table(plan: PlanData, every: bool, width: int) -> Table:
-    """The table of operators, with one row for the operators of repeated blocks.
+    """Build the table of operators, with one row for equal operators of repeated blocks.
 
     Args:
         plan: the plan.
@@ -75,7 +75,7 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
 
 
 def _strategy_cell(fold: Fold) -> str:
-    """The strategy of operators that are sharded or pinned, with `pinned` and `recomputed`."""
+    """Write the strategy of sharded or pinned operators, and `pinned` or `recomputed` if so."""
     row = fold.row
     strategy = strategy_text(row.strategy) if row.cuts or row.pinned else ""
     pinned = "pinned" if row.pinned else ""
@@ -118,7 +118,8 @@ def _table_notes(plan: PlanData, every: bool) -> Iterator[str]:
 
 
 def _memory_lines(plan: PlanData) -> Iterator[str]:
-    """The memory by category of the stage with the highest peak, then the peaks of the others."""
+    """Yield the memory by category of the stage with the highest peak, then the peaks of other
+    stages."""
     if plan.known_memory is None:
         return
     *other_stages, largest = sorted(plan.known_memory.stages, key=lambda stage: stage.peak)

@@ -12,20 +12,20 @@ from textwrap import wrap
 from rich.console import Console, RenderableType
 
 MIN_WIDTH, MAX_WIDTH = 80, 160
-"""Limits of the width of text, in characters."""
+"""Smallest and largest width of text, in characters."""
 
 GAP = "  "
 """Space between columns."""
 
 
 def text_width() -> int:
-    """Width for text in characters: that of the variable `COLUMNS` or the terminal, within 80 to
-    160; 120 if both are missing."""
+    """Return the width for text in characters: that of the variable `COLUMNS` or of the terminal,
+    clamped to 80..160; 120 if both are missing."""
     return min(max(get_terminal_size((120, 24)).columns, MIN_WIDTH), MAX_WIDTH)
 
 
 def printed(width: int, *parts: RenderableType) -> list[str]:
-    """Render tables and texts as lines without colors."""
+    """Render tables and texts of `width` characters as lines without colors."""
     console = Console(file=StringIO(), width=width, color_system=None, highlight=False)
     with console.capture() as captured:
         for part in parts:
@@ -85,9 +85,9 @@ def at_dots(text: str, width: int) -> list[str]:
 def in_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[str]:
     """Lay out two columns of text, followed by any number of columns of numbers.
 
-    Numbers are never broken. The first column holds names, of which at most two lines are shown.
-    The second column gets its full width if that leaves the first column its own, otherwise two
-    fifths of the width that the numbers leave; the first gets the rest.
+    Numbers are never broken. A name in the first column is shown on at most two lines. If both text
+    columns do not fit, the second is narrowed, but not below two fifths of the width that the
+    numbers leave; the first column gets the rest.
 
     Args:
         header: the header of each column.

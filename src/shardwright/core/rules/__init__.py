@@ -1,4 +1,4 @@
-"""Sharding rules: which factors of each operator can be sharded, and its computation on shards."""
+"""Sharding rules: the factors of each operator that can be sharded, and its local computation."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ __all__ = ["ShardingRule", "is_random", "register", "rule_of"]
 
 
 def rule_of(op: Op) -> ShardingRule | None:
-    """Return the sharding rule of `op`, or None: without a rule its computation is replicated.
+    """Return the sharding rule of `op`, or None if it has none and is therefore replicated.
 
     Operators with the same target, shapes, dtypes and arguments share one rule.
     """
-    number = num_rules()
+    rule_count = num_rules()
     cached = _CACHED_RULES.get(op)
     # A user may register a rule after a graph has been captured.
-    if cached is None or cached[0] != number:
-        cached = _CACHED_RULES[op] = number, _find_rule(op)
+    if cached is None or cached[0] != rule_count:
+        cached = _CACHED_RULES[op] = rule_count, _find_rule(op)
     return cached[1]
 
 
@@ -64,11 +64,11 @@ def _find_rule(op: Op) -> ShardingRule | None:
         maker = pointwise.pointwise
     if maker is None:
         return None
-    return _build_rule(_Structure(maker, op.target, op.structure, op))
+    return _build_rule(_RuleKey(maker, op.target, op.structure, op))
 
 
 def is_random(op: Op) -> bool:
-    """Whether `op` draws random numbers, which lowering then seeds.
+    """Whether `op` draws random numbers, so that the program seeds it.
 
     Operators without a rule count too: the devices that replicate one must draw the same numbers.
     """
@@ -77,8 +77,8 @@ def is_random(op: Op) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Structure:
-    """The cache key of a rule; `op` is any operator with this key."""
+class _RuleKey:
+    """The cache key of a rule; `op` is any operator with this key, and is not compared."""
 
     maker: RuleMaker
     target: Any
@@ -87,8 +87,11 @@ class _Structure:
 
 
 @lru_cache(maxsize=1 << 14)
-def _build_rule(structure: _Structure) -> ShardingRule | None:
+def _build_rule(key: _RuleKey) -> ShardingRule | None:
     try:
-        return structure.maker(structure.op)
+        return key.maker(key.op)
     except ValueError as error:
-        raise StrategyError(f"the sharding rule of {structure.target}: {error}") from error
+        raise StrategyError(
+            f"the sharding rule of `{key.target}` does not match a call of the operator: {error}\n"
+            "correct the notation of the rule"
+        ) from error

@@ -1,13 +1,13 @@
 """Scaled dot product attention: `b h s/ring _, b h ring _, b h ring _ -> b h s/ring _`.
 
-There are two ways of context parallelism: sharded by `s`, a block of queries reads all keys, which
-are all-gathered; sharded by `ring`, blocks of keys and values are passed from device to device
+Context parallelism has two forms: sharding by `s` all-gathers keys and values for each block of
+queries; sharding by `ring` passes blocks of keys and values from device to device
 (`core/rules/ring_attention.py`).
 
 Under a causal mask each query reads one key more than the one before, so that later blocks have
-more work. Of n devices, those with the blocks i and n - 1 - i therefore swap the second halves of
-their queries, and swap the results back. Each device then computes the same number of query-key
-pairs (the load balancing of Megatron-LM's context parallelism).
+more work. Of n devices, those with blocks i and n - 1 - i therefore swap the second halves of their
+queries, and swap the outputs back. Each device then computes the same number of query-key pairs, as
+with the load balancing of Megatron-LM's context parallelism.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from shardwright.core.rules.rule import (
 
 @rule_for(torch.ops.aten.scaled_dot_product_attention.default)
 def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
-    """Batch, heads and queries can be sharded.
+    """`b h s/ring _, b h ring _, b h ring _ -> b h s/ring _`: all but features can be sharded.
 
     With grouped-query attention the number of shards must divide the number of key-value heads, so
-    that queries stay with their keys; a single key-value head is replicated. Keys and features
-    cannot be sharded: fused kernels require values of the size of the keys, and without a fused
-    kernel the scores of all pairs would be materialized.
+    that queries and their keys are on one device; a single key-value head is replicated. Keys can
+    be sharded only by `ring`. Features cannot be sharded: fused kernels require values of the size
+    of the keys, and without a fused kernel the scores of all pairs would be materialized.
     """
     arguments = call_arguments(op)
     query, key, mask = arguments["query"], arguments["key"], arguments["attn_mask"]
@@ -53,7 +53,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     # A block of queries slices the keys up to its own last position, which must exist.
     queries = None if causal and query.shape[-2] > key.shape[-2] else "s"
     keys = "ring" if has_ring(arguments) else None
-    batch = _batch(ndim)
+    batch = _leading_factors(ndim)
     output: Dims = (*batch, queries, None)
     dims: dict[str, Dims] = {
         "query": (*batch, queries, None),
@@ -74,38 +74,41 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
         (output,),
         capacity=capacity,
         main=Main({name: letters[name] for name in output if name is not None}, weight=None),
-        kernel=_kernel if causal or keys else None,
-        reductions=_reductions if (causal and queries) or keys else no_reductions,
+        kernel=_attention_kernel if causal or keys else None,
+        reductions=_attention_reductions if (causal and queries) or keys else no_reductions,
         random=arguments["dropout_p"] > 0,
         # A query dimension may be sharded by the ring, and each of its blocks by `s`.
         joined={keys: "s"} if keys and queries else {},
     )
 
 
-def _kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
     if local.shard_counts.get("ring", 1) > 1:
         return ring_kernel(op, local)
-    return _causal_block(op, local) if call_arguments(op)["is_causal"] else op.target
+    return _causal_block_kernel(op, local) if call_arguments(op)["is_causal"] else op.target
 
 
-def _reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _attention_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     if shard_counts.get("ring", 1) > 1:
         return ring_reductions(op, shard_counts)
     return exchanged_halves(op, shard_counts) if call_arguments(op)["is_causal"] else ()
 
 
-def _batch(ndim: int) -> tuple[str, ...]:
-    """The factors of the leading dimensions: all but positions and features."""
+def _leading_factors(ndim: int) -> tuple[str, ...]:
+    """Return the factors of all `ndim` dimensions but the last two, positions and features."""
     return ("b", "h", *(f"h{i}" for i in range(2, ndim - 2)))[: ndim - 2]
 
 
 def exchanged_halves(
     op: Op, shard_counts: Mapping[str, int], query_vectors: Sequence[Value] = ()
 ) -> tuple[Reduction, ...]:
-    """The swaps of half a block of queries, of `query_vectors`, and of the results.
+    """Return the swaps that balance causal attention sharded by queries: of half a block of
+    queries, of `query_vectors`, and of outputs.
+
+    Returns () if queries are not sharded, or a block is a single query.
 
     Args:
-        query_vectors: further inputs with a row per query, `[..., queries, 1]`.
+        query_vectors: further inputs with one row per query, `[..., queries, 1]`.
     """
     blocks = shard_counts.get("s", 1)
     half = op.output.shape[-2] // blocks // 2
@@ -114,7 +117,7 @@ def exchanged_halves(
 
     def swap(value: Value, varying: bool) -> Reduction:
         *batch, _, size = value.shape
-        factors = _batch(len(op.output.shape))[-len(batch) :] if batch else ()
+        factors = _leading_factors(len(op.output.shape))[-len(batch) :] if batch else ()
         sizes = zip(batch, factors, strict=True)
         local = [n // shard_counts.get(f, 1) if n > 1 else n for n, f in sizes]
         return Reduction(("s",), MIRROR, (*local, half, size), value.dtype, varying, varying)
@@ -127,20 +130,23 @@ def exchanged_halves(
     )
 
 
-def _causal_block(op: Op, local: Local) -> Callable[..., Any]:
-    """Causal attention of a block of queries, of which the second half is swapped for balance."""
+def _causal_block_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    """Local kernel of causal attention sharded by queries.
+
+    Computes the first half of this device's block and the second half of the mirrored block.
+    """
     if local.shard_counts.get("s", 1) == 1:
         return op.target
     rows, last = local.output_shapes[0][-2], local.shard_counts["s"] - 1
     index, late = local.index("s"), rows // 2
     # A block of a single query has no second half to swap.
     if not local.reduce:
-        return _causal_rows(op, rows, index * rows)
+        return _causal_attention_of_rows(op, rows, index * rows)
     swap_queries, swap_results = local.reduce
     # The first half of block i begins as far from the start of the sequence as the second half of
     # block n - 1 - i ends from its end, so that every device has the same number of pairs.
-    early = _causal_rows(op, rows - late, index * rows)
-    swapped_half = _causal_rows(op, late, (last - index) * rows + rows - late)
+    early = _causal_attention_of_rows(op, rows - late, index * rows)
+    swapped_half = _causal_attention_of_rows(op, late, (last - index) * rows + rows - late)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -152,16 +158,16 @@ def _causal_block(op: Op, local: Local) -> Callable[..., Any]:
     return run
 
 
-def _causal_rows(op: Op, rows: int, start: Any) -> Callable[..., Any]:
-    """Causal attention of `rows` queries from position `start` on.
+def _causal_attention_of_rows(op: Op, rows: int, start: Any) -> Callable[..., Any]:
+    """Return the causal attention of the `rows` queries that begin at position `start`.
 
-    The queries from 0 on are ordinary causal attention. The others need a causal mask aligned to
-    the last key, which the fused kernels of accelerators support. The mask is a tensor on the CPU,
-    and if many ranks are simulated at once (`start` is then a `SymInt`), as the number of keys that
-    a block reads would differ between them.
+    At `start` 0 this is ordinary causal attention. Other queries need a causal mask aligned to the
+    last key, which the fused kernels of accelerators support. A boolean tensor replaces this mask
+    on the CPU, and if many ranks are simulated at once (`start` is then a `SymInt`), since the
+    number of keys that a block reads would differ between ranks.
     """
     is_concrete = isinstance(start, int)
-    fused_mask = _lower_right(rows, start + rows) if is_concrete else None
+    fused_mask = _lower_right_mask(rows, start + rows) if is_concrete else None
     is_first, bind = is_concrete and start == 0, binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -181,10 +187,10 @@ def _causal_rows(op: Op, rows: int, start: Any) -> Callable[..., Any]:
     return run
 
 
-def _lower_right(queries: int, keys: int) -> CausalBias:
-    """The causal mask aligned to the last key.
+def _lower_right_mask(queries: int, keys: int) -> CausalBias:
+    """Return the causal mask of `queries` x `keys`, aligned to the last key.
 
-    Made for no rows and then resized, since PyTorch's constructor allocates a mask of all pairs.
+    Built for 0 x 0 and then resized, since PyTorch's constructor allocates a mask of all pairs.
     """
     bias = causal_lower_right(0, 0)
     bias.seq_len_q, bias.seq_len_kv = queries, keys

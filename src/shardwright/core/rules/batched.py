@@ -1,7 +1,7 @@
-"""Operators on each item of a batch separately: linear algebra, Fourier transforms, sampling.
+"""Operators that process each item of a batch separately: linear algebra, Fourier transforms, ...
 
-Linear algebra works on the last dimensions of its tensors; the dimensions before are broadcast and
-can be sharded. The dimensions along which a Fourier transform works cannot.
+Linear algebra operates on the last dimensions of its tensors; leading dimensions are broadcast and
+can be sharded. The transformed dimensions of a Fourier transform cannot be sharded.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ LINEAR_ALGEBRA = {
     (2, 2): ("cholesky_solve", "linalg_solve_triangular", "triangular_solve"),
     (2, 2, 1): ("lu_solve",),
 }
-"""Operators by the number of trailing dimensions of each input that are not batch dimensions."""
+"""Names of ATen operators, by the number of trailing non-batch dimensions of each input."""
 
 
-def _batched(*item_ranks: int) -> RuleMaker:
-    """Make a rule `b s _ _, b s _ -> b s _`: batch dimensions can be sharded, items cannot.
+def _make_batched_rule(*item_ranks: int) -> RuleMaker:
+    """Make a builder of rules `b s _ _, b s _ -> b s _`: batch dimensions can be sharded.
 
     Args:
         item_ranks: for each input, the number of trailing dimensions that belong to an item.
@@ -54,7 +54,7 @@ def _batched(*item_ranks: int) -> RuleMaker:
         counts = item_ranks[: len(op.inputs)]
         ranks = [len(v.shape) - n for v, n in zip(op.inputs, counts, strict=True)]
         batch: Dims = tuple(NAMES[: max(ranks)])
-        # Other forms of a call, such as a vector where the table has a matrix, have no rule.
+        # Calls of other shapes, such as a vector where the table has a matrix, have no rule.
         if min(ranks) < 0 or any(len(v.shape) < len(batch) for v in op.outputs):
             return None
         inputs = [
@@ -68,10 +68,14 @@ def _batched(*item_ranks: int) -> RuleMaker:
 
 
 for _item_ranks, _operators in LINEAR_ALGEBRA.items():
-    rule_for(*overloads(*_operators))(_batched(*_item_ranks))
+    rule_for(*overloads(*_operators))(_make_batched_rule(*_item_ranks))
 for _spatial_dims in (2, 3):
-    rule_for(*overloads(f"fractional_max_pool{_spatial_dims}d"))(_batched(_spatial_dims, 1))
-    rule_for(*overloads(f"max_unpool{_spatial_dims}d"))(_batched(_spatial_dims, _spatial_dims))
+    rule_for(*overloads(f"fractional_max_pool{_spatial_dims}d"))(
+        _make_batched_rule(_spatial_dims, 1)
+    )
+    rule_for(*overloads(f"max_unpool{_spatial_dims}d"))(
+        _make_batched_rule(_spatial_dims, _spatial_dims)
+    )
 
 
 @rule_for(*overloads("linalg_solve", "linalg_solve_ex"))
@@ -81,7 +85,7 @@ def solve(op: Op) -> ShardingRule | None:
     The right-hand side is a batch of vectors if its shape is `left.shape[:-1]`, as in torch.
     """
     left, right = (value.shape for value in op.inputs)
-    return _batched(2, 1 if len(right) == 1 or right == left[:-1] else 2)(op)
+    return _make_batched_rule(2, 1 if len(right) == 1 or right == left[:-1] else 2)(op)
 
 
 @rule_for(*overloads("cdist"))
@@ -92,7 +96,8 @@ def distances(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"))
 def sample_grid(op: Op) -> ShardingRule:
-    """`b c _ _, b s t _ -> b c s t`: a sampling point may read any pixel of the image."""
+    """`b c _ _, b s t _ -> b c s t`: a sampling point may read any pixel, so pixels cannot be
+    sharded."""
     space = ("s", "t", "u")[: len(op.output.shape) - 2]
     image, grid = ("b", "c", *(None,) * len(space)), ("b", *space, None)
     return sharding_rule(op, (image, grid), (("b", "c", *space),))
@@ -100,7 +105,7 @@ def sample_grid(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("affine_grid_generator"))
 def affine_grid(op: Op) -> ShardingRule:
-    """`b _ _ -> b _ _ _`: one grid per affine matrix of the batch."""
+    """`b _ _ -> b _ _ _`: the batch of affine matrices can be sharded; each yields one grid."""
 
     def kernel(op: Op, local: Local) -> Callable[..., Any]:
         return with_arguments(op, size=[local.output_shapes[0][0], *argument(op, "size")[1:]])
@@ -127,7 +132,8 @@ def fourier(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("stft", "istft"))
 def short_fourier(op: Op) -> ShardingRule:
-    """`b _ -> b _ _` and back: only the batch can be sharded; windows are read in full."""
+    """`b _ -> b _ _` (`stft`), `b _ _ -> b _` (`istft`): the batch can be sharded; the window is
+    replicated."""
     inverse = op.target is aten.istft.default
     batch: Dims = ("b",)[: len(op.inputs[0].shape) - (2 if inverse else 1)]
     values = [(v, batch if v is op.inputs[0] else ()) for v in op.inputs]

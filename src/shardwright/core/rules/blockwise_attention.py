@@ -1,8 +1,8 @@
 """Attention in a sliding window or under a computed mask, without a mask tensor of all pairs.
 
 With a sliding window, `b h s _, b h s _, b h s _ -> b h s _`, a block of positions needs its own
-keys and those of the window before it, which it receives from the device with the previous block.
-Full attention would gather all keys. The work is balanced. If the window is wider than a block, the
+keys and those of the window before it, which it receives from the device with the previous block
+instead of gathering all keys. All devices have equal work. If the window is wider than a block,
 devices forward the keys that they have received.
 """
 
@@ -39,7 +39,9 @@ from shardwright.core.rules.rule import (
 @rule_for(windowed_attention)
 def windowed_attention_rule(op: Op) -> ShardingRule:
     """`b h s _, b h s _, b h s _ -> b h s _`: batch, heads and positions can be sharded."""
-    return _rule(op, [_QUERIES] * 3, kernel=_windowed_block, reductions=_window_transfers)
+    return _attention_rule(
+        op, [_QUERIES] * 3, kernel=_windowed_attention_kernel, reductions=_window_transfers
+    )
 
 
 @rule_for(masked_attention)
@@ -51,29 +53,34 @@ def masked_attention_rule(op: Op) -> ShardingRule:
     keys: Dims = ("b", "h", None, None)
     vectors = [_QUERIES[4 - len(value.shape) :] for value in op.inputs[3:]]
     causal = call_arguments(op)["causal"]
-    swaps = _balancing_swaps if causal else no_reductions
-    return _rule(op, [_QUERIES, keys, keys, *vectors], kernel=_masked_rows, reductions=swaps)
+    swaps = _causal_mask_swaps if causal else no_reductions
+    return _attention_rule(
+        op, [_QUERIES, keys, keys, *vectors], kernel=_masked_attention_kernel, reductions=swaps
+    )
 
 
 _QUERIES: Dims = ("b", "h", "s", None)
 
 
-def _rule(op: Op, inputs: Sequence[Dims], **options: Unpack[RuleOptions]) -> ShardingRule:
-    """Build either rule; in grouped-query attention the shards must divide the key-value heads."""
+def _attention_rule(op: Op, inputs: Sequence[Dims], **options: Unpack[RuleOptions]) -> ShardingRule:
+    """Build the rule of windowed or masked attention; in grouped-query attention the number of
+    shards of `h` must divide the number of key-value heads."""
     heads = op.inputs[1].shape[1]
     capacity = {"h": heads} if heads > 1 else None
     options["main"] = Main({"b": "I", "h": "H", "s": "S"}, weight=None)
     return sharding_rule(op, inputs, (_QUERIES,), capacity=capacity, **options)
 
 
-def _balancing_swaps(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Swaps of half of the causal queries, and of the mask vectors that have a row per query."""
+def _causal_mask_swaps(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    """Return the swaps that balance causal masked attention: of half of the queries, of the mask
+    vectors with one row per query, and of outputs."""
     query_vectors = [value for value in op.inputs[3:] if value.shape[-2] > 1]
     return exchanged_halves(op, shard_counts, query_vectors)
 
 
-def _masked_rows(op: Op, local: Local) -> Callable[..., Any]:
-    """Masked attention of a block of queries; causal ones are balanced by swaps of halves."""
+def _masked_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    """Local kernel of masked attention sharded by queries; a causal mask is balanced by swapping
+    the second halves of blocks."""
     blocks, rows = local.shard_counts.get("s", 1), local.output_shapes[0][-2]
     if blocks == 1:
         return op.target
@@ -109,7 +116,13 @@ def _masked_rows(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def rows_before(op: Op, blocks: int) -> list[int]:
-    """The number of positions that a block reads of each preceding block, the nearest first."""
+    """Return the number of positions that a block's window reaches in each preceding block.
+
+    The nearest block comes first; blocks that the window does not reach are left out.
+
+    Args:
+        blocks: number of blocks of the sequence.
+    """
     arguments = call_arguments(op)
     # A window of w positions includes the query's own.
     rows, remaining, counts = op.output.shape[-2] // blocks, arguments["window"] - 1, list[int]()
@@ -122,7 +135,8 @@ def rows_before(op: Op, blocks: int) -> list[int]:
 
 
 def _window_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Transfers of keys and values, concatenated, to the device with the next block."""
+    """Return one transfer of keys and values, concatenated, to the device with the next block, for
+    each preceding block that the window reaches."""
     key, value = op.inputs[1:]
     batch, heads, _, _ = key.shape
     batch, size = batch // shard_counts.get("b", 1), key.shape[-1] + value.shape[-1]
@@ -134,7 +148,7 @@ def _window_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reductio
     )
 
 
-def _windowed_block(op: Op, local: Local) -> Callable[..., Any]:
+def _windowed_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
     blocks = local.shard_counts.get("s", 1)
     if blocks == 1:
         return op.target

@@ -1,7 +1,7 @@
 """Matrix products; sharding the contracted dimension makes the output a partial sum.
 
-The labels of their factors, I, J, K and B: the rows of the first input, the columns of the second
-(the weight), the contracted dimensions, the batch dimensions.
+Factors are labeled I (rows of the first input), J (columns of the second input, the weight), K
+(contracted dimensions) and B (batch dimensions).
 """
 
 from __future__ import annotations
@@ -53,17 +53,19 @@ def matmul(op: Op) -> ShardingRule:
     if second <= 2:
         rows: Dims = leading[: first - 1]
         columns: Dims = ("j",) if second == 2 else ()
-        return _as_main(_product(op, (*rows, "k"), ("k", *columns), (*rows, *columns)), weight=1)
+        return _as_main(
+            _matrix_product_rule(op, (*rows, "k"), ("k", *columns), (*rows, *columns)), weight=1
+        )
     batch: Dims = leading[: max(first, second) - 2]
     rows = ("i",) if first > 1 else ()
     left = (*batch[len(batch) - max(first - 2, 0) :], *rows, "k")
     right = (*batch[len(batch) - (second - 2) :], "k", "j")
-    return _as_main(_product(op, left, right, (*batch, *rows, "j")), weight=None)
+    return _as_main(_matrix_product_rule(op, left, right, (*batch, *rows, "j")), weight=None)
 
 
 @rule_for(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
 def addmm_rule(op: Op) -> ShardingRule:
-    """`i j, i _, _ j -> i j` of `beta * input + alpha * (a @ b)`, with a batch for `baddbmm`.
+    """`i j, i _, _ j -> i j` for `beta * input + alpha * (a @ b)`; `baddbmm` adds a batch `b`.
 
     The contracted dimension cannot be sharded, as every shard would add the input.
     """
@@ -77,9 +79,9 @@ def addmm_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.addbmm.default)
 def addbmm(op: Op) -> ShardingRule:
-    """`i j, _ i _, _ _ j -> i j` of `input + sum over b of a[b] @ c[b]`.
+    """`i j, _ i _, _ _ j -> i j` for `input + sum over b of a[b] @ c[b]`.
 
-    `b` is not sharded, as every shard would add the input.
+    The summed batch `b` cannot be sharded, as every shard would add the input.
     """
     inputs = (aligned(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
     return _as_main(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
@@ -87,14 +89,14 @@ def addbmm(op: Op) -> ShardingRule:
 
 @rule_for(aten.addr.default)
 def addr(op: Op) -> ShardingRule:
-    """`i j, i, j -> i j`: an outer product is added to a matrix."""
+    """`i j, i, j -> i j` for a matrix plus an outer product: both dimensions can be sharded."""
     added = aligned(op, ("i", "j"))[0]
     return sharding_rule(op, (added, ("i",), ("j",)), (("i", "j"),))
 
 
 @rule_for(aten.bilinear.default)
 def bilinear(op: Op) -> ShardingRule:
-    """`b s _, b s _, j _ _ -> b s j`: the features of both inputs are not sharded."""
+    """`b s _, b s _, j _ _ -> b s j`: the features of the inputs cannot be sharded."""
     notation = "... _, ... _, j _ _" + (", j" if argument(op, "bias") is not None else "")
     return from_notation(f"{notation} -> ... j", op)
 
@@ -112,17 +114,20 @@ def inner(op: Op) -> ShardingRule:
         dims = names(op.output)
         return sharding_rule(op, aligned(op, dims), (dims,))
     last = tuple(len(value.shape) - 1 for value in op.inputs)
-    return _tensor_product(op, last[:1], last[1:])
+    return _tensor_product_rule(op, last[:1], last[1:])
 
 
 @rule_for(aten.tensordot.default)
 def tensordot(op: Op) -> ShardingRule:
-    """`b s t, s t u -> b u`: pairs of contracted dimensions can be sharded, too."""
-    return _tensor_product(op, tuple(argument(op, "dims_self")), tuple(argument(op, "dims_other")))
+    """`b s t, s t u -> b u`: all dimensions can be sharded, also the contracted ones."""
+    return _tensor_product_rule(
+        op, tuple(argument(op, "dims_self")), tuple(argument(op, "dims_other"))
+    )
 
 
-def _tensor_product(op: Op, first: tuple[int, ...], second: tuple[int, ...]) -> ShardingRule:
-    """Contract dimensions `first` of one input with `second` of the other, in pairs."""
+def _tensor_product_rule(op: Op, first: tuple[int, ...], second: tuple[int, ...]) -> ShardingRule:
+    """Build the rule that contracts dimension `first[i]` of the first input with dimension
+    `second[i]` of the second, for each i."""
     unused = iter(NAMES)
     left, right = ([next(unused) for _ in value.shape] for value in op.inputs)
     for i, j in zip(first, second, strict=True):
@@ -137,7 +142,7 @@ def _tensor_product(op: Op, first: tuple[int, ...], second: tuple[int, ...]) -> 
 @rule_for(aten.einsum.default)
 def einsum(op: Op) -> ShardingRule | None:
     """The equation itself is the rule; None if it takes a diagonal (`ii`)."""
-    terms, out = _terms(op)
+    terms, out = _equation_labels(op)
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
     reduced = {label for term in terms for label in term if label not in out}
@@ -152,31 +157,32 @@ def einsum(op: Op) -> ShardingRule | None:
 def grouped_mm(op: Op) -> ShardingRule | None:
     """`b k, _ k j, _ -> b j`: rows sorted by group, each multiplied by the matrix of its group.
 
-    None for the other forms, in which columns or contracted dimensions are grouped.
+    None for other shapes, in which columns or contracted dimensions are grouped.
     """
     ranks = [len(value.shape) for value in op.inputs]
     if ranks != [2, 3, 1] or argument(op, "bias") is not None:
         return None
     notation = "b k, _ k j, _ -> b j"
-    return _as_main(from_notation(notation, op, reduced="k", kernel=_group_ends_kernel), weight=1)
+    return _as_main(from_notation(notation, op, reduced="k", kernel=_grouped_mm_kernel), weight=1)
 
 
-def _group_ends_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Translate the group ends, which count all rows, to the rows of this device."""
+def _grouped_mm_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    """Local kernel of `grouped_mm` sharded by rows: translates `offs`, the ends of the groups, to
+    the rows of this device."""
     rows = local.output_shapes[0][0]
 
     def multiply(x: Tensor, weight: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Any:
         first: Any = local.index("b") * rows
-        # Rows are sorted by group, so a device has a range of groups: those before it end at 0,
-        # those behind it at the last row, and both are empty.
+        # Rows are sorted by group, so a device has a range of groups. Groups before the range end
+        # at row 0, groups after it at the last row; both have no rows here.
         ends = (offs - first).clamp(0, rows).to(offs.dtype)
         return op.target(x, weight, ends, *args, **kwargs)
 
     return multiply if local.shard_counts.get("b", 1) > 1 else op.target
 
 
-def _terms(op: Op) -> tuple[list[Dims], Dims]:
-    """The labels of an einsum's operands and result, with `...` expanded to capital letters."""
+def _equation_labels(op: Op) -> tuple[list[Dims], Dims]:
+    """Return the labels of the operands and of the result of an einsum; capitals replace `...`."""
     inputs, arrow, output = op.args[0].replace(" ", "").partition("->")
     texts = inputs.split(",")
     lengths = [
@@ -199,12 +205,17 @@ def _terms(op: Op) -> tuple[list[Dims], Dims]:
     return terms, expand(output, longest)
 
 
-def _product(op: Op, left: Dims, right: Dims, out: Dims) -> ShardingRule:
+def _matrix_product_rule(op: Op, left: Dims, right: Dims, out: Dims) -> ShardingRule:
+    """Build the rule of a matrix product that contracts factor `k` of `left` and `right`."""
     return sharding_rule(op, (left, right), (out,), reduced="k")
 
 
 def _as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
-    """Mark `rule` as that of a main operator, the product of inputs `first` and `first + 1`."""
+    """Return `rule` marked as main: a product of inputs `first` and `first + 1`.
+
+    Args:
+        weight: index of the input that is the weight; None for a product of activations.
+    """
     left, right, out = rule.inputs[first], rule.inputs[first + 1], rule.outputs[0]
     named = [name for name in dict.fromkeys((*left, *right)) if name is not None]
     batch = [name for name in named if name in left and name in right and name in out]

@@ -19,26 +19,27 @@ from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_fo
 @rule_for(*overloads("conv1d", "conv2d", "conv3d"))
 def convolution(op: Op) -> ShardingRule:
     """`b k _ _, j k _ _ -> b j _ _`: batch and channels can be sharded."""
-    return _convolution(op, transposed=False)
+    return _convolution_rule(op, transposed=False)
 
 
 @rule_for(*overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 def transposed_convolution(op: Op) -> ShardingRule:
     """`b k _ _, k j _ _ -> b j _ _`: the weight has its input channels first."""
-    return _convolution(op, transposed=True)
+    return _convolution_rule(op, transposed=True)
 
 
 @rule_for(*overloads("convolution"))
 def general_convolution(op: Op) -> ShardingRule:
-    """As `convolution` or, with `transposed=True`, as `transposed_convolution`."""
-    return _convolution(op, transposed=call_arguments(op)["transposed"])
+    """`b k _ _, j k _ _ -> b j _ _` or, with `transposed=True`, `b k _ _, k j _ _ -> b j _ _`."""
+    return _convolution_rule(op, transposed=call_arguments(op)["transposed"])
 
 
-def _convolution(op: Op, transposed: bool) -> ShardingRule:
-    """Batch `b`, output channels `j` and input channels `k` can be sharded, `k` by a partial sum.
+def _convolution_rule(op: Op, transposed: bool) -> ShardingRule:
+    """Build a rule that can shard batch `b`, output channels `j` and input channels `k`.
 
-    A grouped (or depthwise) convolution is only sharded between groups, by one factor `g` of input,
-    weight and output channels. With a bias, which every device would add, `k` is not sharded.
+    Sharding `k` makes the output a partial sum. With a bias, which every device would add, `k`
+    cannot be sharded. A grouped (or depthwise) convolution is sharded between groups only, by one
+    factor `g` of input, weight and output channels.
     """
     arguments = call_arguments(op)
     weight, groups = arguments["weight"], arguments["groups"]
@@ -48,27 +49,27 @@ def _convolution(op: Op, transposed: bool) -> ShardingRule:
     if groups > 1:
         return sharding_rule(
             op,
-            _inputs(op, (*batch, "g", *space), ("g", None, *space), "g"),
+            _input_factors(op, (*batch, "g", *space), ("g", None, *space), "g"),
             ((*batch, "g", *space),),
-            # Inputs of a group must be where its outputs are, so shards end between groups.
+            # Inputs and outputs of a group must be on one device, so shards end between groups.
             capacity={"g": groups},
             main=Main({"b": "I", "g": "J"}, weight=1),
-            kernel=_grouped,
+            kernel=_grouped_kernel,
         )
     k = "k" if arguments["bias"] is None else None
     filters: Dims = (k, "j") if transposed else ("j", k)
     return sharding_rule(
         op,
-        _inputs(op, (*batch, k, *space), (*filters, *space), "j"),
+        _input_factors(op, (*batch, k, *space), (*filters, *space), "j"),
         ((*batch, "j", *space),),
         reduced="k",
         main=Main({"b": "I", "j": "J", "k": "K"}, weight=1, exclusive=(("j", "k"),)),
     )
 
 
-def _inputs(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, ...]:
+def _input_factors(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, ...]:
     return input_dims(op, {"input": x, "weight": weight, "bias": (channels,)})
 
 
-def _grouped(op: Op, local: Local) -> Callable[..., Any]:
+def _grouped_kernel(op: Op, local: Local) -> Callable[..., Any]:
     return with_arguments(op, groups=call_arguments(op)["groups"] // local.shard_counts.get("g", 1))

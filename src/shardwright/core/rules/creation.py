@@ -1,4 +1,4 @@
-"""Operators that create tensors: constants and random tensors in shards, others replicated."""
+"""Operators that create tensors: constants and random tensors are sharded, others replicated."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shardwright.core.rules.rule import ShardingRule, rule_for
 @rule_for(*overloads("new_zeros", "new_ones", "new_full", "new_empty"))
 @rule_for(torch.ops.aten.normal.float_float)
 def sharded_creation(op: Op) -> ShardingRule:
-    """`-> b s`: every device creates its shard; a tensor that only supplies the dtype is not
-    sharded."""
+    """`-> b s`: every device creates its shard; a tensor input, which only supplies the dtype, is
+    replicated."""
     size_index = list(schema_parameters(op.target)).index("size")
     # Lowering replaces the sizes only where they are a positional argument.
     by_position = size_index < len(op.args)

@@ -1,4 +1,4 @@
-"""Cross entropy of logits `b s v` with the classes last; the classes can be sharded too.
+"""Cross entropy of logits `b s v`, whose last dimension, the classes, can be sharded too.
 
 With log(Σ exp) written out, the loss of one row is `W log Σ_c exp z_c - Σ_c a_c z_c`, where z are
 the logits minus their maximum, a_c is the weight of class c times its (smoothed) target
@@ -36,11 +36,12 @@ NONE = 0
 def cross_entropy_rule(op: Op) -> ShardingRule:
     """`b s v, b s -> b s`, or `-> ()` if reduced: rows and classes can be sharded.
 
-    A reduced loss is a partial sum if rows are sharded; sums over classes are all-reduced inside.
+    If rows are sharded, a reduced loss is a partial sum; sums over sharded classes are all-reduced
+    inside the kernel.
     """
     arguments = call_arguments(op)
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["logits"].shape) - 1]
-    target = (*rows, "v") if _by_probabilities(op) else rows
+    target = (*rows, "v") if _has_probability_targets(op) else rows
     dims: dict[str, Dims] = {"logits": (*rows, "v"), "target": target, "weight": ("v",)}
     return sharding_rule(
         op,
@@ -48,18 +49,18 @@ def cross_entropy_rule(op: Op) -> ShardingRule:
         (() if arguments["reduction"] else rows,),
         reduced=[str(name) for name in rows] if arguments["reduction"] else (),
         complete=frozenset("v"),
-        kernel=_kernel,
-        reductions=_reductions,
+        kernel=_cross_entropy_kernel,
+        reductions=_cross_entropy_reductions,
     )
 
 
-def _by_probabilities(op: Op) -> bool:
+def _has_probability_targets(op: Op) -> bool:
     """Whether the targets are class probabilities, not class indices."""
     return bool(call_arguments(op)["target"].dtype.is_floating_point)
 
 
-def _reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    counted = () if _by_probabilities(op) else target_count_reduction(op, shard_counts)
+def _cross_entropy_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    counted = () if _has_probability_targets(op) else target_count_reduction(op, shard_counts)
     if shard_counts.get("v", 1) == 1:
         return counted
     arguments = call_arguments(op)
@@ -67,7 +68,7 @@ def _reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...
     dims = [name for name in NAMES if name != "v"]
     rows = tuple(n // shard_counts.get(f, 1) for n, f in zip(logits.shape[:-1], dims, strict=False))
     dtype = accumulation_dtype(logits.dtype)
-    sums = (_number_of_sums(op), *rows)
+    sums = (_num_class_sums(op), *rows)
     # Every device computes the same losses from the sums, so their gradients are equal and need no
     # collective: `varying` stays False.
     return (
@@ -77,18 +78,18 @@ def _reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...
     )
 
 
-def _number_of_sums(op: Op) -> int:
-    """Number of class sums: Σ exp z, Σ a z, W unless it is 1, and with class weights that of the
-    target."""
-    if _by_probabilities(op):
+def _num_class_sums(op: Op) -> int:
+    """Return the number of sums over classes per row: Σ exp z, Σ a z, W unless it is 1 and, with
+    class weights, the weight of the target class."""
+    if _has_probability_targets(op):
         return 3
     return 2 if call_arguments(op)["weight"] is None else 4
 
 
-def _kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _cross_entropy_kernel(op: Op, local: Local) -> Callable[..., Any]:
     if local.shard_counts.get("v", 1) > 1:
         return _sharded_classes_kernel(op, local)
-    if _by_probabilities(op):
+    if _has_probability_targets(op):
         return mean_loss_kernel(op, local)
     return target_mean_kernel(op, local.reduce[0]) if local.reduce else op.target
 
@@ -97,7 +98,7 @@ def _sharded_classes_kernel(op: Op, local: Local) -> Callable[..., Any]:
     logits = call_arguments(op)["logits"]
     first = local.index("v") * (logits.shape[-1] // local.shard_counts["v"])
     reduce_max, reduce_sum, *reduce_count = local.reduce
-    probabilities, bind = _by_probabilities(op), binder(op)
+    probabilities, bind = _has_probability_targets(op), binder(op)
     terms = _probability_terms if probabilities else _class_index_terms
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -134,11 +135,14 @@ def _sharded_classes_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def _class_index_terms(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """The local terms of Σ a z and, with class weights, of W and of the weight of the target.
+    """Return the terms of this device in the sums over classes, each of the shape of the targets:
+    Σ a z and, with class weights, W and the weight of the target class.
 
     Args:
+        scores: logits minus their maximum over all classes, `[..., local classes]`.
+        arguments: arguments of the local call, by name.
         first: index of the first local class.
-        classes: number of all classes.
+        classes: number of classes on all devices.
     """
     weight, smoothing = arguments["weight"], arguments["label_smoothing"]
     target = arguments["target"].long()
@@ -165,7 +169,8 @@ def _class_index_terms(
 def _probability_terms(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """The local terms of Σ a z and of W."""
+    """Return the terms of this device in Σ a z and W, for targets that are class probabilities;
+    same arguments as `_class_index_terms`."""
     smoothing = arguments["label_smoothing"]
     weighted = arguments["target"].to(scores.dtype) * (1 - smoothing) + smoothing / classes
     if arguments["weight"] is not None:

@@ -1,7 +1,7 @@
-"""Dropout and the other operators that draw random numbers of the shape of their input.
+"""Dropout and other operators that draw random numbers in the shape of their input.
 
 Lowering seeds them by operator, step and shard: a plan draws the same numbers on every run, and all
-devices with the same shard draw the same ones. The numbers of a sharded tensor differ from those
+devices with the same shard draw the same numbers. The numbers of a sharded tensor differ from those
 that a single device would draw.
 """
 
@@ -17,17 +17,17 @@ from shardwright.core.rules.rule import Dims, ShardingRule, rule_for
 @rule_for(*overloads("dropout", "native_dropout", "alpha_dropout"))
 def dropout(op: Op) -> ShardingRule:
     """`b s -> b s`: every dimension can be sharded."""
-    return _random_rule(op, names(op.output), is_active_dropout(op))
+    return _elementwise_random_rule(op, names(op.output), is_active_dropout(op))
 
 
 @rule_for(*overloads("feature_dropout", "feature_alpha_dropout"))
 def feature_dropout(op: Op) -> ShardingRule:
-    """`b s _ -> b s _`: one number per sample and channel, the first two dimensions.
+    """`b s _ -> b s _`: only the dimensions of samples and channels, the first two, can be sharded.
 
-    Shards of other dimensions would drop different channels.
+    Shards of another dimension would drop different channels.
     """
     free = names(op.output)[:2]
-    return _random_rule(
+    return _elementwise_random_rule(
         op, (*free, *(None,) * (len(op.output.shape) - len(free))), is_active_dropout(op)
     )
 
@@ -37,7 +37,7 @@ def feature_dropout(op: Op) -> ShardingRule:
 @rule_for(*overloads("bernoulli", "rand_like", "randn_like", "randint_like"))
 def random_like(op: Op) -> ShardingRule:
     """`b s -> b s`: every device draws the numbers of its shard."""
-    return _random_rule(op, names(op.output), random=True)
+    return _elementwise_random_rule(op, names(op.output), random=True)
 
 
 def is_active_dropout(op: Op) -> bool:
@@ -47,5 +47,5 @@ def is_active_dropout(op: Op) -> bool:
     return arguments["train"] is not False and arguments["p"] > 0
 
 
-def _random_rule(op: Op, dims: Dims, random: bool) -> ShardingRule:
+def _elementwise_random_rule(op: Op, dims: Dims, random: bool) -> ShardingRule:
     return sharding_rule(op, aligned(op, dims), (dims,) * len(op.outputs), random=random)

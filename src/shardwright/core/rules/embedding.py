@@ -1,6 +1,6 @@
-"""Embedding, `v e, b s -> b s e`: a lookup in a table whose rows (`v`) can be sharded too.
+"""Embedding, `v e, b s -> b s e`: a lookup in a table, whose rows (`v`) can be sharded too.
 
-An embedding bag, `v e, b _ -> b e`, looks up the sum, mean or maximum of several rows.
+An embedding bag, `v e, b _ -> b e`, returns the sum, mean or maximum of several rows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ aten = torch.ops.aten
 
 @rule_for(aten.embedding.default)
 def embedding(op: Op) -> ShardingRule:
-    """`v e, b s -> b s e`: indices, features and rows of the table can be sharded; rows by a
-    partial sum, as in the vocabulary-parallel embedding of Megatron-LM.
+    """`v e, b s -> b s e`: indices, features and rows of the table can be sharded.
 
-    Sparse gradients, and those scaled by the frequency of an index, need all indices and rows on
-    one device: then only the features can be sharded.
+    With sharded rows the output is a partial sum, as in the vocabulary-parallel embedding of
+    Megatron-LM. Sparse gradients, and gradients scaled by the frequency of an index, need all
+    indices and rows on one device: then only the features can be sharded.
     """
     arguments = call_arguments(op)
     indices = names(arguments["indices"], exclude="ve")
@@ -41,35 +41,36 @@ def embedding(op: Op) -> ShardingRule:
         ((*indices, "e"),),
         reduced="v",
         main=Main(letters, weight=0),
-        kernel=_sharded_lookup,
+        kernel=_embedding_kernel,
     )
 
 
 def in_other_blocks(indices: Tensor, first: Any, size: int, total: int) -> Tensor:
-    """Mask of the indices that are in another device's block of a dimension of size `total`.
+    """Return a mask of the indices in other devices' blocks of a dimension of size `total`.
 
     An index out of range is not masked, so that every device raises the error of the lookup.
 
     Args:
-        first, size: the block of this device.
+        first, size: first index and size of this device's block.
     """
     in_this_block: Tensor = (indices >= first) & (indices < first + size)
     in_range: Tensor = (indices >= 0) & (indices < total)
     return in_range & ~in_this_block
 
 
-def _rows(op: Op, local: Local) -> tuple[Any, int, int]:
-    """The first local row of the table, the number of local rows, and that of all rows."""
+def _local_rows(op: Op, local: Local) -> tuple[Any, int, int]:
+    """Return (first row of the table on this device, number of local rows, number of all rows)."""
     total = op.inputs[0].shape[0]
     size = total // local.shard_counts["v"]
     return local.index("v") * size, size, total
 
 
-def _sharded_lookup(op: Op, local: Local) -> Callable[..., Any]:
-    """A lookup in which the rows of other devices are zero: the results are partial sums."""
+def _embedding_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    """Local kernel of `embedding`; if table rows are sharded, a row on another device counts as
+    zero, and the outputs are partial sums."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    first, size, total = _rows(op, local)
+    first, size, total = _local_rows(op, local)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -81,8 +82,8 @@ def _sharded_lookup(op: Op, local: Local) -> Callable[..., Any]:
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding < 0:
             return rows
-        # `padding_idx` counts all rows, so it cannot be passed on to the local lookup: the row has
-        # no gradient, whichever device has it.
+        # `padding_idx` is a global row, so it cannot be passed to the local lookup. Detach the row
+        # instead: it has no gradient on any device.
         return torch.where((indices == padding).unsqueeze(-1), rows.detach(), rows)
 
     return run
@@ -95,8 +96,8 @@ MAXIMUM = 2
 def embedding_bag_rule(op: Op) -> ShardingRule:
     """`v e, b _ -> b e`: bags, features and, except for a maximum, table rows can be sharded.
 
-    Bags of different sizes are not sharded, as the offsets decide where each begins; neither are
-    indices whose gradients are scaled by their frequency.
+    Bags given by offsets cannot be sharded, as the data decide where each begins. If gradients are
+    scaled by the frequency of an index, only the features can be sharded.
     """
     arguments = call_arguments(op)
     scaled = arguments["scale_grad_by_freq"]
@@ -116,15 +117,16 @@ def embedding_bag_rule(op: Op) -> ShardingRule:
         ((bags, "e"),),
         reduced="v",
         main=Main({f: letters[f] for f in (bags, "e", rows) if f is not None}, weight=0),
-        kernel=_sharded_bags,
+        kernel=_embedding_bag_kernel,
     )
 
 
-def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
-    """Bags in which the rows of other devices have weight 0; means divide by the global count."""
+def _embedding_bag_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    """Local kernel of `embedding_bag`; if table rows are sharded, rows on other devices have weight
+    0, and means are divided by the number of entries on all devices."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    first, size, total = _rows(op, local)
+    first, size, total = _local_rows(op, local)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -149,7 +151,7 @@ def _sharded_bags(op: Op, local: Local) -> Callable[..., Any]:
         bag_sums = bags(table, row, weights.masked_fill(elsewhere, 0))
         if not mean:
             return bag_sums
-        # The count of all entries, not only of those whose rows this device has.
+        # Count all entries of a bag, also those whose rows other devices have.
         count = bags(table.new_ones(1, 1), torch.zeros_like(indices), weights)
         return bag_sums / count.clamp(min=1)
 

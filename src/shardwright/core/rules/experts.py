@@ -21,11 +21,11 @@ from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_fo
 @rule_for(experts)
 def experts_rule(op: Op) -> ShardingRule:
     """`b s _, b s _, b s _, e _ i _, e _ i -> b s _`: tokens `b s`, experts `e` and the inner
-    dimension `i` can be sharded, the last two by a partial sum."""
+    dimension `i` can be sharded; sharding `e` or `i` makes the output a partial sum."""
     arguments = call_arguments(op)
     tokens = names(op.output, exclude="ei")[:-1]
-    # A dimension of size 2, gate and up projection, is before or (interleaved) behind the inner
-    # one. It stays replicated, as a device needs both of each of its inner features.
+    # A dimension of size 2, for gate and up projection, precedes or (interleaved) follows the inner
+    # dimension. It stays replicated, as a device needs both projections of its inner features.
     projected: Dims = ("i", None) if arguments["interleaved"] else (None, "i")
     dims: dict[str, Dims] = {
         "x": (*tokens, None),
@@ -41,12 +41,12 @@ def experts_rule(op: Op) -> ShardingRule:
         input_dims(op, dims),
         ((*tokens, None),),
         reduced="e i",
-        kernel=_kernel,
+        kernel=_experts_kernel,
         main=Main({**dict.fromkeys(map(str, tokens), "I"), "e": "E", "i": "K"}, weight=3),
     )
 
 
-def _kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _experts_kernel(op: Op, local: Local) -> Callable[..., Any]:
     total = call_arguments(op)["gate_up"].shape[0]
     num_local = total // local.shard_counts.get("e", 1)
     inner_shards = local.shard_counts.get("i", 1)

@@ -1,4 +1,4 @@
-"""Operators that concatenate, split or index; the dimension that they do it in is not sharded."""
+"""Operators that concatenate, split or index along a dimension, which cannot be sharded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stack(op: Op) -> ShardingRule:
     """`b s, b s -> b _ s`: all but the new dimension can be sharded."""
     dim = argument(op, "dim") % len(op.output.shape)
     dims = without(names(op.output), dim)
-    return sharding_rule(op, [_drop(dims, dim)] * len(op.inputs), (dims,))
+    return sharding_rule(op, [_without_dim(dims, dim)] * len(op.inputs), (dims,))
 
 
 @rule_for(*overloads("split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"))
@@ -50,11 +50,11 @@ def split_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.unbind.int, aten.select.int)
 def unbind(op: Op) -> ShardingRule:
-    """`b _ s -> b s`: all but the dimension that is dropped can be sharded."""
+    """`b _ s -> b s`: all but the removed dimension can be sharded."""
     x = op.inputs[0]
     dim = argument(op, "dim") % len(x.shape)
     dims = without(names(x), dim)
-    return sharding_rule(op, (dims,), (_drop(dims, dim),) * len(op.outputs))
+    return sharding_rule(op, (dims,), (_without_dim(dims, dim),) * len(op.outputs))
 
 
 @rule_for(aten.slice.Tensor)
@@ -70,11 +70,12 @@ def slice_rule(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("select_scatter", "slice_scatter"))
 def slice_scatter_rule(op: Op) -> ShardingRule:
-    """`b _, b _ -> b _` (`slice_scatter`) or `b _, b -> b _` (`select_scatter`)."""
+    """`b _, b _ -> b _` (`slice_scatter`) or `b _, b -> b _` (`select_scatter`): the dimension in
+    which the source is written cannot be sharded."""
     x, source = op.inputs
     dim = argument(op, "dim") % len(x.shape)
     dims = without(names(x), dim)
-    written = dims if len(source.shape) == len(x.shape) else _drop(dims, dim)
+    written = dims if len(source.shape) == len(x.shape) else _without_dim(dims, dim)
     return sharding_rule(op, (dims, written), (dims,))
 
 
@@ -125,8 +126,8 @@ def gather(op: Op) -> ShardingRule | None:
     if dim is None or len(x.shape) != len(indices.shape) or not x.shape:
         return None
     indexed_dim = dim % len(x.shape)
-    # Where the index is smaller than `x`, only the first rows of `x` are read: its shards would not
-    # be aligned with those of the index.
+    # Where the index is smaller than `x`, only the first elements of `x` are read: shards of `x`
+    # and of the index would not be aligned.
     unequal = [
         i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _are_unequal(sizes)
     ]
@@ -148,7 +149,7 @@ def scatter(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("take"))
 def take(op: Op) -> ShardingRule:
-    """`_ _, b -> b`: looks up positions in the flattened tensor, which is not sharded."""
+    """`_ _, b -> b`: the positions can be sharded; the flattened tensor that they index cannot."""
     dims = names(op.inputs[1])
     return sharding_rule(op, ((None,) * len(op.inputs[0].shape), dims), (dims,))
 
@@ -179,11 +180,11 @@ def index_add_rule(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(op: Op) -> ShardingRule | None:
-    """`_ s, b -> b s`: indexed dimensions cannot be sharded; those of the index tensors can.
+    """`_ s, b -> b s`: indexed dimensions cannot be sharded, dimensions of the index tensors can.
 
     None for masks: the shape of the result depends on the data.
     """
-    dims = _index_dims(op)
+    dims = _indexing_factors(op)
     if dims is None:
         return None
     source, at, result = dims
@@ -194,7 +195,7 @@ def index(op: Op) -> ShardingRule | None:
 @rule_for(aten.index_put.default)
 def index_put(op: Op) -> ShardingRule | None:
     """`_ s, _, _ s -> _ s`: dimensions that are not indexed can be sharded; None for masks."""
-    dims = _index_dims(op)
+    dims = _indexing_factors(op)
     if dims is None:
         return None
     source, at, result = dims
@@ -207,11 +208,11 @@ def index_put(op: Op) -> ShardingRule | None:
     )
 
 
-def _index_dims(op: Op) -> tuple[Dims, Dims, Dims] | None:
-    """The dimensions of `x`, of the broadcast indices and of the result in `x[indices]`.
+def _indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:
+    """Return the factors of `x`, of the broadcast indices and of the output of `x[indices]`.
 
-    As in NumPy, the dimensions of the indices replace the indexed ones, or come first if those are
-    not adjacent.
+    As in NumPy, the dimensions of the indices replace the indexed dimensions, or come first if the
+    indexed dimensions are not adjacent. Returns None if an index is a mask, or there is no index.
     """
     x, indices = op.args[0], list(op.args[1])
     indexed = [i for i, index in enumerate(indices) if index is not None]
@@ -232,5 +233,5 @@ def _are_unequal(sizes: tuple[int, ...]) -> bool:
     return len(set(sizes)) > 1
 
 
-def _drop(dims: Dims, dim: int) -> Dims:
+def _without_dim(dims: Dims, dim: int) -> Dims:
     return (*dims[:dim], *dims[dim + 1 :])

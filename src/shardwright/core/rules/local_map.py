@@ -1,8 +1,8 @@
-"""Parts of a model that run as they are: the names that their users declare can be cut.
+"""Calls that run unchanged on local tensors: the dimension names that users declare can be sharded.
 
-Parameters and buffers are read in full, so their gradients are partial sums. A result that is the
-mean over shards is divided by their number on each device, and summed; so are buffers that change,
-such as running statistics.
+Parameters and buffers are replicated, so their gradients are partial sums. Results declared as a
+mean over shards, and buffers that the call updates, such as running statistics, are divided by the
+number of shards on each device and then summed.
 """
 
 from __future__ import annotations
@@ -24,43 +24,44 @@ from shardwright.core.rules.rule import Local, Main, ShardingRule, rule_for
 
 @rule_for(LocalCall)
 def local_map_rule(op: Op) -> ShardingRule:
-    """The dimension names that the user has declared; parameters and buffers are replicated."""
+    """Build the rule of a declared call: the inputs and outputs have the declared dimension names;
+    parameters and buffers are replicated."""
     call: LocalCall = op.target  # type: ignore[assignment]
     declared = call.declaration
     state = [(None,) * len(value.shape) for value in op.inputs[len(declared.inputs) :]]
-    factors = _factors(declared)
+    factors = _shardable_names(declared)
     buffers = [(None,) * len(value.shape) for value in op.outputs[len(declared.outputs) :]]
     return sharding_rule(
         op,
         (*declared.input_dims, *state),
         (*declared.output_dims, *buffers),
         reduced=factors,
-        kernel=_kernel,
+        kernel=_local_map_kernel,
         main=Main(dict.fromkeys(factors, "I"), weight=len(declared.inputs) if state else None),
         random=call.random,
     )
 
 
-def _factors(declared: Declaration) -> list[str]:
-    """The names that every result carries or is a partial result without, those of the first input
-    first."""
+def _shardable_names(declared: Declaration) -> list[str]:
+    """Return the dimension names of the inputs that can be sharded: each output has the name or is
+    declared partial. In order of first occurrence."""
     names = dict.fromkeys(name for dims in declared.input_dims for name in dims if name is not None)
     pairs = list(zip(declared.output_dims, declared.partial, strict=True))
     return [n for n in names if all(n in dims or partial for dims, partial in pairs)]
 
 
-def _kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _local_map_kernel(op: Op, local: Local) -> Callable[..., Any]:
     call: LocalCall = op.target  # type: ignore[assignment]
     declared, counts = call.declaration, local.shard_counts
 
-    def shards(dims: DimNames) -> int:
-        """Over how many devices a result is a partial sum."""
+    def num_terms(dims: DimNames) -> int:
+        """The number of local terms that add up to a result with dimensions `dims`."""
         return prod(count for name, count in counts.items() if name not in dims)
 
     pairs = zip(declared.output_dims, declared.partial, strict=True)
-    divisors = [shards(dims) if partial == "mean" else 1 for dims, partial in pairs]
-    divisors += [shards(())] * len(call.changed)
-    # Of whole numbers, such as a count of batches, those of the first shard are taken.
+    divisors = [num_terms(dims) if partial == "mean" else 1 for dims, partial in pairs]
+    divisors += [num_terms(())] * len(call.changed)
+    # Integers, such as a count of batches, cannot be divided: the first shard's are the result.
     first = sum(local.index(factor) for factor, count in counts.items() if count > 1)
 
     def term(result: Tensor, divisor: int) -> Tensor:

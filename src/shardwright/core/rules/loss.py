@@ -1,4 +1,4 @@
-"""Losses: elementwise ones, those of rows, and those of log-probabilities and class indices."""
+"""Elementwise losses, losses per row, and negative log-likelihood losses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SUM = 2
 def ctc(op: Op) -> ShardingRule | None:
     """`_ b _, b _, b, b -> b`: samples can be sharded if targets are padded to a matrix.
 
-    Concatenated targets (None) cannot: where each sample begins depends on the data.
+    None for concatenated targets: where each sample begins depends on the data.
     """
     rows = len(call_arguments(op)["targets"].shape) == 2
     return from_notation("_ b _, b _, b, b -> b", op) if rows else None
@@ -56,7 +56,7 @@ def ctc(op: Op) -> ShardingRule | None:
 def elementwise_loss(op: Op) -> ShardingRule:
     """`b s, b s -> b s`, or `-> ()` if reduced: all dimensions can be sharded.
 
-    A mean is a partial sum of local means / number of shards.
+    A mean is a partial sum of the local means, each divided by the number of shards.
     """
     shape = torch.broadcast_shapes(*(value.shape for value in op.inputs))  # type: ignore[no-untyped-call]
     dims: Dims = tuple(NAMES[: len(shape)])
@@ -64,7 +64,8 @@ def elementwise_loss(op: Op) -> ShardingRule:
 
 
 def mean_loss_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """The operator itself; a mean is divided by the number of shards, to be a term of the sum."""
+    """Local kernel of a loss: the operator itself, with a mean divided by the number of shards, so
+    that the local losses are partial sums."""
     num_shards = prod(local.shard_counts.values())
     # Shards are of equal size, so that the mean of local means is the global one.
     if call_arguments(op)["reduction"] != MEAN or num_shards == 1:
@@ -75,6 +76,13 @@ def mean_loss_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def _loss_rule(
     op: Op, inputs: tuple[Dims, ...], rows: Dims, kernel: Kernel, reductions: Any = no_reductions
 ) -> ShardingRule:
+    """Build the rule of a loss with one value per row; a reduced loss is a partial sum.
+
+    Args:
+        inputs: the factors of each input.
+        rows: the factors of the unreduced loss.
+        kernel, reductions: as fields of `ShardingRule`.
+    """
     output = () if call_arguments(op)["reduction"] else rows
     reduced = () if output else [str(name) for name in rows]
     return sharding_rule(
@@ -92,7 +100,8 @@ def cosine_embedding_loss(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("multi_margin_loss", "multilabel_margin_loss"))
 def margin_loss(op: Op) -> ShardingRule:
-    """`b _, b -> b`: rows can be sharded; classes cannot, as each is compared with the target's."""
+    """`b _, b -> b`: rows can be sharded; classes cannot, as each score is compared with that of
+    the target class."""
     rows: Dims = ("b",)[: max(0, len(op.inputs[0].shape) - 1)]
     scores, target = ((*rows, None)[: len(value.shape)] for value in op.inputs[:2])
     inputs = input_dims(op, {"self": scores, "target": target, "weight": (None,)})
@@ -101,7 +110,8 @@ def margin_loss(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("nll_loss_nd", "nll_loss", "nll_loss2d"))
 def nll_loss(op: Op) -> ShardingRule:
-    """`b v s -> b s`: all but the classes can be sharded; a mean counts valid targets globally."""
+    """`b _ s, b s -> b s`, or `-> ()` if reduced: all but the classes can be sharded; a mean counts
+    the valid targets of all devices."""
     arguments = call_arguments(op)
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["target"].shape)]
     scores = (*rows[:1], None, *rows[1:])
@@ -110,7 +120,8 @@ def nll_loss(op: Op) -> ShardingRule:
 
 
 def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """The all-reduce of the count (or weight) of valid targets, if a mean loss is sharded."""
+    """Return the all-reduce of the count (or weight) of valid targets; () unless a mean loss has
+    sharded rows."""
     sharded = tuple(name for name, count in shard_counts.items() if name != "v" and count > 1)
     if call_arguments(op)["reduction"] != MEAN or not sharded:
         return ()
@@ -123,10 +134,12 @@ def _nll_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
-    """The local sum over rows divided by the weight of the valid targets of all devices.
+    """Local kernel of a mean loss: the local sum over rows divided by the count (or weight) of the
+    valid targets on all devices.
 
-    The count of targets is launched early, so that no device waits for others before its backward
-    pass. The sum is in single precision: it may overflow where the mean in half precision does not.
+    The all-reduce of the count is launched early, so that no device waits for others before its
+    backward pass. The sum is in single precision: in half precision it may overflow although the
+    mean does not.
     """
     call_args = call_arguments(op)
     scores, dtype = next(iter(schema_parameters(op.target))), accumulation_dtype(op.output.dtype)
@@ -151,5 +164,5 @@ def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch accumulates: single precision for half precision inputs."""
+    """Return the dtype in which PyTorch accumulates: float32 for half precision, else `dtype`."""
     return torch.float32 if dtype.itemsize < 4 else dtype

@@ -1,4 +1,4 @@
-"""Normalization over features, groups of channels, images and batches; softmax."""
+"""Layer, group, instance, batch and weight normalization; softmax."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHANNELS = ("weight", "bias", "running_mean", "running_var")
 def feature_norm(op: Op) -> ShardingRule:
     """`b s _, _ -> b s _`: all but the normalized dimensions, the last ones, can be sharded.
 
-    Mean and reciprocal deviation, if returned, have size 1 in the normalized dimensions.
+    Mean and reciprocal standard deviation, if returned, have size 1 in the normalized dimensions.
     """
     arguments = call_arguments(op)
     count = len(arguments["normalized_shape"])
@@ -45,8 +45,10 @@ def feature_norm(op: Op) -> ShardingRule:
 
 @rule_for(aten.group_norm.default, aten.native_group_norm.default)
 def group_norm(op: Op) -> ShardingRule:
-    """`b c _ _, c, c -> b c _ _, b c, b c`: the batch can be sharded, and the channels between
-    groups."""
+    """`b c _ _, c, c -> b c _ _, b c, b c`: the batch can be sharded, and channels between groups.
+
+    The statistics are outputs of `native_group_norm` only.
+    """
     arguments, native = call_arguments(op), op.target is aten.native_group_norm.default
     groups = arguments["group" if native else "num_groups"]
     dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
@@ -76,33 +78,39 @@ def weight_norm(op: Op) -> ShardingRule:
 def batch_norm(op: Op) -> ShardingRule | None:
     """`b c s t, c, c, c, c -> b c s t`: with running statistics the operator is elementwise.
 
-    With batch statistics it updates its inputs in place; `batch_norm_train` replaces it then.
+    None in training mode, in which it updates its inputs in place: `batch_norm_train` replaces it.
     """
-    return None if call_arguments(op)["training"] else _by_channel(op)
+    return None if call_arguments(op)["training"] else _channel_norm_rule(op)
 
 
 @rule_for(aten.instance_norm.default)
 def instance_norm(op: Op) -> ShardingRule | None:
     """`b c _ _, c -> b c _ _`; with running statistics the spatial dimensions can be sharded, too.
 
-    None if it uses the statistics of the input and updates the running ones in place.
+    None if the operator uses the statistics of its input and updates the running statistics in
+    place.
     """
     arguments = call_arguments(op)
     if arguments["use_input_stats"] and arguments["running_mean"] is not None:
         return None
-    return _by_channel(
+    return _channel_norm_rule(
         op, replicated=range(2, len(op.output.shape)) if arguments["use_input_stats"] else ()
     )
 
 
-def _by_channel(op: Op, replicated: Any = ()) -> ShardingRule:
-    dims = without(_image(op), *replicated)
+def _channel_norm_rule(op: Op, replicated: Any = ()) -> ShardingRule:
+    """Build the rule of a normalization with parameters per channel.
+
+    Args:
+        replicated: the dimensions that cannot be sharded.
+    """
+    dims = without(_image_factors(op), *replicated)
     inputs = input_dims(op, {"input": dims, **dict.fromkeys(CHANNELS, ("c",))})
     return sharding_rule(op, inputs, (dims,))
 
 
-def _image(op: Op) -> Dims:
-    """`b c`, then one name per spatial dimension."""
+def _image_factors(op: Op) -> Dims:
+    """Return the factors of an image: `b`, `c`, and one per spatial dimension."""
     return ("b", "c", *("s", "t", "u")[: len(op.output.shape) - 2])
 
 
@@ -110,11 +118,11 @@ def _image(op: Op) -> Dims:
 def training_batch_norm(op: Op) -> ShardingRule:
     """`b c s t, c -> b c s t, c, c`; every device computes the statistics of the global batch.
 
-    If batch or spatial dimensions are sharded, the kernel all-reduces the sums, then the squared
-    deviations from the mean. Two passes, as on one device, avoid the cancellation of E[x²] - E[x]².
-    The new running statistics are replicated.
+    If batch or spatial dimensions are sharded, the kernel all-reduces the sums, then the sums of
+    squared deviations from the mean. Two passes, as on one device, avoid the cancellation of
+    E[x²] - E[x]². The new running statistics are replicated over batch and spatial shards.
     """
-    dims = _image(op)
+    dims = _image_factors(op)
     inputs = input_dims(op, {"x": dims, **dict.fromkeys(CHANNELS, ("c",))})
     outputs = (dims, ("c",), ("c",))[: len(op.outputs)]
     return sharding_rule(
@@ -122,17 +130,17 @@ def training_batch_norm(op: Op) -> ShardingRule:
         inputs,
         outputs,
         complete=frozenset(pooled_factors(op)),
-        kernel=_pooled_kernel,
-        reductions=_pooled_statistics,
+        kernel=_batch_norm_kernel,
+        reductions=_batch_norm_reductions,
     )
 
 
 def pooled_factors(op: Op) -> tuple[str, ...]:
-    """The factors over which the statistics are taken: all but the channels."""
-    return tuple(str(name) for name in _image(op) if name != "c")
+    """Return the factors over which batch statistics are computed: all but the channels."""
+    return tuple(str(name) for name in _image_factors(op) if name != "c")
 
 
-def _pooled_statistics(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _batch_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     sharded = tuple(f for f in pooled_factors(op) if shard_counts.get(f, 1) > 1)
     if not sharded:
         return ()
@@ -143,7 +151,7 @@ def _pooled_statistics(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reducti
     return (reduction, reduction)
 
 
-def _pooled_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _batch_norm_kernel(op: Op, local: Local) -> Callable[..., Any]:
     if not local.reduce:
         return op.target
     reduce_sum, reduce_squares = local.reduce
@@ -181,7 +189,7 @@ def _pooled_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def _update_running_average(running: Tensor, new: Tensor, momentum: float) -> Tensor:
-    """The exponential moving average as torch defines it: `momentum` weighs the new value."""
+    """Return the new exponential moving average; as in PyTorch, `momentum` weighs `new`."""
     return running.detach() * (1 - momentum) + new.to(running.dtype) * momentum
 
 

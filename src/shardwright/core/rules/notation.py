@@ -1,4 +1,4 @@
-"""Builders of rules: from an einsum-like notation, dimension names and operator arguments.
+"""Build sharding rules from an einsum-like notation or from one factor name per dimension.
 
 In the notation `"b s k, j k -> b s j"`
 
@@ -6,7 +6,8 @@ In the notation `"b s k, j k -> b s j"`
 - `_` (or `.`) is a dimension that cannot be sharded, `()` a tensor without dimensions;
 - `...` is any number of leading dimensions, right-aligned as in broadcasting and named
   `b s t u v w …`;
-- an input dimension of size 1 whose factor is larger elsewhere is broadcast, and cannot be sharded.
+- an input dimension of size 1 whose factor is larger in another tensor is broadcast, and cannot be
+  sharded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 _LEADING = "bstuvwxyz"
 NAMES = _LEADING + "".join(c for c in ascii_lowercase if c not in _LEADING)
-"""The names given to dimensions, in order."""
+"""Factor names, in the order in which they are assigned to dimensions."""
 
 
 class RuleOptions(TypedDict, total=False):
@@ -52,14 +53,17 @@ def from_notation(
 
     Args:
         notation: inputs and outputs as in `"b s k, j k -> b s j"`.
-        reduced: factors that an output lacks and that can be sharded: names, or one string of them.
-        capacity: the number that the shard count must divide, for factors where it is not the size.
+        reduced: factors that an output lacks and that can be sharded, as names or as one string of
+            names separated by spaces.
+        capacity: the number that the shard count must divide, by factor; by default the factor's
+            size.
 
     Raises:
-        ValueError: if the notation does not match the tensors of `op`, or sizes of a factor differ.
+        ValueError: if the notation does not match the tensors of `op`, or a factor has several
+            sizes.
     """
     left, _, right = notation.partition("->")
-    inputs, outputs = _tensors(left), _tensors(right)
+    inputs, outputs = _parse_tensors(left), _parse_tensors(right)
     if (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs)):
         raise ValueError(
             f"{op}: the notation {notation!r} must have {len(op.inputs)} inputs and"
@@ -70,7 +74,7 @@ def from_notation(
     # The tensor with most leading dimensions names them; shorter ones take the last names.
     lengths = [len(v.shape) - len(tokens) + 1 for tokens, v in pairs if "..." in tokens]
     leading = [name for name in NAMES if name not in used][: max(lengths, default=0)]
-    dims = [_dims(tokens, len(value.shape), leading) for tokens, value in pairs]
+    dims = [_parse_dims(tokens, len(value.shape), leading) for tokens, value in pairs]
     return sharding_rule(
         op,
         dims[: len(inputs)],
@@ -90,10 +94,16 @@ def sharding_rule(
     capacity: Mapping[str, int] | None = None,
     **options: Unpack[RuleOptions],
 ) -> ShardingRule:
-    """Build the rule of `op` from dimension names; factor sizes come from its tensors' shapes.
+    """Build the rule of `op` from one factor per dimension; factor sizes come from its tensors.
+
+    Args:
+        inputs, outputs: the factor of each dimension of each tensor; None if it cannot be sharded.
+        reduced, capacity, options: as fields of `ShardingRule`; `reduced` may be one string of
+            names separated by spaces, and `capacity` defaults to the factors' sizes.
 
     Raises:
-        ValueError: if a tensor has another number of dimensions, or the sizes of a factor differ.
+        ValueError: if the number of factors of a tensor differs from its number of dimensions, or a
+            factor has several sizes.
     """
     sizes: dict[str, int] = {}
     for dims, value in zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True):
@@ -121,7 +131,8 @@ def sharding_rule(
             )
             if not is_consistent:
                 raise ValueError(
-                    f"{op}: factor {name!r} has size {size} in {value}, and another size elsewhere"
+                    f"{op}: factor {name!r} has size {size} in {value}, but another size"
+                    " in another tensor"
                 )
     return ShardingRule(
         inputs=broadcast,
@@ -133,35 +144,35 @@ def sharding_rule(
 
 
 def names(value: Value, exclude: str = "") -> Dims:
-    """A factor name for each dimension of `value`, none of them in `exclude`: `("b", "s", "t")`."""
+    """Return a factor for each dimension of `value`, none in `exclude`: `("b", "s", "t")`."""
     return tuple([name for name in NAMES if name not in exclude][: len(value.shape)])
 
 
 def without(dims: Dims, *positions: int) -> Dims:
-    """Return `dims` with None, never sharded, at `positions` (negative ones from the end)."""
+    """Return `dims` with None (never sharded) at `positions`; negative ones count from the end."""
     excluded = {position % len(dims) for position in positions} if dims else set()
     return tuple(None if i in excluded else name for i, name in enumerate(dims))
 
 
 def aligned(op: Op, dims: Dims) -> tuple[Dims, ...]:
-    """The dimensions of each input, right-aligned to those of a broadcast result, `dims`."""
+    """Return the factors of each input, right-aligned to `dims`, those of the broadcast output."""
     return tuple(dims[len(dims) - len(value.shape) :] for value in op.inputs)
 
 
 def argument(op: Op, name: str, default: Any = None) -> Any:
-    """The argument `name` of `op`; `default` if `op.target` has no such parameter."""
+    """Return the argument `name` of `op`, or `default` if `op.target` has no such parameter."""
     return call_arguments(op).get(name, default)
 
 
 def draws_random(op: Op) -> bool:
-    """Whether ATen tags the operator as drawing from the random generator."""
+    """Whether ATen tags `op` as drawing from the random generator (`nondeterministic_seeded`)."""
     return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
 def overloads(*operators: str) -> tuple[Any, ...]:
-    """All functional overloads of these ATen operators that return tensors.
+    """Return the functional overloads, of the named ATen operators, that return tensors.
 
-    Overloads with named dimensions, and operators that this version of PyTorch lacks, are left out.
+    Excludes overloads with named dimensions, and operators that this version of PyTorch lacks.
     """
     functional = []
     for operator in filter(partial(hasattr, torch.ops.aten), operators):
@@ -175,17 +186,20 @@ def overloads(*operators: str) -> tuple[Any, ...]:
     return tuple(functional)
 
 
-def _tensors(side: str) -> list[list[str]]:
-    texts = [text.strip() for text in side.split(",")] if side.strip() else []
+def _parse_tensors(notation: str) -> list[list[str]]:
+    """Split the inputs or the outputs of a notation into tensors, and each of these into tokens."""
+    texts = [text.strip() for text in notation.split(",")] if notation.strip() else []
     return [[] if text == "()" else text.split() for text in texts]
 
 
-def _dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
+def _parse_dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
+    """Return the factors of a tensor of `ndim` dimensions; `...` is the last names of `leading`."""
     if "..." in tokens:
         ellipsis_index, count = tokens.index("..."), ndim - len(tokens) + 1
         if count < 0:
             raise ValueError(
-                f"{' '.join(tokens)!r} names more dimensions than the {ndim} of the tensor"
+                f"the notation {' '.join(tokens)!r} names {len(tokens) - 1} dimensions, but the"
+                f" tensor has only {ndim}"
             )
         # Right-aligned, as broadcasting aligns shapes.
         expanded = leading[len(leading) - count :]
@@ -195,7 +209,7 @@ def _dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
 
 @cache
 def schema_parameters(target: OpTarget) -> dict[str, Any]:
-    """The parameters of `target`, in order, with their defaults (None for those without)."""
+    """Return the default of each parameter of `target` (None without one), by name, in order."""
     if isinstance(target, OpOverload):
         schema = schema_of(target).arguments
         return {a.name: a.default_value if a.has_default_value() else None for a in schema}
@@ -204,24 +218,24 @@ def schema_parameters(target: OpTarget) -> dict[str, Any]:
 
 
 def named_arguments(op: Op) -> dict[str, Any]:
-    """The arguments given in the call, by name and in the order of the call."""
+    """Return the arguments that `op` passes, by name, in the order of the call."""
     return {**dict(zip(schema_parameters(op.target), op.args, strict=False)), **op.kwargs}
 
 
 def call_arguments(op: Op) -> dict[str, Any]:
-    """Every argument of `op` by name, including defaults."""
+    """Return all arguments of `op`, including defaults, by name."""
     return {**schema_parameters(op.target), **named_arguments(op)}
 
 
 def input_dims(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
-    """The dimensions of each of `Op.inputs`, from those of the arguments by name."""
+    """Return the factors of each tensor input of `op`, in order; `dims` has them by argument."""
     return tuple(
         dims[name] for name, value in named_arguments(op).items() if isinstance(value, Value)
     )
 
 
 def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
-    """Return a function that binds the arguments of a kernel call by name, with defaults.
+    """Return a function from the `args` and `kwargs` of a kernel call to all arguments by name.
 
     The signature is read here, once, since kernels run in every step.
     """

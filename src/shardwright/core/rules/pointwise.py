@@ -35,7 +35,8 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 def pointwise(op: Op) -> ShardingRule | None:
     """`b s, s -> b s`: every dimension of the output can be sharded.
 
-    None if the outputs differ in shape, or the operator mutates an input.
+    None if the operator mutates an input, outputs differ in shape, or an input has more dimensions
+    than the output.
     """
     shape = op.outputs[0].shape
     if isinstance(op.target, OpOverload) and schema_of(op.target).is_mutable:
@@ -51,7 +52,7 @@ def pointwise(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("to", "type_as"))
 def dtype_cast(op: Op) -> ShardingRule:
-    """`b s, _ _ -> b s`: a second tensor only supplies dtype and device, so it is not sharded."""
+    """`b s, _ _ -> b s`: a second tensor only supplies dtype and device, so it is replicated."""
     dims = names(op.output)
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,))
@@ -59,7 +60,7 @@ def dtype_cast(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("prelu", "_prelu_kernel"))
 def prelu(op: Op) -> ShardingRule:
-    """`b c s, c -> b c s`: the weight is one number per channel (dimension 1), or a single one."""
+    """`b c s, c -> b c s`: the weight has one element per channel (dimension 1), or only one."""
     x, weight = op.inputs
     dims = names(x)
     if len(weight.shape) == len(x.shape):
@@ -77,9 +78,10 @@ def glu(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("bucketize", "searchsorted"))
 def bucketize(op: Op) -> ShardingRule | None:
-    """`b s, _ -> b s`: looks up every element in a sorted sequence, which is not sharded.
+    """`b s, _ -> b s`: elements can be sharded; the sorted sequence in which they are looked up
+    cannot.
 
-    None for `searchsorted` with a sequence per row.
+    None for `searchsorted` with one sequence per row.
     """
     dims = names(op.output)
     boundaries = argument(op, "boundaries", argument(op, "sorted_sequence"))

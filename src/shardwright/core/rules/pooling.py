@@ -23,8 +23,8 @@ RESIZES = {
 
 
 def leading_dims_rule(num_replicated: int) -> RuleMaker:
-    """Make a rule `b c _ _ -> b c _ _`, in which the last `num_replicated` dimensions are not
-    sharded."""
+    """Make a builder of rules `b c _ _ -> b c _ _`, in which the last `num_replicated` dimensions
+    cannot be sharded."""
 
     def rule(op: Op) -> ShardingRule:
         count = len(op.output.shape) - num_replicated
@@ -43,7 +43,8 @@ for _spatial, _resizes in RESIZES.items():
 
 @rule_for(*overloads("pixel_shuffle", "pixel_unshuffle"))
 def shuffle_pixels(op: Op) -> ShardingRule:
-    """`b _ _ _ -> b _ _ _`: elements move between channels and pixels, which are not sharded."""
+    """`b _ _ _ -> b _ _ _`: elements move between channels and pixels, so only leading dimensions
+    can be sharded."""
     dims = (*("b", "c", "d", "e", "f")[: len(op.output.shape) - 3], None, None, None)
     return sharding_rule(op, (dims,), (dims,))
 

@@ -1,4 +1,4 @@
-"""Recurrent layers: only the batch can be sharded, as a step reads all features of the last one."""
+"""Recurrent layers: only the batch can be sharded, as a time step reads all previous features."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ aten = torch.ops.aten
 
 @rule_for(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrence(op: Op) -> ShardingRule:
-    """`b _ _, _ b _, weights -> b _ _, _ b _`, or with the sequence first, or without a batch."""
+    """`_ b _, _ b _, weights -> _ b _, _ b _`, with `b _ _` for `_ b _` of the sequences if
+    `batch_first`.
+
+    Nothing can be sharded without a batch dimension.
+    """
     # An LSTM has a hidden and a cell state.
     states = 2 if op.target is aten.lstm.input else 1
     x = op.inputs[0].shape

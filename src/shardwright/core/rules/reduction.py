@@ -1,4 +1,4 @@
-"""Operators along dimensions: reductions, scans, sorts.
+"""Operators that work along dimensions: reductions, scans, sorts.
 
 Sums and means are linear, so a dimension that they reduce can be sharded: the output is then a
 partial sum. The other operators cannot be sharded along the dimensions that they reduce or scan.
@@ -28,23 +28,24 @@ aten = torch.ops.aten
 
 @rule_for(*overloads("sum", "nansum", "count_nonzero"))
 def sum_rule(op: Op) -> ShardingRule:
-    """`b s -> b`: reduced dimensions can be sharded, local sums are terms of the result."""
+    """`b s -> b`: reduced dimensions can be sharded; the local sums are then partial sums."""
     dims = names(op.inputs[0])
-    return sharding_rule(op, (dims,), (_output_dims(op, dims),), reduced=_reduced_names(op))
+    return sharding_rule(op, (dims,), (_output_factors(op, dims),), reduced=_reduced_factors(op))
 
 
 @rule_for(*overloads("mean"))
 def mean(op: Op) -> ShardingRule:
-    """`b s -> b`: local means divided by the number of shards are terms of the result."""
+    """`b s -> b`: reduced dimensions can be sharded; the local means, divided by the number of
+    shards, are then partial sums."""
     dims = names(op.inputs[0])
-    reduced = _reduced_names(op)
+    reduced = _reduced_factors(op)
     return sharding_rule(
-        op, (dims,), (_output_dims(op, dims),), reduced=reduced, kernel=_local_mean
+        op, (dims,), (_output_factors(op, dims),), reduced=reduced, kernel=_local_mean_kernel
     )
 
 
-def _local_mean(op: Op, local: Local) -> Callable[..., Any]:
-    num_shards = prod(local.shard_counts.get(name, 1) for name in _reduced_names(op))
+def _local_mean_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    num_shards = prod(local.shard_counts.get(name, 1) for name in _reduced_factors(op))
     if num_shards == 1:
         return op.target
     # Shards have equal sizes, so the mean of their means is the mean of all.
@@ -58,15 +59,16 @@ def _local_mean(op: Op, local: Local) -> Callable[..., Any]:
 @rule_for(*overloads("kthvalue"))
 def reduction_rule(op: Op) -> ShardingRule:
     """`b _ -> b`: reduced dimensions cannot be sharded."""
-    # A layout can have pending sums, but no pending maximum, product or norm.
+    # A layout can express partial sums, but not a partial maximum, product or norm.
     dims = without(names(op.inputs[0]), *_reduced_dims(op))
-    return sharding_rule(op, (dims,), (_output_dims(op, dims),) * len(op.outputs))
+    return sharding_rule(op, (dims,), (_output_factors(op, dims),) * len(op.outputs))
 
 
 @rule_for(*overloads("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"))
 @rule_for(*overloads("sort", "argsort", "topk", "flip", "roll"))
 def scan_rule(op: Op) -> ShardingRule:
-    """`b _ -> b _`: dimensions in `dim` or `dims` cannot be sharded; without either none can."""
+    """`b _ -> b _`: the dimensions in `dim` or `dims` cannot be sharded; if empty, as in `roll`, no
+    dimension can."""
     dims = without(names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 
@@ -102,9 +104,10 @@ def diff_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.histc.default)
 def histogram(op: Op) -> ShardingRule:
-    """`b s -> _`: local counts are terms of a sum; without bounds nothing can be sharded."""
+    """`b s -> _`: all dimensions can be sharded if `min` and `max` are given; local counts are then
+    partial sums."""
     dims = names(op.inputs[0])
-    # Equal bounds mean those of the data, which differ between shards.
+    # Equal bounds stand for the bounds of the data, which differ between shards.
     bounded = argument(op, "min") < argument(op, "max")
     reduced = [name for name in dims if name is not None] if bounded else []
     return sharding_rule(op, (dims,), ((None,),), reduced=reduced)
@@ -112,15 +115,15 @@ def histogram(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("cosine_similarity"))
 def cosine_similarity(op: Op) -> ShardingRule:
-    """`b s _, b s _ -> b s`: features cannot be sharded; the two tensors are broadcast."""
+    """`b s _, b s _ -> b s`: all but the features can be sharded; the two inputs are broadcast."""
     dim, ndim = argument(op, "dim"), len(op.output.shape) + 1
     dims = names(op.output)
     dims = (*dims[: dim % ndim], None, *dims[dim % ndim :])
-    return sharding_rule(op, aligned(op, dims), (tuple(_drop(dims, {dim % ndim})),))
+    return sharding_rule(op, aligned(op, dims), (tuple(_without_dims(dims, {dim % ndim})),))
 
 
 def _reduced_dims(op: Op) -> tuple[int, ...]:
-    """The dimensions in `dim` or `dims`, as non-negative ints; all if there are none."""
+    """Return the dimensions in `dim` or `dims`, non-negative; all dimensions without either."""
     ndim = len(op.inputs[0].shape)
     dims = argument(op, "dim", argument(op, "dims"))
     listed = [dims] if isinstance(dims, int) else dims
@@ -129,17 +132,18 @@ def _reduced_dims(op: Op) -> tuple[int, ...]:
     return tuple(sorted({dim % max(ndim, 1) for dim in listed})) if ndim else ()
 
 
-def _reduced_names(op: Op) -> tuple[str, ...]:
+def _reduced_factors(op: Op) -> tuple[str, ...]:
     dims = names(op.inputs[0])
     return tuple(name for i in _reduced_dims(op) if (name := dims[i]) is not None)
 
 
-def _output_dims(op: Op, dims: Dims) -> Dims:
-    """The dimensions of the output: without the reduced ones, or with size 1 if `keepdim`."""
+def _output_factors(op: Op, dims: Dims) -> Dims:
+    """Return the factors of the output, given `dims`, those of the input: reduced dimensions are
+    removed or, with `keepdim`, None."""
     if argument(op, "keepdim", False):
         return without(dims, *_reduced_dims(op))
-    return _drop(dims, set(_reduced_dims(op)))
+    return _without_dims(dims, set(_reduced_dims(op)))
 
 
-def _drop(dims: Dims, positions: set[int]) -> Dims:
+def _without_dims(dims: Dims, positions: set[int]) -> Dims:
     return tuple(name for i, name in enumerate(dims) if i not in positions)

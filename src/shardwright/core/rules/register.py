@@ -1,4 +1,4 @@
-"""`sw.rules.register`: sharding rules of users' own operators, tested against the operator."""
+"""`sw.rules.register`: register sharding rules of custom operators, tested on example inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
 
 TOLERANCE = 1e-3
-"""Allowed difference relative to the largest element: the error of a wrong rule is of order 1."""
+"""Largest allowed difference between joined local outputs and the full output, as a fraction of
+the largest absolute value in the full output; a wrong rule causes differences of order 1."""
 
 
 def register(
@@ -30,27 +31,32 @@ def register(
     """Register the sharding rule of an operator.
 
     Args:
-        target: `torch.ops.library.operator.default`, made for instance with
+        target: the operator, `torch.ops.library.operator.default`, defined for instance with
             `torch.library.custom_op` and `register_fake`.
-        notation: the dimensions of its tensors, `"b s k, j k -> b s j"`; see `docs/rules.md`.
-        example: arguments of a call, on which the rule is tested: random tensors, in which the size
-            of every factor is even. With tensors on the meta device only the notation is checked.
-        reduced: factors that the output lacks and that can be sharded, names or one string of them:
-            the local outputs are then terms of a sum.
-        kernel: builds the function that computes a shard, if it is not the operator itself.
+        notation: the factors of the operator's tensors, one name per dimension, such as
+            `"b s k, j k -> b s j"`; see `docs/rules.md`.
+        example: positional arguments of a call on which the rule is tested: random tensors in which
+            the size of each factor is even. With meta tensors only the notation is checked.
+        reduced: factors that the output lacks and that can be sharded, as names or as one string of
+            names separated by spaces; the local outputs are then partial sums.
+        kernel: builder of the function that computes a device's local outputs; None if the operator
+            itself computes them from local tensors.
 
     Raises:
         StrategyError: if the operator already has a rule, the notation does not match its tensors,
-            or two shards of the example do not give the result that the rule predicts.
+            or the local outputs of two shards of the example do not join to the full outputs.
     """
     if target in registry():
-        raise StrategyError(f"{target} has a sharding rule already\nremove one of the two calls")
+        raise StrategyError(
+            f"`{target}` already has a sharding rule\nremove this call of `sw.rules.register`, or"
+            " the earlier one for the same operator"
+        )
 
     def rule(op: Op) -> ShardingRule:
         return from_notation(notation, op, reduced=reduced, kernel=kernel)
 
-    # Before it is registered, so that a wrong rule leaves nothing behind.
-    _check(target, rule, example)
+    # Test before registering, so that a wrong rule is not registered.
+    _check_on_example(target, rule, example)
     rule_for(target)(rule)
 
 
@@ -64,46 +70,48 @@ def example_op(target: OpTarget, args: tuple[Any, ...]) -> Op:
     return Op("example", target, pytree.tree_map_only(Tensor, value, args), {}, outputs)
 
 
-def _check(target: OpTarget, maker: RuleMaker, example: tuple[Any, ...]) -> None:
+def _check_on_example(target: OpTarget, maker: RuleMaker, example: tuple[Any, ...]) -> None:
     op = example_op(target, example)
     try:
         rule = maker(op)
     except ValueError as error:
-        raise StrategyError(f"the sharding rule of {target} does not fit it: {error}") from None
+        raise StrategyError(
+            f"the sharding rule of `{target}` failed on its example inputs: {error}\ncorrect the"
+            " notation, or pass an example that matches the operator's signature"
+        ) from None
     assert rule is not None
     full_outputs = pytree.tree_leaves(target(*example))
-    # Without values only shapes could be compared, which the notation has already been checked
-    # against.
+    # Meta tensors have no values to compare, and their shapes agree with the notation by now.
     if all(output.is_meta for output in full_outputs):
         return
     even_factors = [factor for factor in rule.factors if rule.capacity[factor] % 2 == 0]
     if not even_factors:
         raise StrategyError(
-            f"the sharding rule `{rule}` of {target} cannot be checked: no factor of the example"
-            " has an even size\nuse an example in which the size of every factor is even"
+            f"the sharding rule `{rule}` of `{target}` cannot be tested: no factor of the example"
+            " has an even size\npass an example in which the size of each factor is even"
         )
     for factor in even_factors:
         try:
-            difference = _difference(op, rule, factor, example, full_outputs)
+            difference = _describe_difference(op, rule, factor, example, full_outputs)
         # Users' operators raise anything on shapes that they do not support.
         except Exception as error:
-            difference = f"it fails: {str(error).strip().splitlines()[0]}"
+            difference = f"the computation fails: {str(error).strip().splitlines()[0]}"
         if difference:
             raise StrategyError(
-                f"the sharding rule `{rule}` contradicts {target}: on halves of {factor!r}"
-                f" {difference}\n"
-                "write `_` for a dimension that cannot be sharded, or pass a kernel"
+                f"the sharding rule `{rule}` contradicts `{target}`: with factor {factor!r} in two"
+                f" shards, {difference}\n"
+                "write `_` for a dimension that cannot be sharded, or pass `kernel`"
             )
 
 
-def _difference(
+def _describe_difference(
     op: Op, rule: ShardingRule, factor: str, example: tuple[Any, ...], full_outputs: list[Tensor]
 ) -> str:
-    """Shard `factor` in two and describe how the joined outputs differ from the full ones.
+    """Shard `factor` in two and describe how the joined local outputs differ from the full ones.
 
-    Returns an empty text if they agree.
+    Returns an empty string if they agree.
     """
-    # Two shards show a wrong dimension, a missing sum and a wrong kernel.
+    # Two shards suffice to detect a wrong dimension, a missing sum or a wrong kernel.
     mesh, cuts = DeviceMatrix((2,), ("x",)), {factor: (0,)}
     inputs, outputs = rule.layouts(mesh, cuts)
     local_outputs = []
@@ -122,11 +130,11 @@ def _difference(
         first, second = (of_rank[index] for of_rank in local_outputs)
         expected = layout.shard_shape(tuple(full.shape))
         if {tuple(first.shape), tuple(second.shape)} != {expected}:
-            return f"output {index} has shape {list(first.shape)}, not {list(expected)}"
+            shape = list(first.shape)
+            return f"output {index} has local shape {shape}, expected {list(expected)}"
         sharded_dims = [dim for dim, axes in enumerate(layout.axes) if axes]
         joined = torch.cat([first, second], sharded_dims[0]) if sharded_dims else first + second
         if full.numel() and (joined - full).abs().max() > TOLERANCE * full.abs().max():
-            return f"output {index} is not " + (
-                "its blocks" if sharded_dims else "the sum of its terms"
-            )
+            joining = "concatenate" if sharded_dims else "add up"
+            return f"the local outputs do not {joining} to output {index}"
     return ""

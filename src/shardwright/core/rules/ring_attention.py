@@ -1,4 +1,4 @@
-"""Ring attention: each device keeps its queries, keys and values travel round a ring of devices.
+"""Ring attention: queries stay on their device; keys and values travel around a ring of devices.
 
 Each device has a block of positions. In step 0 it attends to its own keys and values while these
 are sent to the next device; in each later step, to those that it has just received. After n - 1
@@ -33,8 +33,12 @@ BlockIndex = int | torch.SymInt
 
 
 def has_ring(arguments: Mapping[str, Any]) -> bool:
-    """Whether ring attention supports this call: no mask or dropout; if causal, as many queries as
-    keys."""
+    """Whether ring attention supports an attention call: 4 dimensions, no mask, no dropout and, if
+    causal, as many queries as keys.
+
+    Args:
+        arguments: arguments of the attention call, by name.
+    """
     query, key, value = (arguments[name].shape for name in ("query", "key", "value"))
     return (
         len(query) == len(key) == len(value) == 4
@@ -47,13 +51,14 @@ def has_ring(arguments: Mapping[str, Any]) -> bool:
 
 
 def positions(arguments: Mapping[str, Any]) -> int:
-    """The number that the number of devices in a ring must divide."""
-    # Queries and keys are cut into the same number of blocks, also in cross attention.
+    """Return the number that the number of devices in a ring must divide."""
+    # Queries and keys are sharded into equal numbers of blocks, also in cross attention.
     return gcd(arguments["query"].shape[-2], arguments["key"].shape[-2])
 
 
 def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """The ring; under a causal mask with swaps of queries and keys before, of results after it."""
+    """Return the collectives of ring attention: the ring and, if causal attention is balanced,
+    swaps of queries and of keys and values before it, and of outputs after it."""
     arguments = call_arguments(op)
     query, key, value = (arguments[name].shape for name in ("query", "key", "value"))
     devices, pair_size = shard_counts["ring"], key[3] + value[3]
@@ -76,9 +81,11 @@ def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction,
 
 
 def _num_swapped(arguments: Mapping[str, Any], devices: int, parts: int) -> tuple[int, int]:
-    """The numbers of queries and of keys that a device swaps with the mirrored block.
+    """Return the numbers of queries and of keys that a device swaps with the mirrored block.
 
     Args:
+        arguments: arguments of the attention call, by name.
+        devices: number of devices in the ring.
         parts: number of shards, by factor `s`, of the queries of a block.
     """
     queries, keys = (arguments[name].shape[-2] // devices for name in ("query", "key"))
@@ -88,7 +95,8 @@ def _num_swapped(arguments: Mapping[str, Any], devices: int, parts: int) -> tupl
 
 
 def ring_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """The kernel of a device with a block of queries and a block of keys and values."""
+    """Local kernel of ring attention, on a device with a block of queries and a block of keys and
+    values."""
     bind, full_arguments = binder(op), call_arguments(op)
     devices, parts = local.shard_counts["ring"], local.shard_counts.get("s", 1)
     swapped = _num_swapped(full_arguments, devices, parts)
@@ -118,27 +126,30 @@ def ring_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def _swap_last_rows(block: Tensor, count: int, swap: Reduce) -> Tensor:
-    """Replace the last `count` rows of a block by those of the mirrored block."""
+    """Replace the last `count` rows of a block by the last rows of the mirrored block."""
     first, last = torch.split(block, [block.shape[-2] - count, count], -2)
     return torch.cat((first, swap(last)), -2)
 
 
 Part = tuple[slice, slice, BlockIndex | None]
-"""Query rows, key rows, and the diagonal of the causal mask between them; None without a mask."""
+"""(query rows, key rows, diagonal of the causal mask between them, or None without a mask)."""
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """The ring of one attention, as one device sees it.
+    """The ring of one attention operator, as seen from one device.
 
     Args:
         devices: number of devices in the ring.
         index: index of this device's block.
         parts: number of shards, by factor `s`, of the queries of a block.
-        part: index of this device's shard of them.
+        part: index of this device's shard, by factor `s`, of the queries of its block.
         swapped: numbers of the last queries and of the last keys that come from the mirrored block.
-        key_size: features of a key; in the tensor of pairs the features of the value follow.
-        send: sends to the next device and receives from the previous one.
+        causal: whether a query attends only to keys up to its own position.
+        key_size: number of features of a key; in a tensor of key-value pairs the features of the
+            value follow.
+        scale: factor of the scores; None for 1 / sqrt(key size).
+        send: collective that sends to the next device and receives from the previous one.
     """
 
     devices: int
@@ -152,7 +163,14 @@ class _Ring:
     send: Reduce
 
     def parts_of_step(self, step: int, queries: int, keys: int) -> Iterator[Part]:
-        """The pairs of query rows and key rows to compute in a step: up to 2 x 2."""
+        """Yield the pairs of query rows and key rows to compute in a step, at most 2 x 2.
+
+        Leaves out pairs that the causal mask excludes.
+
+        Args:
+            step: number of transfers that the current keys have made.
+            queries, keys: numbers of local queries and of keys in a block.
+        """
         own_blocks = self.index, self.devices - 1 - self.index
         origin = (self.index - step) % self.devices
         key_blocks = origin, self.devices - 1 - origin
@@ -165,12 +183,15 @@ class _Ring:
                 yield rows, key_rows, diagonal
 
     def send_on(self, x: Tensor) -> Callable[[], Tensor]:
-        """Launch the transfer of `x` to the next device; the result waits for its counterpart."""
+        """Launch the transfer of `x` to the next device.
+
+        Returns a function that waits for the tensor from the previous device and returns it.
+        """
         pending = self.send.start(x)
         return lambda: self.send.end(pending).view(x.shape)
 
     def split(self, pairs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """The keys and the values in some rows, as views."""
+        """Return the keys and the values in `rows` of key-value pairs, as views."""
         part = pairs[..., rows, :]
         return part[..., : self.key_size], part[..., self.key_size :]
 
@@ -178,11 +199,13 @@ class _Ring:
 def _row_ranges(
     blocks: Sequence[BlockIndex], rows: int, swapped: int
 ) -> list[tuple[slice, BlockIndex]]:
-    """The ranges of consecutive positions in a block, each with the position of its first row.
+    """Return the ranges of rows with consecutive positions in a block, each with the position of
+    its first row.
 
     Args:
-        blocks: the index of the block and of the mirrored one, which its last rows come from.
-        swapped: the number of these rows.
+        blocks: index of this device's block, and of the mirrored block.
+        rows: number of rows of a block.
+        swapped: number of last rows that come from the mirrored block.
     """
     own_rows = slice(0, rows - swapped)
     ranges: list[tuple[slice, BlockIndex]] = [(own_rows, blocks[0] * rows)]
@@ -239,8 +262,8 @@ class _RingAttention(torch.autograd.Function):
             if step == 0:
                 grad_own_pairs = grad_pairs
                 continue
-            # The gradient of keys and values travels one step behind them; after the last step it
-            # is on the device before their own, so that one more transfer brings it home.
+            # The gradient of keys and values travels one step behind them. After the last step it
+            # is one device short of their owner, which one more transfer reaches.
             grad_pairs = grad_pairs if receive_grad is None else grad_pairs.add_(receive_grad())
             receive_grad = ring.send_on(grad_pairs)
         grad_own_pairs = (
@@ -250,17 +273,17 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _MergedOutput:
-    """The output and log-sum-exp of queries over the keys seen so far."""
+    """Output and log-sum-exp of each query over the keys merged so far."""
 
     def __init__(self, query: Tensor, size: int) -> None:
         precise = torch.promote_types(query.dtype, torch.float32)
         self.out = query.new_zeros(*query.shape[:-1], size, dtype=precise)
-        # Not minus infinity, whose difference to itself is NaN: the log-sum-exp of no key at all.
+        # The log-sum-exp of no keys; not minus infinity, whose difference to itself is NaN.
         lowest = torch.finfo(precise).min
         self.lse = query.new_full(query.shape[:-1], lowest, dtype=precise)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge the result of the queries in `rows` over further keys.
+        """Merge the output and log-sum-exp of the queries in `rows` over further keys.
 
         out = (e^lse1 out1 + e^lse2 out2) / e^lse, with e^lse = e^lse1 + e^lse2.
         """

@@ -26,7 +26,7 @@ Dims = tuple[str | None, ...]
 """The factor of each dimension of a tensor; None for dimensions that cannot be sharded."""
 
 Cuts = Mapping[str, tuple[int, ...]]
-"""The axes of the device matrix that shard each factor, most significant first."""
+"""Indices of the mesh axes that shard each factor, outermost first, by factor."""
 
 OperatorLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
 """The layouts of an operator's inputs and of its outputs."""
@@ -34,13 +34,15 @@ OperatorLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
 
 @dataclass(frozen=True)
 class Main:
-    """Marks a main operator, one that is expensive enough for the search to decide by cost.
+    """Marks a main operator: one expensive enough that the search chooses its cuts by cost.
 
     Args:
-        labels: factors with their label in the literature (`I`, `J`, `K`), in the order that breaks
-            ties; the search does not choose factors that are not listed.
-        weight: index of the input whose replication `mem_coeff` weighs, or None.
-        exclusive: pairs of factors of which only one can be sharded (J and K of a matrix product).
+        labels: the label of each factor in the literature (`I`, `J`, `K`), by factor. The search
+            shards only these factors; ties go to the first.
+        weight: index of the input whose replication costs memory, as weighed by `mem_coeff`; None
+            if there is no such input.
+        exclusive: pairs of factors of which the search shards at most one, such as J and K of a
+            matrix product.
     """
 
     labels: Mapping[str, str]
@@ -56,17 +58,18 @@ class Reduction:
     """A collective inside a kernel: an all-reduce, as of batch statistics, or an exchange.
 
     Args:
-        factors: the group is all devices along the axes that shard these factors.
-        kind: `"sum"` or `"max"`, an all-reduce; or an exchange of tensors between the n shards:
+        factors: the factors whose mesh axes span the process group.
+        kind: `"sum"` or `"max"` for an all-reduce; or an exchange of tensors between the n shards:
 
             - `"mirror"`: shard i swaps with shard n - 1 - i;
             - `"previous"`: shard i receives from shard i - 1, the first from the last;
-            - `"ring"`: n - 1 such exchanges, overlapped with computation, until each tensor has
-              visited all devices; repeated in the backward pass, together with the gradient.
+            - `"ring"`: n - 1 exchanges of kind `"previous"`, overlapped with computation, until
+              each tensor has visited all devices; the backward pass repeats them, for the tensors
+              and their gradients.
         varying: whether the backward pass runs the collective on the gradient too, because devices
             use the result for different shards.
         differentiable: whether the result has a gradient.
-        shape, dtype: those of the tensor on one device.
+        shape, dtype: shape and dtype of the tensor that one device contributes.
     """
 
     factors: tuple[str, ...]
@@ -83,11 +86,11 @@ class Reduction:
 
     @property
     def collective(self) -> str:
-        """The kind of collective in `COLLECTIVES` that carries it out."""
+        """Name of the collective in `COLLECTIVES`: `permute` or `all_reduce`."""
         return "permute" if self.kind in (MIRROR, PREVIOUS, RING) else "all_reduce"
 
     def num_collectives(self, group: int, differentiable: bool) -> tuple[int, int]:
-        """Return how often the collective runs in the forward and in the backward pass.
+        """Return the numbers of collectives in the forward and in the backward pass.
 
         Args:
             group: the number of devices in the group.
@@ -104,12 +107,14 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Reduce:
-    """A `Reduction` bound to its process group, to be called on the tensor of one device.
+    """A `Reduction` bound to its process group: a function of the tensor of one device.
 
     Args:
         run: the complete, differentiable collective.
-        start, end: launch and wait, without gradient, so that other work can run in between.
-        call_site: returns the line of the program that calls it, for errors in the backward pass.
+        start, end: the two halves of the collective, launch and wait, without gradient, so that
+            computation can run in between.
+        call_site: function that returns the line of the program that calls the collective, for
+            errors in the backward pass.
     """
 
     run: Function
@@ -130,8 +135,8 @@ class TwoPhaseKernel:
 
     Args:
         reads: indices into `Op.inputs` of the inputs that `start` takes.
-        start: launches the communication; called on the local tensors of these inputs.
-        finish: computes the result; called on the result of `start` and the kernel's arguments.
+        start: function of the local tensors of the inputs in `reads`; launches the communication.
+        finish: function of the result of `start` and the kernel's arguments; computes the outputs.
     """
 
     reads: tuple[int, ...]
@@ -145,14 +150,14 @@ class TwoPhaseKernel:
 
 @dataclass(frozen=True)
 class Local:
-    """The view that a kernel has of the device on which it runs.
+    """The sharding of an operator on one device, from which its kernel is built.
 
     Args:
         shard_counts: the number of shards of each factor of the rule (1 if it is not sharded).
-        index: maps a factor to the index of this device's shard: an int, or a `SymInt` if many
-            ranks are simulated at once.
+        index: function from a factor to the index of this device's shard: an int, or a `SymInt` if
+            many ranks are simulated at once.
         output_shapes: shapes of the local outputs.
-        reduce: one function per reduction in the rule's `reductions`, in order.
+        reduce: one bound collective per entry of the rule's `reductions`, in order.
     """
 
     shard_counts: Mapping[str, int]
@@ -162,12 +167,12 @@ class Local:
 
 
 Kernel = Callable[[Op, Local], Callable[..., Any]]
-"""Builds the function that computes the local outputs from the operator's `args` and `kwargs`, with
-local tensors in place of their values."""
+"""Builds the function that computes an operator's local outputs on one device; the function takes
+the operator's `args` and `kwargs`, with local tensors in place of graph values."""
 
 
 def no_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """The `reductions` of kernels without collectives."""
+    """Return (): the `reductions` of rules whose kernel has no collectives."""
     return ()
 
 
@@ -176,21 +181,23 @@ class ShardingRule:
     """How one operator can be sharded.
 
     Args:
-        inputs: the factors of each tensor input, in the order of `Op.inputs`.
-        outputs: the factors of each output.
-        capacity: for each factor the number that its shard count must divide: usually its size; for
-            a dimension that a view splits, the size of the leading part.
+        inputs: the factor of each dimension of each tensor input, in the order of `Op.inputs`.
+        outputs: the factor of each dimension of each output.
+        capacity: the number that the shard count of a factor must divide, by factor: usually the
+            factor's size; for a dimension that a view splits, the size of the leading part.
         reduced: factors that an output lacks and that can be sharded: the local outputs are then
             partial sums.
         complete: factors that the kernel reduces itself (`reductions`): outputs that lack them are
             replicated over the axes of the factor, not partial sums.
-        main: set for operators that the search decides by cost.
-        kernel: builds the local function if it is not `op.target` itself on local tensors.
-        reductions: the collectives inside the kernel, given the shard counts of the factors.
-        sizes: index of the argument with the sizes of the output (`view`, `expand`), which is
-            replaced by the local sizes.
-        random: whether the operator draws random numbers, which the program then seeds.
-        joined: pairs outer: inner of factors where `outer` also shards the dimensions of `inner`;
+        main: the factors among which the search chooses by cost; None if the operator follows the
+            cuts of its neighbors.
+        kernel: builder of the local computation; None for `op.target` itself on local tensors.
+        reductions: function that returns the collectives inside the kernel, given the operator and
+            the shard count of each factor.
+        sizes: index of the positional argument that holds the sizes of the output (`view`,
+            `expand`), which the program replaces by the local sizes; None without one.
+        random: whether the operator draws random numbers, so that the program seeds it.
+        joined: inner factor by outer factor, where `outer` also shards the dimensions of `inner`;
             with both, `inner` subdivides the shards of `outer`. Searches shard only one of the two.
     """
 
@@ -229,7 +236,7 @@ class ShardingRule:
         return f"{text(self.inputs)} -> {text(self.outputs)}".lstrip()
 
     def can_shard(self, factor: str) -> bool:
-        """Whether `factor` can be sharded on any number of devices."""
+        """Whether at least one number of shards above 1 is valid for `factor`."""
         if self.capacity.get(factor, 1) < 2:
             return False
         summed = self.reduced | self.complete
@@ -238,17 +245,19 @@ class ShardingRule:
         return factor in summed or all(factor in self.factors_of(dims) for dims in self.outputs)
 
     def factors_of_dim(self, name: str | None) -> tuple[str, ...]:
-        """The factors that shard a dimension: its own, and those joined with it."""
+        """The factors that shard a dimension of factor `name`: `name` and its outer factors; () for
+        None."""
         if name is None:
             return ()
         return (name, *(outer for outer, inner in self.joined.items() if inner == name))
 
     def factors_of(self, dims: Dims) -> frozenset[str]:
-        """The factors that shard a tensor with these dimensions."""
+        """The factors that shard a tensor with the dimensions `dims`."""
         return frozenset(factor for name in dims for factor in self.factors_of_dim(name))
 
     def indivisible_factor(self, mesh: DeviceMatrix, cuts: Cuts) -> str | None:
-        """The factor that is not divisible by the shards of it and its joined factors, or None."""
+        """The first inner factor in `joined` whose capacity is not divisible by the product of its
+        own and its outer factors' shard counts, or None."""
         for factor in self.joined.values():
             shards = prod(mesh.size(cuts.get(f, ())) for f in self.factors_of_dim(factor))
             if self.capacity[factor] % shards:
@@ -259,23 +268,25 @@ class ShardingRule:
         """Return the layouts of inputs and outputs if the operator is sharded by `cuts`.
 
         Raises:
-            StrategyError: if two factors shard a dimension that their product does not divide.
+            StrategyError: if joined factors shard one dimension, and the product of their shard
+                counts does not divide it.
         """
         # A search asks for the same layouts again and again: operators with equal shapes share
         # this rule, and each is tried with all cuts.
         key = mesh, tuple(cuts.items())
         if key not in self._layouts:
-            self._layouts[key] = self._layouts_of(mesh, cuts)
+            self._layouts[key] = self._compute_layouts(mesh, cuts)
         return self._layouts[key]
 
-    def _layouts_of(self, mesh: DeviceMatrix, cuts: Cuts) -> OperatorLayouts:
+    def _compute_layouts(self, mesh: DeviceMatrix, cuts: Cuts) -> OperatorLayouts:
         cut_axes = {axis: factor for factor, axes in cuts.items() for axis in axes}
         factor = self.indivisible_factor(mesh, cuts)
         if factor is not None:
-            size, shards = self.capacity[factor], " and ".join(self.factors_of_dim(factor))
+            factors = " and ".join(f"`{name}`" for name in self.factors_of_dim(factor))
+            size = self.capacity[factor]
             raise StrategyError(
-                f"`{self}`: the shards of {shards} together do not divide {size}\n"
-                f"shard only one of them, or use numbers of shards whose product divides {size}"
+                f"`{self}`: the product of the shard counts of {factors} does not divide {size}\n"
+                f"shard only one of them, or use shard counts whose product divides {size}"
             )
 
         def axes_of(dims: Dims) -> tuple[tuple[int, ...], ...]:
@@ -286,7 +297,7 @@ class ShardingRule:
             )
 
         def lacking(dims: Dims) -> frozenset[int]:
-            """The axes that shard the operator but not a tensor with these dimensions."""
+            """The axes that shard the operator but not a tensor with the dimensions `dims`."""
             own = self.factors_of(dims)
             return frozenset(axis for axis, factor in cut_axes.items() if factor not in own)
 
@@ -303,7 +314,7 @@ class ShardingRule:
         return inputs, outputs
 
     def shard_counts(self, mesh: DeviceMatrix, cuts: Cuts) -> dict[str, int]:
-        """The number of shards of each factor."""
+        """The number of shards of each factor of the rule: 1 if `cuts` do not shard it."""
         return {f: prod(mesh.device_matrix[a] for a in cuts.get(f, ())) for f in self.factors}
 
 
@@ -315,8 +326,8 @@ def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
     """Register the decorated function as the builder of the rule of these operators.
 
     Args:
-        targets: ATen operators, other functions, or the names of operators of a library, which need
-            not be importable: `"library.operator.default"`.
+        targets: ATen operators, other functions, classes of callable objects, or names of library
+            operators, `"library.operator.default"`, whose library need not be importable.
 
     Raises:
         ValueError: if an operator already has a rule.
@@ -325,7 +336,8 @@ def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
     def register(maker: RuleMaker) -> RuleMaker:
         for target in targets:
             if target in _RULES:
-                raise ValueError(f"{target} already has a rule: {_RULES[target].__qualname__}")
+                builder = _RULES[target].__qualname__
+                raise ValueError(f"`{target}` already has a sharding rule, built by `{builder}`")
             _RULES[target] = maker
         return maker
 
@@ -339,10 +351,10 @@ def find_rule_maker(target: Any) -> RuleMaker | None:
 
 
 def num_rules() -> int:
-    """The number of registered rules; caches use it to notice a registration."""
+    """The number of registered rules; caches compare it to detect a new registration."""
     return len(_RULES)
 
 
 def registry() -> Mapping[Any, RuleMaker]:
-    """A read-only view of all operators (or their names) that have a rule."""
+    """A read-only view of the registered builders of rules, by operator, class or operator name."""
     return MappingProxyType(_RULES)

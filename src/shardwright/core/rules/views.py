@@ -30,24 +30,27 @@ aten = torch.ops.aten
 
 @rule_for(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def reshape_rule(op: Op) -> ShardingRule:
-    """`b s _ -> b s` for a merged pair of dimensions, `b s -> b s _` for a split one."""
+    """`b s _ -> b s` if two dimensions are merged, `b s -> b s _` if one is split."""
     return _build_reshape_rule(op, sizes=1)
 
 
 @rule_for(*overloads("flatten", "unflatten", "squeeze", "unsqueeze", "ravel"))
 def reshape_to_local_shape(op: Op) -> ShardingRule:
-    """As `reshape_rule`, for arguments that may not fit a shard: `squeeze` would drop a local size
-    of 1."""
-    return _build_reshape_rule(op, kernel=_local_reshape)
+    """`b s _ -> b s` or `b s -> b s _`, computed by a reshape to the local shape.
+
+    The operator itself may be wrong on a shard: `squeeze` would drop a dimension of local size 1.
+    """
+    return _build_reshape_rule(op, kernel=_reshape_kernel)
 
 
 def _build_reshape_rule(op: Op, **options: Any) -> ShardingRule:
+    """Build the rule of a reshape; `options` are fields of `ShardingRule`."""
     source, target, capacity = reshape_segments(op.inputs[0].shape, op.output.shape)
     like = [target for _ in op.inputs[1:]]
     return sharding_rule(op, (source, *like), (target,), capacity=capacity, **options)
 
 
-def _local_reshape(op: Op, local: Local) -> Callable[..., Any]:
+def _reshape_kernel(op: Op, local: Local) -> Callable[..., Any]:
     shape = local.output_shapes[0]
     return lambda x, *args, **kwargs: x.reshape(shape)
 
@@ -57,8 +60,11 @@ def reshape_segments(
 ) -> tuple[Dims, Dims, dict[str, int]]:
     """Find the dimensions that can be sharded if a tensor is reshaped from `source` to `target`.
 
+    Args:
+        source, target: shapes before and after.
+
     Returns:
-        The factors of the dimensions of both, and the capacity of each factor.
+        The factors of `source`, the factors of `target`, and the capacity of each factor.
     """
     left: list[str | None] = [None] * len(source)
     right: list[str | None] = [None] * len(target)
@@ -70,14 +76,14 @@ def reshape_segments(
     ahead = [[i for i, size in enumerate(shape) if size > 1] for shape in (source, target)]
     while ahead[0]:
         i, j = ahead[0].pop(0), ahead[1].pop(0)
-        # Shard boundaries must fall between rows on both sides, so that only common divisors of the
-        # leading sizes are valid.
+        # Shard boundaries must fall between rows of both shapes, so that only common divisors of
+        # the leading sizes are valid.
         common = gcd(source[i], target[j])
         if common > 1:
             left[i] = right[j] = name = NAMES[len(capacity)]
             capacity[name] = common
         sizes = [source[i], target[j]]
-        # A segment ends where both sides have taken equally many elements.
+        # A segment ends where both shapes have covered equally many elements.
         while sizes[0] != sizes[1]:
             if sizes[0] < sizes[1]:
                 sizes[0] *= source[ahead[0].pop(0)]
@@ -91,8 +97,8 @@ def reshape_segments(
 def permute_rule(op: Op) -> ShardingRule:
     """`b s t -> t b s`: every dimension can be sharded."""
     dims = names(op.inputs[0])
-    # One code for all these operators: run one on a tensor in which every dimension has its own
-    # size, and read the permutation off the result.
+    # To treat all these operators alike, run `op` on a tensor in which every dimension has another
+    # size, and read the permutation off the shape of the result.
     distinct_sizes = torch.empty([2 + i for i in range(len(dims))], device="meta")
     permuted = op.target(distinct_sizes, *op.args[1:], **op.kwargs)
     return sharding_rule(op, (dims,), (tuple(dims[size - 2] for size in permuted.shape),))
@@ -100,27 +106,27 @@ def permute_rule(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("expand", "broadcast_to"))
 def expand(op: Op) -> ShardingRule:
-    """`_ s -> b s`: expanded dimensions can be sharded, as every device expands to its shard."""
+    """`_ s -> b s`: every device expands to the shape of its shard of the output."""
     dims = names(op.output)
     return sharding_rule(op, aligned(op, dims), (dims,), sizes=1)
 
 
 @rule_for(*overloads("expand_as"))
 def expand_as(op: Op) -> ShardingRule:
-    """`_ s, b s -> b s`: every device expands to its shard of the second tensor."""
+    """`_ s, b s -> b s`: every device expands to the shape of its shard of the second tensor."""
     dims = names(op.output)
     return sharding_rule(op, aligned(op, dims), (dims,))
 
 
 @rule_for(*overloads("broadcast_tensors"))
 def broadcast_tensors(op: Op) -> ShardingRule:
-    """`_ s, b _ -> b s, b s`: every device expands the tensors to its shard of the result."""
+    """`_ s, b _ -> b s, b s`: every device expands to the shape of its shards of the outputs."""
     dims = names(op.output)
     outputs = (dims,) * len(op.outputs)
-    return sharding_rule(op, aligned(op, dims), outputs, kernel=_expand_all)
+    return sharding_rule(op, aligned(op, dims), outputs, kernel=_broadcast_tensors_kernel)
 
 
-def _expand_all(op: Op, local: Local) -> Callable[..., Any]:
+def _broadcast_tensors_kernel(op: Op, local: Local) -> Callable[..., Any]:
     shape = local.output_shapes[0]
     return lambda tensors: [tensor.expand(shape) for tensor in tensors]
 
@@ -142,7 +148,7 @@ def repeat_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.repeat_interleave.self_int)
 def repeat_interleave(op: Op) -> ShardingRule:
-    """`b s -> b s`: shard i of the repeated dimension becomes shard i of the result.
+    """`b s -> b s`: every device repeats the elements of its shard.
 
     Without `dim` the tensor is flattened, and nothing can be sharded.
     """
@@ -151,11 +157,11 @@ def repeat_interleave(op: Op) -> ShardingRule:
         return sharding_rule(op, ((None,) * len(op.inputs[0].shape),), ((None,),))
     repeated = dims[dim]
     capacity = {repeated: op.inputs[0].shape[dim]} if repeated is not None else {}
-    return sharding_rule(op, (dims,), (dims,), capacity=capacity, kernel=_without_output_size)
+    return sharding_rule(op, (dims,), (dims,), capacity=capacity, kernel=_repeat_interleave_kernel)
 
 
-def _without_output_size(op: Op, local: Local) -> Callable[..., Any]:
-    # PyTorch checks `output_size` against the result, and it is that of the full tensor.
+def _repeat_interleave_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    # PyTorch checks the local result against `output_size`, which is that of the full tensor.
     def repeated(*args: Any, output_size: int | None = None, **kwargs: Any) -> Any:
         return op.target(*args, **kwargs)
 
@@ -164,7 +170,8 @@ def _without_output_size(op: Op, local: Local) -> Callable[..., Any]:
 
 @rule_for(*overloads("view_as", "reshape_as"))
 def reshape_as(op: Op) -> ShardingRule:
-    """As `reshape_rule`; the second tensor only supplies the shape; its layout is the result's."""
+    """`b s _, b s -> b s`: the second tensor, which only supplies the shape, is sharded like the
+    output."""
     return _build_reshape_rule(op)
 
 
@@ -177,7 +184,8 @@ def unfold(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("im2col", "col2im"))
 def im2col_rule(op: Op) -> ShardingRule:
-    """`b c _ _ -> b c _` and back; the windows of one channel are adjacent in `c`."""
+    """`b c _ _ -> b c _` (`im2col`), `b c _ -> b c _ _` (`col2im`): batch and channels can be
+    sharded, as the windows of one channel are adjacent in `c`."""
     images, windows = op.inputs[0].shape, op.output.shape
     batch: Dims = ("b",) if max(len(images), len(windows)) == 4 else ()
     inputs, output = (
@@ -188,7 +196,13 @@ def im2col_rule(op: Op) -> ShardingRule:
 
 
 def _plane_and_diagonal(op: Op, dims: Dims) -> tuple[Dims, Dims]:
-    """The dimensions of the matrices, unsharded in their plane, and of the diagonals, put last."""
+    """Return the factors of the tensor of matrices and of the tensor of diagonals.
+
+    The dimensions of the plane have no factor, nor has the last dimension, the diagonal.
+
+    Args:
+        dims: factors of the tensor of matrices.
+    """
     plane = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
     remaining = tuple(name for i, name in enumerate(dims) if i not in plane)
     return without(dims, *plane), (*remaining, None)
@@ -203,34 +217,35 @@ def diagonal(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("diagonal_scatter"))
 def diagonal_scatter(op: Op) -> ShardingRule:
-    """`b _ _, b _ -> b _ _`: a diagonal, the last dimension of the second input, is written."""
+    """`b _ _, b _ -> b _ _`: all but the plane can be sharded; the last dimension of the second
+    input is the diagonal to write."""
     plane, line = _plane_and_diagonal(op, names(op.output))
     return sharding_rule(op, (plane, line), (plane,))
 
 
 @rule_for(*overloads("diag_embed"))
 def diag_embed(op: Op) -> ShardingRule:
-    """`b _ -> b _ _`: the last dimension becomes the diagonal of two new ones."""
+    """`b _ -> b _ _`: all but the last dimension, which becomes a diagonal, can be sharded."""
     plane, line = _plane_and_diagonal(op, names(op.output))
     return sharding_rule(op, (line,), (plane,))
 
 
 @rule_for(*overloads("tril", "triu"))
 def triangle_rule(op: Op) -> ShardingRule:
-    """`b _ _ -> b _ _`: a block of a triangle has another diagonal, so matrices are not sharded."""
+    """`b _ _ -> b _ _`: matrices cannot be sharded, as their blocks have other diagonals."""
     dims = without(names(op.output), -2, -1)
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("view_as_complex"))
 def view_as_complex_rule(op: Op) -> ShardingRule:
-    """`b s _ -> b s`: the last dimension has the real and the imaginary part."""
+    """`b s _ -> b s`: the last dimension, real and imaginary part, cannot be sharded."""
     dims = names(op.output)
     return sharding_rule(op, ((*dims, None),), (dims,))
 
 
 @rule_for(*overloads("view_as_real"))
 def view_as_real_rule(op: Op) -> ShardingRule:
-    """`b s -> b s _`: the new dimension has the real and the imaginary part."""
+    """`b s -> b s _`: all dimensions but the new one, real and imaginary part, can be sharded."""
     dims = names(op.inputs[0])
     return sharding_rule(op, (dims,), ((*dims, None),))
