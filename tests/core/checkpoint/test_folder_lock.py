@@ -24,7 +24,7 @@ def test_a_folder_that_another_process_has_locked_is_refused_by_its_name(
     with holder(tmp_path) as other:
         said = (
             rf"{re.escape(str(tmp_path))} is in use by process {other.pid} on {os.uname().nodename}"
-            r" since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\nwait until it ends, or choose another"
+            r" since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\nwait until that process ends, or choose"
         )
         with pytest.raises(LockError, match=said), lock_folders(tmp_path / "free", tmp_path):
             pass

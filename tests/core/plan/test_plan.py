@@ -219,7 +219,7 @@ def test_operators_without_a_rule_are_listed_never_silent() -> None:
         (lambda data: data["storage"].update({"layer1.weight": [[0]]}), "is not divisible into"),
         (
             lambda data: data["mesh"].update(device_matrix=[2**40, 2, 2]),
-            "more than 1048576 devices",
+            "use at most 1048576 devices",
         ),
         (lambda data: data.update(devices=7), "`devices` is 7, but `mesh` and `stages` need 8"),
         (lambda data: data.update(bucket_bytes=-1), "`bucket_bytes`: .*greater than or equal to 0"),

@@ -55,8 +55,7 @@ from shardwright.errors import CheckpointError, DamagedCheckpointError, LockErro
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 Settings = Literal["saved", "own"]
-"""Source of an optimizer's hyperparameters after loading: the checkpoint, or the optimizer itself
-before loading."""
+"""Which hyperparameters an optimizer has after loading: those of the checkpoint, or its own."""
 
 
 class Checkpoints:
@@ -95,7 +94,7 @@ class Checkpoints:
                 dist.destroy_process_group(self._group)
 
     def path(self, step: int) -> Path:
-        """The folder of the checkpoint of `step`."""
+        """Return the folder of the checkpoint of `step`."""
         return self.folder / f"step-{step}"
 
     def steps(self) -> list[int]:
@@ -142,9 +141,11 @@ class Checkpoints:
         else:
             raise DamagedCheckpointError("; ".join(problems))
         if problems:
-            _warn(f"{'; '.join(problems)}: {folder} is used instead")
+            _warn_about_checkpoint(f"{'; '.join(problems)}: {folder} is used instead")
         elif not info.files:
-            _warn(f"{folder} has no checksums (checkpoint version 1): damage is not detected")
+            _warn_about_checkpoint(
+                f"{folder} has no checksums (checkpoint version 1): damage is not detected"
+            )
         return candidate, info
 
     def save(
@@ -199,7 +200,7 @@ class Checkpoints:
             # timeout is long.
             self._group = dist.new_group(backend=HOST_BACKEND, timeout=world_timeout())
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
-        problem = value_of_rank(self._lock_and_clear())
+        problem = value_of_rank(self._lock_and_clear_folder())
         if problem is not None:
             raise CheckpointError(problem)
         if self._group is not None:
@@ -217,13 +218,13 @@ class Checkpoints:
             else:
                 state_dict_saver.save(dict(tensors), **save_options)
 
-    def _lock_and_clear(self) -> str | None:
+    def _lock_and_clear_folder(self) -> str | None:
         """On rank 0, lock the folder and remove the leftovers of crashed runs.
 
         The lock comes first: without it, the files of a running process would look like leftovers.
 
         Returns:
-            The reason why it failed; None if it succeeded, and on other ranks.
+            The reason of a failure on rank 0; None after success, and on other ranks.
         """
         if not is_rank_0():
             return None
@@ -441,9 +442,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fol
         raise CheckpointError(
             f"{folder} was saved with {saved_class}, whose state {class_name} cannot continue\n"
             f"use {info.optimizer or 'the same optimizer'}, or start from the weights alone with"
-            f" train.load: {folder}"
+            f" `train.load: {folder}`"
         )
 
 
-def _warn(message: str) -> None:
+def _warn_about_checkpoint(message: str) -> None:
     warnings.warn(message, CheckpointWarning, stacklevel=4)

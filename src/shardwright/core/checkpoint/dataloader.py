@@ -29,7 +29,7 @@ class PlannedLoader:
     def __init__(self, dataset: Any, sampler: BatchSampler, options: Mapping[str, Any]) -> None:
         self.sampler = sampler
         collate = options.get("collate_fn") or default_collate
-        collate_fn = partial(_collate, collate)
+        collate_fn = partial(_collate_samples, collate)
         self._loader: DataLoader[Any] = DataLoader(
             dataset, batch_sampler=sampler, **{**options, "collate_fn": collate_fn}
         )
@@ -48,7 +48,7 @@ class PlannedLoader:
         self._epoch, self._sample = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, the index of the next sample in its order, and the parameters of the order."""
+        """Return the epoch, the index of the next sample in it, and the parameters of the order."""
         return {"epoch": self._epoch, "sample": self._sample, **self._order_parameters}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -62,13 +62,13 @@ class PlannedLoader:
                 raise DataError(
                     f"the position belongs to another order of samples: its {name!r} is "
                     f"{state.get(name)}, but the loader's is {value}\n"
-                    f"use a dataloader with {name} {state.get(name)}"
+                    f"make the loader with {name!r} {state.get(name)}"
                 )
         self._epoch, self._sample = state["epoch"], state["sample"]
 
     @property
     def _order_parameters(self) -> dict[str, int]:
-        """The parameters of the sample order."""
+        """The numbers that determine the order of samples, by name."""
         sampler = self.sampler
         return {"samples": sampler.samples, "seed": sampler.seed, "shuffle": int(sampler.shuffle)}
 
@@ -101,14 +101,17 @@ def dataloader(
         DataError: if the dataset has no length, has less than one batch, or a batch cannot be
             sharded as planned; while iterating, if the samples of a batch differ in shape.
     """
-    samples = _length(dataset)
+    samples = _num_samples(dataset)
     if not samples:
-        raise DataError(f"{type(dataset).__name__} is empty: it has no samples")
+        raise DataError(
+            f"{type(dataset).__name__} is empty: it has no samples\npass a dataset with samples for"
+            " at least one batch"
+        )
     for name in ("batch_sampler", "sampler"):
         if options.get(name) is not None:
             raise DataError(
-                f"`{name}` is not supported: the loader draws the order itself, the same on all"
-                f" ranks\nleave `{name}` out, and choose the order with `shuffle` and `seed`"
+                f"`{name}` is not supported: the loader draws the order of samples itself, the same"
+                f" on all ranks\nremove `{name}`, and choose the order with `shuffle` and `seed`"
             )
     if not isinstance(seed, int):
         raise DataError(f"seed={seed!r}: use a whole number")
@@ -119,8 +122,8 @@ def dataloader(
     return PlannedLoader(dataset, sampler, options)
 
 
-def _length(dataset: Any) -> int:
-    """The number of samples of a dataset.
+def _num_samples(dataset: Any) -> int:
+    """Return the number of samples of a dataset.
 
     Raises:
         DataError: if the dataset is not map-style.
@@ -128,7 +131,8 @@ def _length(dataset: Any) -> int:
     dataset_type = type(dataset)
     if isinstance(dataset, DataLoader | Mapping):
         raise DataError(
-            f"`{dataset_type.__name__}` has no numbered samples\npass the dataset itself"
+            f"`{dataset_type.__name__}` has no numbered samples\npass a map-style dataset, such as"
+            " the one that it contains"
         )
     problem = "" if hasattr(dataset_type, "__getitem__") else "no numbered samples"
     try:
@@ -145,7 +149,7 @@ def _length(dataset: Any) -> int:
     return length
 
 
-def _collate(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+def _collate_samples(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
     """Collate the samples of a batch.
 
     Args:

@@ -17,9 +17,9 @@ FULL_DISK_BYTES = 2**20
 
 @contextmanager
 def convert_errors(path: Path) -> Iterator[None]:
-    """Convert DCP's failures of several ranks to one CheckpointError of the first failed rank.
+    """Convert DCP's failures of several ranks to one CheckpointError, for the first failed rank.
 
-    If the disk is full, the error says so; `torch.save` raises an unrelated RuntimeError.
+    The error says if the disk is full, for which `torch.save` raises an unrelated RuntimeError.
 
     Args:
         path: the folder of the checkpoint.

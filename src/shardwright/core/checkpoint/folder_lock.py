@@ -26,7 +26,7 @@ MAX_WAIT_SECONDS = 2.0
 
 @contextmanager
 def lock_folders(*folders: Path) -> Iterator[tuple[int, ...]]:
-    """Lock the folders, creating those that do not exist.
+    """Lock folders during a context, creating those that do not exist.
 
     Skips folders that this process, or the launcher that started it, has locked already.
 
@@ -53,7 +53,7 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
     """
     path, is_new = folder / LOCK_FILE, not folder.exists()
     try:
-        lock = _acquire(path)
+        lock = _acquire_lock(path)
     except OSError as error:
         raise LockError(f"{path}: {error.strerror}") from None
     if lock is None:
@@ -71,7 +71,7 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
         os.close(lock)
 
 
-def _acquire(path: Path) -> int | None:
+def _acquire_lock(path: Path) -> int | None:
     """Open and lock a file.
 
     Returns:
@@ -85,7 +85,7 @@ def _acquire(path: Path) -> int | None:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except (FileExistsError, FileNotFoundError):
             # Another process removed the folder between the two calls: try again, unless the parent
-            # is a file, for which trying again is useless.
+            # is a file, so that no folder can be created.
             if path.parent.is_file() or time.monotonic() > deadline:
                 raise
             continue
@@ -94,12 +94,14 @@ def _acquire(path: Path) -> int | None:
         except BlockingIOError:
             holder = os.pread(file, 1000, 0).decode(errors="replace")
             os.close(file)
-            if holder.startswith((_process_text(os.getpid()), _process_text(os.getppid()))):
+            if holder.startswith(
+                (_process_description(os.getpid()), _process_description(os.getppid()))
+            ):
                 return None
             if time.monotonic() > deadline:
                 raise LockError(
                     f"{path.parent} is in use by {holder or 'another process'}\n"
-                    "wait until it ends, or choose another folder"
+                    "wait until that process ends, or choose another folder"
                 ) from None
             time.sleep(0.05)
             continue
@@ -114,7 +116,7 @@ def _acquire(path: Path) -> int | None:
         if _is_file_at(path, file):
             os.truncate(file, 0)
             date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            os.write(file, f"{_process_text(os.getpid())}{date}".encode())
+            os.write(file, f"{_process_description(os.getpid())}{date}".encode())
             return file
         os.close(file)
 
@@ -128,6 +130,6 @@ def _is_file_at(path: Path, file: int) -> bool:
         return False
 
 
-def _process_text(pid: int) -> str:
-    """The text in a lock file before the date, by which `_acquire` recognizes its own run."""
+def _process_description(pid: int) -> str:
+    """Return the text that identifies process `pid` in a lock file; the date follows it."""
     return f"process {pid} on {socket.gethostname()} since "

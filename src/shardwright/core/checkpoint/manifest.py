@@ -31,7 +31,7 @@ _VERIFYING_THREADS = 4
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint is damaged, cannot be proved intact, or replaces settings of the optimizer."""
+    """Warning that a checkpoint is damaged, has no checksums, or replaces optimizer settings."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class CheckpointInfo:
     files: Mapping[str, FileChecksum] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The content of `checkpoint.json`, which `read` accepts."""
-        return _with_checksum(
+        """Return the content of `checkpoint.json`, which `read` accepts."""
+        return _append_checksum(
             json.dumps({"version": VERSION, **asdict(self)}, indent=1).removesuffix("\n}")
         )
 
@@ -101,23 +101,23 @@ class CheckpointInfo:
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder} is not a checkpoint: there is no such folder\n"
-                "pass the folder of the run, and a step that it has saved"
+                "pass the folder of a run, and a step of which it has a checkpoint"
             )
         try:
             content = _read_entries(path)
             version = content.pop("version")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise _damage_error(path, error) from None
+            raise _make_damage_error(path, error) from None
         if version not in (1, VERSION):
             raise CheckpointError(
                 f"{folder}: unsupported checkpoint version {version}\n"
-                f"load it with the release that saved it; this release supports versions 1 and"
+                f"use the release that saved the checkpoint; this release supports versions 1 and"
                 f" {VERSION}"
             )
         try:
             return TypeAdapter(CheckpointInfo).validate_python(content)
         except ValidationError as error:
-            raise _damage_error(path, error) from None
+            raise _make_damage_error(path, error) from None
 
 
 def find_damage(folder: Path, files: Iterable[tuple[str, FileChecksum]]) -> str | None:
@@ -146,11 +146,11 @@ def _find_file_damage(path: Path, checksum: FileChecksum) -> str | None:
             while count := file.readinto(block):
                 crc32 = zlib.crc32(block[:count], crc32)
     except OSError as error:
-        return str(_damage_error(path, error))
+        return str(_make_damage_error(path, error))
     return None if crc32 == checksum.crc32 else f"{path} is damaged: its checksum does not match"
 
 
-def _with_checksum(body: str) -> str:
+def _append_checksum(body: str) -> str:
     return f'{body}{_LAST_ENTRY}"{zlib.crc32(body.encode()):08x}"\n}}\n'
 
 
@@ -162,15 +162,15 @@ def _read_entries(path: Path) -> dict[str, Any]:
     """
     text = path.read_bytes().decode()
     body, last_entry, _ = text.rpartition(_LAST_ENTRY)
-    if last_entry and text != _with_checksum(body):
-        raise ValueError("its checksum does not match")
+    if last_entry and text != _append_checksum(body):
+        raise ValueError("the checksum does not match")
     content: dict[str, Any] = json.loads(text)
     if content.pop("checksum", None) is None and content["version"] == VERSION:
-        raise ValueError("its checksum is missing")
+        raise ValueError("the checksum is missing")
     return content
 
 
-def _damage_error(path: Path, error: Exception) -> DamagedCheckpointError:
+def _make_damage_error(path: Path, error: Exception) -> DamagedCheckpointError:
     missing = isinstance(error, FileNotFoundError)
     reason = str(error).partition("\n")[0]
     if isinstance(error, OSError) and error.errno:

@@ -13,17 +13,17 @@ from shardwright.core.checkpoint.state import first_names, original_module
 from shardwright.errors import CheckpointError
 
 _PEFT_PREFIX = "base_model.model."
-"""Prefix of all names in a model that `peft` wraps."""
+"""Prefix that `peft` adds to all names in a model."""
 
 _BASE_LAYER = ".base_layer."
 """Path of the original layer within the module that adds an adapter to it."""
 
 _ADAPTER_MATRIX = re.compile(r"\.(lora_\w+)(\.default\b)?")
-"""Names of the matrices of an adapter, with its name `default`, which `peft` omits if it saves only
-adapters."""
+"""Pattern of an adapter's matrices in names, with the adapter's name `default`, which `peft` omits
+if it saves only adapters."""
 
 _ADAPTER_PARAMETER = re.compile(r"\.lora_\w+|^prefix_tuning\.")
-"""Names of the parameters that adapters add to a model."""
+"""Pattern of the names of parameters that adapters add to a model."""
 
 
 def match_saved_names(
@@ -63,24 +63,26 @@ def match_saved_names(
     for name, value in required.items():
         if name not in saved_name_of:
             raise CheckpointError(
-                f"{where} belongs to another model: the model has {name!r}, the checkpoint does not"
+                f"{where} belongs to another model: the model has {name!r}, the checkpoint does"
+                " not\nload it into the model from which it was saved"
             )
         if saved[saved_name_of[name]] != value.shape:
             raise CheckpointError(
                 f"{where} belongs to another model: {name!r} has shape"
                 f" {tuple(saved[saved_name_of[name]])} in the checkpoint, {tuple(value.shape)} in"
-                " the model"
+                " the model\nload it into the model from which it was saved"
             )
     for name in saved_name_of:
         if name not in required:
             raise CheckpointError(
-                f"{where} belongs to another model: the checkpoint has {name!r}, the model does not"
+                f"{where} belongs to another model: the checkpoint has {name!r}, the model does"
+                " not\nload it into the model from which it was saved"
             )
     return {name: saved_name_of[name] for name in required}
 
 
 def trained_but_not_in(net: nn.Module, saved: Iterable[str]) -> set[str]:
-    """Names of the model's trained parameters and buffers that have no match among saved names."""
+    """Return the names of the model's trained parameters and buffers without a match in `saved`."""
     first = first_names(net)
     frozen = {first[name] for name, p in net.named_parameters() if not p.requires_grad}
     return set(first.values()) - frozen - _saved_name_by_model_name(first, saved).keys()
@@ -102,7 +104,6 @@ def _saved_name_by_model_name(first: dict[str, str], saved: Iterable[str]) -> di
 
 
 def _name_without_peft(name: str) -> str:
-    """A tensor's name without the prefix, the `base_layer` and the adapter's name that `peft`
-    adds."""
+    """Remove the prefix, `base_layer` and the adapter's name, which `peft` adds to names."""
     layer_name = name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".")
     return _ADAPTER_MATRIX.sub(r".\1", layer_name)

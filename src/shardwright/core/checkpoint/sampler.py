@@ -100,7 +100,7 @@ class BatchSampler(Sampler[list[int]]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, sample: int = 0) -> None:
-        """Select the samples to iterate over: those of an epoch, from a sample on.
+        """Select the samples to iterate over: those of epoch `epoch` from `sample` on.
 
         Args:
             epoch: index of the epoch, from 0.
@@ -140,7 +140,7 @@ class BatchSampler(Sampler[list[int]]):
 
 
 def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
-    """The name of each tensor input, and the layout in which ranks pass it to the model."""
+    """Return (name, layout in which ranks pass the input to the model) of each tensor input."""
     tensors = [leaf for leaf in plan.inputs if isinstance(leaf, dict)]
     return [
         (
@@ -152,7 +152,7 @@ def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
 
 
 def _batch_layout(plan: Plan) -> TensorLayout:
-    """The common layout of dimension 0 of all inputs that have a batch dimension.
+    """Return the common layout of dimension 0 of all inputs with a batch dimension.
 
     Raises:
         DataError: if these inputs are sharded differently along the batch.
@@ -163,7 +163,7 @@ def _batch_layout(plan: Plan) -> TensorLayout:
     if len(axes) != 1:
         raise DataError(
             f"dataset_strategy shards the inputs {', '.join(names)} differently along the batch, so"
-            " that a rank needs different samples of each\n"
+            " that a rank needs different samples of each input\n"
             "use `shardwright.run.local_batch` on global batches"
         )
     return TensorLayout(plan.mesh, (axes.pop(),))

@@ -33,7 +33,7 @@ SavedMetadata = Mapping[str, TensorStorageMetadata]
 
 
 def model_tensors(net: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of this rank by key, without copying."""
+    """Return this rank's parameters and persistent buffers by key, without copying."""
     first = first_names(net)
     state = net.state_dict()
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -42,7 +42,7 @@ def model_tensors(net: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Optimizer state of this rank's parameters by key, without copying.
+    """Return the optimizer state of this rank's parameters by key, without copying.
 
     Raises:
         CheckpointError: if the optimizer has a parameter that the model does not have, or state
@@ -57,7 +57,7 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
                 raise CheckpointError(
                     f"cannot save the state {key!r} of {name!r} in {type(optimizer).__name__}: it "
                     f"is a {type(value).__name__}, not a tensor\n"
-                    "store it as a tensor: torch.tensor(value)"
+                    "store the state as a tensor: torch.tensor(value)"
                 )
             tensors[f"{OPTIMIZER}.{name}.{key}"] = value
     return tensors
@@ -89,7 +89,7 @@ def drop_tied_duplicates(
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each parameter group, such as the learning rate, as JSON data."""
+    """Return the settings of each parameter group, such as the learning rate, as JSON data."""
     return [
         {
             key: value.item() if isinstance(value, Tensor) else value
@@ -154,11 +154,13 @@ def restore_optimizer(
         if name in state_of_parameter
     }
     current = optimizer.state_dict()["param_groups"]
-    restored = current if groups is None else _restored_groups(optimizer, current, groups)
+    restored = (
+        current if groups is None else _groups_with_saved_settings(optimizer, current, groups)
+    )
     optimizer.load_state_dict({"state": state, "param_groups": restored})
 
 
-def _restored_groups(
+def _groups_with_saved_settings(
     optimizer: torch.optim.Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the current parameter groups with the saved settings, and warn about replaced ones.
@@ -170,10 +172,10 @@ def _restored_groups(
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(saved)} parameter groups, but this "
             f"{type(optimizer).__name__} has {len(current)}\n"
-            f"construct it with {len(saved)} groups, or load without an optimizer"
+            f"construct the optimizer with {len(saved)} groups, or load without an optimizer"
         )
     restored = [
-        {**old, **{key: _restore_type(value, old.get(key)) for key, value in new.items()}}
+        {**old, **{key: _convert_setting(value, old.get(key)) for key, value in new.items()}}
         for old, new in zip(current, saved, strict=True)
     ]
     # No warning for `lr` with a scheduler (which sets `initial_lr`): it changes in every run.
@@ -196,7 +198,7 @@ def _restored_groups(
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:
-    """States of PyTorch's default generators of the CPU and of `device`, by key."""
+    """Return the states of PyTorch's default generators of the CPU and of `device`, by key."""
     return {
         f"{RANDOM}.{device_type}": state for device_type, state in generator_states(device).items()
     }
@@ -209,7 +211,7 @@ def restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def device_of(net: nn.Module) -> torch.device:
-    """The device on which this rank computes `net`."""
+    """Return the device on which this rank computes `net`."""
     if isinstance(net, ParallelModule):
         return net.execution.devices.device
     return next((p.device for p in net.parameters()), torch.device("cpu"))
@@ -233,7 +235,7 @@ def _optimizer_parameters(
             raise CheckpointError(
                 f"{type(optimizer).__name__} has a parameter of shape "
                 f"{tuple(parameter.shape)} that the model does not have\n"
-                "construct it with the parameters of the module that is saved or loaded: "
+                "construct the optimizer with parameters of the module that is saved or loaded: "
                 f"{type(optimizer).__name__}(net.parameters())"
             )
         yield index, names[parameter], parameter
@@ -250,12 +252,12 @@ def first_names(net: nn.Module) -> dict[str, str]:
 
 
 def original_module(net: nn.Module) -> nn.Module:
-    """The original model, with the parameters of all pipeline stages."""
+    """Return the original model, with the parameters of all pipeline stages."""
     net = wrapped_model(net)
     return net.execution.template if isinstance(net, ParallelModule) else net
 
 
-def _restore_type(value: Any, current: Any) -> Any:
+def _convert_setting(value: Any, current: Any) -> Any:
     """Convert a value read from JSON to the type of the optimizer's current value."""
     if isinstance(current, Tensor):
         return torch.full_like(current, value)

@@ -28,7 +28,7 @@ from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.errors import CheckpointError
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
-"""Suffixes of files; all but the first are written by `torch.save`."""
+"""Supported suffixes of files; all but the first have the format of `torch.save`."""
 
 
 def save_state_dict(net: nn.Module, path: str | Path) -> None:
@@ -48,8 +48,8 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
     """
     path = _check_suffix(Path(path))
     tensors = checkpoint_state.model_tensors(net)
-    if not _is_distributed(net, tensors):
-        _write_file(net, path, lambda name: tensors[f"{checkpoint_state.MODEL}.{name}"])
+    if not _is_sharded_or_staged(net, tensors):
+        _write_model_file(net, path, lambda name: tensors[f"{checkpoint_state.MODEL}.{name}"])
         return
     shards = path.with_name(f"{path.name}.shards")
     if dist.get_rank() == 0:
@@ -69,12 +69,12 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
             state_dict_loader.load(destination, storage_reader=reader, no_dist=True)
             return tensor
 
-        _write_file(net, path, read)
+        _write_model_file(net, path, read)
         shutil.rmtree(shards)
     dist.barrier()
 
 
-def _is_distributed(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+def _is_sharded_or_staged(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
     """Whether this rank has only shards of the model, or only one of several pipeline stages."""
     planned = wrapped_model(net)
     stages = planned.execution.devices.stages if isinstance(planned, ParallelModule) else 1
@@ -103,7 +103,10 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
             "convert them with `save_pretrained` of transformers, which writes .safetensors files"
         )
     if not files or not all(file.is_file() for file in files):
-        raise CheckpointError(f"{path}: no such file or folder with .safetensors files")
+        raise CheckpointError(
+            f"{path}: no such file or folder with .safetensors files\npass a file, or a folder as"
+            " `save_pretrained` of transformers writes it"
+        )
     for file in (*_files_of_index(path), *_files_of_series(files)):
         if not file.is_file():
             raise CheckpointError(
@@ -122,7 +125,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
 
 
 def _files_of_index(folder: Path) -> list[Path]:
-    """The files listed in the folder's `model.safetensors.index.json`; empty without an index."""
+    """Return the files that the folder's `model.safetensors.index.json` lists; [] without it."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return []
@@ -151,13 +154,13 @@ def _allocate_memory_mapped(path: Path, template: Tensor) -> Tensor:
     return flat.view(template.shape)
 
 
-def _write_file(net: nn.Module, path: Path, read: Callable[[str], Tensor]) -> None:
+def _write_model_file(net: nn.Module, path: Path, read: Callable[[str], Tensor]) -> None:
     """Write the model to a temporary file and rename it, so that `path` is always complete.
 
     Args:
         net: the model, parallelized or not.
         path: the file to write.
-        read: returns the full tensor of a parameter or buffer, by name.
+        read: function from the name of a parameter or buffer to its full tensor.
     """
     first = checkpoint_state.first_names(net)
     partial = path.with_name(f"{path.name}.partial")
@@ -189,7 +192,7 @@ def _save_safetensors(tensors: Mapping[str, Tensor], partial: Path, path: Path) 
         save_file(contiguous, partial, metadata={"format": "pt"})
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path}: safetensors cannot store this model: {error}\nuse the suffix .pt"
+            f"{path}: safetensors cannot store this model: {error}\nuse a path with suffix .pt"
         ) from None
 
 

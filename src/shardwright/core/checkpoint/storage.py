@@ -39,13 +39,13 @@ FOLDER_NAME = re.compile(r"step-(\d+)")
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints in `folder`, in ascending order."""
+    """Return the steps of all complete checkpoints in `folder`, in ascending order."""
     matches = (FOLDER_NAME.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
     return sorted(int(match[1]) for match in matches if match)
 
 
 class CheckpointReader(FileSystemReader):
-    """Reader of the tensors of a checkpoint only: DCP unpickles other entries, which can run
+    """Reader of only the tensors of a checkpoint: DCP would unpickle other entries, which can run
     code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -69,7 +69,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class PublishingWriter(FileSystemWriter):
-    """Writer that uses a temporary name, and renames the folder when all ranks have written.
+    """Writer to a folder with a temporary name, which it renames when all ranks have written.
 
     Args:
         folder: the folder `step-N` of the checkpoint.

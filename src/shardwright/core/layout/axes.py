@@ -67,15 +67,17 @@ def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
     (2, 2, 2)
 
     Raises:
-        LayoutError: if the numbers of devices differ, or groups of devices do not nest.
+        LayoutError: if the numbers of devices differ, or the axes of two matrices divide devices
+            into groups that do not nest.
     """
     totals = sorted({prod(matrix) for matrix in device_matrices})
     if len(totals) > 1:
         raise LayoutError(
             f"device matrices {', '.join(map(str, device_matrices))} have different numbers of"
-            f" devices: {', '.join(map(str, totals))}"
+            f" devices: {', '.join(map(str, totals))}\nuse device matrices with equal numbers of"
+            " devices"
         )
-    # The strides at which axes begin: between two consecutive strides there is a common axis.
+    # The strides of all axes: there is a common axis between each two consecutive strides.
     strides = {prod(m[i:]) for m in device_matrices for i in range(len(m) + 1)}
     inner, *outer = sorted(strides | {1})
     sizes: tuple[int, ...] = ()
@@ -111,7 +113,9 @@ def axes_with_devices(
             " names\ngive one name for each axis"
         )
     if INTERLEAVED in names[:-1]:
-        raise LayoutError(f"alias_names {names}: {INTERLEAVED!r} must be the last axis")
+        raise LayoutError(
+            f"alias_names {names}: {INTERLEAVED!r} must be the last axis\nmove it to the end"
+        )
     count = len(names) - (INTERLEAVED in names)
     return sizes[:count], names[:count]
 
@@ -125,7 +129,9 @@ def _check_sizes(sizes: object) -> None:
                 f"device_matrix {sizes} contains {size!r}\nevery size must be an int of at least 1"
             )
     if prod(sizes) > MAX_DEVICES:
-        raise LayoutError(f"device_matrix {sizes} has more than {MAX_DEVICES} devices")
+        raise LayoutError(
+            f"device_matrix {sizes} has {prod(sizes)} devices\nuse at most {MAX_DEVICES} devices"
+        )
 
 
 def _check_names(names: object) -> None:
@@ -142,7 +148,7 @@ def _check_names(names: object) -> None:
                 "use another name"
             )
         if names.count(name) > 1:
-            raise LayoutError(f"alias_names {names} contains {name!r} twice\nnames must differ")
+            raise LayoutError(f"alias_names {names} contains {name!r} twice\nuse different names")
 
 
 def check_ranks(ranks: object, devices: int) -> None:

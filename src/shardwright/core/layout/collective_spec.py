@@ -48,8 +48,8 @@ class CollectiveSpec:
         gloo_rounds: number of rounds with gloo; None for `rounds`.
         joins: kind of two consecutive steps that one step of this kind can replace; None for no
             kind.
-        axes_between: for a kind with `joins`: returns the axes over which one step leads from the
-            first layout to the second; None if no step of this kind does.
+        axes_between: function that returns the axes over which one step of this kind leads from
+            the first layout to the second, or None if no such step does; None without `joins`.
     """
 
     kind: str
@@ -92,12 +92,13 @@ class CellExchange:
     row-major order.
 
     Args:
-        send_cuts, receive_cuts: number of cells of an old and of a new shard per dimension.
-        send_order: indices of the cells of the old shard in the order of sending, for position 0
-            first; one tuple per position.
+        send_cuts, receive_cuts: number of cells along each dimension of a shard in the source
+            layout, and of a shard in the target layout.
+        send_order: indices of the cells of the source shard in the order of sending, cells for
+            position 0 first; one tuple per position.
         send_counts: number of cells sent to each position; one tuple per position.
-        receive_order: index among the received cells of each cell of the new shard; one tuple per
-            position.
+        receive_order: for each cell of the target shard, its index among the received cells; one
+            tuple per position.
         receive_counts: number of cells received from each position; one tuple per position.
     """
 
@@ -132,8 +133,14 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
         for a, b in zip(before, after, strict=True)
     ]
     group = list(product(*(range(sizes[axis]) for axis in axes)))
-    old = [_cells(before, cuts, dict(zip(axes, coords, strict=True)), sizes) for coords in group]
-    new = [_cells(after, cuts, dict(zip(axes, coords, strict=True)), sizes) for coords in group]
+    old = [
+        _cells_of_shard(before, cuts, dict(zip(axes, coords, strict=True)), sizes)
+        for coords in group
+    ]
+    new = [
+        _cells_of_shard(after, cuts, dict(zip(axes, coords, strict=True)), sizes)
+        for coords in group
+    ]
     sender = {cell: position for position, cells in enumerate(old) for cell in cells}
     receiver = {cell: position for position, cells in enumerate(new) for cell in cells}
     # Sender and receiver order the cells between them by their index in the full tensor.
@@ -166,7 +173,7 @@ def exchanged_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
 
 
 def _differing_axes(source: TensorLayout, target: TensorLayout) -> tuple[list[Axes], list[Axes]]:
-    """The axes of each dimension in `source` and in `target`, without the common prefix."""
+    """Return the axes of each dimension in `source` and in `target` without their common prefix."""
     before, after = [], []
     for source_axes, target_axes in zip(source.axes, target.axes, strict=True):
         prefix_length = common_length(source_axes, target_axes)
@@ -175,10 +182,10 @@ def _differing_axes(source: TensorLayout, target: TensorLayout) -> tuple[list[Ax
     return before, after
 
 
-def _cells(
+def _cells_of_shard(
     cuts: list[Axes], cells: list[int], coordinates: dict[int, int], sizes: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """The cells of a device's shard in row-major order, as indices in the full tensor.
+    """Return the cells of a device's shard in row-major order, as indices in the full tensor.
 
     Args:
         cuts: the axes that shard each dimension.
@@ -194,7 +201,7 @@ def _cells(
 
 
 def _count_positions(positions: list[int], devices: int) -> tuple[int, ...]:
-    """The number of occurrences of each position from 0 to `devices` - 1."""
+    """Return the number of occurrences of each position from 0 to `devices` - 1."""
     counts = Counter(positions)
     return tuple(counts[position] for position in range(devices))
 

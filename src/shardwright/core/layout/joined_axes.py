@@ -19,10 +19,10 @@ def join_axes(
     Args:
         count: number of axes of the matrix.
         lists: the axes that shard each dimension of each tensor.
-        may_join: further condition for joining two axes, called with the left and the right axis.
+        may_join: function of the left and the right axis: whether the two axes may be joined.
 
     Returns:
-        The groups, most significant axis first, in the order of their first axes.
+        The groups in the order of their first axes; in each, the most significant axis first.
     """
     # (index of the list, index in the list) of each occurrence, by axis.
     occurrences: list[set[tuple[int, int]]] = [set() for _ in range(count)]
@@ -42,7 +42,7 @@ def join_axes(
 
 
 def joined_layout(layout: DeviceMatrix, joined: tuple[Axes, ...]) -> DeviceMatrix:
-    """Return the device matrix whose axes are groups of axes of another.
+    """Return the device matrix in which each axis is a group of axes of `layout`.
 
     Args:
         layout: the device matrix with the axes to join.

@@ -91,9 +91,9 @@ class Layout:
         Raises:
             LayoutError: if a name is unknown or used twice.
         """
-        return TensorLayout(self, tuple(self._axes_of(entry) for entry in entries))
+        return TensorLayout(self, tuple(self._axes_of_entry(entry) for entry in entries))
 
-    def _axes_of(self, entry: str | tuple[str, ...]) -> Axes:
+    def _axes_of_entry(self, entry: str | tuple[str, ...]) -> Axes:
         names = (entry,) if isinstance(entry, str) else entry
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
             raise LayoutError(
@@ -209,7 +209,10 @@ class TensorLayout:
             return
         matrix = self.layout.device_matrix
         if min(used) < 0 or max(used) >= len(matrix):
-            raise LayoutError(f"axes {sorted(used)} on device matrix {matrix}: no such axis")
+            raise LayoutError(
+                f"axes {sorted(used)} on device matrix {matrix}: no such axis\nuse indices of its"
+                f" {len(matrix)} axes, from 0"
+            )
         if len(set(used)) != len(used):
             twice = sorted({axis for axis in used if used.count(axis) > 1})
             names = ", ".join(repr(self.layout.alias_names[axis]) for axis in twice)
@@ -284,9 +287,9 @@ class TensorLayout:
 
     def block(self, rank: int) -> tuple[int, ...]:
         """Return the index of the shard of `rank` along each dimension."""
-        return self._block_at(self.layout.coordinates(rank))
+        return self._block_at_coordinates(self.layout.coordinates(rank))
 
-    def _block_at(self, coordinates: tuple[int, ...]) -> tuple[int, ...]:
+    def _block_at_coordinates(self, coordinates: tuple[int, ...]) -> tuple[int, ...]:
         sizes = self.device_matrix
         return tuple([shard_index(dim, sizes, coordinates) for dim in self.axes])
 
@@ -320,7 +323,7 @@ class TensorLayout:
         ranks_of: dict[tuple[int, ...], list[int]] = {}
         positions = product(*(range(size) for size in self.device_matrix))
         for rank, coordinates in zip(self.layout.ranks, positions, strict=True):
-            ranks_of.setdefault(self._block_at(coordinates), []).append(rank)
+            ranks_of.setdefault(self._block_at_coordinates(coordinates), []).append(rank)
         return {block: tuple(ranks) for block, ranks in ranks_of.items()}
 
     def on(self, mesh: DeviceMatrix) -> TensorLayout:
@@ -344,7 +347,7 @@ class TensorLayout:
 
     @property
     def placement(self) -> str:
-        """The names of the axes of each dimension as text: `(a, b·c; partial d)`."""
+        """The names of the axes that shard each dimension, as text: `(a, b·c; partial d)`."""
         named = self.layout.named
         dims = ", ".join(named(dim) or "None" for dim in self.axes)
         suffix = f"; partial {named(sorted(self.partial), ' ')}" if self.partial else ""
@@ -399,7 +402,12 @@ class TensorLayout:
 
 
 def _fine_axes_of(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
-    """The axes of `fine` whose product is each axis of `coarse`, most significant first."""
+    """Return, for each axis of `coarse`, the axes of `fine` of which it is the product, most
+    significant first.
+
+    Raises:
+        LayoutError: if the ranks differ, or an axis of `coarse` is not such a product.
+    """
     if set(coarse.ranks) != set(fine.ranks):
         raise LayoutError(
             f"the device matrices {fine.device_matrix} and {coarse.device_matrix} do not have the"
@@ -408,8 +416,8 @@ def _fine_axes_of(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     strides: list[list[tuple[int, int]]] = [[] for _ in coarse.device_matrix]
     step = fine.num_devices
     start = coarse.coordinates(fine.ranks[0])
-    # Take one step along each axis of `fine`: it is part of the coarse axis whose coordinate
-    # changes, and the larger the change, the more significant it is.
+    # Take one step along each axis of `fine`: the fine axis is part of the coarse axis whose
+    # coordinate changes, and the larger the change, the more significant the fine axis is.
     for axis, size in enumerate(fine.device_matrix):
         step //= size
         if size == 1:
@@ -422,14 +430,15 @@ def _fine_axes_of(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     fine_axes = tuple(tuple(axis for _, axis in sorted(axes)) for axes in strides)
     if not _is_refinement(coarse, fine, fine_axes):
         raise LayoutError(
-            f"the device matrix {fine.device_matrix} does not refine {coarse.device_matrix}:"
-            " an axis of the latter is not a product of axes of the former"
+            f"an axis of the device matrix {coarse.device_matrix} is not a product of axes of the"
+            f" device matrix {fine.device_matrix}"
         )
     return fine_axes
 
 
 def _is_refinement(coarse: DeviceMatrix, fine: DeviceMatrix, fine_axes: tuple[Axes, ...]) -> bool:
-    """Whether all ranks have the same coordinates on `coarse` and on products of `fine_axes`."""
+    """Whether all ranks have the same coordinates on the axes of `coarse` and on the products of
+    `fine_axes`."""
     if tuple(map(fine.size, fine_axes)) != coarse.device_matrix:
         return False
     used = [axis for axes in fine_axes for axis in axes]

@@ -77,13 +77,13 @@ class RedistributionStep:
 
     def forward_bytes(self, shape: Shape, itemsize: int) -> int:
         """Return the bytes that one device sends in the forward pass; `shape` is global."""
-        return self._bytes(self.forward, shape, itemsize)
+        return self._sent_bytes(self.forward, shape, itemsize)
 
     def backward_bytes(self, shape: Shape, itemsize: int) -> int:
         """Return the bytes that one device sends in the backward pass; `shape` is global."""
-        return self._bytes(self.backward, shape, itemsize)
+        return self._sent_bytes(self.backward, shape, itemsize)
 
-    def _bytes(self, collective: str | None, shape: Shape, itemsize: int) -> int:
+    def _sent_bytes(self, collective: str | None, shape: Shape, itemsize: int) -> int:
         if collective is None:
             return 0
         # The larger of input and output: the output of an all-gather, the input of a reduce-scatter
@@ -112,7 +112,8 @@ class RedistributionStep:
         return tuple(destinations)
 
     def _positions_of_block(self, layout: TensorLayout) -> dict[tuple[int, ...], list[int]]:
-        """The positions in the group that have each shard of `self.source` or `self.target`."""
+        """Return the positions in the group that have each shard in `layout`, `self.source` or
+        `self.target`, by index of the shard."""
         sizes = self.source.device_matrix
         pairs = zip(self.source.axes, self.target.axes, strict=True)
         differing = [_without_common_ends(before, after) for before, after in pairs]
@@ -225,14 +226,13 @@ def redistribution_steps(
         following = translation.layout_after(current, move)
         steps.append(_step_of_move(move, translation, current, following))
         current = following
-    return tuple(_use_slow_links_for_small_tensors(steps))
+    return tuple(_order_by_link_speed(steps))
 
 
 def joined_step(
     first: RedistributionStep, second: RedistributionStep, shape: Shape, itemsize: int
 ) -> RedistributionStep | None:
-    """Return one step that replaces two consecutive steps; None if no step does without sending
-    more bytes.
+    """Return one step that replaces two consecutive steps without sending more bytes, or None.
 
     Args:
         shape: global shape of the tensor.
@@ -255,11 +255,11 @@ def joined_step(
     return None
 
 
-def _use_slow_links_for_small_tensors(path: list[RedistributionStep]) -> list[RedistributionStep]:
+def _order_by_link_speed(path: list[RedistributionStep]) -> list[RedistributionStep]:
     """Order consecutive all-gathers from outer to inner axes, reduce-scatters from inner to outer.
 
-    The order does not change the total bytes if the collectives of the backward pass are equal too,
-    but it decides which links carry most of the bytes, and outer axes have the slower links.
+    The steps over outer axes, which have slower links, then send the fewest bytes. The order does
+    not change the total bytes of steps that have the same collective in the backward pass.
     """
     ordered: list[RedistributionStep] = []
     for (kind, _), group in groupby(path, key=lambda step: (step.kind, step.backward)):
@@ -269,13 +269,13 @@ def _use_slow_links_for_small_tensors(path: list[RedistributionStep]) -> list[Re
             continue
         layout = steps[0].source
         for step in sorted(steps, key=lambda s: min(s.axes), reverse=kind == "reduce_scatter"):
-            ordered.append(_rebase(step, layout))
+            ordered.append(_rebase_step(step, layout))
             layout = ordered[-1].target
     return ordered
 
 
-def _rebase(step: RedistributionStep, source: TensorLayout) -> RedistributionStep:
-    """Apply a step that changes one dimension to another layout."""
+def _rebase_step(step: RedistributionStep, source: TensorLayout) -> RedistributionStep:
+    """Return `step`, which changes one dimension, as a step from the layout `source`."""
     axes = tuple(
         step.target.axes[dim] if dim == step.dim else dim_axes
         for dim, dim_axes in enumerate(source.axes)
@@ -297,23 +297,23 @@ def _check_layouts(source: TensorLayout, target: TensorLayout, shape: Shape) -> 
     target.shard_shape(shape)
     if source.varying:
         raise LayoutError(
-            f"{source} is varying: only the target of a redistribution, in which an operator reads"
-            " the tensor, can be varying"
+            f"{source} is varying, but only the target of a redistribution can be varying\n"
+            "remove `varying` from the source"
         )
     if not target.partial <= source.partial:
         raise LayoutError(
-            f"{target} is partial over axes over which {source} is not: no redistribution creates"
-            " partial sums"
+            f"{target} is partial over axes over which {source} is not, but no redistribution"
+            " creates partial sums\nremove these axes from `partial` of the target"
         )
 
 
 @dataclass(frozen=True)
 class _Translation:
-    """The translation between two layouts and the smaller problem that `route_search` solves.
+    """The translation between a redistribution and the smaller problem that `route_search` solves.
 
     Args:
-        layout: the device matrix.
-        joined: the axes of the device matrix that each axis of the problem represents.
+        layout: the device matrix of both layouts.
+        joined: the mesh axes that each axis of the problem represents.
         prefixes: the common leading axes of both layouts in each dimension, which do not change.
         dims: the dimensions in which the layouts differ.
     """
@@ -328,13 +328,13 @@ class _Translation:
         pairs = list(zip(source.axes, target.axes, strict=True))
         prefixes = tuple(before[: common_length(before, after)] for before, after in pairs)
         dims = tuple(dim for dim, (before, after) in enumerate(pairs) if before != after)
-        joined = tuple(_join_moving_axes(source, target, prefixes))
+        joined = tuple(_group_moving_axes(source, target, prefixes))
         return cls(source.layout, joined, prefixes, dims)
 
     def problem(
         self, source: TensorLayout, target: TensorLayout, shape: Shape, differentiable: bool
     ) -> route_search.Problem:
-        """The problem of finding the cheapest route from `source` to `target`."""
+        """Return the problem of finding the cheapest route from `source` to `target`."""
         sizes = tuple(self.layout.size(axes) for axes in self.joined)
         problem_axis = {axes[0]: index for index, axes in enumerate(self.joined)}
         num_devices = prod(sizes)
@@ -356,11 +356,11 @@ class _Translation:
         )
 
     def mesh_axes(self, problem_axes: Iterable[int]) -> Axes:
-        """The axes of the device matrix for axes of the problem."""
+        """Return the mesh axes that axes of the problem represent."""
         return tuple(axis for problem_axis in problem_axes for axis in self.joined[problem_axis])
 
     def layout_after(self, current: TensorLayout, move: route_search.Move) -> TensorLayout:
-        """The layout into which `move` redistributes the layout `current`."""
+        """Return the layout of a tensor after `move`, given its layout `current` before."""
         axes = list(current.axes)
         for dim, problem_axes in zip(self.dims, move.lists, strict=True):
             axes[dim] = self.prefixes[dim] + self.mesh_axes(problem_axes)
@@ -399,10 +399,11 @@ def _without_common_ends(first: Axes, second: Axes) -> tuple[Axes, Axes]:
     return first[: len(first) - suffix], second[: len(second) - suffix]
 
 
-def _join_moving_axes(
+def _group_moving_axes(
     source: TensorLayout, target: TensorLayout, prefixes: tuple[Axes, ...]
 ) -> list[Axes]:
-    """The axes whose use changes; if there are many, axes that move together are joined.
+    """Return the mesh axes whose use changes, in groups of one axis or, if there are more than
+    `ALL_MOVES_AXES`, in groups of axes that move together.
 
     The common leading axes of each dimension, `prefixes`, do not move.
     """
@@ -421,7 +422,7 @@ def _join_moving_axes(
             for state in (before, after)
         )
 
-    # Partial and varying axes have no order; they get their order in the other layout.
+    # Partial and varying axes have no order in a layout: order them as in the other layout.
     moving.sort(
         key=lambda a: (str(before[a][0]), str(after[a][0]), before[a][1] or 0, after[a][1] or 0)
     )
@@ -435,8 +436,8 @@ def _join_moving_axes(
 
 
 def _axis_states(layout: TensorLayout, fixed: set[int]) -> dict[int, tuple[int | str, int | None]]:
-    """The state of each axis: (dimension, index among its axes) if it shards, or (name, None); the
-    name of the axes in `fixed` is "fixed"."""
+    """Return the state of each axis: (dimension, index among the axes of the dimension) for an axis
+    that shards it, else (name, None), where name is "fixed", "partial", "varying" or ""."""
     states: dict[int, tuple[int | str, int | None]] = {}
     for axis in range(len(layout.device_matrix)):
         state = "partial" if axis in layout.partial else "varying" if axis in layout.varying else ""

@@ -58,7 +58,8 @@ class State(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One step, which is compared as a tuple if costs tie, so that all ranks find the same route.
+    """A move; ties in cost are broken by comparing moves as tuples, so that all ranks find the same
+    route.
 
     Args:
         kind: index in `KINDS`.
@@ -115,9 +116,9 @@ class Problem:
     def full_size(self) -> int:
         """The size of the full tensor in units of cost, chosen so that all costs are integers.
 
-        The local size is the full size divided by a number of shards, and the share of it that a
-        collective sends to one device is that divided by a group size; both divisors divide the
-        number of devices, so the full size is the square of that number.
+        A local size is the full size divided by a number of shards, and a collective sends a local
+        size divided by a group size. Both divisors divide the number of devices, so the full size
+        is the square of that number.
         """
         return prod(self.sizes) ** 2
 
@@ -130,8 +131,9 @@ class Problem:
     def runs(self) -> tuple[Lists, ...]:
         """The lists of axes that one move may add to each dimension, the longest first.
 
-        These are runs of consecutive axes of the target. If all moves are tried, single other axes
-        are added, which a later permute may replace.
+        These are runs of consecutive axes of the target. For problems of up to `ALL_MOVES_AXES`
+        axes, single axes that do not shard the dimension in the target are added, which a later
+        permute may replace.
         """
         choices = []
         for target_axes in self.target:
@@ -164,7 +166,8 @@ def route(problem: Problem) -> Path:
     Runs two best-first searches. The first is a heuristic that orders states by the total cost with
     the plain route (all-reduce, all-gather, slice) to the target; its result costs at most as much
     as the plain route. The second is A* with a lower bound on the remaining cost, and therefore
-    exact; it runs if at most `EXACT_AXES` axes move, with the cost of the first as upper bound.
+    exact; it runs if at most `EXACT_AXES` axes move, with the cost of the first search's route as
+    upper bound.
     """
     path = _plain_route(problem, problem.start)
     cost = _total_cost(problem, problem.source, path)
@@ -180,10 +183,10 @@ def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tupl
 
     Args:
         problem: the problem to solve.
-        best_cost, best_path: a known route, and its cost.
+        best_cost, best_path: cost and moves of a known route.
 
     Returns:
-        The cost and the moves of the best route.
+        The cost and the moves of the best route found.
     """
     expanded: set[State] = set()
     # Entries are (total cost with the plain route, moves, path, cost of the path, state).
@@ -193,7 +196,7 @@ def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tupl
         if state in expanded:
             continue
         expanded.add(state)
-        for cost, move in _moves(problem, state):
+        for cost, move in _candidate_moves(problem, state):
             next_state = move.apply(state)
             if next_state in expanded or path_cost + cost >= best_cost:
                 continue
@@ -207,7 +210,8 @@ def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tupl
 
 
 def _exact_search(problem: Problem, limit: int) -> Path | None:
-    """The cheapest route; None if all cost more than `limit`, or after `EXACT_STATES` states."""
+    """Find the cheapest route; None if all routes cost more than `limit`, or none is found within
+    `EXACT_STATES` expanded states."""
     goal, target_size = problem.goal, problem.local_size(problem.target)
     expanded: set[State] = set()
     # Entries are (lower bound on the total cost, moves, path, cost of the path, state).
@@ -219,20 +223,20 @@ def _exact_search(problem: Problem, limit: int) -> Path | None:
         if state in expanded:
             continue
         expanded.add(state)
-        for cost, move in _moves(problem, state):
+        for cost, move in _candidate_moves(problem, state):
             next_state = move.apply(state)
             local_size = problem.local_size(next_state.lists)
-            bound = path_cost + cost + _lower_bound(problem, local_size, target_size)
+            bound = path_cost + cost + _remaining_cost_bound(problem, local_size, target_size)
             if bound <= limit and next_state not in expanded:
                 heappush(queue, (bound, len(path) + 1, (*path, move), path_cost + cost, next_state))
     return None
 
 
-def _lower_bound(problem: Problem, local_size: int, target_size: int) -> int:
-    """Lower bound on the cost to change the local size to that of the target.
+def _remaining_cost_bound(problem: Problem, local_size: int, target_size: int) -> int:
+    """Return a lower bound on the cost of moves that change the local size to that of the target.
 
-    To grow by n elements, a device must receive n, and on average send n. Shrinking costs the same
-    in the backward pass.
+    To grow by n elements, a device must receive n elements, and devices on average send as many as
+    they receive. Shrinking by n elements costs the same in the backward pass.
     """
     if problem.differentiable:
         return abs(target_size - local_size)
@@ -240,7 +244,7 @@ def _lower_bound(problem: Problem, local_size: int, target_size: int) -> int:
 
 
 def _move_cost(problem: Problem, move: Move, local_size: int) -> int:
-    """The data that one device sends in a move, forward and, if differentiable, backward."""
+    """Return the data that one device sends in a move, forward and, if differentiable, backward."""
     group, spec = problem.num_shards(move.axes), COLLECTIVES[KINDS[move.kind]]
     larger = group * local_size if move.kind == ALL_GATHER else local_size
     cost = 0 if spec.local else spec.sent(larger, group)
@@ -249,11 +253,12 @@ def _move_cost(problem: Problem, move: Move, local_size: int) -> int:
     return cost
 
 
-def _moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
-    """The moves from a state that may be part of a cheapest route, as (cost, move).
+def _candidate_moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
+    """Return the moves from a state that may be part of a cheapest route, as (cost, move).
 
-    No move changes settled axes. A slice that settles its axes is the only move, since it makes all
-    others cheaper. If many axes move, so is such a reduce-scatter, which is nearly always best.
+    No move changes settled axes. If a slice settles its axes, it is the only candidate, since it
+    makes all other moves cheaper. In differentiable problems of more than `ALL_MOVES_AXES` axes the
+    same holds for a reduce-scatter, which is nearly always best.
     """
     local_size = problem.local_size(state.lists)
     settled = _num_settled(state.lists, problem.target)
@@ -285,7 +290,7 @@ def _settles_dimension(problem: Problem, move: Move) -> bool:
 
 
 def _num_settled(lists: Lists, target: Lists) -> tuple[int, ...]:
-    """The number of settled axes of each dimension."""
+    """Return the number of settled axes of each dimension."""
     return tuple(map(common_length, lists, target))
 
 
@@ -341,7 +346,7 @@ def _permuted_lists(
 ) -> Iterator[Lists]:
     """Yield other assignments of axes to dimensions with the same numbers of shards.
 
-    If not all moves are tried, only assignments that settle more axes.
+    For problems of more than `ALL_MOVES_AXES` axes, only assignments that settle more axes.
 
     Args:
         problem: the problem to solve.
@@ -367,8 +372,8 @@ def _permuted_lists(
 
 @lru_cache(maxsize=1 << 14)
 def _equal_count_lists(sizes: Axes, lists: Lists, axes: frozenset[int]) -> tuple[Lists, ...]:
-    """All assignments of axes to dimensions that have the numbers of shards of `lists`, except
-    `lists`.
+    """Return all assignments of axes to dimensions, other than `lists`, that have its numbers of
+    shards.
 
     Args:
         sizes: number of devices along each axis.
@@ -398,16 +403,16 @@ def _equal_count_lists(sizes: Axes, lists: Lists, axes: frozenset[int]) -> tuple
 
 
 def _plain_route(problem: Problem, state: State) -> Path:
-    """The route of all-reduce, all-gather of axes that are not settled, and slice: always possible,
-    rarely cheap."""
+    """Return the route of all-reduce, all-gather of axes that are not settled, and slice, which is
+    always possible but rarely cheap."""
     moves, lists = [], state.lists
     settled = _num_settled(lists, problem.target)
     if state.partial:
         moves.append(Move(ALL_REDUCE, -1, -1, tuple(sorted(state.partial)), lists))
     for dim, keep in enumerate(settled):
         while len(axes := lists[dim]) > keep:
-            # One gather for consecutive axes that are all varying or all not: the gradient of a
-            # gather differs between the two.
+            # One gather for consecutive axes that are all varying or all not, since the gradients
+            # of the two gathers differ.
             begin, varying = len(axes) - 1, axes[-1] in problem.varying
             while begin > keep and (axes[begin - 1] in problem.varying) == varying:
                 begin -= 1
@@ -424,7 +429,7 @@ def _plain_route(problem: Problem, state: State) -> Path:
 
 
 def _total_cost(problem: Problem, lists: Lists, moves: Path) -> int:
-    """The total cost of consecutive moves.
+    """Return the total cost of consecutive moves.
 
     Args:
         problem: the problem to solve.

@@ -24,7 +24,7 @@ def draw_devices(counts: Shape, sizes: Shape | None, ranks_of: Callable[[Shape],
     Args:
         counts: number of shards of each dimension.
         sizes: shape of a shard, to label the edges with element ranges; None for shard indices.
-        ranks_of: maps the index of a shard to the ranks that have it.
+        ranks_of: function from the index of a shard to the ranks that have it.
     """
 
     def edge_label(dim: int, index: int) -> str:
@@ -56,7 +56,7 @@ def _grid_text(table: list[list[str]]) -> str:
 
 
 def _html_table(grid: str, hues: dict[str, float]) -> str:
-    """The HTML of one grid; shards on the same devices have the same color.
+    """Return the HTML table of one grid; shards on the same devices have the same color.
 
     Args:
         grid: text of the grid, with its title.

@@ -26,7 +26,7 @@ Dims = tuple[str | None, ...]
 """The factor of each dimension of a tensor; None for dimensions that cannot be sharded."""
 
 Cuts = Mapping[str, tuple[int, ...]]
-"""Indices of the mesh axes that shard each factor, outermost first, by factor."""
+"""Indices of the mesh axes that shard each factor, most significant first, by factor."""
 
 OperatorLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
 """The layouts of an operator's inputs and of its outputs."""

@@ -16,8 +16,8 @@ def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -
     """A context in which `checkpoint(function, …, use_reentrant=False)` only calls the function.
 
     Args:
-        context: makes the context of each call, which tags its operators for recomputation by the
-            plan.
+        context: function that makes the context of each call, which tags the operators of the call
+            for recomputation by the plan.
     """
 
     def around_call(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -33,7 +33,7 @@ def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -
 
 
 class _NonReentrantCheckpoint:
-    """Replacement of `CheckpointFunction`, with which reentrant calls of `checkpoint` are
+    """Replacement of `CheckpointFunction` that makes reentrant calls of `checkpoint`
     non-reentrant."""
 
     @staticmethod
@@ -55,7 +55,7 @@ def recomputed_in(context: Callable[[], AbstractContextManager[None]]) -> Iterat
     by one.
 
     Args:
-        context: makes the context of each recomputation.
+        context: function that makes the context of each recomputation.
     """
     original: Any = checkpoint._checkpoint_without_reentrant_generator
     reentrant = checkpoint.CheckpointFunction

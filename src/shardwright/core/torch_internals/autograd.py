@@ -67,7 +67,7 @@ def check_before_grad(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> 
     Permanent for the process.
 
     Args:
-        check: called with the outputs and the inputs, which are tensors or `GradientEdge`s.
+        check: function of the outputs and the inputs, which are tensors or `GradientEdge`s.
     """
     run_backward: Callable[..., Any] = graph._engine_run_backward
 

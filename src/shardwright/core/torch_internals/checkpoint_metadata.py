@@ -51,7 +51,7 @@ def loads_metadata(content: bytes) -> Metadata:
     tables = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
     if not isinstance(metadata, Metadata) or not all(isinstance(each, dict) for each in tables):
         raise ValueError(
-            f"it contains a {type(metadata).__name__}, not the metadata of a checkpoint"
+            f"the file contains a {type(metadata).__name__}, not the metadata of a checkpoint"
         )
     return metadata
 
@@ -62,7 +62,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) not in _ALLOWED_OBJECTS:
             raise pickle.UnpicklingError(
-                f"it refers to {module}.{name}, which the metadata of a checkpoint does not need,"
-                " and which could run code"
+                f"the file refers to {module}.{name}, which the metadata of a checkpoint does not"
+                " need, and which could run code"
             )
         return _ALLOWED_OBJECTS[module, name]

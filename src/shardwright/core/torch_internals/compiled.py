@@ -7,5 +7,5 @@ from torch._dynamo.config import nontraceable_tensor_subclasses
 
 
 def run_uncompiled_with(tensor_class: type[Tensor]) -> None:
-    """Let `torch.compile` fall back to eager mode for functions of tensors of a class."""
+    """Make `torch.compile` fall back to eager mode for functions of tensors of `tensor_class`."""
     nontraceable_tensor_subclasses.add(tensor_class)

@@ -22,16 +22,16 @@ plain_torch_function = torch._C._disabled_torch_function_impl
 """A `__torch_function__` that overrides nothing, for subclasses of `Tensor`."""
 
 without_torch_function = torch._C.DisableTorchFunction
-"""Context without `__torch_function__` of subclasses and of modes."""
+"""Context that disables `__torch_function__` of subclasses and of modes."""
 
 without_torch_dispatch = torch._C._DisableTorchDispatch
-"""Context without `__torch_dispatch__` of subclasses and of modes."""
+"""Context that disables `__torch_dispatch__` of subclasses and of modes."""
 
 without_torch_function_of_subclasses = torch._C.DisableTorchFunctionSubclass
-"""Context without `__torch_function__` of subclasses; modes stay active."""
+"""Context that disables `__torch_function__` of subclasses; modes stay active."""
 
 without_dispatch_modes = _disable_current_modes
-"""Context without dispatch modes; `__torch_dispatch__` of subclasses stays active."""
+"""Context that disables dispatch modes; `__torch_dispatch__` of subclasses stays active."""
 
 
 @contextmanager

@@ -54,8 +54,10 @@ def local_chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
 
 
 def local_part_of(full: Tensor, tensor: Tensor) -> Tensor:
-    """Slice a full tensor to this rank's shard of `tensor`, without communication; returns it
-    unchanged if `tensor` is not a DTensor."""
+    """Slice a full tensor to this rank's shard of `tensor`, without communication.
+
+    Returns the full tensor if `tensor` is not a DTensor.
+    """
     if not isinstance(tensor, DTensor):
         return full
     (chunk,) = local_chunks(tensor)
@@ -93,7 +95,7 @@ def change_results(operator: OpOverload, change: Callable[[Any, Sequence[Any]], 
 
     Args:
         operator: the ATen operator.
-        change: called with the results and the positional arguments; returns the new results.
+        change: function from the results and the positional arguments to the new results.
     """
 
     def handler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,7 +113,7 @@ def set_operator_handler(
 
     Args:
         operator: the ATen operator.
-        call: called with the positional and the keyword arguments. While it runs, the operator has
+        call: function of the positional and the keyword arguments. While it runs, the operator has
             PyTorch's own implementation.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -133,7 +135,7 @@ def refuse_pickling(check: Callable[[DTensor], None]) -> None:
     ignored.
 
     Args:
-        check: called with the tensor; may raise an error.
+        check: function of the tensor, which may raise an error.
     """
     reduce: Any = DTensor.__reduce_ex__
     if hasattr(reduce, "checks_pickling"):
@@ -177,7 +179,7 @@ def explain_mixing(
     can be mixed with DTensors; their gradient is an ordinary tensor. Permanent for the process.
 
     Args:
-        error: makes the error for an operator or the name of a method.
+        error: function from an operator, or the name of a method, to the error to raise.
         except_in: names of frequent operators that a handler would slow down: only their methods
             are replaced, and compute on local tensors if all tensors have equal layouts.
     """
@@ -248,8 +250,8 @@ def _make_explained_method(name: str, error: Callable[[str], Exception]) -> Call
 def _local_arguments(
     tensor: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any] | None:
-    """The arguments of an elementwise operator as local tensors; None if it needs DTensor's
-    dispatch.
+    """Return the arguments of an elementwise operator as local tensors; None if the operator needs
+    DTensor's dispatch.
 
     Computing on local tensors is faster, and gives the same result if all tensors have the same
     layout, none is a partial sum, and autograd does not record.

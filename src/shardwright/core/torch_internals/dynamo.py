@@ -80,8 +80,8 @@ _CHECKED_BY_CALLER = frozenset(
 
 
 @contextmanager
-def _tracing(numbers: frozenset[str]) -> Iterator[None]:
-    """Context of a capture and of building its guards.
+def _tracing_options(numbers: frozenset[str]) -> Iterator[None]:
+    """Context in which Dynamo captures a call or builds guards.
 
     Args:
         numbers: sources of Python numbers that become inputs of the graph.
@@ -102,12 +102,12 @@ def _tracing(numbers: frozenset[str]) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class DynamoCapture:
-    """One call of a function as Dynamo captured it.
+    """One call of a function, captured by Dynamo.
 
     Args:
         output: Dynamo's graph, bytecode and the state from which guards are built.
         function: the traced function; methods without `self`.
-        changes: the objects that existed before the call and that it changes.
+        changes: the objects that existed before the call and are changed by it.
         cached_functions: functions under `functools.lru_cache`, whose cache Dynamo ignores.
     """
 
@@ -147,7 +147,7 @@ class DynamoCapture:
             return call(self, *args, **kwargs)
 
         with (
-            _tracing(numbers),
+            _tracing_options(numbers),
             patch.object(SideEffects, "codegen_update_mutated", recorded),
             patch.object(WrapperUserFunctionVariable, "call_function", called),
         ):
@@ -169,7 +169,7 @@ class DynamoCapture:
         return inspect.signature(self.function, follow_wrapped=False)
 
     def scope(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The local variables of a call at its start, by name."""
+        """Return the local variables at the start of a call, by name."""
         call = self.signature.bind(owner, *args, **kwargs)
         call.apply_defaults()
         cells = zip(
@@ -178,10 +178,10 @@ class DynamoCapture:
         return {**call.arguments, **{name: cell.cell_contents for name, cell in cells}}
 
     def around(self, program: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
-        """The traced function with its tensor operations replaced by `program`.
+        """Make a copy of the traced function in which `program` replaces the tensor operations.
 
-        It takes what the function takes, with `self` first; calls `program` with the inputs of the
-        graph; changes the Python objects that the function changes; and returns what it returns.
+        The copy takes the arguments of the traced function, with `self` first; calls `program` with
+        the inputs of the graph; changes the same Python objects; and returns the same result.
         """
         assert self.output.backend_input is not None
         captured = self.output.graph_capture_output
@@ -202,11 +202,12 @@ class DynamoCapture:
             captured.bytecode, scope, argdefs=captured.argdefs, closure=captured.closure
         )
         around.__kwdefaults__ = captured.kwdefaults
-        weakref.finalize(around, _forget, scope, backend_id, program)
+        weakref.finalize(around, _delete_global, scope, backend_id, program)
         return around
 
     def inputs(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The inputs of the graph for a call. Nothing is executed or changed."""
+        """Return the inputs of the graph for a call; no tensor operation is executed, and no object
+        is changed."""
         flat: list[Any] = []
 
         def program(*inputs: Any) -> Sequence[Any]:
@@ -227,12 +228,12 @@ class DynamoCapture:
         numbers: frozenset[str],
         unguarded: frozenset[int],
     ) -> Guards:
-        """The guards on the Python state that was read, for the objects of a call.
+        """Build the guards on the Python state that the traced call read.
 
-        The objects must be in the state in which they were traced.
+        The objects of the call must be in the state in which they were traced.
 
         Args:
-            numbers: as for `of`.
+            numbers: sources of Python numbers that are inputs of the graph.
             unguarded: ids of tensors that the caller compares itself: at run time parameters are
                 DTensors, and arguments may be shards.
         """
@@ -245,9 +246,9 @@ class DynamoCapture:
             for entry in entries:
                 if entry.has_value and type(entry.value) in (int, float):
                     constants[entry.orig_guard.name] = entry.value
-            return [_is_kept(entry, unguarded) for entry in entries]
+            return [_is_kept_guard(entry, unguarded) for entry in entries]
 
-        with _tracing(numbers):
+        with _tracing_options(numbers):
             manager = captured.build_guards(
                 self.function.__code__, hooks=Hooks(guard_filter_fn=keep)
             )
@@ -282,13 +283,13 @@ def _changed_objects(side_effects: SideEffects) -> Iterator[ChangedObject]:
         names = None if attributes is None else tuple(attributes)
         if isinstance(variable, NewGlobalVariable):
             assert names is not None
-            yield ChangedObject(_variables_of(variable.source), None, names[0])
+            yield ChangedObject(_module_of_global(variable.source), None, names[0])
         else:
             yield ChangedObject(existing[key], names)
 
 
-def _variables_of(source: Any) -> Any:
-    """Where a global variable is stored: None for the module of the traced function."""
+def _module_of_global(source: Any) -> Any:
+    """Return the name of the module of a global variable; None for the traced function's module."""
     if isinstance(source, GlobalSource):
         return None
     # `import_source` names the module of another function by an alias of its dotted name.
@@ -296,17 +297,18 @@ def _variables_of(source: Any) -> Any:
     return alias.removeprefix("__import_").replace("_dot_", ".")
 
 
-def _forget(scope: dict[str, Any], name: str, value: object) -> None:
-    """Remove a global variable, unless it has got another value since."""
+def _delete_global(scope: dict[str, Any], name: str, value: object) -> None:
+    """Delete the global variable `name` of `scope` if its value is still `value`."""
     if scope.get(name) is value:
         del scope[name]
 
 
 class _InputsReachedError(Exception):
-    """Ends a call of the bytecode once the inputs of the graph are known."""
+    """Raised to end a call of the bytecode once the inputs of the graph are known."""
 
 
-def _is_kept(entry: Any, unguarded: frozenset[int]) -> bool:
+def _is_kept_guard(entry: Any, unguarded: frozenset[int]) -> bool:
+    """Whether to keep a guard: not on an unguarded tensor, nor of a type that callers check."""
     if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
         return False
     return not {entry.guard_type, *entry.derived_guard_types} & _CHECKED_BY_CALLER
@@ -325,12 +327,12 @@ class Guards:
     constants: Mapping[str, Any]
 
     def hold(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call is in the state that was captured."""
+        """Whether all guards hold for a call."""
         scope = self.capture.scope(owner, args, kwargs)
         return bool(self.manager.guard_manager.check(scope))
 
     def failing(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """The first guard that does not hold, as Python text."""
+        """Return the first guard that fails for a call, as Python code; empty if all hold."""
         scope = self.capture.scope(owner, args, kwargs)
         parts = self.manager.guard_manager.check_verbose(scope).verbose_code_parts
         return str(parts[0]) if parts else ""
@@ -338,7 +340,8 @@ class Guards:
     def changed_numbers(
         self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> frozenset[str]:
-        """Sources of Python numbers that have another value of the same type than captured."""
+        """Return the sources of Python numbers whose value, of the same type, differs from that at
+        capture."""
         scope = {
             "L": self.capture.scope(owner, args, kwargs),
             "G": self.capture.function.__globals__,
@@ -346,12 +349,12 @@ class Guards:
         return frozenset(
             source
             for source, value in self.constants.items()
-            if type(now := _evaluated(source, scope)) is type(value) and now != value
+            if type(now := _evaluate_source(source, scope)) is type(value) and now != value
         )
 
 
-def _evaluated(source: str, scope: dict[str, Any]) -> Any:
-    """The value of a guard's source; None where it no longer exists."""
+def _evaluate_source(source: str, scope: dict[str, Any]) -> Any:
+    """Evaluate a guard's source; None if that raises, as for a deleted attribute."""
     try:
         return eval(source, dict(scope))
     except Exception:

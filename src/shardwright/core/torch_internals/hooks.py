@@ -72,8 +72,10 @@ def hooks_of_tensor(tensor: Tensor) -> Mapping[str, Hooks]:
 
 
 def hooks_of_result(tensor: Tensor) -> Mapping[str, Hooks]:
-    """Return the hooks of a non-leaf tensor and of its `grad_fn`, by the method that registers
-    them; live like those of `hooks_of_tensor`."""
+    """Return the hooks of a non-leaf tensor and its `grad_fn`, by the method that registers them.
+
+    The dictionaries are live: hooks that are registered later appear in them.
+    """
     node: Any = tensor.grad_fn
     node_methods = {
         "grad_fn.register_hook": node.register_hook,

@@ -71,7 +71,7 @@ class TensorSlots:
 
     @contextmanager
     def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context in which the attributes contain `tensors` instead."""
+        """A context in which the attributes contain `tensors`, in the order of `owners`."""
         replaced: list[tuple[dict[str, Any], str, Any]] = []
         flat_weights = [module._flat_weights for module in self.recurrent]
         try:

@@ -52,8 +52,8 @@ def pipeline_stage(
         arriving, leaving: meta tensors of the values received and sent; gradients are exchanged
             only for those that require a gradient.
         group: the process group of the pipeline.
-        dw_builder: returns the function that computes the weight gradients, see `PipelineStage`;
-            None lets PyTorch split the backward pass.
+        dw_builder: function that returns the function that computes the weight gradients, as
+            documented at `PipelineStage`; None lets PyTorch split the backward pass.
     """
     stage = (PipelineStage if SENDS_ONLY_GRADIENTS else SelectiveStage)(
         module,

@@ -42,29 +42,30 @@ def treespec_loads(text: str) -> TreeSpec:
     """
     try:
         _, structure = json.loads(text)
-        _check_names(structure)
+        _check_imported_names(structure)
         return _pytree.treespec_loads(text)
     except Exception as error:  # malformed text may cause any error
         raise ValueError(f"not the structure of a call: {error}") from error
 
 
-def _check_names(structure: dict[str, Any]) -> None:
-    """Raise ValueError if a structure contains names that could run code, since PyTorch imports the
-    modules of the names in it."""
+def _check_imported_names(structure: dict[str, Any]) -> None:
+    """Raise ValueError if loading a structure could run code: PyTorch imports the modules of the
+    names in it."""
     context = structure["context"]
     if isinstance(context, dict) and "default_factory_name" in context:
         factory = context["default_factory_module"], context["default_factory_name"]
         if factory not in _ALLOWED_FACTORIES:
-            raise ValueError(f"it refers to the function {'.'.join(factory)}")
+            raise ValueError(f"the text refers to the function `{'.'.join(factory)}`")
     if isinstance(context, str) and structure["type"] is not None:
         json.loads(context, object_hook=_check_enumeration)
     for part in structure["children_spec"]:
-        _check_names(part)
+        _check_imported_names(part)
 
 
 def _check_enumeration(context: dict[str, Any]) -> None:
+    """Raise ValueError if a structure has an enumeration of a module that is not imported."""
     if "__enum__" in context and context["fqn"].partition(":")[0] not in sys.modules:
-        raise ValueError(f"it refers to the enumeration {context['fqn']}")
+        raise ValueError(f"the text refers to the enumeration `{context['fqn']}`")
 
 
 def register_dataclasses(value: Any) -> None:

@@ -75,8 +75,8 @@ requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 """Whether a tensor requires a gradient."""
 
 getters_without_overrides = torch._C.DisableTorchFunctionSubclass
-"""Context without `__torch_function__` of subclasses, which takes most of the time of a DTensor's
-getters, although DTensor overrides none of them."""
+"""Context that disables `__torch_function__` of subclasses, which takes most of the time of a
+DTensor's getters, although DTensor overrides none of them."""
 
 version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
 """The version counter of a tensor: the number of its in-place changes."""

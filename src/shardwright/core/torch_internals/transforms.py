@@ -22,7 +22,7 @@ _vjp: Callable[..., Any] = eager_transforms._vjp_with_argnums
 _functionalized: str = eager_transforms._wrap_all_tensors_to_functional.__name__
 
 Calling = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Calls a function, given with its positional and keyword arguments."""
+"""Function of a callable, its positional and its keyword arguments, which calls the callable."""
 
 
 @contextmanager
@@ -99,9 +99,9 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
 
 @contextmanager
 def restored_transforms() -> Iterator[None]:
-    """Context at whose end the transforms are active that were so at its start.
+    """Context that ends with the same active `torch.func` transforms as it began.
 
-    TorchDynamo enters and leaves transforms by calls without `finally`: if it raises, they stay.
+    TorchDynamo enters and leaves transforms without `finally`: if it raises, they stay active.
     """
     depth, level = _functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level
     hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
