@@ -193,7 +193,7 @@ MISTAKES = [
     ),
     (
         {"layer1": {"in_strategy": [[8, 0]]}},
-        r"layer1: in_strategy: .*\(8, 0\) contains 0\na shard count",
+        r"layer1: in_strategy: .*\(8, 0\) contains 0\nuse shard counts",
     ),
     (
         {"layer1": {"in_strategy": [["x", None]]}},
@@ -201,7 +201,7 @@ MISTAKES = [
     ),
     (
         {"layer1": {"in_strategy": [{"b": ["x"]}]}},
-        r"unknown layout 'b'\nthe file's layouts are 'l'",
+        r"unknown layout 'b'\nuse one of the file's layouts: 'l'",
     ),
     ({"layer1": {"in_strategy": [{"l": ["z", None]}]}}, r"layer1: in_strategy: unknown axis 'z'"),
     ({"layer1": {"in_strategy": [{"l": [["x", "x"]]}]}}, r"axis 'x' is used more than once"),

@@ -141,13 +141,14 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         "too few dimensions",
         linear(),
         ((2,), (1, 1)),
-        r"input 0 \[16, 32\] has 2 dimensions, but \(2,\) has 1$",
+        r"input 0 \[16, 32\] has 2 dimensions, but \(2,\) has 1\nuse an entry with 2 dimensions$",
     ),
     (
         "a layout of too many dimensions",
         linear(),
         ((2, 1), LAYOUT("None", "None", "dp")),
-        r"input 1 \[64, 32\] has 2 dimensions, but \(None, None, dp\) .* has 3$",
+        r"input 1 \[64, 32\] has 2 dimensions, but \(None, None, dp\) .* has 3\n"
+        r"use an entry with 2 dimensions$",
     ),
     (
         "too few inputs",
@@ -159,7 +160,7 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         "too many inputs",
         op_of(aten.relu.default, of(8, 8)),
         ((2, 4), (1, 1)),
-        r"2 entries for 1 tensor inputs$",
+        r"2 entries for 1 tensor inputs\nuse one entry per tensor input$",
     ),
     (
         "a dimension that a view splits",

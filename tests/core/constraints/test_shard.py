@@ -372,7 +372,7 @@ def test_a_pinned_function_whose_result_is_not_used_is_refused() -> None:
             return super().forward(x)
 
     with pytest.raises(
-        sw.StrategyError, match=r"test_shard.py:\d+, \(\(8,1\),\): the graph has no operator"
+        sw.StrategyError, match=r"test_shard.py:\d+ is pinned as \(\(8,1\),\), but the graph has no"
     ):
         plan(Unused())
 

@@ -122,7 +122,7 @@ def test_the_text_of_a_plan_says_what_each_stage_needs_and_waits(plan: sw.Plan) 
 def test_a_plan_from_a_file_has_nothing_to_rehearse(plan: sw.Plan) -> None:
     loaded = sw.Plan.from_json(plan.to_json())
     assert "peak memory" not in str(loaded)
-    with pytest.raises(PlanError, match="has no graph for a dry run"):
+    with pytest.raises(PlanError, match="has no graph, which a dry run needs"):
         loaded.timeline()
-    with pytest.raises(PlanError, match="has no graph for a dry run"):
+    with pytest.raises(PlanError, match="has no graph, which a dry run needs"):
         _ = loaded.memory

@@ -176,12 +176,12 @@ class StrategyParser:
             bias = "\ngive no entry for the bias: a separate operator adds it, sharded to match"
             raise self.error(
                 f"{len(inputs)} entries for {len(op.inputs)} tensor inputs"
-                + (bias if op.target in _OPS_WITH_BIAS else "")
+                + (bias if op.target in _OPS_WITH_BIAS else "\nuse one entry per tensor input")
             )
         for index, (entry, value) in enumerate(zip(inputs, op.inputs, strict=True)):
             if entry is None:
                 continue
-            counts, axes = self._shard_counts(f"input {index}", entry, value.shape)
+            counts, axes = self._counts_and_axes(f"input {index}", entry, value.shape)
             for dim, factor in enumerate(dims_of[index]):
                 request = _DimRequest(index, dim, counts[dim], None if axes is None else axes[dim])
                 self._check_dimension(request, factor)
@@ -198,7 +198,7 @@ class StrategyParser:
             dims = self.rule.outputs[index]
             if entry is None or input_factors.issuperset(dims):
                 continue
-            counts, axes = self._shard_counts(f"output {index}", entry, value.shape)
+            counts, axes = self._counts_and_axes(f"output {index}", entry, value.shape)
             for dim, factor in enumerate(dims):
                 if (
                     factor is not None
@@ -211,7 +211,7 @@ class StrategyParser:
                     self._check_dimension(request, factor)
                     yield request, factor
 
-    def _shard_counts(
+    def _counts_and_axes(
         self, tensor: str, entry: tuple[int, ...] | TensorLayout, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[Axes, ...] | None]:
         """Return the shard count of each dimension and, if the entry is a layout, the mesh axes of
@@ -227,7 +227,7 @@ class StrategyParser:
         if len(counts) != len(shape):
             raise self.error(
                 f"{tensor} {list(shape)} has {len(shape)} dimensions, but {entry_text(entry)} has"
-                f" {len(counts)}"
+                f" {len(counts)}\nuse an entry with {len(shape)} dimensions"
             )
         for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
             if size % count:
@@ -269,18 +269,22 @@ class StrategyParser:
         hint = ""
         if self.op.target is aten.linear.default:
             hint = "; the weight of nn.Linear is stored as (out_features, in_features)"
-        valid = next((f"\na valid strategy is {s}" for s in self._corrections(first, second)), "")
+        valid = next(
+            (f"\na valid strategy is {s}" for s in self._valid_corrections(first, second)), ""
+        )
         return self.error(
             f"conflicting shard counts for factor {factor!r} of `{self.rule}`: {describe(first)},"
             f" {describe(second)}{hint}{valid}"
         )
 
-    def _corrections(self, first: _DimRequest, second: _DimRequest) -> Iterator[OperatorStrategy]:
+    def _valid_corrections(
+        self, first: _DimRequest, second: _DimRequest
+    ) -> Iterator[OperatorStrategy]:
         """Yield valid strategies in place of one with two conflicting requests, first those that
         change only one entry."""
         equal = with_equal_counts(self.rule, self.strategy.inputs, self.mesh.num_devices)
         candidates = chain(self._change_one_entry(first, second), equal)
-        return (strategy for strategy in candidates if self._is_valid(strategy))
+        return (strategy for strategy in candidates if self._is_valid_strategy(strategy))
 
     def _change_one_entry(
         self, first: _DimRequest, second: _DimRequest
@@ -300,7 +304,7 @@ class StrategyParser:
         for index, entry in candidates:
             yield OperatorStrategy((*inputs[:index], entry, *inputs[index + 1 :]))
 
-    def _is_valid(self, strategy: OperatorStrategy) -> bool:
+    def _is_valid_strategy(self, strategy: OperatorStrategy) -> bool:
         try:
             StrategyParser(self.op, strategy, self.mesh)._factor_requests()
         except (_ConflictError, StrategyError):
@@ -316,7 +320,7 @@ class StrategyParser:
         if total > devices:
             raise self.error(
                 f"the operator would have {total} shards ({product}), but there are only {devices}"
-                f" devices\nthe total number of shards must divide {devices}"
+                f" devices\nuse shard counts whose product divides {devices}"
             )
         if devices % total:
             raise self.error(
@@ -362,7 +366,7 @@ def _shard_count_text(count: int) -> str:
 _OPS_WITH_BIAS = tuple(
     getattr(aten, name).default for name in ("linear", "conv1d", "conv2d", "conv3d")
 )
-"""Operators whose bias capture adds by a separate operator."""
+"""Operators whose bias is a separate operator in captured graphs."""
 
 
 def op_signature(op: Op) -> str:

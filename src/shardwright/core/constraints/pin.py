@@ -54,9 +54,9 @@ class Pin(ModuleTag):
         if self.strategy is None or is_one_operator(module) or is_local_map(module):
             return
         if any(module.children()):
-            module.forward = _with_boundary(str(place), module.forward, self.strategy)
+            module.forward = _wrap_with_boundary(str(place), module.forward, self.strategy)
         else:
-            module.forward = _with_candidates(str(place), module.forward, self.strategy)
+            module.forward = _wrap_with_candidates(str(place), module.forward, self.strategy)
 
 
 class BoundaryPin(Pin, BoundaryTag):
@@ -79,7 +79,9 @@ def tagged_calls(function: Any, tag: Any) -> Any:
         with tagging(call_tag):
             if isinstance(call_tag, Pin) and call_tag.strategy and torch.compiler.is_exporting():
                 name = getattr(inner, "__name__", "a pinned function")
-                return _candidate_call(name, inner, call_tag.strategy, call_tag, (args, kwargs))
+                return _call_with_candidates(
+                    name, inner, call_tag.strategy, call_tag, (args, kwargs)
+                )
             return inner(*args, **kwargs)
 
     vars(tagged)[inner_attribute] = inner
@@ -90,7 +92,7 @@ class _ModuleCallTag:
     """Tag of all operators of one call of a module."""
 
 
-def _with_candidates(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
+def _wrap_with_candidates(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
     """Wrap `forward` of a module without submodules so that its boundary can be pinned.
 
     The strategy applies to the module's operator if there is only one, otherwise to the boundary.
@@ -109,12 +111,12 @@ def _with_candidates(where: str, forward: Any, strategy: OperatorStrategy) -> An
         if not _has_entry_per_tensor(strategy, arguments):
             return forward(*args, **kwargs)
         with tagging(mark):
-            return _candidate_call(where, forward, strategy, mark, arguments)
+            return _call_with_candidates(where, forward, strategy, mark, arguments)
 
     return with_candidates
 
 
-def _candidate_call(
+def _call_with_candidates(
     where: str, function: Any, strategy: OperatorStrategy, mark: Any, arguments: Any
 ) -> Any:
     """Call a function with its tensor arguments and results aliased, as candidates for pins.
@@ -157,7 +159,7 @@ def _has_entry_per_tensor(strategy: OperatorStrategy, arguments: Any) -> bool:
     return len(tensors) == len(strategy.inputs)
 
 
-def _with_boundary(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
+def _wrap_with_boundary(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
     """Wrap `forward` so that its tensor arguments and results pass through pinned aliases."""
     signature = inspect.signature(forward)
 

@@ -57,7 +57,7 @@ def recompute(
     """
     if isinstance(target, type) or not callable(target):
         raise StrategyError(
-            f"recompute takes a module or a function, not {target!r}\n"
+            f"`recompute` takes a module or a function, not {target!r}\n"
             "pass for example a submodule of the model: sw.recompute(net.layers)"
         )
     if isinstance(operators, str) or any(not isinstance(name, str) for name in operators or ()):
@@ -291,7 +291,7 @@ def _add_saving_operators(
         for op, index in graph.consumers[value]:
             if op.name in members:
                 continue
-            if _is_view(op):
+            if _is_view_operator(op):
                 # A saved view keeps the memory of the tensor alive: consider its consumers too.
                 views.add(op.name)
                 results += op.outputs
@@ -303,18 +303,18 @@ def _add_saving_operators(
     last = max(savers, key=lambda name: op_index[name])
     earlier = {name for name in savers | views if op_index[name] < op_index[last]}
     if last not in recomputed and not any(
-        name in recomputed or _is_expensive(graph.by_name[name]) for name in earlier
+        name in recomputed or _is_main_operator(graph.by_name[name]) for name in earlier
     ):
         recomputed.update(dict.fromkeys((*earlier, last), segment))
 
 
-def _is_expensive(op: Op) -> bool:
+def _is_main_operator(op: Op) -> bool:
     """Whether `op` is a main operator, such as a matrix product."""
     rule = rule_of(op)
     return rule is not None and rule.main is not None
 
 
-def _is_view(op: Op) -> bool:
+def _is_view_operator(op: Op) -> bool:
     """Whether the operator's output shares the memory of its input."""
     if not isinstance(op.target, OpOverload):
         return False

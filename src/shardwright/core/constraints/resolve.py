@@ -236,7 +236,7 @@ def _requested_output_axes(
     if len(counts) != len(shape):
         raise parser.error(
             f"output {index} {list(shape)} has {len(shape)} dimensions, but {entry_text(entry)} has"
-            f" {len(counts)}"
+            f" {len(counts)}\nuse an entry with {len(shape)} dimensions"
         )
     if isinstance(entry, TensorLayout):
         requested = axes_on_mesh(parser.op.name, entry, parser.mesh)
@@ -344,7 +344,8 @@ def cut_axes(
     if len(counts) != len(tensor.shape):
         raise StrategyError(
             f"{where} has {len(tensor.shape)} dimensions, but its entry in {option},"
-            f" {entry_text(entry)}, has {len(counts)}"
+            f" {entry_text(entry)}, has {len(counts)}\nuse an entry with {len(tensor.shape)}"
+            " dimensions"
         )
     for dim, (size, count) in enumerate(zip(tensor.shape, counts, strict=True)):
         if size % count:

@@ -54,7 +54,7 @@ class NamedFunction(nn.Module):
         if isinstance(function, nn.Module) or not callable(function):
             raise StrategyError(
                 f"`Op` takes a function, not {function!r}\n"
-                "use the module itself, which already has a name"
+                "pass a function; a module already has a name, and needs no `Op`"
             )
         self.function = function
 
@@ -325,7 +325,7 @@ def _parameter_entries(graph: Graph) -> dict[str, Entry]:
             if graph_name not in parameters:
                 raise StrategyError(
                     f"parameter_plan of {path or 'the model'!r}: no operator uses the parameter"
-                    f" {name!r}\nremove the entry"
+                    f" {name!r}\nremove the entry of the parameter"
                 )
             if entries.setdefault(graph_name, entry) != entry:
                 raise StrategyError(

@@ -154,7 +154,10 @@ class PlanData:
             PlanError: if the plan comes from a file, and so has no graph.
         """
         if self.graph is None:
-            raise PlanError("a plan from a file has no graph for a dry run\nplan the model again")
+            raise PlanError(
+                "a plan from a file has no graph, which a dry run needs\nplan the model with"
+                " `sw.plan`"
+            )
         return PlanAnalysis(
             Partitioned(self.graph, self.mesh, self.decisions, self.pipeline),
             self.optimizer,
@@ -203,7 +206,7 @@ class PlanData:
 
     @property
     def global_batch(self) -> int | None:
-        """Samples per step: dimension 0 of the first input tensor, times micro-batches.
+        """Samples per step: size of dimension 0 of the first input tensor, times micro-batches.
 
         None if no input has a dimension.
         """
@@ -213,7 +216,7 @@ class PlanData:
 
     @property
     def sequence(self) -> int | None:
-        """Tokens per sample: dimension 1 of the (batch, sequence) input of an embedding.
+        """Tokens per sample: size of dimension 1 of the (batch, sequence) input of an embedding.
 
         None if the model does not embed an input of two dimensions.
         """

@@ -42,7 +42,7 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
         *(
             Difference(what, value, other)
             for (what, value), (_, other) in zip(
-                _global_properties(first), _global_properties(second), strict=True
+                _plan_properties(first), _plan_properties(second), strict=True
             )
             if value != other
         ),
@@ -51,7 +51,7 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
     ]
 
 
-def _global_properties(plan: PlanData) -> Iterator[tuple[str, str]]:
+def _plan_properties(plan: PlanData) -> Iterator[tuple[str, str]]:
     step, pipeline = plan.step, plan.pipeline
     yield "model", plan.fingerprint
     yield "devices", f"{plan.devices}"

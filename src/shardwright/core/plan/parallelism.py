@@ -21,7 +21,7 @@ PARALLELISM_OF_MEANING = {
     "feature": "tensor-parallel",
     "expert": "expert-parallel",
 }
-"""Name of the parallelism that shards a factor, by the factor's `OperatorRow.meanings`."""
+"""Name of the parallelism that shards a factor, by the factor's meaning in `OperatorRow`."""
 
 AXIS_PURPOSES = {
     "dp": ("data parallel", "batch"),

@@ -73,7 +73,7 @@ class _Mesh(_FileObject):
 
 
 class _LayoutOnMesh(_FileObject):
-    """A tensor layout in terms of indices of axes of the plan's mesh."""
+    """A tensor layout whose axes are indices of axes of the plan's mesh."""
 
     axes: tuple[Sizes, ...]
     partial: Sizes = ()
@@ -118,7 +118,7 @@ def _to_layout(parsed: _LayoutOnMesh, info: ValidationInfo) -> TensorLayout | No
     return None if mesh is None else interned_layout(mesh, *axes)
 
 
-def _to_pin(parsed: _Pin) -> OperatorStrategy:
+def _to_operator_strategy(parsed: _Pin) -> OperatorStrategy:
     return OperatorStrategy.from_dict(parsed.model_dump())
 
 
@@ -127,7 +127,7 @@ _FILE_TYPES: dict[Any, Any] = {
     float: Amount,
     DeviceMatrix: Annotated[_Mesh, AfterValidator(_to_mesh)],
     TensorLayout: Annotated[_LayoutOnMesh, AfterValidator(_to_layout)],
-    OperatorStrategy: Annotated[_Pin, AfterValidator(_to_pin)],
+    OperatorStrategy: Annotated[_Pin, AfterValidator(_to_operator_strategy)],
 }
 """Annotations that validate the value of a field in the file, by the field's type."""
 

@@ -25,14 +25,14 @@ def origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
         return "no rule", "no sharding rule, so it is replicated"
     if row.main:
         return "decided", f"a main operator: {plan.mode} chose its cuts by their cost"
-    chain = _path_to_followed(plan, row)
+    chain = _path_to_followed_operator(plan, row)
     if not chain:
         return "follows", "follows the layouts of its neighbors"
     through = f", through {' and '.join(chain[:-1])}" if chain[:-1] else ""
     return "follows", f"follows its neighbors: split as {chain[-1]} is{through}"
 
 
-def _path_to_followed(plan: PlanData, row: OperatorRow) -> list[str]:
+def _path_to_followed_operator(plan: PlanData, row: OperatorRow) -> list[str]:
     """Find the shortest path from `row` to a main or pinned operator, whose layout `row` follows.
 
     The path runs along values that producer and consumer have in the same layout. Returns operator

@@ -32,8 +32,8 @@ aten = torch.ops.aten
 def linear(op: Op) -> ShardingRule:
     """`... k, j k -> ... j`; with a bias, which every shard would add, K cannot be sharded."""
     if argument(op, "bias") is None:
-        return _as_main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
-    return _as_main(from_notation("... k, j k, j -> ... j", op), weight=1)
+        return _mark_as_main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
+    return _mark_as_main(from_notation("... k, j k, j -> ... j", op), weight=1)
 
 
 @rule_for(
@@ -53,14 +53,14 @@ def matmul(op: Op) -> ShardingRule:
     if second <= 2:
         rows: Dims = leading[: first - 1]
         columns: Dims = ("j",) if second == 2 else ()
-        return _as_main(
+        return _mark_as_main(
             _matrix_product_rule(op, (*rows, "k"), ("k", *columns), (*rows, *columns)), weight=1
         )
     batch: Dims = leading[: max(first, second) - 2]
     rows = ("i",) if first > 1 else ()
     left = (*batch[len(batch) - max(first - 2, 0) :], *rows, "k")
     right = (*batch[len(batch) - (second - 2) :], "k", "j")
-    return _as_main(_matrix_product_rule(op, left, right, (*batch, *rows, "j")), weight=None)
+    return _mark_as_main(_matrix_product_rule(op, left, right, (*batch, *rows, "j")), weight=None)
 
 
 @rule_for(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
@@ -74,7 +74,7 @@ def addmm_rule(op: Op) -> ShardingRule:
     out = (*batch, "i", *columns)
     added = aligned(op, out)[0]
     inputs = (added, (*batch, "i", "k"), (*batch, "k", *columns))
-    return _as_main(sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1)
+    return _mark_as_main(sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1)
 
 
 @rule_for(aten.addbmm.default)
@@ -84,7 +84,7 @@ def addbmm(op: Op) -> ShardingRule:
     The summed batch `b` cannot be sharded, as every shard would add the input.
     """
     inputs = (aligned(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
-    return _as_main(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
+    return _mark_as_main(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
 
 
 @rule_for(aten.addr.default)
@@ -134,7 +134,7 @@ def _tensor_product_rule(op: Op, first: tuple[int, ...], second: tuple[int, ...]
         right[j] = left[i]
     summed = set(left) & set(right)
     out = tuple(name for name in (*left, *right) if name not in summed)
-    return _as_main(
+    return _mark_as_main(
         sharding_rule(op, (tuple(left), tuple(right)), (out,), reduced=summed), weight=1
     )
 
@@ -150,7 +150,7 @@ def einsum(op: Op) -> ShardingRule | None:
     if len(terms) != 2:
         return rule
     batched = any(label in terms[1] and label in out for label in terms[0])
-    return _as_main(rule, weight=None if batched else 1)
+    return _mark_as_main(rule, weight=None if batched else 1)
 
 
 @rule_for(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
@@ -163,7 +163,9 @@ def grouped_mm(op: Op) -> ShardingRule | None:
     if ranks != [2, 3, 1] or argument(op, "bias") is not None:
         return None
     notation = "b k, _ k j, _ -> b j"
-    return _as_main(from_notation(notation, op, reduced="k", kernel=_grouped_mm_kernel), weight=1)
+    return _mark_as_main(
+        from_notation(notation, op, reduced="k", kernel=_grouped_mm_kernel), weight=1
+    )
 
 
 def _grouped_mm_kernel(op: Op, local: Local) -> Callable[..., Any]:
@@ -210,7 +212,7 @@ def _matrix_product_rule(op: Op, left: Dims, right: Dims, out: Dims) -> Sharding
     return sharding_rule(op, (left, right), (out,), reduced="k")
 
 
-def _as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
+def _mark_as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
     """Return `rule` marked as main: a product of inputs `first` and `first + 1`.
 
     Args:

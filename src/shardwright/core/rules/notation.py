@@ -109,7 +109,7 @@ def sharding_rule(
     for dims, value in zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True):
         if len(dims) != len(value.shape):
             raise ValueError(
-                f"{op}: {value} has {len(value.shape)} dimensions, but {dims} names {len(dims)}"
+                f"{op}: {value} has {len(value.shape)} dimensions, but {len(dims)} factors: {dims}"
             )
         for name, size in zip(dims, value.shape, strict=True):
             # The first size above 1: a dimension of size 1 may be broadcast to it.
@@ -170,9 +170,12 @@ def draws_random(op: Op) -> bool:
 
 
 def overloads(*operators: str) -> tuple[Any, ...]:
-    """Return the functional overloads, of the named ATen operators, that return tensors.
+    """Return the overloads of ATen operators that return tensors and mutate no argument.
 
     Excludes overloads with named dimensions, and operators that this version of PyTorch lacks.
+
+    Args:
+        operators: names of the operators, such as `"mean"`.
     """
     functional = []
     for operator in filter(partial(hasattr, torch.ops.aten), operators):

@@ -13,10 +13,9 @@ aten = torch.ops.aten
 
 @rule_for(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrence(op: Op) -> ShardingRule:
-    """`_ b _, _ b _, weights -> _ b _, _ b _`, with `b _ _` for `_ b _` of the sequences if
-    `batch_first`.
+    """`_ b _, _ b _, weights -> _ b _, _ b _`; with `batch_first` the sequences are `b _ _`.
 
-    Nothing can be sharded without a batch dimension.
+    Without a batch dimension nothing can be sharded.
     """
     # An LSTM has a hidden and a cell state.
     states = 2 if op.target is aten.lstm.input else 1

@@ -123,7 +123,7 @@ def cosine_similarity(op: Op) -> ShardingRule:
 
 
 def _reduced_dims(op: Op) -> tuple[int, ...]:
-    """Return the dimensions in `dim` or `dims`, non-negative; all dimensions without either."""
+    """Return the dimensions that `dim` or `dims` lists, from 0; all if both are absent or empty."""
     ndim = len(op.inputs[0].shape)
     dims = argument(op, "dim", argument(op, "dims"))
     listed = [dims] if isinstance(dims, int) else dims

@@ -252,7 +252,7 @@ class ShardingRule:
         return (name, *(outer for outer, inner in self.joined.items() if inner == name))
 
     def factors_of(self, dims: Dims) -> frozenset[str]:
-        """The factors that shard a tensor with the dimensions `dims`."""
+        """The factors that shard any dimension of a tensor; `dims` has the factor of each."""
         return frozenset(factor for name in dims for factor in self.factors_of_dim(name))
 
     def indivisible_factor(self, mesh: DeviceMatrix, cuts: Cuts) -> str | None:
@@ -337,7 +337,10 @@ def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
         for target in targets:
             if target in _RULES:
                 builder = _RULES[target].__qualname__
-                raise ValueError(f"`{target}` already has a sharding rule, built by `{builder}`")
+                raise ValueError(
+                    f"`{target}` already has a sharding rule, built by `{builder}`\n"
+                    "remove one of the two rules"
+                )
             _RULES[target] = maker
         return maker
 

@@ -195,7 +195,7 @@ def im2col_rule(op: Op) -> ShardingRule:
     return sharding_rule(op, (inputs,), (output,), capacity={"c": channels})
 
 
-def _plane_and_diagonal(op: Op, dims: Dims) -> tuple[Dims, Dims]:
+def _matrix_and_diagonal_factors(op: Op, dims: Dims) -> tuple[Dims, Dims]:
     """Return the factors of the tensor of matrices and of the tensor of diagonals.
 
     The dimensions of the plane have no factor, nor has the last dimension, the diagonal.
@@ -211,7 +211,7 @@ def _plane_and_diagonal(op: Op, dims: Dims) -> tuple[Dims, Dims]:
 @rule_for(*overloads("diagonal"))
 def diagonal(op: Op) -> ShardingRule:
     """`b _ _ -> b _`: all but the two dimensions of the plane can be sharded."""
-    plane, line = _plane_and_diagonal(op, names(op.inputs[0]))
+    plane, line = _matrix_and_diagonal_factors(op, names(op.inputs[0]))
     return sharding_rule(op, (plane,), (line,))
 
 
@@ -219,14 +219,14 @@ def diagonal(op: Op) -> ShardingRule:
 def diagonal_scatter(op: Op) -> ShardingRule:
     """`b _ _, b _ -> b _ _`: all but the plane can be sharded; the last dimension of the second
     input is the diagonal to write."""
-    plane, line = _plane_and_diagonal(op, names(op.output))
+    plane, line = _matrix_and_diagonal_factors(op, names(op.output))
     return sharding_rule(op, (plane, line), (plane,))
 
 
 @rule_for(*overloads("diag_embed"))
 def diag_embed(op: Op) -> ShardingRule:
     """`b _ -> b _ _`: all but the last dimension, which becomes a diagonal, can be sharded."""
-    plane, line = _plane_and_diagonal(op, names(op.output))
+    plane, line = _matrix_and_diagonal_factors(op, names(op.output))
     return sharding_rule(op, (line,), (plane,))
 
 
