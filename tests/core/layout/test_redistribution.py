@@ -417,7 +417,7 @@ def test_a_step_that_would_not_divide_is_avoided():
         (state((1,)), mesh_of((4, 2))("a"), (8,), "different device matrices"),
         (state((1,)), state((), (1,)), (8,), "has 2 dimensions, but the shape .* has 1"),
         (state((1,)), state(()), (6,), "dimension 0 of size 6 is not divisible into 4 shards"),
-        (state((), varying=[0]), state(()), (8,), "varying: only the target"),
+        (state((), varying=[0]), state(()), (8,), "varying, but only the target"),
         (state(()), state((), partial=[0]), (8,), "but no redistribution creates partial sums"),
     ],
 )

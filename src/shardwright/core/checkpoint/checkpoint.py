@@ -55,7 +55,7 @@ from shardwright.errors import CheckpointError, DamagedCheckpointError, LockErro
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 Settings = Literal["saved", "own"]
-"""Which hyperparameters an optimizer has after loading: those of the checkpoint, or its own."""
+"""Source of an optimizer's settings after loading: the checkpoint, or the optimizer itself."""
 
 
 class Checkpoints:
