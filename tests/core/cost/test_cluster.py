@@ -123,9 +123,9 @@ def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) 
         (
             "latency: 2 us",
             "latency: 1e308",
-            r"latency must be .*, not 1e\+308\n.* to 1e\+30 with a unit",
+            r"latency must be .*, not 1e\+308\n.* to 1e\+30 with one of these units",
         ),
-        ("memory: 2 GiB", "memry: 2 GiB", "unknown key device.memry\nvalid are memory"),
+        ("memory: 2 GiB", "memry: 2 GiB", "unknown key device.memry\nvalid keys are memory"),
         ("  memory_bandwidth: 1 TB/s\n", "", "device.memory_bandwidth is missing"),
         ("50%", "150%", "device.matrix_efficiency must be at most 1"),
         ("float32:", "float31:", "rates.float31 is not a torch dtype"),
@@ -151,7 +151,9 @@ def test_a_mistake_in_the_file_is_named(old: str, new: str, message: str) -> Non
 
 
 def test_an_unknown_cluster_is_an_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)'h300': there is no such file.*local, a100"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)'h300': no built-in cluster and no file.*local, a100"
+    ):
         load_cluster("h300")
 
 

@@ -107,7 +107,7 @@ def test_processes_that_share_a_processor_send_no_empty_parts_round_a_ring() -> 
     many = shared.seconds("all_reduce", (0,), 4096)
     assert many == pytest.approx(8 * 14)
     assert shared.seconds("all_reduce", (0,), 4) == pytest.approx(many / 8)
-    assert shared.seconds("all_reduce", (0,), 4, joined=True) == pytest.approx(many)
+    assert shared.seconds("all_reduce", (0,), 4, bucketed=True) == pytest.approx(many)
     assert shared.seconds("all_gather", (0,), 4) == pytest.approx(many / 2)
     apart = Links(Cluster("apart", CLUSTER.device, (level,)), Layout((8,), ("all",)))
     assert apart.seconds("all_reduce", (0,), 4) == pytest.approx(14)

@@ -36,7 +36,10 @@ def test_an_optimizer_can_be_given_in_place_of_a_name() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_valid_ones() -> None:
-    with pytest.raises(PlanError, match=r"optimizer='lion'\nvalid are sgd, momentum, adam, adamw"):
+    with pytest.raises(
+        PlanError,
+        match=r"optimizer='lion': unknown optimizer\nuse one of sgd, momentum, adam, adamw",
+    ):
         optimizer_bytes("lion", SHAPES)
 
 

@@ -1,8 +1,8 @@
 """Description of a cluster: compute rates and memory of its devices, and the links between them.
 
-Links have *levels*: fast links join the devices of a node, slower ones join nodes. Ranks fill one
-node after another, so the slowest link that any group of a mesh axis crosses is the level of that
-axis.
+Links have *levels*: fast links join the devices of a node, and slower links join nodes. Ranks fill
+one node after another, so the position of an axis in the device matrix decides which levels a
+collective over the axis crosses.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ LOCAL = "local"
 """Name of the cluster of processes on this machine's CPU."""
 
 Spans = tuple[tuple[int, int], ...]
-"""(index of the link level, number of devices or inner groups that it joins), innermost first."""
+"""(index of a link level, number of devices or inner groups that the level joins) for each level
+that a group crosses, innermost first."""
 
 TREES, RINGS, GLOO = "trees", "rings", "gloo"
-"""Algorithms of collectives, by which latency scales with the group; see `LinkLevel`."""
+"""Algorithms of collectives, on which the number of sequential messages depends; see
+`LinkLevel`."""
 
 
 @dataclass(frozen=True)
 class LinkLevel:
-    """Links of one kind.
+    """One level of links: the fastest links that join the groups of the inner level.
 
     Args:
-        name: what the links connect, such as `node` or `network`.
+        name: name of the level, such as `node` or `network`.
         bandwidth: bytes per second that each device sends while all devices send.
         latency: seconds from the start of a message to its arrival. For processes that share a
-            processor, as if each had it to itself; `Cluster.among` scales it.
+            processor, the latency of a single process; `Cluster.among` scales it.
         devices: number of devices in one group of this level; None for any number.
         collectives: `trees`: a group of p devices needs ⌈log₂ p⌉ sequential messages; `rings`: as
             `trees` for all-reduce, but all-gather and reduce-scatter go around one ring of all
             devices, as in NCCL; `gloo`: p − 1 sequential messages between neighbors, and
             reduce-scatter costs an all-reduce.
         efficiency: fraction of the bandwidth that collectives of large tensors reach.
-        call: seconds that each collective takes in addition to its messages, scaled as `latency`.
+        call: seconds that each collective takes in addition to its messages; scaled like `latency`.
     """
 
     name: str
@@ -70,22 +72,23 @@ class Device:
     """Compute rates and memory of one device.
 
     Args:
-        memory: bytes.
+        memory: size of device memory, in bytes.
         rates: peak rate of matrix products by dtype name (`bfloat16`), in FLOP per second.
-        memory_bandwidth: bytes per second.
-        matrix_efficiency, memory_efficiency: fraction of the peaks that large operators reach.
+        memory_bandwidth: peak bandwidth of device memory, in bytes per second.
+        matrix_efficiency, memory_efficiency: fractions of the peak rate and of the peak bandwidth
+            that large operators reach.
         attention_efficiency: fraction of the peak that fused attention reaches; by default
             `matrix_efficiency`.
         matrix_half: size of a matrix dimension (m, n or k) at which a product reaches half its
             rate; in general a dimension of size d multiplies the rate by d / (d + `matrix_half`).
-        overlap_slowdown: fraction of overlapped communication time by which the computation beside
-            it is slowed down; 0 for free overlap, 1 for no gain.
-        overhead: minimum seconds of each operator, such as its kernel launch.
+        overlap_slowdown: seconds by which one second of overlapped communication slows down
+            computation; 0 for free overlap, 1 for no gain from overlap.
+        overhead: minimum seconds of each operator, such as those of a kernel launch.
         pass_overhead: seconds per forward or backward pass of a chunk on a pipeline stage, in
             addition to its operators.
         step_overhead: seconds per step on a pipeline stage, in addition to its passes.
-        at_full_rate: number of devices that can compute at the full rate at the same time, where
-            devices are processes on the cores of one CPU; None for all.
+        at_full_rate: number of devices that can compute at the full rate at the same time, if
+            devices are processes on one CPU; None if all can.
     """
 
     memory: int
@@ -102,17 +105,18 @@ class Device:
     at_full_rate: int | None = None
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Peak FLOP per second of matrix products; for an unlisted dtype, the lowest listed."""
+        """Peak FLOP per second of matrix products in `dtype`; for an unlisted dtype, the lowest
+        rate."""
         return self.rates.get(str(dtype).removeprefix("torch."), min(self.rates.values()))
 
     def rate(
         self, dtype: torch.dtype, sides: Iterable[float] = (), attention: bool = False
     ) -> float:
-        """FLOP per second that a matrix product reaches.
+        """Return the FLOP per second that a matrix product reaches.
 
         Args:
-            sides: its dimensions m, n and k; none if they are large.
-            attention: whether it belongs to fused attention.
+            sides: sizes m, n and k of the product; empty if all are large.
+            attention: whether the product is part of fused attention.
         """
         peak = self.peak(dtype)
         if attention and self.attention_efficiency is not None:
@@ -129,7 +133,7 @@ class Device:
         return self.at_full_rate is not None and devices > self.at_full_rate
 
     def among(self, devices: int) -> Device:
-        """Return the device with its rates when `devices` devices compute at the same time."""
+        """Return this device with the rates that it has while `devices` devices compute."""
         if self.at_full_rate is None or not self.shared(devices):
             return self
         processor_share = self.at_full_rate / devices
@@ -152,10 +156,10 @@ class Cluster:
     levels: tuple[LinkLevel, ...]
 
     def among(self, devices: int) -> Cluster:
-        """Return the cluster with its rates when `devices` devices compute at the same time."""
+        """Return this cluster with the rates that it has while `devices` devices compute."""
         if self.device.at_full_rate is None or not self.device.shared(devices):
             return self
-        # A process has to wait for its turn on the processor to send a message, too.
+        # To send a message, a process has to wait for its turn on the processor.
         waiting_turns = devices / self.device.at_full_rate
         levels = tuple(
             replace(level, latency=waiting_turns * level.latency, call=waiting_turns * level.call)
@@ -164,20 +168,22 @@ class Cluster:
         return replace(self, device=self.device.among(devices), levels=levels)
 
     def servers(self, devices: int) -> int:
-        """Number of nodes that `devices` devices occupy; a cluster with one level is one node."""
+        """Return the number of nodes of `devices` devices; a cluster with one link level is one
+        node."""
         node_size = self.levels[0].devices if len(self.levels) > 1 else None
         return 1 if node_size is None else -(-devices // node_size)
 
     def nodes(self, devices: int) -> tuple[int, ...]:
-        """Group sizes of the levels that need several groups for `devices` devices, ascending."""
+        """Return the group sizes, ascending, of the link levels on which `devices` devices need
+        several groups."""
         sizes = (level.devices for level in self.levels)
         return tuple(size for size in sizes if size is not None and size < devices)
 
     def check_nodes(self, size: int) -> None:
-        """Check that the nodes of a run are nodes of the cluster.
+        """Check that the nodes of a run have as many devices as groups of a link level.
 
         Args:
-            size: devices per node of a run on several nodes.
+            size: number of devices per node, in a run on several nodes.
 
         Raises:
             ConfigError: if no inner level has groups of `size` devices.
@@ -186,57 +192,59 @@ class Cluster:
         if sizes and size not in sizes:
             raise ConfigError(
                 f"a node of cluster {self.name!r} has {sizes[0]} devices, but this run has nodes of"
-                f" {size}\nstart {sizes[0]} ranks on each node, or name a cluster file with"
-                f" `devices: {size}`"
+                f" {size}\nstart {sizes[0]} ranks on each node, or use a cluster file with"
+                f" `devices: {size}` in its first level"
             )
 
     def levels_of(
         self, mesh: DeviceMatrix, first_ranks: tuple[int, ...] = (0,)
     ) -> tuple[Spans, ...]:
-        """Levels of links that each axis of `mesh` crosses, and the number of devices, or of groups
-        of the level before, that each level joins.
+        """Return for each axis of `mesh` the link levels that it crosses.
 
         Args:
-            first_ranks: first rank of each pipeline stage; every stage has a mesh of this shape.
+            mesh: device matrix of one pipeline stage.
+            first_ranks: first rank of each pipeline stage; all stages have the shape of `mesh`.
 
         Raises:
             ConfigError: if the cluster has too few devices.
         """
         self._check_size(max(first_ranks) + mesh.num_devices)
         mesh_ranks = np.asarray(mesh.ranks).reshape(mesh.device_matrix)
-        # All stages at once: a collective is as slow as in the stage whose ranks lie worst.
+        # All stages at once: a collective counts as in the stage in which it crosses the slowest
+        # links.
         ranks = np.stack([mesh_ranks + first for first in first_ranks])
         # Dimension 0 is that of the stages.
         axes = range(1, 1 + len(mesh.device_matrix))
         return tuple(self._spans(np.moveaxis(ranks, axis, -1)) for axis in axes)
 
     def _spans(self, ranks: np.ndarray[Any, Any]) -> Spans:
-        """Levels that an axis crosses.
+        """Return the link levels that an axis crosses.
 
         Args:
-            ranks: ranks of all stages; the axis is the last dimension.
+            ranks: array of the ranks of all stages, whose last dimension is the axis.
         """
         size, spans, joined = ranks.shape[-1], [], 1
         for number, level in enumerate(self.levels):
             reach = size
-            # A level joins as many neighbors along the axis as are in one of its groups in all
-            # groups of the axis; the outermost level joins the rest.
+            # A level joins the largest number of neighbors along the axis that are in one group of
+            # the level everywhere; the outermost level joins the rest.
             if number < len(self.levels) - 1:
                 groups = ranks // (level.devices or 1)
-                reach = max(n for n in range(1, size + 1) if size % n == 0 and _equal(groups, n))
+                divisors = (n for n in range(1, size + 1) if size % n == 0)
+                reach = max(n for n in divisors if _blocks_in_one_group(groups, n))
             if reach > joined:
                 spans.append((number, reach // joined))
             joined = reach
         return tuple(spans)
 
     def level_between(self, rank: int, other: int) -> LinkLevel:
-        """The innermost level of links that joins two ranks.
+        """Return the innermost link level that joins `rank` and `other`.
 
         Raises:
             ConfigError: if the cluster has too few devices.
         """
         self._check_size(max(rank, other) + 1)
-        # Levels are nested: the first one whose group has both ranks is the fastest link.
+        # Levels are nested, so the first level with both ranks in one group has the fastest links.
         for level in self.levels[:-1]:
             if level.devices is not None and rank // level.devices == other // level.devices:
                 return level
@@ -252,20 +260,26 @@ class Cluster:
             )
 
 
-def _equal(groups: np.ndarray[Any, Any], length: int) -> bool:
-    """Whether each aligned block of `length` entries along the last axis is in a single group."""
+def _blocks_in_one_group(groups: np.ndarray[Any, Any], length: int) -> bool:
+    """Whether all entries are equal in each aligned block of `length` entries along the last axis.
+
+    Args:
+        groups: index of the group of each rank.
+    """
     blocks = groups.reshape(*groups.shape[:-1], -1, length)
     return bool((blocks == blocks[..., :1]).all())
 
 
 def read_cluster(text: str, where: str) -> Cluster:
-    """Parse a cluster from YAML.
+    """Return the cluster that a YAML text describes.
 
     Args:
-        where: name of the file for errors.
+        text: contents of a cluster file.
+        where: name of the file, for errors.
 
     Raises:
-        ConfigError: names the file, the key, its value and the valid values.
+        ConfigError: if an entry is invalid; the message contains the file, the key, its value and
+            the valid values.
     """
     content = parse_yaml(text, where, ConfigError)
     entries = _Entries(content, where, "")
@@ -286,8 +300,8 @@ def read_cluster(text: str, where: str) -> Cluster:
 
 
 def cluster_to_yaml(cluster: Cluster) -> str:
-    """Write a cluster as YAML that `read_cluster` reads."""
-    # Plain numbers in base units, which are read back exactly, unlike rounded numbers with units.
+    """Return YAML text from which `read_cluster` returns an equal cluster."""
+    # Numbers in base units are read back exactly, unlike rounded numbers with prefixes.
     content = {
         "name": cluster.name,
         "device": _changed_fields(cluster.device),
@@ -297,7 +311,7 @@ def cluster_to_yaml(cluster: Cluster) -> str:
 
 
 def _changed_fields(part: Device | LinkLevel) -> dict[str, Any]:
-    """Fields that differ from their defaults."""
+    """Return the fields of `part` whose values are not the defaults, by name."""
     values = ((each, getattr(part, each.name)) for each in fields(part))
     return {
         each.name: dict(value) if isinstance(value, Mapping) else value
@@ -307,30 +321,42 @@ def _changed_fields(part: Device | LinkLevel) -> dict[str, Any]:
 
 
 LARGEST_VALUE = 1e30
-"""Largest number in a cluster file, in any unit, and inverse of the smallest: within this range no
-prediction overflows."""
+"""Largest number in a cluster file, in base units; the smallest is its inverse. No prediction
+overflows within this range."""
 
 
 class _Entries:
-    """Reads the entries of one mapping of a cluster file, with errors that name the key."""
+    """Reads the entries of one mapping of a cluster file; errors contain the file and the key.
+
+    Args:
+        where: name of the file.
+        prefix: path of the mapping in the file, such as `device.`; empty for the whole file.
+    """
 
     def __init__(self, mapping: Any, where: str, prefix: str) -> None:
         self.where, self.prefix = where, prefix
         if not isinstance(mapping, dict):
             name = prefix.rstrip(".") or "the file"
-            raise ConfigError(f"{where}: {name} must be a mapping, not {short_repr(mapping)}")
+            raise ConfigError(
+                f"{where}: {name} must be a mapping, not {short_repr(mapping)}\n"
+                "write one `key: value` per line"
+            )
         self.mapping: dict[Any, Any] = mapping
 
     def check_keys(self, *valid: str) -> None:
         for key in self.mapping:
             if key not in valid:
                 raise ConfigError(
-                    f"{self.where}: unknown key {self.prefix}{key}\nvalid are {', '.join(valid)}"
+                    f"{self.where}: unknown key {self.prefix}{key}\n"
+                    f"valid keys are {', '.join(valid)}"
                 )
 
     def required(self, key: str) -> Any:
         if key not in self.mapping:
-            raise ConfigError(f"{self.where}: {self.prefix}{key} is missing")
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} is missing\n"
+                "add the key; the built-in clusters are examples"
+            )
         return self.mapping[key]
 
     def number(
@@ -345,8 +371,8 @@ class _Entries:
             example = ", ".join(unit for unit in units if unit)
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be a positive number, not"
-                f" {short_repr(value)}\nvalid are numbers from {1 / LARGEST_VALUE:g} to"
-                f" {LARGEST_VALUE:g} with a unit: {example}"
+                f" {short_repr(value)}\nuse a number from {1 / LARGEST_VALUE:g} to"
+                f" {LARGEST_VALUE:g} with one of these units: {example}"
             )
         return number
 
@@ -354,12 +380,13 @@ class _Entries:
         share = self.number(key, SHARE, default, zero=not default)
         if share > 1:
             raise ConfigError(
-                f"{self.where}: {self.prefix}{key} must be at most 1 (100%), not {share:g}"
+                f"{self.where}: {self.prefix}{key} must be at most 1 (100%), not {share:g}\n"
+                "use a fraction such as 0.8, or 80%"
             )
         return share
 
     def one_of(self, key: str, valid: tuple[str, ...]) -> str:
-        """Return one of `valid`; the first one by default."""
+        """Return the value of `key`, one of `valid`; the first of `valid` if the key is missing."""
         choice = self.mapping.get(key, valid[0])
         if choice not in valid:
             raise ConfigError(
@@ -390,9 +417,15 @@ def _read_device(entries: _Entries) -> Device:
     rates = _Entries(entries.required("rates"), entries.where, f"{entries.prefix}rates.")
     for dtype in rates.mapping:
         if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
-            raise ConfigError(f"{entries.where}: {rates.prefix}{dtype} is not a torch dtype")
+            raise ConfigError(
+                f"{entries.where}: {rates.prefix}{dtype} is not a torch dtype\n"
+                "use names such as bfloat16 or float32"
+            )
     if not rates.mapping:
-        raise ConfigError(f"{entries.where}: {entries.prefix}rates lists no dtype")
+        raise ConfigError(
+            f"{entries.where}: {entries.prefix}rates is empty\n"
+            "add the peak rate of a dtype, for example `bfloat16: 989 TFLOP/s`"
+        )
     return Device(
         memory=int(entries.number("memory", BYTES)),
         rates={str(dtype): rates.number(dtype, FLOPS) for dtype in rates.mapping},
@@ -429,15 +462,18 @@ def _read_level(entries: _Entries) -> LinkLevel:
 
 
 def _check_levels(levels: tuple[LinkLevel, ...], where: str) -> None:
-    # `Links` divides group sizes of neighboring levels, so outer ones must be whole multiples.
+    # `Links` divides the group sizes of consecutive levels, so an outer size must be a multiple of
+    # the inner size.
     for number, (inner, outer) in enumerate(pairwise(levels)):
         if inner.devices is None:
             raise ConfigError(
                 f"{where}: levels[{number}].devices is missing\n"
-                "only the last level may omit it; an example of an inner level is `devices: 8`"
+                "only the last level may omit `devices`; for an inner level set, for example,"
+                " `devices: 8`"
             )
         if outer.devices is not None and outer.devices % inner.devices:
             raise ConfigError(
                 f"{where}: levels[{number + 1}].devices is {outer.devices}, which is not a"
-                f" multiple of the {inner.devices} devices of level {inner.name!r}"
+                f" multiple of the {inner.devices} devices of level {inner.name!r}\n"
+                f"use for example {max(1, outer.devices // inner.devices) * inner.devices}"
             )

@@ -1,6 +1,6 @@
-"""Collectives of a stage in one step, by kind and axes: count, bytes and seconds.
+"""Count, bytes and seconds of the collectives of a stage in one step, by kind and mesh axes.
 
-The bytes sum to `Partitioned.step_bytes` without the transfers between stages.
+The sum of the bytes is `Partitioned.step_bytes` without the transfers between stages.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardwright.core.partition.transfer import Transfer
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """Collectives of one kind over the same axes, of one device in one step.
+    """All collectives of one kind over the same mesh axes that a device runs in one step.
 
     Args:
-        kind: one of `COLLECTIVES`.
-        over: names of the axes.
+        kind: kind of collective, one of `COLLECTIVES`.
+        over: names of the mesh axes.
         count: number of calls.
-        bytes: bytes that the device sends.
-        seconds: predicted or measured seconds; None if unknown.
+        bytes: bytes that the device sends in all calls.
+        seconds: predicted or measured seconds of all calls; None if unknown.
     """
 
     kind: str
@@ -39,16 +39,19 @@ class CollectiveTotal:
 
 
 _Calls = tuple[str, Axes, int, int]
-"""Kind, axes, number of calls in a step, and bytes of the local tensor on its larger side."""
+"""(kind of collective, mesh axes, calls per step, bytes of the local input or output, whichever is
+larger)."""
 
 
 def collective_totals(
     partitioned: Partitioned, stage: int, cluster: Cluster | None
 ) -> tuple[CollectiveTotal, ...]:
-    """Totals of the collectives of a device of `stage` in a training step.
+    """Return the totals of the collectives that a device of `stage` runs in a training step.
 
     Args:
-        cluster: cluster to predict seconds for, which include overlapped communication.
+        stage: index of the pipeline stage.
+        cluster: cluster for which seconds are predicted, overlapped communication included; None
+            for no seconds.
     """
     mesh, pipeline = partitioned.mesh, partitioned.pipeline
     links = None if cluster is None else Links(cluster, mesh, pipeline.stages)
@@ -95,7 +98,7 @@ def _chunk_calls(chunk: Chunk, micro_batches: int) -> Iterator[_Calls]:
 
 def _transfer_calls(transfer: Transfer, micro_batches: int) -> Iterator[_Calls]:
     step, value = transfer.step, transfer.value
-    # The larger side: the output of an all-gather, the input of a reduce-scatter.
+    # The larger of input and output: the output of an all-gather, the input of a reduce-scatter.
     size = max(prod(side.shard_shape(value.shape)) for side in (step.source, step.target))
     if step.forward is not None:
         # Recomputation in the backward pass repeats the forward collective.
@@ -106,8 +109,8 @@ def _transfer_calls(transfer: Transfer, micro_batches: int) -> Iterator[_Calls]:
 
 
 def _bucket_calls(bucket: Bucket, micro_batches: int) -> Iterator[_Calls]:
-    """Calls of a bucket: one gather over all its axes, and one reduction of its gradients per
-    collective."""
+    """Yield the calls of a bucket: one all-gather over all axes of its parameters, and for its
+    gradients one reduce-scatter and one all-reduce, as far as needed."""
     # Level 3 (ZeRO-3) frees gathered parameters after use, so each micro-batch gathers them.
     gathers = micro_batches if bucket.level == "level3" else 1
     gathers += micro_batches if bucket.regathers else 0

@@ -19,15 +19,15 @@ from shardwright.core.layout.collective_spec import COLLECTIVES
 from shardwright.core.layout.layout import DeviceMatrix
 
 ELEMENT = 4
-"""Bytes of one element of a small all-reduce, such as a loss or a count, in float32."""
+"""Bytes of a float32 element, as in small all-reduces of a loss or a count."""
 
 
 class Links:
-    """Link levels that the axes of a device matrix cross on a cluster.
+    """Link levels that the axes of a device matrix cross on a cluster, and seconds of collectives.
 
     Args:
         mesh: device matrix of one pipeline stage.
-        stages: number of pipeline stages; each has consecutive ranks.
+        stages: number of pipeline stages, each of consecutive ranks.
 
     Raises:
         ConfigError: if the cluster has too few devices.
@@ -37,32 +37,33 @@ class Links:
         starts = tuple(stage * mesh.num_devices for stage in range(stages))
         self.cluster = cluster.among(mesh.num_devices * stages)
         self.mesh = mesh
-        # By the links of the whole cluster: sharing a processor changes their speed only.
+        # Levels are the same on `cluster.among`, which changes only rates and latencies.
         self.levels = cluster.levels_of(mesh, starts)
         self.shared = cluster.device.shared(mesh.num_devices * stages)
 
     def seconds(
-        self, collective: str, axes: Iterable[int], num_bytes: float, joined: bool = False
+        self, collective: str, axes: Iterable[int], num_bytes: float, bucketed: bool = False
     ) -> float:
-        """Seconds of one collective over the joined `axes`.
+        """Return the seconds of one collective over the flattened mesh `axes`.
 
         Args:
-            collective: one of `COLLECTIVES`.
-            num_bytes: bytes of the local tensor on its larger side: the output of an all-gather,
-                the input of a reduce-scatter.
-            joined: whether it is part of a bucket, so that the tensor sent is larger.
+            collective: kind of collective, one of `COLLECTIVES`.
+            num_bytes: bytes of the local input or output, whichever is larger: the output of an
+                all-gather, the input of a reduce-scatter.
+            bucketed: whether the collective is coalesced with others into a bucket, which sends
+                more than `num_bytes` at once.
         """
         levels_of_group = self._group_levels(axes)
         if not levels_of_group:
             return 0.0
         pattern = COLLECTIVES[collective].pattern
         if pattern == "point_to_point":
-            # Each device sends its whole tensor to one other, which may be in another node.
+            # Each device sends its local tensor to one other device, which may be in another node.
             link = self.cluster.levels[levels_of_group[-1][0]]
             return link.call + link.latency + num_bytes / link.rate
         if pattern == "pairwise":
             return self._all_to_all(levels_of_group, num_bytes)
-        may_skip_parts = self.shared and collective == "all_reduce" and not joined
+        may_skip_parts = self.shared and collective == "all_reduce" and not bucketed
         return self._hierarchical(levels_of_group, num_bytes, collective, may_skip_parts)
 
     def _hierarchical(
@@ -72,19 +73,25 @@ class Links:
         collective: str,
         may_skip_parts: bool,
     ) -> float:
-        """Seconds of a hierarchical collective, innermost level first. Each level moves the tensor
-        divided by the number of devices on the levels inside it."""
+        """Return the seconds of a hierarchical collective, level by level, innermost first.
+
+        Each level moves `num_bytes` divided by the number of devices that inner levels join.
+
+        Args:
+            levels_of_group: (link level, number of devices or inner groups joined).
+            may_skip_parts: whether empty parts of a small tensor are not sent.
+        """
         seconds, level_bytes, devices = 0.0, num_bytes, prod(size for _, size in levels_of_group)
         for level, size in levels_of_group:
             link = self.cluster.levels[level]
             hops: float = sequential_messages(link, size)
             if link.collectives == RINGS and rounds(link, collective) == 1:
-                # NCCL's ring passes through all devices of the group: of its hops, these are on
-                # links of this level.
+                # NCCL's ring passes through all devices of the group; `hops` are the hops of the
+                # ring on links of this level.
                 hops = devices - devices // size
             if may_skip_parts and level_bytes < ELEMENT * size:
                 # The tensor has fewer elements than the ring has devices, and empty parts are not
-                # sent. The latency stays, but waiting processes leave the processor to senders.
+                # sent. Processes that wait leave the processor to those that send.
                 hops *= max(1.0, level_bytes / ELEMENT) / size
             round_seconds = hops * link.latency + (size - 1) / size * level_bytes / link.rate
             seconds += link.call + rounds(link, collective) * round_seconds
@@ -92,14 +99,14 @@ class Links:
         return seconds
 
     def _all_to_all(self, levels_of_group: list[tuple[int, int]], num_bytes: float) -> float:
-        """Seconds of an all-to-all, where each device sends every other one an equal part over the
-        link level between them."""
+        """Return the seconds of an all-to-all, in which each device sends an equal part of its
+        tensor to every other device, over the innermost link level that joins the two."""
         devices = prod(size for _, size in levels_of_group)
         seconds, joined_devices = 0.0, 1
         for level, size in levels_of_group:
             link = self.cluster.levels[level]
-            # Of the tensor's `devices` parts, those for devices that this level is the first to
-            # reach are sent over its links.
+            # The tensor has `devices` parts. Over the links of this level go the parts for devices
+            # that inner levels do not reach.
             share = (joined_devices * size - joined_devices) / devices
             seconds += link.call + sequential_messages(link, size) * link.latency
             seconds += share * num_bytes / link.rate
@@ -107,9 +114,10 @@ class Links:
         return seconds
 
     def _group_levels(self, axes: Iterable[int]) -> list[tuple[int, int]]:
-        """(level, number of devices or inner groups joined) of the joined axes, innermost first."""
-        # Axes that cross the same level are one group there: over 2 x 4 devices of a node a
-        # collective has 8 members.
+        """Return (link level, number of devices or inner groups joined) for the flattened `axes`,
+        innermost first."""
+        # Axes that cross the same level form one group there: a collective over axes of 2 and 4
+        # devices in a node has 8 members.
         sizes: dict[int, int] = {}
         for axis in axes:
             for level, size in self.levels[axis]:
@@ -118,12 +126,12 @@ class Links:
 
 
 def sequential_messages(link: LinkLevel, devices: int) -> int:
-    """Number of messages on the critical path of a collective over `devices` devices."""
+    """Return the number of messages on the critical path of a collective over `devices` devices."""
     return devices - 1 if link.collectives == GLOO else ceil(log2(devices))
 
 
 def rounds(link: LinkLevel, collective: str) -> int:
-    """Number of times that the tensor passes through the group: 2 for an all-reduce, which is a
+    """Return how often the tensor passes through the group: twice for an all-reduce, which is a
     reduce-scatter and an all-gather."""
     spec = COLLECTIVES[collective]
     over_gloo = link.collectives == GLOO and spec.gloo_rounds is not None

@@ -1,9 +1,9 @@
-"""Dry run: runs the program of a chunk on the meta device to measure its memory.
+"""Dry run: run the program of a chunk on the meta device to measure its memory.
 
-It is the program that a rank will run, forward and backward through PyTorch's own autograd. Its
-tensors have shapes and lifetimes but no data, so a model of any size takes about a second. Nothing
-has to be modeled: what operators save for backward and when it is freed, how gradients accumulate,
-what buckets and recomputed segments take. Chunks that differ only in names run once.
+A dry run executes the program that a rank will run, forward and backward through PyTorch's own
+autograd. Tensors have shapes and lifetimes but no data, so a model of any size takes about a
+second. Memory needs no model: autograd saves and frees the same tensors, gradients accumulate, and
+buckets and recomputed segments allocate as in training. Chunks that differ only in names run once.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ BATCH, BUFFERS, GRADIENTS, ACTIVATIONS = "batch", "buffers", "gradients", "activ
 TEMPORARY = ""
 
 LARGEST = 8
-"""Number of largest tensors at a peak that are listed individually."""
+"""Maximum number of tensors that are listed at a peak, the largest first."""
 
 Kinds = Mapping[str, int]
-"""Bytes by kind: `parameters` as stored, the `batch` (inputs of a micro-batch, and what stages
-receive for it), `buffers` and constants, `weights` (gathered or cast parameters), `gradients` of
-parameters, `activations` saved for backward, and temporary tensors: gradients of activations, flat
-buffers of collectives, intermediate results."""
+"""Bytes by kind of tensor: stored `parameters`, the `batch` (inputs of a micro-batch and receive
+buffers of stages), `buffers` and constants, `weights` (gathered or cast parameters), `gradients` of
+parameters, `activations` saved for backward, and temporary tensors (``""``): gradients of
+activations, flat buffers of collectives, intermediate results."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Memory of one action relative to its start.
+    """Memory of one action of a step, relative to the start of the action.
 
     Args:
-        peak: bytes at the peak of the action.
-        change: bytes at its end; negative where it frees.
-        largest: largest tensors of the micro-batch at the peak: kind, index of the operator that
-            produces or first reads them, and bytes.
+        peak: change in bytes from the start of the action to its peak.
+        change: change in bytes from the start of the action to its end.
+        largest: (kind, index of the operator that produces or first reads it, bytes) of the largest
+            tensors of the micro-batch at the peak.
     """
 
     peak: Kinds
@@ -83,11 +83,12 @@ class DryRun:
     """Memory of one chunk on one device over a step.
 
     Args:
-        stock: bytes before the step; of the batch, one micro-batch.
-        begin: start of the step, where parameters may be gathered.
-        first: actions of the first micro-batch, by kind.
-        later: actions of later micro-batches, which accumulate into existing gradients.
-        end: end of the step, where gradients are reduced.
+        stock: bytes before the step, with the inputs of one micro-batch.
+        begin: memory of the start of the step, at which parameters may be gathered.
+        first: memory of each action of the first micro-batch, by kind of action.
+        later: memory of each action of later micro-batches, which accumulate into existing
+            gradients.
+        end: memory of the end of the step, at which gradients are reduced.
     """
 
     stock: Kinds
@@ -104,16 +105,16 @@ def dry_run_chunk(
     cached_results: dict[Any, Any],
     on_share: OnShare = ignore_share,
 ) -> DryRun:
-    """Dry-run one chunk of a model.
+    """Return the memory of one chunk of a model, measured by a dry run.
 
     Args:
         kinds: kinds of the actions of one micro-batch, in order.
-        cached_results: cached results of operators by their arguments; see `DryRunMode`.
-        on_share: receives the share of lowering and of the actions that is done.
+        cached_results: cache of results of operators by their arguments; see `DryRunMode`.
+        on_share: called with the completed fraction of lowering and actions.
     """
     run = _MetaChunk.of(partitioned, chunk, BACKWARD_INPUT in kinds, cached_results)
     with run.live, FusedAttention():
-        stock = run.live.bytes_between(run.mark(BUFFERS))
+        stock = run.live.bytes_between(run.label_live_tensors(BUFFERS))
         begin = run.phase(run.begin, WEIGHTS)
         runs = subrange(on_share, 1, 1 + len(kinds), size=len(kinds))
         first, later = run.actions(kinds, partitioned.pipeline.micro_batches > 1, runs)
@@ -126,14 +127,17 @@ class _MetaChunk:
     """A chunk on the meta device.
 
     Args:
+        module: the chunk as a module.
         stored: stored parameters by name.
-        arriving: values received from the chunk before.
-        gradients: gradients received from the chunk after.
+        arriving: buffers for values from the previous chunk.
+        gradients: buffers for gradients from the next chunk.
         splits_backward: whether the backward pass is split into input and weight gradients.
+        live: record of allocations and frees.
+        number: index of the current micro-batch, as a tensor.
         inputs, outputs: inputs and outputs of the current micro-batch.
-        groups: parameter groups of `stage_backward_input` for its `stage_backward_weight`.
+        groups: parameter groups from `stage_backward_input` for `stage_backward_weight`.
         reduced: gradients of stored parameters after the step.
-        added: gradients accumulated in this pass, each with the length of the history at that time.
+        added: (length of the history, gradient) for each gradient that this pass accumulates.
     """
 
     module: StageModule
@@ -158,7 +162,7 @@ class _MetaChunk:
         cached_results: dict[Any, Any],
     ) -> _MetaChunk:
         mesh = chunk.mesh
-        # The last rank needs most: under causal attention its block of queries reads most keys.
+        # The last rank needs the most memory: with causal attention its queries read the most keys.
         coordinates = mesh.coordinates(mesh.ranks[-1])
         devices = Devices(mesh, META, lambda function: function(coordinates))
         constants = {value: tensor.to(META) for value, tensor in chunk.graph.constants.items()}
@@ -200,16 +204,16 @@ class _MetaChunk:
         run.live.watch([*constants.values(), *buffers.values()], BUFFERS)
         return run
 
-    def mark(self, kind: str) -> int:
-        """Label all unlabeled live tensors, and return the length of the history."""
+    def label_live_tensors(self, kind: str) -> int:
+        """Label all unlabeled live tensors with `kind`, and return the length of the history."""
         self.live.label(kind)
         return len(self.live.history)
 
     def phase(self, function: Callable[[], None], kind: str) -> Phase:
-        """Run a function and measure it; tensors that it leaves are of `kind`."""
+        """Run `function` and return its memory; tensors that stay alive after it are of `kind`."""
         start = len(self.live.history)
         function()
-        end = self.mark(kind)
+        end = self.label_live_tensors(kind)
         peak = self.live.peak(start, end)
         peak_bytes, change = (
             self.live.bytes_between(peak, start),
@@ -220,10 +224,13 @@ class _MetaChunk:
     def actions(
         self, kinds: Sequence[str], has_several: bool, on_share: OnShare
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
-        """Run the actions of the first micro-batch and, if there are several, of a later one.
+        """Return the memory of each action of the first micro-batch and of a later one, by kind.
 
-        Usually only the later one runs, and the first is derived from it by `_first_from_later`,
-        which halves the time of a dry run.
+        With several micro-batches usually only a later one runs, and the first is derived from it
+        by `_first_from_later`, which halves the time of a dry run.
+
+        Args:
+            has_several: whether a step has several micro-batches; if not, the second result is {}.
         """
         if self.splits_backward or not has_several:
             first = {kind: self.action(kind) for kind in track(kinds, on_share)}
@@ -232,7 +239,7 @@ class _MetaChunk:
         for kind in track(kinds, on_share):
             start = len(self.live.history)
             if kind == FORWARD:
-                # Gathers finish in the first micro-batch, not in a later one.
+                # Gathers finish in the first micro-batch, not in a later micro-batch.
                 self.module.unsharded.tensors()
             later[kind] = self.action(kind)
             first[kind] = self._first_from_later(start, later[kind])
@@ -241,10 +248,13 @@ class _MetaChunk:
         return first, later
 
     def _first_from_later(self, start: int, later: Phase) -> Phase:
-        """Derive the first micro-batch's phase from a later one's, with events since `start`.
+        """Return the memory of an action of the first micro-batch, given that of a later one.
 
-        The later one adds to an existing gradient and frees its own right after; the first keeps
-        its own. So an allocation of the gradient is inserted at each accumulation.
+        A later micro-batch adds its gradients to existing gradients and then frees its own. The
+        first micro-batch keeps its gradients, so an allocation is inserted at each accumulation.
+
+        Args:
+            start: length of the history at the start of the action.
         """
         events = self.live.history[start:]
         for position, gradient in reversed(self.added):
@@ -255,32 +265,34 @@ class _MetaChunk:
         return Phase(peak_bytes, bytes_by_kind(events), later.largest)
 
     def _add_gradients(self) -> None:
-        """Give each parameter that the backward pass reaches a gradient, as an earlier micro-batch
-        would have left it."""
+        """Allocate a gradient of each parameter that the backward pass reaches, as an earlier
+        micro-batch would have done."""
         leaves = {id(leaf) for leaf in self.module.unsharded.leaves()}
         for leaf in filter(lambda leaf: id(leaf) in leaves, _reached_leaves(self.outputs)):
             leaf.grad = torch.empty(leaf.shape, dtype=leaf.dtype, device=META)
             self.live.watch([leaf.grad], GRADIENTS)
             gradient = self.live.storage_of(leaf.grad)
-            # The hook runs when the gradient has been added: `_first_from_later` inserts it there.
+            # The hook runs when the gradient has been accumulated, where `_first_from_later`
+            # inserts an allocation.
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _, gradient=gradient: self.added.append((len(self.live.history), gradient))
             )
 
     def _largest(self, num_events: int) -> tuple[tuple[str, int, int], ...]:
-        """The largest tensors after `num_events` events, summed by kind and operator."""
+        """Return (kind, operator index, bytes) of the largest tensors that are alive after
+        `num_events` events, summed by kind and operator."""
         sizes: dict[tuple[str, int], int] = {}
         for (kind, line), size in self.live.bytes_by_line(num_events).items():
-            if line in self._operators and size:
-                key = kind, self._operators[line]
+            if line in self._operator_of_line and size:
+                key = kind, self._operator_of_line[line]
                 sizes[key] = sizes.get(key, 0) + size
         largest = sorted(sizes.items(), key=lambda entry: -entry[1])[:LARGEST]
         return tuple((*key, size) for key, size in largest)
 
     @cached_property
-    def _operators(self) -> dict[int, int]:
-        """Index of the operator of each program line; a redistribution belongs to the operator
-        after it."""
+    def _operator_of_line(self) -> dict[int, int]:
+        """Index of the operator of each program line; lines of a redistribution have the index of
+        the next operator."""
         indices = {op.name: index for index, op in enumerate(self.module.chunk.graph.ops)}
         operators: dict[int, int] = {}
         next_operator: int | None = None
@@ -295,7 +307,7 @@ class _MetaChunk:
         return operators
 
     def action(self, kind: str) -> Phase:
-        """Run an action of one micro-batch."""
+        """Run an action of one micro-batch, and return its memory."""
         function = {
             FORWARD: self.forward,
             BACKWARD: self.backward,
@@ -321,15 +333,18 @@ class _MetaChunk:
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
     def _differentiable_outputs(self) -> tuple[Tensor, ...]:
-        """Outputs of a model without a loss from which its user may start a backward pass."""
+        """Run a model without a loss, and return its outputs that need a gradient."""
         module, step = self.module, self.module.step
         tensors = module.unsharded.tensors()
         outputs, _ = module.program(tensors, step.buffers, module.read(0, self.inputs))
         return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 
     def _take_tensors(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:
-        """Return outputs, their gradients and inputs, and drop the references to them, so that
-        the backward pass frees them as a schedule does."""
+        """Return the outputs, their gradients and the inputs of the micro-batch, and drop the
+        references to outputs and inputs.
+
+        So the backward pass frees them, as in a pipeline schedule.
+        """
         tensors = self.outputs, self.gradients or None, self.inputs
         self.outputs, self.inputs = (), []
         return tensors
@@ -338,12 +353,13 @@ class _MetaChunk:
         outputs, gradients, inputs = self._take_tensors()
         if gradients:
             stage_backward(outputs, gradients, inputs)
-        # A model without a loss: its caller passes a gradient for each output.
+        # A model without a loss: the user passes a gradient for each output.
         elif outputs:
             torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
     def backward_input(self) -> None:
-        # The first chunk has no inputs to differentiate: its pass runs in `backward_weight`.
+        # The first chunk has no inputs to differentiate: its backward pass runs in
+        # `backward_weight`.
         if not self.splits_backward:
             self.backward()
         elif self.module.chunk.number:
@@ -361,7 +377,7 @@ class _MetaChunk:
 
 
 def _reached_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Leaf tensors that a backward pass from `outputs` reaches."""
+    """Yield the leaf tensors that a backward pass from `outputs` reaches."""
     pending: list[Any] = [output.grad_fn for output in outputs]
     seen = {None}
     while pending:
@@ -374,23 +390,23 @@ def _reached_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _gradient_buffer(chunk: Chunk, value: Value) -> Tensor:
-    """Buffer that receives the gradient of a value sent to the next chunk."""
+    """Return a buffer for the gradient of `value`, which is sent to the next chunk."""
     layout = TensorLayout(chunk.mesh, chunk.decisions.departures[value.name])
     return torch.empty(layout.shard_shape(value.shape), dtype=value.dtype, device=META)
 
 
 def plus(kinds: Kinds, *others: Kinds) -> Kinds:
-    """Sum bytes by kind."""
+    """Return the sum of bytes of each kind."""
     names = {name for each in (kinds, *others) for name in each}
     return {name: sum(each.get(name, 0) for each in (kinds, *others)) for name in names}
 
 
 class DryRunCache:
-    """Dry runs by chunk, so that equal chunks of all candidates run once."""
+    """Cache of dry runs by chunk, so that equal chunks of all candidates run once."""
 
     def __init__(self) -> None:
         self._runs: dict[object, DryRun] = {}
-        self._operators: dict[Any, Any] = {}
+        self._operator_results: dict[Any, Any] = {}
 
     def of(
         self,
@@ -399,11 +415,16 @@ class DryRunCache:
         kinds: Sequence[str],
         on_share: OnShare = ignore_share,
     ) -> DryRun:
-        """Return the dry run of a chunk; arguments as for `dry_run_chunk`."""
-        # Of the number of micro-batches, only whether gradients accumulate matters.
+        """Return the memory of `chunk` by a dry run, which is cached.
+
+        Args:
+            kinds: kinds of the actions of one micro-batch, in order.
+            on_share: called with the completed fraction of the dry run.
+        """
+        # Gradients accumulate if there are several micro-batches, whatever their number.
         has_several = partitioned.pipeline.micro_batches > 1
         key = (chunk_key(chunk), chunk.mesh, tuple(kinds), has_several)
         if key not in self._runs:
-            cached_results = self._operators
+            cached_results = self._operator_results
             self._runs[key] = dry_run_chunk(partitioned, chunk, kinds, cached_results, on_share)
         return self._runs[key]

@@ -1,10 +1,10 @@
 """FLOPs and bytes of one operator, forward and backward.
 
 A matrix product takes two FLOPs (multiply and add) for each combination of its factors, and as many
-for the gradient of each input. Everything else is memory-bound: forward reads inputs and writes
-outputs; backward reads inputs and gradients of outputs and writes gradients of inputs. Views move
-nothing. For an operator without a rule, PyTorch's FLOP counter is used, with at least one FLOP per
-element read or written.
+for the gradient of each input. All other operators are memory-bound: forward reads inputs and
+writes outputs; backward reads inputs and gradients of outputs and writes gradients of inputs. Views
+move no bytes. For an operator without a rule, PyTorch's FLOP counter is used, with at least one
+FLOP per element read or written.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 aten = torch.ops.aten
 
 ATTENTION_BACKWARD = 2.5
-"""FLOPs of the backward pass per forward FLOP: five matrix products for two, as scores are
-recomputed (Dao et al., "FlashAttention", 2022; `torch.utils.flop_counter` counts the same)."""
+"""FLOPs of the backward pass of fused attention per forward FLOP: five matrix products instead of
+two, as scores are recomputed (Dao et al., "FlashAttention", 2022; the same in
+`torch.utils.flop_counter`)."""
 
 
 WorkKind = Literal["attention", "matrix products", "other operators"]
@@ -46,13 +47,15 @@ class Work:
     """Work of one unsharded operator.
 
     Args:
-        dtype: dtype of its computation.
-        forward_flops, backward_flops: FLOPs of its matrix products; without a rule, all FLOPs.
-        forward_bytes, backward_bytes: bytes of each tensor read or written, and the factors that
-            shard it.
-        gradients: number of inputs whose gradients it computes.
-        sides: dimensions m, n and k of a matrix product, each with the factors that shard it.
-        kind: fused attention, matrix product, or neither.
+        dtype: dtype of the computation.
+        forward_flops, backward_flops: FLOPs of matrix products; of an operator without a rule, all
+            FLOPs.
+        forward_bytes, backward_bytes: (bytes, factors that shard the tensor) for each tensor that
+            is read or written.
+        gradients: number of inputs whose gradients the backward pass computes.
+        sides: (size, factors that shard it) of m, n and k of a matrix product; empty for other
+            operators.
+        kind: whether the FLOPs are those of fused attention, of matrix products, or of others.
     """
 
     dtype: torch.dtype
@@ -66,7 +69,7 @@ class Work:
 
 
 def work_of(op: Op) -> Work:
-    """Work of `op`, cached by its rule and by which inputs need a gradient."""
+    """Return the work of `op`, cached by its rule and by which tensors need a gradient."""
     rule, cached = rule_of(op), _CACHED_WORK.get(op)
     if cached is None or cached[0] is not rule:
         needs_gradient = tuple(value.requires_grad for value in op.inputs)
@@ -80,12 +83,13 @@ def work_of(op: Op) -> Work:
 
 
 _CACHED_WORK: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKeyDictionary()
-"""Work of each operator, with the rule that it was derived from: rules can be registered later."""
+"""Work of each operator, with the rule from which it was derived, as rules can be registered
+later."""
 
 
 @dataclass(frozen=True, slots=True)
 class _WorkKey:
-    """An operator, equal to others with the same rule object and the same gradients."""
+    """An operator as a cache key: equal for operators with one rule object and equal gradients."""
 
     rule_id: int
     needs_gradient: tuple[bool, ...]
@@ -104,7 +108,7 @@ def _work(
 ) -> Work:
     inputs, outputs = _tensors(op, rule)
     read = inputs
-    # A lookup reads only the rows of the table that the indices name.
+    # A lookup reads only the indexed rows of the table.
     if op.target in _LOOKUPS:
         (_, features), (_, index_factors) = inputs[:2]
         rows = op.inputs[1].numel * op.inputs[0].shape[1] * op.inputs[0].itemsize
@@ -128,7 +132,7 @@ def _work(
         # Each product has two gradients, whatever the number of parameters.
         backward_ratio = 2.0
     elif op.target is experts and rule is not None:
-        # Gradients of tokens, and of matrices.
+        # The gradients of tokens take as many FLOPs as those of the experts' matrices.
         backward_ratio = any(needs_gradient[:3]) + any(needs_gradient[3:])
         dispatched = _dispatched_tensors(op, rule)
         forward, backward = (*forward, *dispatched), (*backward, *dispatched, *dispatched)
@@ -147,9 +151,9 @@ def _work(
 def _matmul_dims(
     op: Op, rule: ShardingRule | None, flops: float
 ) -> tuple[tuple[float, frozenset[str]], ...]:
-    """Size and factors of m, n and k of a matrix product, or of a convolution as im2col.
+    """Return (size, factors) of m, n and k of a matrix product, or of a convolution as im2col.
 
-    Empty for other operators.
+    Returns () for other operators.
     """
     if rule is None or not flops or op.target in _ATTENTION | _RECURRENT or len(op.inputs) < 2:
         return ()
@@ -179,7 +183,7 @@ def _matmul_dims(
 def _tensors(
     op: Op, rule: ShardingRule | None
 ) -> tuple[list[tuple[int, frozenset[str]]], list[tuple[int, frozenset[str]]]]:
-    """Bytes and sharding factors of each input and of each output."""
+    """Return (bytes, factors that shard it) of each input and of each output."""
 
     def tensor(value: Value, dims: tuple[str | None, ...]) -> tuple[int, frozenset[str]]:
         factors = rule.factors_of(dims) if rule is not None else frozenset[str]()
@@ -195,18 +199,22 @@ def _tensors(
 
 
 def is_view(op: Op) -> bool:
-    """Whether the result aliases an input, according to the ATen schema."""
+    """Whether the output of `op` is a view of an input, according to the ATen schema."""
     if not isinstance(op.target, OpOverload) or not op.inputs:
         return False
-    # A write in place aliases an input, too, but is no view.
+    # An operator that writes in place aliases an input too, but is no view.
     returns = schema_of(op.target).returns
     aliases = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
-    # `to` and the like share memory only where they change nothing.
+    # `to` and similar operators share memory only where they do not change the dtype.
     return any(aliases) and op.output.dtype == op.inputs[0].dtype
 
 
 def forward_flops(op: Op, rule: ShardingRule | None) -> float:
-    """FLOPs of the matrix products of `op`, unsharded, forward."""
+    """Return the forward FLOPs of the matrix products of `op`, unsharded.
+
+    Args:
+        rule: sharding rule of `op`; without one, all FLOPs that PyTorch's counter knows.
+    """
     if op.target in _RECURRENT:
         return _recurrence_flops(op)
     if rule is None:
@@ -228,21 +236,27 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
 
 
 def _flops_by_counter(op: Op) -> float:
-    """FLOPs by PyTorch's counter, which decomposes operators and uses the formulas that users
-    register with `torch.utils.flop_counter.register_flop_formula`."""
+    """Return the FLOPs by PyTorch's counter; 0 if `op` does not run on the meta device.
+
+    The counter decomposes operators and uses the formulas that users register with
+    `torch.utils.flop_counter.register_flop_formula`.
+    """
     args, kwargs = op.arguments(lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"))
     counter = FlopCounterMode(display=False)
     try:
         with counter:
             op.target(*args, **kwargs)
     except (NotImplementedError, RuntimeError):
-        return 0.0  # It does not run on the meta device.
+        return 0.0
     return float(counter.get_total_flops())
 
 
 def _attention_flops(op: Op) -> float:
-    """FLOPs of scores and weighted values, 2·b·h·s·t·(d + e): half of that for causal attention,
-    and with a sliding window only the positions in the window count for t."""
+    """Return the FLOPs of scores and weighted values, 2·b·h·s·t·(d + e).
+
+    Causal attention has half as many. With a sliding window t is the mean number of keys in the
+    window.
+    """
     arguments = call_arguments(op)
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     rows, keys = query.shape[-2], float(key.shape[-2])
@@ -257,7 +271,8 @@ def _attention_flops(op: Op) -> float:
 
 
 def _convolution_flops(op: Op) -> float:
-    """FLOPs of a convolution: each output element (transposed: input element) meets one filter."""
+    """Return the FLOPs of a convolution: one filter per output element (transposed: input
+    element)."""
     arguments = call_arguments(op)
     weight, transposed = arguments["weight"], arguments.get("transposed", op.target in _TRANSPOSED)
     elements = (op.inputs[0] if transposed else op.output).numel
@@ -266,7 +281,8 @@ def _convolution_flops(op: Op) -> float:
 
 
 def _expert_flops(op: Op) -> float:
-    """FLOPs of a mixture of experts: each token meets the matrices of its chosen experts."""
+    """Return the FLOPs of a mixture of experts: each token is multiplied by the matrices of its
+    experts."""
     arguments = call_arguments(op)
     matrices = arguments["gate_up"].numel + arguments["down"].numel
     expert_numel = matrices / arguments["down"].shape[0]
@@ -274,14 +290,15 @@ def _expert_flops(op: Op) -> float:
 
 
 def _expert_matmul_dims(op: Op) -> tuple[float, float, float]:
-    """Dimensions m, n and k of one expert's first matrix product, with balanced routing."""
+    """Return m, n and k of the first matrix product of one expert, with balanced routing."""
     arguments = call_arguments(op)
     count, *_, hidden = arguments["gate_up"].shape
     return arguments["ids"].numel / count, arguments["gate_up"].numel / count / hidden, hidden
 
 
 def _dispatched_tensors(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozenset[str]], ...]:
-    """Bytes and factors of tokens sorted by expert, with their results, and of the hidden layer."""
+    """Return (bytes, factors) of the tokens sorted by expert with their results, and of the hidden
+    layer of experts."""
     arguments = call_arguments(op)
     rows, factors = arguments["ids"].numel * op.output.itemsize, _tokens(rule) | {"e"}
     _, columns, hidden = _expert_matmul_dims(op)
@@ -294,7 +311,8 @@ def _tokens(rule: ShardingRule) -> frozenset[str]:
 
 
 def _recurrence_flops(op: Op) -> float:
-    """FLOPs of a recurrent layer: each row of each time step meets every weight matrix."""
+    """Return the FLOPs of a recurrent layer: each row of each time step is multiplied by every
+    weight matrix."""
     x = op.inputs[0]
     matrices = sum(v.numel for v in op.inputs[1:] if len(v.shape) == 2)
     return 2.0 * (x.numel // x.shape[-1]) * matrices

@@ -1,8 +1,8 @@
 """The cluster `local`: processes on this machine's CPU, measured once and cached.
 
-`shardwright calibrate` measures everything with a given number of processes
-(`tools/compare/measure_processes.py`). Without it, one process measures the CPU at first use, in
-some tenths of a second, and links and pass overhead have default values.
+`shardwright calibrate` measures rates, links and overheads with a given number of processes
+(`tools/compare/measure_processes.py`). Without calibration, one process measures the CPU at first
+use, in some tenths of a second, and links and pass overhead have default values.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ logger = logging.getLogger("shardwright.cost")
 
 ASSUMED_LINK = LinkLevel("processes", bandwidth=1e9, latency=8.5e-5, call=2.4e-4, collectives=GLOO)
 PASS_OVERHEAD = 7.5e-4
-"""Defaults before calibration: gloo over loopback, and the overhead of a pass of a pipeline stage,
-measured with 8 processes on two cores."""
+"""Defaults before calibration: links of gloo over loopback, and seconds of overhead per pass of a
+pipeline stage. Both were measured with 8 processes on two cores."""
 
 
 def cache_file() -> Path:
-    """File of the measurements: `$XDG_CACHE_HOME/shardwright/local.yaml`, by default in
-    `~/.cache`."""
+    """Return the path of the cached measurements: `$XDG_CACHE_HOME/shardwright/local.yaml`, where
+    the variable defaults to `~/.cache`."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "shardwright" / "local.yaml"
 
 
 def local_cluster() -> Cluster:
-    """Return the cached measurements of this machine; measure its CPU if there are none.
+    """Return the cluster of processes on this machine, from cached measurements or new ones.
 
     Raises:
         ConfigError: if the cached file is invalid.
     """
     file = cache_file()
-    # The CPU's rates hardly change, and to measure them at each start would delay every plan.
+    # The rates of the CPU hardly change, and measuring them at each start would delay every plan.
     if file.is_file():
         return read_cluster(read_text(file, ConfigError), str(file))
     device = replace(measure_device(), pass_overhead=PASS_OVERHEAD)
@@ -57,7 +57,8 @@ def local_cluster() -> Cluster:
 
 
 def save(cluster: Cluster) -> None:
-    """Cache the measurements; warn if that fails, as the next run will measure again."""
+    """Write `cluster` to `cache_file()`; a warning says if that fails, as the next run measures
+    again."""
     # Written to a temporary file and renamed, so that parallel processes never read half a file.
     file = cache_file()
     try:

@@ -1,4 +1,5 @@
-"""Measure this machine's CPU or accelerator: rates of large operators, overhead of small ones."""
+"""Measure this machine's CPU or accelerator: rates of large operators, overhead of small
+operators."""
 
 from __future__ import annotations
 
@@ -16,31 +17,31 @@ from shardwright.core.cost.cluster import Device
 from shardwright.core.runtime.accelerator import CPU, device_memory, seconds_of
 
 MATRIX, STREAM = 768, 1 << 23
-"""Rows of the matrices and elements of the vectors that are timed: a product of some milliseconds,
-and vectors of 32 MB each, more than a core's share of the cache."""
+"""Rows of the square matrices, and elements of the vectors, that are timed on a CPU: a product
+takes some milliseconds, and vectors of 32 MB are larger than the cache."""
 
 LARGE_MATRIX, LARGE_STREAM = 8192, 1 << 28
-"""Rows and elements for an accelerator, which needs larger ones to reach its rates."""
+"""Rows and elements on an accelerator, which reaches its rates only with larger operators."""
 
 ROWS, WIDTH, HEADS, BLOCKS = 8, 64, 4, 4
-"""Sizes of a transformer so small that each operator takes only its overhead."""
+"""Sizes of a transformer that is so small that each operator takes only its overhead."""
 
 OPERATORS = 22 + 38
-"""Operators of one of its blocks, as the time model counts them: forward, and gradients."""
+"""Number of operators of one block of `SmallTransformer` in the time model: forward + backward."""
 
 CORES = os.cpu_count() or 1
 
 REPEATS = 7
-"""Timed rounds, of which the median counts: an odd number has one."""
+"""Number of timed rounds, whose median counts; odd, so that the median is one of them."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Measures the time of work that several processes do at the same time.
+    """Measures the time of work that several processes run at the same time.
 
     Args:
         processes: number of processes.
-        wait_for_others: barrier of the processes.
+        wait_for_others: function that blocks until all processes call it.
     """
 
     processes: int = 1
@@ -48,14 +49,14 @@ class Clock:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the processes share cores."""
+        """Whether there are more processes than cores."""
         return self.processes > CORES
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Median time of `work` while all processes do it, after one warm-up round.
+        """Return the median seconds of `work` while all processes run it, after one warm-up round.
 
-        Where processes share cores, it is derived from CPU time, as wall time would include other
-        load on the machine.
+        If processes share cores, the time is derived from CPU time, as wall time would include
+        other load on the machine.
         """
         clock, share = time.perf_counter, 1.0
         if self.takes_turns:
@@ -71,17 +72,18 @@ class Clock:
 
 
 def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> Device:
-    """Measure the rates of the whole CPU, shared by the processes of `clock` with all of torch's
-    threads each; or the rates of an accelerator that no other process uses.
+    """Return the measured rates of the CPU, or of an accelerator that no other process uses.
 
     Args:
-        clock: by default, that of this process alone.
+        clock: clock of the processes that share the CPU, each with all threads of torch; by default
+            of this process only.
+        device: device to measure.
     """
     clock = clock or Clock()
 
     def seconds(work: Callable[[], object]) -> float:
-        """Seconds that the whole CPU would take for the work of one process."""
-        # By events on the device: its kernels run after the call has returned.
+        """Return the seconds that all cores of the CPU together take for `work` of one process."""
+        # An accelerator is timed by events, as its kernels run after the call has returned.
         if device != CPU:
             return median([seconds_of(work, device) for _ in range(REPEATS + 1)][1:])
         return clock.seconds(work) / clock.processes
@@ -96,7 +98,7 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
     x, y = torch.ones(elements, device=device), torch.ones(elements, device=device)
     # The addition reads two vectors and writes one.
     moved = 3 * x.element_size() * elements
-    # Small operators use one core: further processes will use the others at the same time.
+    # Small operators use one core, and further processes use the other cores at the same time.
     processes_beside = CORES if clock.processes == 1 and device == CPU else 1
     return Device(
         memory=device_memory(device),
@@ -108,14 +110,14 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
 
 
 class SmallTransformer:
-    """Transformer blocks on a few rows, with the usual views between operators."""
+    """Transformer blocks on `ROWS` rows, with the usual views between operators."""
 
     def __init__(self, device: torch.device) -> None:
         self.blocks = [_SmallBlock().to(device) for _ in range(BLOCKS)]
         self.x = torch.ones(1, ROWS, WIDTH, device=device, requires_grad=True)
 
     def train(self) -> None:
-        """Run forward and backward."""
+        """Run the forward and the backward pass of all blocks."""
         x = self.x
         for block in self.blocks:
             x = block(x)
@@ -142,6 +144,6 @@ class _SmallBlock(nn.Module):
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """Rotary position embedding with a constant angle."""
+    """Return `x` with a rotary position embedding of a constant angle."""
     half = x.shape[-1] // 2
     return x * 0.6 + torch.cat([-x[..., half:], x[..., :half]], -1) * 0.8

@@ -1,13 +1,13 @@
-"""Peak memory of each device in a training step, predicted without allocating anything.
+"""Peak memory of each device in a training step, predicted without allocating device memory.
 
     peak = parameters + optimizer state + inputs               always
-         + gathered parameters + gradients                     by the sharding level
+         + gathered parameters + gradients                     by the ZeRO level
          + activations of the micro-batches in flight          by the schedule
          + temporary tensors of the current pass
 
-A dry run measures each chunk for one micro-batch (`core/cost/dry_run.py`), the schedule gives the
+A dry run measures each chunk for one micro-batch (`core/cost/dry_run.py`), the schedule decides the
 number of micro-batches in flight (`core/cost/pipeline_timeline.py`), and `BorderBytes` adds the
-messages between stages that stay alive.
+tensors sent between stages that stay alive.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.progress import OnShare, ignore_share, subrange
 
 MAX_CURVE_PASSES = 600
-"""Number of passes of a step above which no memory curve is recorded."""
+"""Maximum number of passes of a step for which a memory curve is recorded."""
 
 OUTSIDE = BEGIN, END, UPDATE = "begin of the step", "end of the step", "optimizer step"
-"""Moments outside of forward and backward passes."""
+"""Names of the moments outside of forward and backward passes."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,19 @@ class StageMemory:
     """Memory of one device of a stage at its peak, in bytes by kind.
 
     Args:
-        parameters: parameters as stored.
+        stage: index of the pipeline stage.
+        parameters: stored parameters.
         optimizer: optimizer state.
         gradients: gradients of parameters.
         gathered: gathered or cast parameters.
-        activations: saved for backward passes.
+        activations: tensors saved for backward passes.
         inputs: batch, buffers and constants.
         temporary: gradients of activations, buffers of collectives, intermediate results.
-        moment: name of the pass at the peak.
-        largest: largest tensors of the current micro-batch: name of the operator that produces or
-            first reads them, kind, bytes.
-        curve: peak of each pass; empty if there are more than `MAX_CURVE_PASSES`.
+        moment: name of the pass with the peak, or of the moment in `OUTSIDE`.
+        largest: (name of the operator that produces or first reads it, kind, bytes) of the largest
+            tensors of the micro-batch at the peak.
+        curve: (name of the pass, peak in bytes) of each pass; empty if there are more than
+            `MAX_CURVE_PASSES`.
     """
 
     NAMES: ClassVar[tuple[str, ...]] = (
@@ -101,7 +103,7 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """Bytes of all kinds together."""
+        """Peak memory in bytes, the sum over all kinds."""
         return sum(getattr(self, name) for name in self.NAMES)
 
 
@@ -110,7 +112,7 @@ class Memory:
     """Peak memory of each stage in a training step.
 
     Args:
-        stages: requested stages; all devices of a stage need the same.
+        stages: memory of one device of each measured stage; all devices of a stage need as much.
         optimizer: name of the assumed optimizer.
     """
 
@@ -124,11 +126,11 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes of the device with the highest peak."""
+        """Peak memory in bytes of the stage with the highest peak."""
         return self.largest_stage.peak
 
     def __str__(self) -> str:
-        """The memory as a table."""
+        """Return the memory as the text of a table."""
         console = Console(file=StringIO(), width=140, color_system=None)
         console.print(memory_table(self))
         written: StringIO = console.file  # type: ignore[assignment]
@@ -136,7 +138,7 @@ class Memory:
 
 
 def memory_table(memory: Memory) -> Table:
-    """Table of a memory prediction with one row per stage."""
+    """Return a table of the memory with one row per stage."""
     title = f"Memory of one device at its peak, with {memory.optimizer}"
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     table.add_column("stage")
@@ -150,7 +152,7 @@ def memory_table(memory: Memory) -> Table:
 
 
 def binary(number: int) -> str:
-    """Bytes in binary units: 1536 → `1.5 KiB`."""
+    """Return a number of bytes in binary units: 1536 → `1.5 KiB`."""
     value = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -169,10 +171,11 @@ def memory(
     """Predict the peak memory of each stage in a training step.
 
     Args:
-        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer with the options to be used.
-        dry_runs: cache of earlier dry runs.
-        on_share: receives the share of the stages that is done.
-        stages: stages to measure; by default all.
+        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer with the options of the
+            training.
+        dry_runs: cache of dry runs; by default a new one.
+        on_share: called with the completed fraction of the stages.
+        stages: indices of the stages to measure; by default all.
 
     Raises:
         PlanError: if the schedule or the optimizer is unknown.
@@ -192,18 +195,18 @@ def memory(
             for n, chunk in enumerate(chunks)
         }
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
-        state = optimizer_bytes(optimizer, _trained(chunks))
+        state = optimizer_bytes(optimizer, _trained_shards(chunks))
         moments = _moments(order, dry_run_of, borders, state, pipeline.micro_batches)
         stages_memory.append(_stage_memory(number, list(moments), state, chunks))
     return Memory(tuple(stages_memory), optimizer_name(optimizer))
 
 
 def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimizer) -> list[int]:
-    """Lower bound of `memory` per stage in bytes, for any recomputation and without a dry run.
+    """Return for each stage a lower bound on its peak memory in bytes, whatever is recomputed.
 
-    Sum of stored parameters, their gradients, optimizer state, what the sharding level keeps
-    unsharded over the micro-batches of a step, and inputs of all micro-batches with what stages
-    receive for them.
+    The bound needs no dry run. It is the sum of stored parameters, their gradients, optimizer
+    state, the parameters and gradients that the ZeRO level leaves unsharded over the micro-batches
+    of a step, and the inputs of all micro-batches with the receive buffers of stages.
 
     Raises:
         PlanError: if the optimizer is unknown.
@@ -211,26 +214,31 @@ def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimize
     stages, leaves = [], {each for each in partitioned.graph.inputs if isinstance(each, Value)}
     for number in range(partitioned.pipeline.stages):
         chunks = partitioned.chunks_of(number)
-        shards = _trained(chunks)
+        shards = _trained_shards(chunks)
         stored = sum(prod(shape) * dtype.itemsize for shape, dtype in shards)
         needed = stored + optimizer_bytes(optimizer, shards).state + stored
         if partitioned.pipeline.micro_batches > 1:
-            needed += sum(map(_unsharded, chunks))
-        received = sum(_received(chunk, leaves) for chunk in chunks)
+            needed += sum(map(_unsharded_bytes, chunks))
+        received = sum(_received_bytes(chunk, leaves) for chunk in chunks)
         stages.append(needed + received * partitioned.pipeline.micro_batches)
     return stages
 
 
-def _received(chunk: Chunk, leaves: set[Value]) -> int:
-    """Bytes of a micro-batch's inputs, and of what neighboring chunks send for it."""
-    given = sum(
+def _received_bytes(chunk: Chunk, leaves: set[Value]) -> int:
+    """Return the bytes per micro-batch of inputs of the model and of tensors from neighboring
+    chunks.
+
+    Args:
+        leaves: inputs of the model.
+    """
+    input_bytes = sum(
         _local_bytes(value, chunk, value.stored_dtype)
         for value in chunk.graph.input_values
         if value in leaves
     )
     arriving = sum(_local_bytes(value, chunk, value.dtype) for value in chunk.arriving)
     returning = chunk.border_bytes[0]
-    return given + arriving + returning
+    return input_bytes + arriving + returning
 
 
 def _local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
@@ -238,9 +246,9 @@ def _local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
     return prod(layout.shard_shape(value.shape)) * dtype.itemsize
 
 
-def _unsharded(chunk: Chunk) -> int:
-    """Bytes of gathered or cast parameters, and of unsharded gradients beyond their shards, that
-    are kept over the micro-batches of a step."""
+def _unsharded_bytes(chunk: Chunk) -> int:
+    """Return the bytes of gathered or cast parameters, and of full gradients beyond their shards,
+    that are alive between the micro-batches of a step."""
     sharding, decisions = chunk.decisions.sharding, chunk.decisions
     level = None if sharding is None else sharding.level
     used = storage_as_used(chunk.graph, chunk.mesh, decisions.cuts)
@@ -251,9 +259,9 @@ def _unsharded(chunk: Chunk) -> int:
         full_numel, shard_numel = (
             prod(each.shard_shape(value.shape)) for each in (as_used, stored)
         )
-        # A parameter that is not sharded is kept once more only if it is cast. Of sharded ones,
-        # level1 (ZeRO-1) keeps the gathered parameter and its full gradient over micro-batches,
-        # level2 (ZeRO-2) the gathered parameter, level3 (ZeRO-3) neither.
+        # A parameter that is stored as it is used has a second copy only if it is cast. For other
+        # parameters level1 (ZeRO-1) keeps the gathered parameter and its full gradient over
+        # micro-batches, level2 (ZeRO-2) the gathered parameter, and level3 (ZeRO-3) neither.
         if stored.axes == as_used.axes:
             unsharded_bytes += (
                 full_numel * value.itemsize if value.dtype != value.stored_dtype else 0
@@ -265,8 +273,8 @@ def _unsharded(chunk: Chunk) -> int:
     return unsharded_bytes
 
 
-def _trained(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Local shapes and dtypes of the parameters that a stage's optimizer updates."""
+def _trained_shards(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return (local shape, dtype) of each parameter that the optimizer of a stage updates."""
     # By name: a parameter that several chunks of a stage read is stored once.
     shards = {}
     for chunk in chunks:
@@ -280,7 +288,14 @@ def _trained(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torch.dtype
 
 @dataclass(frozen=True)
 class _Moment:
-    """Memory at the peak of one action, without optimizer state."""
+    """Memory at the peak of one action, without optimizer state.
+
+    Args:
+        name: name of the action for users.
+        kinds: bytes by kind.
+        chunk: index of the chunk.
+        largest: (kind, operator index, bytes) of the largest tensors.
+    """
 
     name: str
     kinds: Kinds
@@ -321,7 +336,7 @@ def _moments(
     micro_batches: int,
 ) -> Iterator[_Moment]:
     live: Kinds = plus({}, *(each.stock for each in dry_run_of.values()))
-    # Dry runs have the batch of one micro-batch; a device has all of them from the start.
+    # A dry run has the inputs of one micro-batch; a device has those of all micro-batches.
     live = {**live, BATCH: live.get(BATCH, 0) * micro_batches}
     for each in dry_run_of.values():
         yield _Moment(BEGIN, plus(live, each.begin.peak))
@@ -329,7 +344,7 @@ def _moments(
     done_actions: set[tuple[int, str]] = set()
     for action in order:
         each, key = dry_run_of[action.chunk], (action.chunk, action.kind)
-        # The first backward pass allocates gradients, later ones accumulate into them.
+        # The first backward pass allocates gradients, and later backward passes add to them.
         phase = (each.later if key in done_actions else each.first)[action.kind]
         name, peak = _action_name(action, len(dry_run_of)), plus(live, phase.peak)
         yield _Moment(name, peak, action.chunk, phase.largest)
@@ -339,7 +354,7 @@ def _moments(
     for each in dry_run_of.values():
         yield _Moment(END, plus(live, each.end.peak))
         live = plus(live, each.end.change)
-    # All messages between stages are freed by the end of the step.
+    # All tensors sent between stages are freed by the end of the step.
     live = {**live, ACTIVATIONS: 0}
     yield _Moment(UPDATE, plus(live, {TEMPORARY: optimizer.temporary}))
 
@@ -352,14 +367,14 @@ def _action_name(action: Action, num_chunks: int) -> str:
 
 @dataclass(frozen=True)
 class BorderBytes:
-    """Bytes of values that cross the borders of a chunk and stay alive, per micro-batch.
+    """Bytes per micro-batch of values that cross the borders of a chunk and stay alive.
 
     Args:
-        shared: outputs that are the input buffers of the next chunk on the same stage, so that they
-            are not counted twice.
-        sent: outputs that stay alive after the backward pass.
-        returned: gradients of inputs that stay alive after the backward pass.
-        reuses_messages: whether only those of one micro-batch stay alive.
+        shared: bytes of outputs that are the input buffers of the next chunk on the same stage, and
+            count there.
+        sent: bytes of outputs that stay alive after the backward pass.
+        returned: bytes of gradients of inputs that stay alive after the backward pass.
+        reuses_messages: whether sent tensors of only one micro-batch stay alive.
     """
 
     shared: int = 0
@@ -368,10 +383,10 @@ class BorderBytes:
     reuses_messages: bool = False
 
     def border_change(self, kind: str, repeats_kind: bool) -> int:
-        """Change of live bytes by an action, in addition to that of its dry run.
+        """Return the change of live bytes by an action, in addition to the change in its dry run.
 
         Args:
-            kind: kind of the action.
+            kind: kind of action.
             repeats_kind: whether the chunk has run an action of this kind before.
         """
         border_change, sends = 0, not (self.reuses_messages and repeats_kind)
@@ -385,18 +400,18 @@ class BorderBytes:
 
 
 def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
-    """Bytes that stay alive at the borders of `chunk`."""
+    """Return the bytes of values that cross the borders of `chunk` and stay alive."""
     sent, returned = chunk.border_bytes
 
     def on_same_stage(number: int) -> bool:
         return 0 <= number < pipeline.num_chunks and pipeline.stage_of(number) == chunk.stage
 
     if on_same_stage(chunk.number - 1):
-        # The gradients of its buffers are the buffers for the gradients of the chunk before.
+        # The gradients of the input buffers are the gradient buffers of the previous chunk.
         returned = 0
     if on_same_stage(chunk.number + 1):
         return BorderBytes(shared=sent, returned=returned)
-    # 1F1B keeps one forward message, from before its first backward pass, and the last gradient.
+    # 1F1B keeps one sent output, from before its first backward pass, and the last gradient sent.
     return BorderBytes(
         sent=sent, returned=returned, reuses_messages=pipeline.schedule_spec.reuses_messages
     )

@@ -1,8 +1,8 @@
 """Bytes of optimizer state, and of temporary tensors of an optimizer step.
 
 Both are measured: two steps of the PyTorch optimizer run on the meta device for each parameter
-shape. An optimizer that reads values runs on a small parameter instead, whose dimensions are
-different primes, by which the dimensions of its state are recognized.
+shape. An optimizer that reads values runs on a small parameter instead. The dims of this parameter
+have different prime sizes, from which follows the dim to which each dim of a state tensor belongs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """An optimizer that plans and configurations name.
+    """An optimizer that plans and configuration files select by name.
 
     Args:
         constructor: optimizer class.
-        keys: optional arguments in configurations, besides learning rate and weight decay.
-        required: required arguments in configurations, with example values.
+        keys: names of optional arguments in configuration files, besides learning rate and weight
+            decay.
+        required: required arguments in configuration files, with example values.
     """
 
     constructor: Callable[..., torch.optim.Optimizer]
@@ -39,7 +40,8 @@ class NamedOptimizer:
     required: Mapping[str, float] = field(default_factory=dict)
 
     def example(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """Build an optimizer whose state has the shapes and dtypes of any of this class."""
+        """Return an optimizer of this class with example arguments, on which shapes and dtypes of
+        its state do not depend."""
         return self.constructor(parameters, lr=1e-3, **self.required)
 
 
@@ -53,11 +55,11 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes of an optimizer on one device.
+    """Memory of an optimizer on one device.
 
     Args:
-        state: bytes kept between steps.
-        temporary: additional bytes at the peak of a step.
+        state: bytes of the optimizer state.
+        temporary: additional bytes at the peak of an optimizer step.
     """
 
     state: int
@@ -67,16 +69,17 @@ class OptimizerBytes:
 def optimizer_bytes(
     optimizer: str | torch.optim.Optimizer, parameters: Iterable[tuple[Shape, torch.dtype]]
 ) -> OptimizerBytes:
-    """Measure the state and the temporary tensors of an optimizer.
+    """Return the bytes of state and temporary tensors of an optimizer, by measurement.
 
     Parameters are updated one after another, as PyTorch does on CPU.
 
     Args:
-        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer with the options to be used.
-        parameters: local shape and dtype of each parameter.
+        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer with the options of the
+            training.
+        parameters: (local shape, dtype) of each parameter.
 
     Raises:
-        PlanError: if the optimizer's name is unknown, or its state cannot be measured.
+        PlanError: if the name of the optimizer is unknown, or its state cannot be measured.
     """
     measure_named = (
         partial(_named_optimizer_bytes, optimizer) if isinstance(optimizer, str) else None
@@ -91,7 +94,7 @@ def optimizer_bytes(
 
 
 def optimizer_name(optimizer: str | torch.optim.Optimizer) -> str:
-    """Name of an optimizer in tables."""
+    """Return the name of an optimizer for tables."""
     return optimizer if isinstance(optimizer, str) else type(optimizer).__name__
 
 
@@ -103,7 +106,10 @@ def _optimizer_factory(optimizer: str | torch.optim.Optimizer) -> MakeOptimizer:
         return lambda parameters: optimizer_class(parameters, **options)
     if optimizer not in OPTIMIZERS:
         valid = ", ".join(OPTIMIZERS)
-        raise PlanError(f"optimizer={optimizer!r}\nvalid are {valid}, or an optimizer")
+        raise PlanError(
+            f"optimizer={optimizer!r}: unknown optimizer\n"
+            f"use one of {valid}, or an instance of torch.optim.Optimizer"
+        )
     return OPTIMIZERS[optimizer].example
 
 
@@ -118,7 +124,8 @@ def _parameter_bytes(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> O
     try:
         optimizer = make([parameter])
     except (TypeError, ValueError):
-        # Such as Muon, which takes matrices only: others are in another optimizer.
+        # Some optimizers do not take every parameter, such as Muon, which takes matrices only; the
+        # training then has another optimizer for the others.
         return OptimizerBytes(0, 0)
     try:
         return _measure_steps(optimizer, parameter)
@@ -130,12 +137,12 @@ def _parameter_bytes(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> O
 def _bytes_by_small_parameter(
     make: MakeOptimizer, shape: Shape, dtype: torch.dtype
 ) -> OptimizerBytes:
-    """The bytes for a parameter of `shape`, from the state of a small one.
+    """Return the bytes for a parameter of `shape`, derived from the state for a small parameter.
 
     Raises:
-        PlanError: if the optimizer cannot step with a gradient alone.
+        PlanError: if a step of the optimizer fails.
     """
-    # Different primes: 5, 11, 17, ... so that a dimension of a state tells which one it is.
+    # Different primes, 5, 11, 17, ..., so that the size of a state's dim identifies the dim.
     small = tuple(next(_primes_from(5 * (index + 1))) for index in range(len(shape)))
     parameter = torch.ones(small, dtype=dtype, requires_grad=True)
     parameter.grad = torch.ones_like(parameter, requires_grad=False)
@@ -145,7 +152,7 @@ def _bytes_by_small_parameter(
     except Exception as error:
         raise PlanError(
             f"optimizer={type(optimizer).__name__}: its memory cannot be measured: {error}\n"
-            "plan with the optimizer whose state is most alike, such as optimizer='adamw', and"
+            "plan with an optimizer whose state has similar size, such as optimizer='adamw', and"
             " train with your own"
         ) from error
     sizes = dict(zip(small, shape, strict=True))
@@ -160,22 +167,30 @@ def _bytes_by_small_parameter(
 
 
 def _scaled_numel(state: Shape, sizes: Mapping[int, int], small: int, full: int) -> int:
-    """Elements of a state tensor, each dimension scaled to that of the parameter it belongs to."""
-    # A flat state has the size of the small parameter; other sizes, as of a history, stay.
+    """Return the number of elements of a state tensor of the full parameter.
+
+    Args:
+        state: shape of the state tensor of the small parameter.
+        sizes: size of a dim of the full parameter, by size of the dim of the small parameter.
+        small, full: number of elements of the small and of the full parameter.
+    """
+    # A flat state tensor has as many elements as the parameter; unrelated sizes stay as they are.
     return prod(full if size == small else sizes.get(size, size) for size in state)
 
 
 def _primes_from(start: int) -> Iterator[int]:
-    """Primes of at least `start`."""
+    """Return an iterator over the primes of at least `start`."""
     return (n for n in count(start) if all(n % d for d in range(2, isqrt(n) + 1)))
 
 
 def _measure_steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> OptimizerBytes:
-    """The bytes of two steps with the gradient that the parameter has."""
+    """Return the bytes of state and temporary tensors, measured in two steps with the gradient of
+    `parameter`."""
     assert parameter.grad is not None
     with LiveBytes() as live:
         live.watch([parameter, parameter.grad], "")
-        # The first step creates the state, the second shows what a step takes beside it.
+        # The first step creates the state; the peak of the second step is above the state by the
+        # temporary tensors.
         before = live.now
         optimizer.step()
         state, start = live.now, len(live.history)

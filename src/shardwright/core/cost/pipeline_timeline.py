@@ -1,8 +1,8 @@
-"""Timeline of a pipeline schedule: when each stage runs which pass, and its bubbles.
+"""Timeline of a pipeline schedule: start and end of each pass of each stage, and bubbles.
 
-The order of passes comes from the schedules of `torch.distributed.pipelining`, so that the
-prediction is of what runs. The timeline follows from the seconds of each chunk: a pass begins when
-its stage is free and its inputs have arrived.
+The order of passes is that of the schedules of `torch.distributed.pipelining`, which run the plan.
+The timeline follows from the seconds of each chunk: a pass begins when its stage is free and its
+inputs have arrived.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shardwright.core.torch_internals.pipelining import get_schedule_ops
 from shardwright.errors import PlanError
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
-"""Kinds of actions, as in `torch.distributed.pipelining`: forward, full backward, and backward
-split into the gradients of the chunk's inputs and those of its parameters."""
+"""Kinds of actions, as in `torch.distributed.pipelining`: forward, full backward, and a split
+backward, first for the gradients of the chunk's inputs, then for those of its parameters."""
 
 
 @dataclass(frozen=True, order=True)
@@ -26,8 +26,9 @@ class Action:
     """One pass of a chunk for one micro-batch.
 
     Args:
-        chunk: number of the chunk in the model.
-        kind: `F`, `B`, `I` or `W`.
+        chunk: index of the chunk in the model.
+        kind: `F`, `B`, `I` or `W`; see `FORWARD` and the other kinds.
+        micro_batch: index of the micro-batch.
     """
 
     chunk: int
@@ -39,17 +40,22 @@ class Action:
 
 
 def check_pipelining(pipeline: PipelineSpec) -> None:
-    """Check that the schedule can run with these stages, chunks and micro-batches.
+    """Check that the schedule of `pipeline` can run its numbers of stages, chunks and
+    micro-batches.
 
     Raises:
-        PlanError: if it cannot; names valid numbers.
+        PlanError: if it cannot; the message contains valid numbers.
     """
     stages, chunks, pieces = pipeline.stages, pipeline.chunks, pipeline.micro_batches
     for name, number in (("stages", stages), ("chunks", chunks), ("micro_batches", pieces)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise PlanError(f"{name}={number!r}: must be a whole number of at least 1")
+            raise PlanError(
+                f"{name}={number!r}: must be a whole number of at least 1\nuse {name}=1 or more"
+            )
     if pipeline.schedule not in SCHEDULES:
-        raise PlanError(f"schedule={pipeline.schedule!r}\nvalid are {', '.join(SCHEDULES)}")
+        raise PlanError(
+            f"schedule={pipeline.schedule!r}: unknown schedule\nuse one of {', '.join(SCHEDULES)}"
+        )
     if stages == 1:
         if chunks > 1:
             raise PlanError(
@@ -65,11 +71,12 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
     schedule = pipeline.schedule_spec
     _check_chunks(schedule, chunks)
     if not schedule.can_run(pieces, stages):
-        # At the latest the next multiple of `stages` can run.
+        # The next multiple of `stages` can run, if no smaller number can.
         more = next(n for n in range(pieces + 1, 2 * pieces) if schedule.can_run(n, stages))
         raise PlanError(
-            f"micro_batches={pieces} for {stages} stages: schedule {schedule.name!r} runs them in"
-            f" {pieces // stages} rounds of equal size\nuse a multiple of {stages}, or {more}"
+            f"micro_batches={pieces} for {stages} stages: schedule {schedule.name!r} runs"
+            f" micro-batches in {pieces // stages} rounds of equal size\n"
+            f"use a multiple of {stages}, or {more}"
         )
 
 
@@ -79,13 +86,15 @@ def _check_chunks(schedule: ScheduleSpec, chunks: int) -> None:
     *most, last = [name for name, other in SCHEDULES.items() if other.chunked]
     more = "" if schedule.chunked else f"; {', '.join(most)} and {last} take more"
     raise PlanError(
-        f"chunks={chunks} in schedule {schedule.name!r}: use {schedule.valid_chunks}{more}"
+        f"chunks={chunks} in schedule {schedule.name!r}: not a valid number of chunks per stage\n"
+        f"use {schedule.valid_chunks}{more}"
     )
 
 
 def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
-    """Actions of each stage in order. Without stages, forward and backward of one micro-batch after
-    another.
+    """Return the actions of each stage in the order in which the stage runs them.
+
+    A single stage runs forward and backward of one micro-batch after another.
 
     Raises:
         PlanError: if the schedule cannot run; see `check_pipelining`.
@@ -108,8 +117,8 @@ def _torch_actions(
     )
     result = []
     for order in orders:
-        # PyTorch's list for the last stage of 1F1B numbers micro-batches from 1, although that
-        # stage begins with 0 like the others. So they are renumbered in the order they run in.
+        # PyTorch's list for the last stage of 1F1B numbers micro-batches from 1, although this
+        # stage begins with 0 like the others. So micro-batches are renumbered in execution order.
         counts: dict[tuple[int, str], int] = {}
         stage_actions = []
         for action in order:
@@ -124,13 +133,18 @@ def _torch_actions(
 
 
 def alive(order: Sequence[Action]) -> Iterator[dict[int, int]]:
-    """Number of micro-batches in flight per chunk after each action of a stage: those whose
-    activations it keeps, from forward to the end of backward."""
+    """Yield the number of micro-batches in flight of each chunk, after each action of a stage.
+
+    A micro-batch is in flight from its forward pass to the end of its backward pass.
+
+    Args:
+        order: actions of the stage in order.
+    """
     counts = {action.chunk: 0 for action in order}
     for action in order:
         if action.kind == FORWARD:
             counts[action.chunk] += 1
-        # Not by BACKWARD_INPUT: gradients of parameters need the activations, too.
+        # Not by BACKWARD_INPUT: gradients of parameters still need the activations.
         elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
             counts[action.chunk] -= 1
         yield dict(counts)
@@ -141,12 +155,12 @@ class ChunkSeconds:
     """Seconds of a chunk for one micro-batch.
 
     Args:
-        forward: forward pass.
-        backward: full backward pass.
+        forward: seconds of the forward pass.
+        backward: seconds of the full backward pass.
         of_weight: part of `backward` that computes gradients of parameters, for schedules that
-            split the backward pass; by default half.
-        send: sending the output to the next chunk, or the gradient back. Not counted between
-            chunks of the same stage.
+            split the backward pass; by default half of `backward`.
+        send: seconds to send the outputs to the next chunk, or their gradients back; not counted
+            between chunks of the same stage.
     """
 
     forward: float
@@ -155,8 +169,8 @@ class ChunkSeconds:
     send: float = 0.0
 
     def of(self, kind: str) -> float:
-        """Seconds of an action of this kind."""
-        # A linear layer has one matrix product of the same size for each of its two gradients.
+        """Return the seconds of an action of a kind."""
+        # A linear layer has two matrix products of the same size, one for each gradient.
         weight = self.backward / 2 if self.of_weight is None else self.of_weight
         return {
             FORWARD: self.forward,
@@ -180,7 +194,8 @@ class Timeline:
     """Spans of all stages over one step.
 
     Args:
-        stages: spans of each stage, in order.
+        pipeline: simulated pipeline.
+        stages: spans of each stage, in execution order.
         chunks: seconds of each chunk, in model order.
     """
 
@@ -200,7 +215,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Fraction of all stages' time in which they are idle."""
+        """Fraction of the step for which a stage is idle, as a mean over stages."""
         return sum(self.bubbles) / len(self.stages)
 
     def __str__(self) -> str:
@@ -212,7 +227,7 @@ def _busy(spans: Sequence[Span]) -> float:
 
 
 def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline:
-    """Simulate a step of the pipeline.
+    """Return the timeline of a simulated step of `pipeline`.
 
     Args:
         chunks: seconds of each chunk, in model order.
@@ -222,12 +237,15 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
         ValueError: if the number of `chunks` differs from that of the pipeline.
     """
     if len(chunks) != pipeline.num_chunks:
-        raise ValueError(f"times of {len(chunks)} chunks for a pipeline of {pipeline.num_chunks}")
+        raise ValueError(
+            f"got seconds of {len(chunks)} chunks, but the pipeline has {pipeline.num_chunks}\n"
+            "pass the seconds of each chunk, in model order"
+        )
     orders = actions(pipeline)
     ends: dict[Action, float] = {}
     stage_spans: list[list[Span]] = [[] for _ in orders]
     unfinished = set(range(len(orders)))
-    # Each round runs every stage as far as its inputs have arrived from the others.
+    # Each round runs each stage until it needs inputs that have not arrived from another stage.
     while unfinished:
         num_done = len(ends)
         for stage in sorted(unfinished):
@@ -252,7 +270,14 @@ def _arrival(
     action: Action,
     ends: dict[Action, float],
 ) -> float | None:
-    """Time at which the inputs of an action have arrived; None if their sender has not run yet."""
+    """Return the seconds at which the inputs of `action` have arrived, from the start of the step.
+
+    Args:
+        ends: end of each simulated action, in seconds.
+
+    Returns:
+        None if the action that sends the inputs is not simulated yet.
+    """
     chunk, micro_batch = action.chunk, action.micro_batch
 
     def arrival_from(sender: int, *kinds: str) -> float | None:
@@ -273,9 +298,13 @@ def _arrival(
 
 
 def draw_timeline(timeline: Timeline, width: int = 96) -> str:
-    """Draw one line of text per stage: `F2` is the forward pass of micro-batch 2, dots are idle.
+    """Return a drawing with one line per stage: `F2` is the forward pass of micro-batch 2.
 
-    Passes of the second, third, ... chunk of a stage are marked `F2'`, `F2''`, ...
+    Dots are idle time. Passes of the second, third, ... chunk of a stage are marked `F2'`, `F2''`,
+    ...
+
+    Args:
+        width: number of characters for the step.
     """
     total = timeline.seconds
     lines = []
@@ -283,7 +312,7 @@ def draw_timeline(timeline: Timeline, width: int = 96) -> str:
         line = ""
         for span in spans:
             start, end = (round(width * time / total) for time in (span.start, span.end))
-            # Chunks are numbered in model order, which passes over all stages before it returns.
+            # Chunks are numbered in model order, which visits all stages before it repeats one.
             turn = span.action.chunk // timeline.pipeline.stages
             label = f"|{span.action}{turn * chr(39)}"
             line = line.ljust(start, "·") + label[: max(0, end - start)].ljust(end - start)

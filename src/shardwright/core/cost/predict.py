@@ -1,4 +1,4 @@
-"""Predicted seconds of a training step, of its chunks, and of the timeline of its stages."""
+"""Predict the seconds of a training step, those of its chunks, and the timeline of its stages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 
 
 def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -> Timeline:
-    """Predict the timeline of the pipeline stages in one step.
+    """Return the predicted timeline of the pipeline stages in one step.
 
     Args:
-        cluster: cluster to predict for. Without one, a chunk takes one second per GFLOP of its
+        cluster: cluster on which the step runs. If None, a chunk takes one second per GFLOP of its
             matrix products, and sending takes no time.
 
     Raises:
@@ -48,10 +48,14 @@ def _seconds_by_flops(chunk: Chunk) -> ChunkSeconds:
 def _seconds_on_cluster(
     chunks: Sequence[Chunk], pipeline: PipelineSpec, model: TimeModel, blocking: bool = False
 ) -> Iterator[tuple[StepTime, ChunkSeconds]]:
-    """Seconds of each chunk on the cluster of `model`, per step and per micro-batch."""
+    """Yield for each chunk its seconds in a step and in a micro-batch, on the cluster of `model`.
+
+    Args:
+        blocking: whether redistributions of activations do not overlap computation.
+    """
     cached_times: dict[object, StepTime] = {}
     for chunk in chunks:
-        # Most chunks of a deep model are equal but for names: they are predicted once.
+        # Most chunks of a deep model differ only in names; these are predicted once.
         key = chunk_key(chunk) if len(chunks) > 1 else None
         if key not in cached_times:
             cached_times[key] = step_time(
@@ -63,8 +67,8 @@ def _seconds_on_cluster(
                 overlaps=None if blocking else chunk.overlaps,
             )
         time, send = cached_times[key], 0.0
-        # Ranks of all stages have the same positions in their matrices, so the links between the
-        # first ranks of two stages are those between all of them.
+        # A rank sends to the rank with the same position in the device matrix of another stage, so
+        # the link between the first ranks of two stages stands for all.
         if chunk.leaving:
             target, devices = pipeline.stage_of(chunk.number + 1), chunk.mesh.num_devices
             link = model.links.cluster.level_between(chunk.stage * devices, target * devices)
@@ -81,9 +85,9 @@ class Predicted:
     """Predicted seconds of one training step.
 
     Args:
-        cluster: cluster of the prediction.
-        chunks: seconds of each chunk, in model order.
-        timeline: timeline of the stages; None without pipeline stages.
+        cluster: cluster on which the step runs.
+        chunks: seconds of each chunk in the step, in model order.
+        timeline: timeline of the stages; None for a single stage.
         seconds: seconds of the whole step.
     """
 
@@ -94,17 +98,18 @@ class Predicted:
 
     @property
     def bubble(self) -> float:
-        """Fraction of all stages' time in which they are idle."""
+        """Fraction of the timeline for which a stage is idle, as a mean over stages; 0 for one
+        stage."""
         return 0.0 if self.timeline is None else self.timeline.bubble
 
     @property
     def computation(self) -> float:
-        """Seconds of computation of the stage that computes longest."""
+        """Seconds of computation in a step, of the stage with the most."""
         return max(self._stage_seconds(lambda chunk: chunk.computation))
 
     @property
     def communication(self) -> float:
-        """Largest exposed communication within a stage, in seconds."""
+        """Seconds of exposed communication within a stage in a step, of the stage with the most."""
         return max(self._stage_seconds(lambda chunk: chunk.communication))
 
     def _stage_seconds(self, seconds: Callable[[StepTime], float]) -> list[float]:
@@ -118,11 +123,11 @@ class Predicted:
 
 
 def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) -> Predicted:
-    """Predict the seconds of a training step.
+    """Return the predicted seconds of a training step.
 
-    With pipeline stages, a step is their timeline followed by the slowest stage's work once per
-    step: exposed gradient reductions, reductions between stages that share a parameter, and the
-    optimizer.
+    With pipeline stages, a step is their timeline, followed by the seconds that the slowest stage
+    takes once per step: exposed gradient reductions, reductions between stages that share a
+    parameter, and the optimizer.
 
     Args:
         blocking: whether redistributions of activations do not overlap computation, as in programs
@@ -143,7 +148,7 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
         once_per_step[chunk.stage] += step.exposed + step.update
     once_per_step = [seconds + model.device.step_overhead for seconds in once_per_step]
     # Where stages share a processor, an idle stage leaves it to the others. So the step takes the
-    # average of the stages' work instead of the longest path.
+    # mean of the seconds of all stages instead of the longest path.
     if model.shared:
         average_busy = (1 - stages.bubble) * stages.seconds
         sent = 2 * pipeline.micro_batches * sum(seconds.send for _, seconds in times)
@@ -153,12 +158,15 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
 
 
 def _shared_gradient_seconds(partitioned: Partitioned, model: TimeModel) -> list[float]:
-    """Seconds per stage of reducing gradients of parameters that stages share: one all-reduce per
-    parameter, one after another."""
+    """Return for each stage the seconds of reducing gradients of parameters that it shares with
+    others.
+
+    There is one all-reduce per parameter, one after another.
+    """
     seconds = [0.0] * partitioned.pipeline.stages
     devices = partitioned.mesh.num_devices
     for stages, num_bytes in partitioned.shared_gradients:
-        # A ring over the stages is as slow as the link between the two that are furthest apart.
+        # A ring over the stages is as slow as the link between the first and the last stage.
         link = model.links.cluster.level_between(stages[0] * devices, stages[-1] * devices)
         moved = (len(stages) - 1) / len(stages) * num_bytes / link.rate
         message_seconds = sequential_messages(link, len(stages)) * link.latency + moved

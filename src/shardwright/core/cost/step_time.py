@@ -6,12 +6,13 @@ collectives. Communication overlaps computation as follows:
 
 - Redistributions of activations overlap the operators between producer and first consumer, and the
   weight gradients that linear consumers delay (`core/partition/overlap.py`). The rest is exposed.
-- Reductions of parameter gradients overlap the backward computation, bucket by bucket. Only what
-  exceeds it is exposed.
-- Gathers of sharded parameters overlap the forward computation. Only what exceeds it is exposed.
-- Overlapped communication slows computation down by a fraction of its time (`overlap_slowdown`).
-- Nothing overlaps where devices are processes that share a processor: the cores that copy one
-  process's messages are those that the others compute on.
+- Reductions of parameter gradients overlap the backward computation, bucket by bucket. Only the
+  seconds above those of the computation are exposed.
+- Gathers of sharded parameters overlap the forward computation in the same way.
+- Overlapped communication slows computation down by a fraction of the seconds of the communication
+  (`overlap_slowdown`).
+- There is no overlap where devices are processes that share a processor: a core that copies the
+  messages of one process does not compute for another.
 """
 
 from __future__ import annotations
@@ -36,20 +37,21 @@ class StepTime:
     """Seconds of one training step on one device, by kind of work.
 
     Args:
-        forward, backward: computation of one micro-batch.
-        forward_redistributions, backward_redistributions: redistributions of activations of one
+        forward, backward: seconds of computation per micro-batch.
+        forward_redistributions, backward_redistributions: seconds of redistributing activations per
             micro-batch.
-        gathers: gathers of sharded parameters made once per step.
-        gradients: reductions of parameter gradients made once per step.
-        update: optimizer step.
-        gathers_per_micro_batch: gathers made in each forward pass.
-        gradients_per_micro_batch: reductions made in each backward pass, and gathers repeated
-            there.
+        gathers: seconds of gathering the sharded parameters that are gathered once per step.
+        gradients: seconds of reducing the gradients that are reduced once per step.
+        update: seconds of the optimizer step.
+        gathers_per_micro_batch: seconds of gathering parameters in each forward pass.
+        gradients_per_micro_batch: seconds of reducing gradients, and of gathering parameters again,
+            in each backward pass.
         micro_batches: number of micro-batches per step.
-        bubble: fraction of the step in which a pipeline stage is idle.
-        forward_hidden, backward_hidden: part of the redistributions that overlaps computation.
-        slowdown: fraction of overlapped communication by which computation is slowed down; 1 means
-            that overlap gains nothing.
+        bubble: fraction of the step for which a pipeline stage is idle.
+        forward_hidden, backward_hidden: seconds of redistributions that overlap computation, per
+            micro-batch.
+        slowdown: seconds by which one second of overlapped communication slows down computation; 1
+            for no gain from overlap.
     """
 
     forward: float
@@ -69,13 +71,13 @@ class StepTime:
 
     @property
     def forward_seconds(self) -> float:
-        """Forward pass of one micro-batch, with exposed communication."""
+        """Seconds of the forward pass of one micro-batch, exposed communication included."""
         saved = (1 - self.slowdown) * self.forward_hidden
         return self.forward + self.forward_redistributions - saved + self.exposed_per_micro_batch[0]
 
     @property
     def backward_seconds(self) -> float:
-        """Backward pass of one micro-batch, with exposed communication."""
+        """Seconds of the backward pass of one micro-batch, exposed communication included."""
         saved = (1 - self.slowdown) * self.backward_hidden
         return (
             self.backward + self.backward_redistributions - saved + self.exposed_per_micro_batch[1]
@@ -83,12 +85,13 @@ class StepTime:
 
     @property
     def computation(self) -> float:
-        """Computation of all micro-batches and of the optimizer."""
+        """Seconds of computation of all micro-batches and of the optimizer step."""
         return self.micro_batches * (self.forward + self.backward) + self.update
 
     @property
     def exposed_per_micro_batch(self) -> ForwardBackward:
-        """Exposed communication of parameters and gradients in each micro-batch."""
+        """Exposed seconds (forward, backward) of communicating parameters and gradients in each
+        micro-batch."""
         return (
             self._exposed_part(self.gathers_per_micro_batch, self.forward - self.forward_hidden),
             self._exposed_part(
@@ -98,8 +101,10 @@ class StepTime:
 
     @property
     def exposed_per_step(self) -> ForwardBackward:
-        """Exposed communication of parameters and gradients that is made once per step."""
-        # It overlaps the forward pass of the first micro-batch and the backward pass of the last.
+        """Exposed seconds (forward, backward) of communicating parameters and gradients once per
+        step."""
+        # Gathers overlap the forward pass of the first micro-batch, and reductions the backward
+        # pass of the last.
         forward = max(0.0, self.forward - self.forward_hidden - self.gathers_per_micro_batch)
         backward = max(0.0, self.backward - self.backward_hidden - self.gradients_per_micro_batch)
         return (
@@ -109,30 +114,31 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Exposed communication that is made once per step, forward and backward together."""
+        """Sum of `exposed_per_step`, in seconds."""
         return sum(self.exposed_per_step)
 
     def _exposed_part(self, communication: float, computation: float) -> float:
-        """Exposed part of `communication`, plus the slowdown of `computation` by the rest."""
+        """Return the exposed seconds of `communication`, plus the seconds by which its hidden part
+        slows down `computation`."""
         return communication - (1 - self.slowdown) * min(communication, computation)
 
     @property
     def communication(self) -> float:
-        """Exposed communication of the step."""
+        """Exposed seconds of communication in the step."""
         each = self.forward_seconds + self.backward_seconds - self.forward - self.backward
-        # Sums of the same terms in two orders differ in their last digits.
+        # At least 0: sums of equal terms in two orders differ by rounding errors.
         return max(0.0, self.micro_batches * each + self.exposed)
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
-        # The optimizer and exposed reductions come after the pipeline has drained.
+        """Seconds of the whole step."""
+        # The optimizer and exposed reductions run after all micro-batches.
         busy = self.micro_batches * (self.forward_seconds + self.backward_seconds)
         return busy / (1 - self.bubble) + self.exposed + self.update
 
 
 def operator_seconds(graph: Graph, model: TimeModel, cuts: Mapping[str, Cuts]) -> list[float]:
-    """Seconds of computation of each operator on one device, forward and backward together."""
+    """Return the seconds of computation of each operator on one device, forward plus backward."""
     return [sum(model.operator(op, cuts.get(op.name, {}))) for op in graph.ops]
 
 
@@ -146,14 +152,15 @@ def step_time(
     bubble: float = 0.0,
     overlaps: Mapping[Transfer, Overlap] | None = None,
 ) -> StepTime:
-    """Predict the seconds of one training step of a partitioned graph.
+    """Return the predicted seconds of one training step of a partitioned graph.
 
     Args:
+        graph: graph of one micro-batch.
         flow: communication of the plan.
-        cuts: cuts of its operators.
-        micro_batches: number of micro-batches per step; the graph is of one.
-        bubble: fraction of the step in which a pipeline stage is idle.
-        overlaps: computation that overlaps redistributions; by default none.
+        cuts: cuts of the operators of `graph`, by name.
+        micro_batches: number of micro-batches per step.
+        bubble: fraction of the step for which a pipeline stage is idle.
+        overlaps: computation that overlaps each redistribution; by default none.
     """
     forward, backward = _summed(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
     recomputed = [op for op in graph.ops if op.name in flow.recomputed_ops]
@@ -188,8 +195,10 @@ def step_time(
 def hidden_seconds(
     overlaps: Mapping[Transfer, Overlap], cuts: Mapping[str, Cuts], model: TimeModel
 ) -> dict[Transfer, ForwardBackward]:
-    """Overlapped seconds of each redistribution of an activation, forward and backward. An operator
-    that several of them overlap hides its own seconds once in total."""
+    """Return the overlapped seconds (forward, backward) of each redistribution of an activation.
+
+    An operator that several redistributions overlap hides at most its own seconds in total.
+    """
     delayed = {op for overlap in overlaps.values() for op in overlap.delayed_linears}
     spare_seconds: dict[tuple[str, str], float] = {}
 
@@ -214,7 +223,7 @@ def hidden_seconds(
         sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
         forward_part = hide(sent, "forward", overlap.overlapping_ops)
         backward_part = hide(returned, "weight", overlap.delayed_linears)
-        # Weight gradients first: linear layers delay them in order to hide this transfer.
+        # Weight gradients first, since linear layers delay them to hide this transfer.
         backward_part += hide(returned - backward_part, "backward", overlap.overlapping_ops)
         hidden[transfer] = (
             forward_part,
@@ -226,8 +235,8 @@ def hidden_seconds(
 def activation_seconds(
     graph: Graph, flow: Communication, cuts: Mapping[str, Cuts], model: TimeModel
 ) -> Iterator[tuple[Transfer | None, Axes, ForwardBackward]]:
-    """Redistributions of activations, and collectives inside operators (with transfer None), each
-    with axes and seconds of one micro-batch, forward and backward."""
+    """Yield (transfer, axes, seconds forward and backward per micro-batch) for each redistribution
+    of an activation and, with transfer None, for each collective inside an operator."""
     for name, op_reductions in flow.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         computation = model.operator(graph.by_name[name], cuts.get(name, {}))
@@ -250,9 +259,12 @@ def activation_seconds(
 def bucket_seconds(
     flow: Communication, model: TimeModel
 ) -> Iterator[tuple[Bucket, str, bool, int, float]]:
-    """Gathers of each bucket and reductions of its gradients, as tuples of: bucket; `parameters` or
-    `gradients`; whether once per step instead of per micro-batch; forward (0) or backward (1);
-    seconds."""
+    """Yield (bucket, data, once per step, direction, seconds) for each gather and reduction of a
+    bucket.
+
+    The data is `parameters` or `gradients`; `once per step` is False for once per micro-batch; the
+    direction is 0 for forward and 1 for backward.
+    """
     for bucket in flow.buckets:
         gather, reduce = _bucket_seconds(bucket, model)
         yield bucket, "parameters", bucket.level != "level3", 0, gather
@@ -269,8 +281,8 @@ def _summed(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
 
 
 def _bucket_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackward:
-    """Seconds of gathering a bucket once, and of reducing its gradients once."""
-    # Gathers go from the shard outwards: each step multiplies the local tensor.
+    """Return the seconds of gathering a bucket once, and of reducing its gradients once."""
+    # Each gather multiplies the size of the local tensor.
     gather = reduce = 0.0
     joining = model.host_seconds(MEMBER_OPERATORS * len(bucket.members))
     local = bucket.numel * bucket.members[0].value.itemsize

@@ -8,11 +8,11 @@ published table is
 | cut I | mem_coeff · j·k / 2 |
 | cut J | i·k / 2 |
 | cut K | i·j / 2 |
-| no cut | (least of the costs above that is possible)² / 25 |
+| no cut | (least cost of the possible cuts)² / 25 |
 
-which generalizes to any operator with named factors: a cut costs half of the elements of the
-tensors that it leaves unsharded, and `mem_coeff` multiplies those of the weight. Redistribution
-costs 16 for each element of the current shard.
+This table generalizes to any operator with named factors: a cut costs half of the elements of the
+tensors that it leaves unsharded, and `mem_coeff` multiplies the elements of the weight.
+Redistribution costs 16 for each element of the current shard.
 Source: the double recursion of MindSpore's `recursive_programming`, reconstructed from its logs.
 """
 
@@ -28,19 +28,20 @@ REDISTRIBUTION_PER_ELEMENT = 16
 """Cost per element of a tensor whose producer and consumer are cut differently."""
 
 NO_CUT_DIVISOR = 25
-"""Divisor in the cost of no cut, from the published logs; see the table above."""
+"""Divisor in the cost of no cut, from the published logs; see the table in the module docstring."""
 
 
 def cut_cost(
     elements: Sequence[int], carries: Sequence[bool], weight: int | None, mem_coeff: float
 ) -> float:
-    """Operator cost of cutting one factor: half of the elements that the cut leaves unsharded.
+    """Return the cost of cutting one factor: half of the elements that the cut leaves unsharded.
 
     Args:
-        elements: elements of the current shard of each tensor, inputs before outputs.
-        carries: for each tensor, whether the cut shards it.
-        weight: index of the weight, whose elements `mem_coeff` multiplies; None without a weight.
-        mem_coeff: values below 1 favor data parallelism, above 1 model parallelism.
+        elements: number of elements of the current shard of each input, then of each output.
+        carries: for each tensor whether the cut shards it.
+        weight: index of the tensor whose elements `mem_coeff` multiplies; None if there is none.
+        mem_coeff: weight of parameter memory: values below 1 favor data parallelism, values above 1
+            model parallelism.
 
     >>> cut_cost((32 * 784, 784 * 512, 32 * 512), (True, False, True), 1, 0.1)
     20070.4
@@ -54,10 +55,10 @@ def cut_cost(
 
 
 def no_cut_cost(costs: Iterable[float]) -> float:
-    """Operator cost of replicating an operator.
+    """Return the cost of replicating an operator.
 
     Args:
-        costs: operator costs of the cuts whose sizes divide evenly.
+        costs: costs of the cuts whose sizes are divisible.
 
     >>> round(no_cut_cost((20.48, 4096.0)), 4)
     16.7772
@@ -67,24 +68,24 @@ def no_cut_cost(costs: Iterable[float]) -> float:
 
 
 def redistribution_cost(elements: int) -> float:
-    """Cost of redistributing a tensor between two layouts.
+    """Return the cost of redistributing a tensor between two layouts.
 
     Args:
-        elements: elements of the current shard.
+        elements: number of elements of the current shard.
     """
     return float(REDISTRIBUTION_PER_ELEMENT * elements)
 
 
 def break_even(cost_i: float, mem_coeff: float, cost_no_cut: float) -> float:
-    """The `mem_coeff` above which cutting I is cheaper than not cutting.
+    """Return the `mem_coeff` above which cutting I is cheaper than no cut.
 
-    Valid where cutting I has the smallest operator cost and neither choice redistributes: the cost
-    of cutting I is proportional to `mem_coeff`, that of no cut to its square.
+    The formula is valid if cutting I is the cheapest cut and neither choice needs a redistribution:
+    the cost of cutting I is proportional to `mem_coeff`, the cost of no cut to its square.
 
     Args:
-        cost_i: logged total cost of cutting I.
+        cost_i: total cost of cutting I in the log.
         mem_coeff: `mem_coeff` of the logged search.
-        cost_no_cut: logged total cost of not cutting.
+        cost_no_cut: total cost of no cut in the log.
 
     >>> round(break_even(20.48, 0.01, 16.7772), 6)
     0.012207

@@ -1,7 +1,7 @@
-"""Count the bytes of tensors while a program runs, on a device or on the meta device.
+"""Count the bytes of live tensors while a program runs, on a device or on the meta device.
 
-Each storage counts once, from the operator that returns it until its last reference is dropped.
-Workspace that an operator allocates and frees internally is not counted.
+Each storage counts once, from the operator that returns a tensor with it until its last reference
+is dropped. Workspace that an operator allocates and frees internally is not counted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from shardwright.core.torch_internals.operators import schema_of, unregister
 from shardwright.core.torch_internals.tensors import storage_id
 
 PARAMETERS, WEIGHTS = "parameters", "weights"
-"""Kinds of storages: parameters as they are stored, and results computed from parameters alone,
-such as gathered, cast or concatenated parameters."""
+"""Kinds of storages: stored parameters, and tensors computed only from parameters, such as
+gathered, cast or concatenated parameters."""
 
 
 class TrackedStorage:
-    """Size, kind and origin of a storage.
+    """Size, kind and allocating program line of a storage.
 
     Args:
-        line: line of the program that allocated it; 0 if no program did.
+        size: bytes.
+        kind: kind of tensor, such as `PARAMETERS`; empty if it is not known yet.
+        line: line of the program that allocated the storage; 0 if no program did.
     """
 
     __slots__ = ("kind", "line", "size")
@@ -43,11 +45,11 @@ class TrackedStorage:
 
 
 Event = tuple[TrackedStorage, bool]
-"""A storage that is allocated (`True`) or freed (`False`)."""
+"""(storage, whether it is allocated); False if it is freed."""
 
 
 def events_at_peak(events: Iterable[Event]) -> int:
-    """Number of events up to the peak of live bytes."""
+    """Return the number of events up to the first peak of live bytes, that event included."""
     live, peak, num_events = 0, 0, 0
     for number, (storage, allocated) in enumerate(events, start=1):
         live += storage.size if allocated else -storage.size
@@ -57,7 +59,7 @@ def events_at_peak(events: Iterable[Event]) -> int:
 
 
 def bytes_by_kind(events: Iterable[Event]) -> dict[str, int]:
-    """Change of live bytes by kind over a sequence of events."""
+    """Return the change of live bytes of each kind over `events`."""
     totals: dict[str, int] = {}
     for storage, allocated in events:
         change = storage.size if allocated else -storage.size
@@ -66,11 +68,12 @@ def bytes_by_kind(events: Iterable[Event]) -> dict[str, int]:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tracks the storages of all tensors created inside the context, and of watched tensors.
+    """Mode that tracks the storages of all tensors created while it is active, and of watched
+    tensors.
 
     Attributes:
         history: allocations and frees in order.
-        now: live bytes.
+        now: live bytes at present.
     """
 
     def __init__(self) -> None:
@@ -80,30 +83,32 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[weakref.ref[Any], TrackedStorage]] = {}
 
     def watch(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Track existing tensors; their storages become of this `kind`."""
+        """Track existing tensors, and set the kind of their storages."""
         for tensor in tensors:
             self._track(tensor, kind)
             self.storage_of(tensor).kind = kind
 
     def storage_of(self, tensor: Tensor) -> TrackedStorage:
-        """The storage of a tracked tensor."""
+        """Return the record of the storage of a tracked tensor."""
         return self._storages[storage_id(tensor)][1]
 
     def label(self, kind: str) -> None:
-        """Give all live storages without a kind this one."""
+        """Set the kind of all live storages that have none."""
         for _, storage in self._storages.values():
             storage.kind = storage.kind or kind
 
     def peak(self, start: int = 0, end: int | None = None) -> int:
-        """Position in the history of the peak of live bytes between `start` and `end`."""
+        """Return the length of the history at the peak of live bytes between `start` and `end`."""
         return start + events_at_peak(self.history[start:end])
 
     def bytes_between(self, end: int, start: int = 0) -> dict[str, int]:
-        """Change of live bytes by kind from position `start` to `end` in the history."""
+        """Return the change of live bytes of each kind over events `start` to `end - 1` of the
+        history."""
         return bytes_by_kind(self.history[start:end])
 
     def bytes_by_line(self, end: int) -> dict[tuple[str, int], int]:
-        """Live bytes at position `end` in the history, by kind and allocating program line."""
+        """Return the live bytes after the first `end` events, by (kind, allocating program
+        line)."""
         totals: dict[tuple[str, int], int] = {}
         for storage, allocated in self.history[:end]:
             key = storage.kind, storage.line
@@ -111,18 +116,19 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return totals
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; subclasses may return an equivalent result instead."""
+        """Run an operator and return its result; subclasses may return an equivalent result
+        instead."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = self.run(func, args, kwargs or {})
-        self.returned(out, args)
+        self.track_results(out, args)
         return out
 
-    def returned(self, out: Any, args: tuple[Any, ...]) -> None:
-        """Track the results of an operator called with `args`."""
+    def track_results(self, out: Any, args: tuple[Any, ...]) -> None:
+        """Track the result `out` of an operator that was called with `args`."""
         if isinstance(out, Tensor):
             self._track_result(out, args)
         elif isinstance(out, list | tuple):
@@ -136,7 +142,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._track(out, WEIGHTS if self._only_weights(args) else "")
 
     def _only_weights(self, args: tuple[Any, ...]) -> bool:
-        """Whether all tensors among the arguments are parameters or made of parameters alone."""
+        """Whether all tensors in `args` are parameters or computed only from parameters."""
         has_weights = False
         for argument in args:
             for each in argument if isinstance(argument, list | tuple) else (argument,):
@@ -165,8 +171,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _program_line() -> int:
-    """Line of the generated program on the call stack; 0 if none is running."""
-    # Not `traceback`, which builds a list of all frames: this runs for every new tensor.
+    """Return the line at which the generated program on the call stack is; 0 if there is none."""
+    # Not `traceback`, which builds a list of all frames: this function runs for every new tensor.
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -178,7 +184,7 @@ def _program_line() -> int:
 
 
 _MAX_FRAMES = 16
-"""Frames to walk up from an operator to the program that calls it."""
+"""Maximum number of frames between an operator and the program that calls it."""
 
 META = torch.device("meta")
 
@@ -189,16 +195,16 @@ _PLAIN = frozenset(
     }
 )
 _MAX_LIST_LENGTH = 64
-"""Length of list arguments above which results of an operator are not cached."""
+"""Maximum length of a list argument of an operator whose results are cached."""
 
 
 class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
-    """Tracks bytes on the meta device, with cached operator results.
+    """Mode that tracks live bytes on the meta device, and caches the results of operators.
 
-    An operator runs once for each combination of argument shapes; after that, empty tensors of the
-    same shapes are created. This makes models of repeated blocks fast.
+    An operator runs once for each combination of argument shapes. Later calls create empty tensors
+    of the same shapes, which makes dry runs of repeated blocks fast.
 
-    Inputs of collectives are kept alive until `wait_tensor`, as process groups keep them.
+    Inputs of collectives stay alive until `wait_tensor`, as process groups hold references to them.
 
     Args:
         cached_results: cached results, by operator and arguments.
@@ -213,7 +219,7 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = self.run(func, args, kwargs or {})
-        self.returned(out, args)
+        self.track_results(out, args)
         return out
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,7 +232,7 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
         except _NotPlainError:
             return func(*args, **kwargs)
         if key in self._cached_results:
-            return _like(self._cached_results[key])
+            return _results_from_key(self._cached_results[key])
         out = func(*args, **kwargs)
         results = out if isinstance(out, list | tuple) else (out,)
         # Only results on the meta device can be rebuilt as empty tensors.
@@ -236,13 +242,13 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is functional_collectives.wait_tensor.default:
-            # The meta kernel returns a new tensor, where a device's returns its argument.
+            # The meta kernel returns a new tensor, but the kernel of a device returns its argument.
             self._in_flight.pop(storage_id(args[0]), None)
             return args[0]
         out: Tensor = func(*args, **kwargs)
         kept_alive = [args[0]]
         if func is functional_collectives.reduce_scatter_tensor.default:
-            # Gloo reduces in a copy of the input. Other backends do not, so this is an upper bound.
+            # Gloo reduces in a copy of the input, other backends do not: an upper bound.
             kept_alive.append(torch.empty_like(args[0]))
             self._track(kept_alive[-1], "")
         self._in_flight[storage_id(out)] = kept_alive
@@ -250,54 +256,56 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
 
 
 class _NotPlainError(Exception):
-    """An argument is neither a tensor nor a plain value, nor a list of these."""
+    """An argument of an operator is neither a tensor nor a plain value, nor a list of these."""
 
 
 @cache
 def _returns_new_tensors(func: Any) -> bool:
-    """Whether an ATen operator returns tensors only, none of which aliases an argument."""
+    """Whether `func` is an ATen operator that returns only tensors, none of which aliases an
+    argument."""
     schema = schema_of(func)
     tensors = all(str(each.type) == "Tensor" for each in schema.returns)
-    # A cached view would have a storage of its own, and count twice.
+    # A result from the cache has a new storage, with which a view would count twice.
     aliases = any(each.alias_info for each in (*schema.arguments, *schema.returns))
     return func.namespace == "aten" and tensors and bool(schema.returns) and not aliases
 
 
 def _argument_key(argument: Any) -> Any:
-    """Hashable key of an argument; for a tensor its shape, strides and dtype.
+    """Return a hashable key of an argument, for a tensor its shape, strides and dtype.
 
     Raises:
-        _NotPlainError: if the argument has no such key.
+        _NotPlainError: if `argument` is neither a tensor nor a plain value, nor a list of these.
     """
     if (value_type := type(argument)) in _PLAIN:
         return value_type, argument
     if isinstance(argument, Tensor):
-        # `is_meta` tells scalars apart: autograd wraps a Python number in a CPU tensor, which
+        # `is_meta` distinguishes scalars: autograd wraps a Python number in a CPU tensor, which
         # promotes dtypes differently.
-        return _Like((argument.shape, argument.stride(), argument.dtype, argument.is_meta))
+        return _TensorKey((argument.shape, argument.stride(), argument.dtype, argument.is_meta))
     if isinstance(argument, list | tuple) and len(argument) <= _MAX_LIST_LENGTH:
         return tuple(map(_argument_key, argument))
     raise _NotPlainError
 
 
-class _Like(tuple[Any, ...]):
+class _TensorKey(tuple[Any, ...]):
     """Key of a tensor: shape, strides, dtype, and whether it is on the meta device."""
 
     __slots__ = ()
 
 
-def _like(described: Any) -> Any:
-    """Build results from their keys."""
-    if isinstance(described, _Like):
+def _results_from_key(described: Any) -> Any:
+    """Return results of an operator with the key `described`; tensors are empty and on the meta
+    device."""
+    if isinstance(described, _TensorKey):
         shape, stride, dtype, _ = described
         return torch.empty_strided(shape, stride, dtype=dtype, device=META)
     if described and isinstance(described[0], type):
         return described[1]
-    return tuple(map(_like, described))
+    return tuple(map(_results_from_key, described))
 
 
 class FusedAttention:
-    """Context in which `scaled_dot_product_attention` takes its fused kernel on the meta device.
+    """Context in which `scaled_dot_product_attention` has a fused kernel on the meta device.
 
     CPU and CUDA have fused kernels; the meta device has none and would materialize all scores. The
     kernel is registered with the dispatcher instead of a dispatch mode, because modes are disabled
@@ -315,14 +323,14 @@ class FusedAttention:
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    result = _fused(*args, **kwargs)
+    result = _fused_attention(*args, **kwargs)
     if result is None:
         result, _ = torch.ops.aten._scaled_dot_product_attention_math.default(*args, **kwargs)
     assert result is not None
     return result
 
 
-def _fused(
+def _fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -333,7 +341,7 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Output of the fused kernel; None where PyTorch would not use it."""
+    """Return the output of the fused kernel, or None if PyTorch would not use this kernel."""
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     mask_needs_gradient = attn_mask is not None and attn_mask.requires_grad
     # The conditions of PyTorch's CPU flash kernel, whose meta function is called below.

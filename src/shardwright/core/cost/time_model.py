@@ -17,30 +17,32 @@ from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import RING, Cuts, Reduction
 
 UPDATE_PASSES = 7
-"""Memory passes of AdamW over each stored parameter: it reads parameter, gradient and two moments,
-and writes parameter and moments."""
+"""Number of times that AdamW reads or writes memory of the size of a stored parameter: it reads the
+parameter, the gradient and two moments, and writes the parameter and the moments."""
 
 PARAMETER_OPERATORS, MEMBER_OPERATORS, RECOMPUTE_OPERATORS = 4.5, 2.5, 1.7
-"""Host time in units of an operator's overhead: AdamW's update of a parameter; copying a parameter
-or gradient into a bucket and out of it; bookkeeping of `torch.utils.checkpoint` per recomputed
-operator. Only CPUs pay it, as an accelerator computes meanwhile. Measured with steps of a small
-model on 8 processes."""
+"""Host time in units of the overhead of an operator: AdamW's update of a parameter; copying a
+parameter or gradient into a bucket and out of it; bookkeeping of `torch.utils.checkpoint` per
+recomputed operator. It counts only on CPUs, as an accelerator computes meanwhile. Measured with
+steps of a small model on 8 processes."""
 
 RING_OPERATORS = 20
-"""Operators launched per step of ring attention: attention on two parts, and merging each."""
+"""Number of operators launched per step of ring attention: attention on two parts, and merging the
+result of each."""
 
 ForwardBackward = tuple[float, float]
-"""Seconds of the forward and of the backward pass."""
+"""(seconds of the forward pass, seconds of the backward pass)."""
 
 
 class TimeModel:
     """Seconds of operators and redistributions on a device matrix of a cluster, cached.
 
     Args:
-        stages: number of pipeline stages, each with its own device matrix of this shape.
-        optimizer_shard_size: number of replicas of a parameter over which optimizer state is
-            sharded; -1 for all, None without ZeRO.
-        parameter_weight: weight of seconds spent on gathering, reducing and updating parameters in
+        mesh: device matrix of one pipeline stage.
+        stages: number of pipeline stages, each of which has its own devices.
+        optimizer_shard_size: number of devices over which ZeRO shards optimizer state; -1 for all
+            devices that replicate a parameter, None without ZeRO.
+        parameter_weight: weight of the seconds of gathering, reducing and updating parameters in
             the objective of a search; 1 for a prediction.
 
     Raises:
@@ -67,9 +69,9 @@ class TimeModel:
         self._steps: dict[tuple[RedistributionStep, Shape, int], ForwardBackward] = {}
 
     def operator(self, op: Op, cuts: Cuts) -> ForwardBackward:
-        """Computation of one device's shard of `op`, forward and backward."""
-        # By identity: `work_of` returns the same object for operators of the same rule, and hashing
-        # all its fields takes longer than the rest.
+        """Return the seconds (forward, backward) in which a device computes its shard of `op`."""
+        # The id of the work: `work_of` returns one object for operators of the same rule, and
+        # hashing all fields of the object would take most of the time.
         work = work_of(op)
         key = (id(work), *cuts.items())
         if (seconds := self._operators.get(key)) is None:
@@ -79,17 +81,19 @@ class TimeModel:
         return seconds
 
     def recompute_seconds(self, op: Op, cuts: Cuts) -> float:
-        """Seconds to recompute one device's shard of `op` in the backward pass."""
-        # Views are recomputed, too, but launch nothing.
+        """Return the seconds in which a device recomputes its shard of `op` in the backward
+        pass."""
+        # Views are recomputed too, but launch no kernels.
         count = RECOMPUTE_OPERATORS if work_of(op).forward_bytes else 0
         return self.operator(op, cuts)[0] + self.host_seconds(count)
 
     def host_seconds(self, operators: float) -> float:
-        """Host time of `operators` operator launches; 0 on an accelerator, which hides it."""
+        """Return the host seconds of `operators` operator launches; 0 on an accelerator, which
+        hides them."""
         return 0.0 if self.device.at_full_rate is None else operators * self.device.overhead
 
     def work(self, work: Work, shard_counts: Mapping[str, int]) -> ForwardBackward:
-        """Seconds of `work` on one device.
+        """Return the seconds (forward, backward) of `work` on one device.
 
         Args:
             shard_counts: number of shards of each factor.
@@ -111,13 +115,13 @@ class TimeModel:
         if work.forward_bytes:
             forward = overhead + seconds(work.forward_flops, work.forward_bytes)
         if work.backward_bytes:
-            # At least one kernel for the gradient of each input.
+            # The gradient of each input takes at least one kernel.
             backward = overhead * work.gradients
             backward += seconds(work.backward_flops, work.backward_bytes)
         return forward, backward
 
     def step(self, step: RedistributionStep, value: Value, differentiable: bool) -> ForwardBackward:
-        """Seconds of one redistribution step of `value`, forward and backward."""
+        """Return the seconds (forward, backward) of one redistribution step of `value`."""
         itemsize = value.itemsize
         key = (step, value.shape, itemsize)
         if key not in self._steps:
@@ -136,10 +140,13 @@ class TimeModel:
         differentiable: bool,
         computation: ForwardBackward = (0.0, 0.0),
     ) -> ForwardBackward:
-        """Exposed seconds of one collective inside an operator, forward and backward.
+        """Return the exposed seconds (forward, backward) of one collective inside an operator.
 
         Args:
-            computation: that of the operator; ring attention overlaps its messages with it.
+            axes: axes over which the collective communicates.
+            differentiable: whether the operator has a backward pass.
+            computation: seconds in which a device computes its shard of the operator, which overlap
+                the messages of ring attention.
         """
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
         collective_seconds = self.links.seconds(reduction.collective, axes, num_bytes)
@@ -147,7 +154,7 @@ class TimeModel:
         counts = reduction.num_collectives(group, differentiable)
         if reduction.kind != RING:
             return counts[0] * collective_seconds, counts[1] * collective_seconds
-        # Of the ring's `group` steps, all but the last have a transfer beside their computation.
+        # All of the `group` steps of the ring but the last overlap a transfer with computation.
         launches = (group - 1) * RING_OPERATORS * self.device.overhead
         hideable = (seconds * (group - 1) / group for seconds in computation)
         forward, backward = (
@@ -162,24 +169,29 @@ class TimeModel:
         return 0.0 if kind is None else self.links.seconds(kind, step.axes, num_bytes)
 
     def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
-        """Seconds of a tensor's part of bucketed collectives: it pays for its own bytes, and for
-        its share of a bucket's latency."""
-        full = self.links.seconds(collective, axes, num_bytes, joined=True)
-        # In proportion to its bytes: a tensor as large as a bucket pays the latency in full.
-        latency = self.links.seconds(collective, axes, 0, joined=True)
+        """Return the weighted seconds that a tensor adds to a bucketed collective: those of its
+        bytes, and its share of the latency of the bucket.
+
+        Args:
+            num_bytes: bytes of the local input or output, whichever is larger.
+        """
+        full = self.links.seconds(collective, axes, num_bytes, bucketed=True)
+        # The share is in proportion to bytes: a tensor as large as a bucket has the full latency.
+        latency = self.links.seconds(collective, axes, 0, bucketed=True)
         saved = latency * max(0.0, 1 - num_bytes / BUCKET_BYTES)
         return self.parameter_weight * (full - saved)
 
     def parameter(self, varying: Axes, replicated: Axes, num_bytes: float) -> tuple[float, float]:
-        """Seconds of gathering a parameter and of reducing its gradient, once per step, in buckets.
+        """Return the weighted seconds of gathering a parameter and of reducing its gradient,
+        bucketed.
 
-        ZeRO shards over all axes on which a parameter is replicated, including those on which
-        computation is replicated too and the gradient needs no reduction.
+        ZeRO shards over all axes that replicate a parameter, including those that replicate the
+        computation too, over which the gradient needs no reduction.
 
         Args:
-            varying: axes over which its gradient is a partial sum.
-            replicated: other axes on which the parameter is replicated.
-            num_bytes: bytes of the shard that a device uses.
+            varying: axes over which the gradient is a partial sum.
+            replicated: all other axes that replicate the parameter.
+            num_bytes: bytes of the shard with which a device computes.
         """
         if self.optimizer_shard_size is None:
             return 0.0, self.bucketed(varying, num_bytes)
@@ -187,16 +199,18 @@ class TimeModel:
         return gather, self.bucketed(varying, num_bytes, "reduce_scatter")
 
     def update(self, num_bytes: float, count: int = 0) -> float:
-        """Seconds of the optimizer step over `count` stored parameters of `num_bytes` in total."""
+        """Return the seconds of the optimizer step over `count` stored parameters of `num_bytes` in
+        total."""
         moving = UPDATE_PASSES * num_bytes / self.device.stream
         return moving + self.host_seconds(PARAMETER_OPERATORS * count)
 
     def parameter_update(self, num_bytes: float, num_shards: int) -> float:
-        """Seconds of the optimizer step over a parameter, divided among its replicas by ZeRO.
+        """Return the weighted seconds of the optimizer step over a parameter, which ZeRO shards
+        further.
 
         Args:
-            num_bytes: bytes of the shard that a device uses.
-            num_shards: number of shards it is used in.
+            num_bytes: bytes of the shard with which a device computes.
+            num_shards: number of shards of the parameter with which devices compute.
         """
         if self.optimizer_shard_size is None:
             return self.parameter_weight * self.update(num_bytes)

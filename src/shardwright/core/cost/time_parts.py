@@ -1,4 +1,4 @@
-"""Breakdown of a predicted step: computation by kind, communication by kind and axes."""
+"""Breakdown of a predicted step: computation by kind, communication by kind and mesh axes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TimePart:
     """Seconds of one kind of work in a step.
 
     Args:
-        kind: one of `KINDS`; for communication the data that is sent.
-        axes: names of the axes of communication; empty for computation.
+        kind: kind of work, one of `KINDS`; for communication the kind of data that is sent.
+        axes: names of the mesh axes over which data is sent; empty for computation.
         seconds: exposed seconds, which lengthen the step.
         hidden: seconds of communication that overlap computation.
     """
@@ -44,15 +44,17 @@ class TimePart:
 
 
 _Parts = dict[tuple[str, Axes, bool], float]
-"""Seconds by kind, axes and whether they overlap computation."""
+"""Seconds of work, by (kind, mesh axes, whether the seconds overlap computation)."""
 
 
 def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart, ...]:
-    """The parts of a step, which add up to its seconds: those of the stage that works longest, and
-    the time in which it waits for others. Where devices share a processor, of an average stage.
+    """Return the parts of a step, whose seconds add up to those of the step.
+
+    The parts are those of the stage with the most exposed seconds, and the time in which this stage
+    waits for others. Where devices share a processor, they are means over stages.
 
     Args:
-        predicted: of the same model, cut in the same way.
+        predicted: prediction for `partitioned`.
     """
     pipeline, names = partitioned.pipeline, partitioned.mesh.alias_names
     model = TimeModel(predicted.cluster, partitioned.mesh, pipeline.stages)
@@ -61,14 +63,14 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
         for kind, axes, seconds, hidden in _chunk_parts(chunk, time, model):
             stages[chunk.stage][kind, tuple(sorted(axes)), False] += seconds - hidden
             stages[chunk.stage][kind, tuple(sorted(axes)), True] += hidden
-    # Stages on their own devices run at the same time: the slowest determines the step.
+    # Stages on separate devices run at the same time, so the slowest stage determines the step.
     if not model.shared:
         stages = [max(stages, key=_exposed_seconds)]
     parts: _Parts = defaultdict(float)
     for stage in stages:
         for key, seconds in stage.items():
             parts[key] += seconds / len(stages)
-    # What the work of the stage does not explain of the step, it waits for other stages.
+    # For the seconds of the step in which the stage does not work, it waits for other stages.
     if pipeline.stages > 1:
         parts[WAITING, (), False] = max(0.0, predicted.seconds - _exposed_seconds(parts))
     parts_of_step = (
@@ -87,7 +89,7 @@ def _exposed_seconds(parts: _Parts) -> float:
 def _chunk_parts(
     chunk: Chunk, time: StepTime, model: TimeModel
 ) -> Iterator[tuple[str, Axes, float, float]]:
-    """Kind, axes, seconds and overlapped seconds of all work of a chunk in a step."""
+    """Yield (kind, axes, seconds, overlapped seconds) of all work of a chunk in a step."""
     communication, times = chunk.communication, time.micro_batches
     for op in chunk.graph.ops:
         cuts = chunk.decisions.cuts.get(op.name, {})
@@ -102,7 +104,7 @@ def _chunk_parts(
     for transfer, axes, both_ways in activation_seconds(
         chunk.graph, communication, chunk_cuts, model
     ):
-        # A parameter in no bucket: it is gathered forward, and its gradient reduced backward.
+        # A parameter that is in no bucket is gathered forward, and its gradient reduced backward.
         stored = transfer is not None and transfer.value.kind is Kind.PARAMETER
         kinds = COMMUNICATION[1:] if stored else COMMUNICATION[:1] * 2
         hidden_pair = (0.0, 0.0) if transfer is None else hidden_of.get(transfer, (0.0, 0.0))
@@ -126,9 +128,9 @@ def _chunk_parts(
 
 
 def utilization(partitioned: Partitioned, predicted: Predicted) -> float:
-    """Model FLOPs utilization (MFU): fraction of all devices' peak that the matrix products of
-    the model, without recomputation, take in a step (Chowdhery et al., "PaLM", 2022, appendix B).
-    """
+    """Return the model FLOPs utilization (MFU): FLOPs of the matrix products of the model in a
+    step, without recomputation, as a fraction of the peak of all devices (Chowdhery et al., "PaLM",
+    2022, appendix B)."""
     devices = partitioned.mesh.num_devices * partitioned.pipeline.stages
     device = predicted.cluster.device.among(devices)
     work = [work_of(op) for op in partitioned.graph.ops]

@@ -19,7 +19,11 @@ _NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 
 
 def quantity(text_or_number: Any, units: dict[str, float]) -> float | None:
-    """Parse a number with an optional unit into the base unit; None if it cannot be parsed.
+    """Return a number with an optional unit in the base unit, or None if it cannot be parsed.
+
+    Args:
+        text_or_number: text such as `80 GB`, or a number in the base unit.
+        units: factor of each valid unit to the base unit.
 
     >>> quantity("80 GB", BYTES), quantity("3 us", SECONDS), quantity(0.5, SHARE)
     (80000000000.0, 3e-06, 0.5)

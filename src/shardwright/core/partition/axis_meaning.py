@@ -4,16 +4,16 @@ Each tensor dimension has a *meaning*: the batch of the model's inputs, another 
 *position*), a dimension of a parameter, or a *feature*, a dimension of an activation that a
 parameter introduced. An axis is named after the meanings of the dimensions that it shards:
 
-| name of the axis | what is sharded over it |
+| name of the axis | dimensions that the axis shards |
 |---|---|
-| `dp` | the batch alone |
-| `fsdp` | the batch alone, and parameters are stored in shards over it |
-| `sp` | positions, and perhaps features: attention heads between two all-to-alls |
-| `tp` | parameters, and perhaps features and positions, never the batch |
-| `ep` | experts, and anything else |
+| `dp` | only the batch |
+| `fsdp` | only the batch; the axis also shards the storage of parameters |
+| `sp` | positions, and optionally features: attention heads between two all-to-alls |
+| `tp` | parameters, and optionally features and positions, never the batch |
+| `ep` | experts, and optionally any other |
 
-Storage alone does not name an axis. An axis with any other mixture, or that shards nothing, keeps
-its letter; several axes with the same name are numbered.
+The storage of parameters alone does not name an axis. An axis that shards other combinations of
+dimensions, or none, has a letter as its name. Several axes with the same name are numbered.
 """
 
 from __future__ import annotations
@@ -46,12 +46,17 @@ class Meaning(Enum):
 
 
 Meanings = tuple[Meaning | None, ...]
-"""Meaning of each dimension of a tensor; None for a dimension created inside the model, such as
-that of a mask."""
+"""Meaning of each dimension of a tensor; None for a dimension that is created inside the model,
+such as a dimension of a mask."""
 
 
 def name_axes(graph: Graph, num_axes: int, decisions: Decisions) -> tuple[str, ...]:
-    """Return a name for each axis of a device matrix."""
+    """Return a name for each axis of a device matrix.
+
+    Args:
+        num_axes: number of axes of the device matrix.
+        decisions: decisions on this device matrix.
+    """
     meanings: list[set[Meaning | None]] = [set() for _ in range(num_axes)]
     for meaning, axes in _sharded_meanings(graph, decisions):
         for axis in axes:
@@ -67,7 +72,11 @@ def name_axes(graph: Graph, num_axes: int, decisions: Decisions) -> tuple[str, .
 
 
 def _axis_name(meanings: set[Meaning | None], shards_storage: bool) -> str | None:
-    """Return the name of an axis that shards dimensions with these meanings, or None."""
+    """Return the name of an axis that shards dimensions with `meanings`, or None for a letter.
+
+    Args:
+        shards_storage: whether the axis shards the storage of a parameter.
+    """
     # Experts first: their axis also shards tokens and the experts' parameters.
     if Meaning.EXPERT in meanings:
         return "ep"
@@ -79,7 +88,8 @@ def _axis_name(meanings: set[Meaning | None], shards_storage: bool) -> str | Non
 
 
 def _sharded_meanings(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, Axes]]:
-    """Yield the meaning and the axes of all sharded factors, outputs and inputs."""
+    """Yield (meaning, axes) of each sharded factor, and of each dimension of pinned outputs and of
+    sharded inputs."""
     trace = trace_meanings(graph)
     for op in graph.ops:
         for factor, axes in decisions.cuts.get(op.name, {}).items():
@@ -91,18 +101,18 @@ def _sharded_meanings(graph: Graph, decisions: Decisions) -> Iterator[tuple[Mean
 
 
 def trace_meanings(graph: Graph) -> _MeaningTrace:
-    """Infer the meanings of all dimensions and factors.
+    """Return the inferred meanings of all dimensions and factors of `graph`.
 
     At first only the batch dimension of inputs and the dimensions of parameters have a meaning. A
     dimension that is contracted with a parameter is a feature; input dimensions that are neither
-    batch nor feature are positions (sequence).
+    batch nor feature are positions in the sequence.
     """
     # Twice: an input dimension that the first round leaves without a meaning is a position, which
     # the second round propagates.
     trace = _MeaningTrace.from_graph(graph)
     trace.propagate_to_outputs()
     trace.propagate_to_inputs()
-    # Only now: the pass to the inputs finds features among their dimensions.
+    # Only now, as the propagation to inputs may find that their dimensions are features.
     for value in graph.input_values:
         trace.values[value] = tuple(each or Meaning.POSITION for each in trace.values[value])
     trace.propagate_to_outputs()
@@ -112,12 +122,12 @@ def trace_meanings(graph: Graph) -> _MeaningTrace:
 
 @dataclass
 class _MeaningTrace:
-    """Meanings inferred so far.
+    """The meanings of dimensions and factors that are inferred so far.
 
     Args:
-        data: values that depend on the inputs.
+        data: values that depend on the inputs of the model.
         values: meaning of each dimension of each value.
-        factors: meaning of each factor, by operator name.
+        factors: meaning of each factor of each operator, by operator name.
     """
 
     graph: Graph
@@ -126,13 +136,14 @@ class _MeaningTrace:
     factors: dict[str, dict[str, Meaning]]
 
     def of_factor(self, op: Op, factor: str) -> Meaning | None:
-        """Return the meaning of a factor of `op`, or None."""
+        """Return the meaning of a factor of `op`, or None if it has none."""
         is_expert = op.target is experts and factor == "e"
         return Meaning.EXPERT if is_expert else self.factors[op.name].get(factor)
 
     @classmethod
     def from_graph(cls, graph: Graph) -> _MeaningTrace:
-        """Return the meanings before propagation: batch of the inputs, and parameters."""
+        """Return the meanings before propagation: of the batch dimension of inputs, and of
+        parameters."""
         inputs = graph.input_values
         # As in data parallelism, dim 0 of the first tensor input is the batch.
         batch = next((value.shape[0] for value in inputs if value.shape), None)
@@ -151,7 +162,7 @@ class _MeaningTrace:
         return cls(graph, data, values, {op.name: {} for op in graph.ops})
 
     def propagate_to_outputs(self) -> None:
-        """Propagate meanings from inputs of operators to outputs."""
+        """Propagate meanings from the inputs of operators to their outputs, in graph order."""
         for op in self.graph.ops:
             rule = rule_of(op)
             if rule is not None:
@@ -161,10 +172,10 @@ class _MeaningTrace:
                     self._fill_meanings(value, dims, op_factors)
 
     def propagate_to_inputs(self) -> None:
-        """Propagate meanings from outputs of operators to inputs.
+        """Propagate meanings from the outputs of operators to their inputs, in reverse order.
 
-        For example, a mask created inside the model gets the batch dimension from the attention
-        scores that it is added to.
+        For example, a dimension of a mask that is created inside the model becomes the batch, like
+        that of the attention scores to which the mask is added.
         """
         for op in reversed(self.graph.ops):
             rule = rule_of(op)
@@ -178,7 +189,7 @@ class _MeaningTrace:
                     self._fill_meanings(value, dims, op_factors)
 
     def _fill_meanings(self, value: Value, dims: Dims, factors: Mapping[str, Meaning]) -> None:
-        """Set the meanings of dimensions of `value` that have none, from those of their factors."""
+        """Set the meaning of each dimension of `value` without one to that of its factor."""
 
         def meaning_of(factor: str | None) -> Meaning | None:
             meaning = None if factor is None else factors.get(factor)
@@ -191,7 +202,8 @@ class _MeaningTrace:
         )
 
     def _factor_meanings(self, op: Op, rule: ShardingRule) -> dict[str, Meaning]:
-        """Return the meaning of each factor, from the dimensions of the inputs that have it."""
+        """Return the meaning of each factor, derived from the dimensions of inputs with this
+        factor."""
         result = {}
         for factor in rule.factors:
             tensors = zip(op.inputs, rule.inputs, strict=True)
@@ -201,14 +213,14 @@ class _MeaningTrace:
                 self.values[value][dim] for value, dim in dims_of if value in self.data
             }
             if Meaning.PARAMETER in meanings:
-                # Contracted with a parameter: a feature dimension, even of an input.
+                # A factor that is contracted with a parameter is a feature, even of an input.
                 if not any(factor in dims for dims in rule.outputs):
                     meanings.discard(Meaning.POSITION)
                 elif data_meanings == {None}:
-                    # The dimension has the meaning of the data that the parameter is combined
-                    # with, which is not known yet.
+                    # The dimension will have the meaning of the data with which the parameter is
+                    # combined, which is not inferred yet.
                     meanings.discard(Meaning.PARAMETER)
-            # The order of the enumeration: a dimension that is combined with the batch is batch.
+            # In the order of the enumeration: a dimension that is combined with the batch is batch.
             values = [each.value for each in meanings if each is not None]
             if values:
                 result[factor] = Meaning(min(values))

@@ -1,4 +1,4 @@
-"""A chunk: the part of a model that a pipeline stage runs; without stages, the whole model."""
+"""A chunk: consecutive operators that a pipeline stage runs; without stages, the whole model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class Chunk:
 
     Args:
         number: index of the chunk in model order.
-        stage: stage that owns the chunk.
+        stage: index of the stage that runs the chunk.
         graph: operators of the chunk; see `GraphChunk`.
         mesh: device matrix of the stage.
         decisions: decisions for the model, with the layouts of received and sent values.
-        arriving, leaving: values received from the previous chunk, and sent to the next one.
+        arriving: values that the chunk receives from the previous chunk.
+        leaving: values that the chunk sends to the next chunk.
         returned: outputs of the model that the chunk computes.
-        splits_backward: whether its backward pass is split into gradients of inputs and of
-            parameters.
+        splits_backward: whether the schedule runs the backward pass in two parts, for gradients of
+            inputs and of parameters.
     """
 
     number: int
@@ -42,17 +43,19 @@ class Chunk:
 
     @cached_property
     def communication(self) -> Communication:
-        """Communication within the chunk, without messages to other chunks."""
+        """Communication within the chunk, without sends to other chunks."""
         return communication(self.graph, self.mesh, self.decisions)
 
     @cached_property
     def overlaps(self) -> dict[Transfer, Overlap]:
-        """Redistributions that overlap computation, each with this computation."""
+        """The computation that overlaps each redistribution; redistributions without one are
+        missing."""
         return overlaps(self.graph, self.communication, delays=not self.splits_backward)
 
     @property
     def border_bytes(self) -> tuple[int, int]:
-        """Bytes that one device sends to the next chunk, and as gradients to the previous one."""
+        """Bytes per micro-batch that one device sends, (to the next chunk, as gradients to the
+        previous chunk)."""
         departures, arrivals = self.decisions.departures, self.decisions.arrivals
         # Values without a gradient, such as masks and targets, are sent forward only.
         gradients = [value for value in self.arriving if value.requires_grad]

@@ -1,4 +1,4 @@
-"""Hashable keys of chunks that are equal for chunks that differ only in names."""
+"""Hashable keys of chunks; the keys of chunks that differ only in names are equal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from shardwright.core.partition.chunk import Chunk
 
 
 def chunk_key(chunk: Chunk) -> tuple[object, ...]:
-    """Return a key of everything that memory and time of a chunk depend on.
+    """Return a key of all properties of a chunk on which its memory and time depend.
 
-    Values, operators and segments appear as numbers, in order of first appearance.
+    Values and segments are numbered in order of first appearance.
     """
     return tuple(_ChunkDescription(chunk).parts())
 
 
 class _ChunkDescription:
-    """A description of a chunk with numbers instead of names."""
+    """Describes a chunk by hashable parts, with numbers instead of names."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk, self.decisions = chunk, chunk.decisions
@@ -25,10 +25,15 @@ class _ChunkDescription:
 
     def parts(self) -> Iterator[object]:
         chunk, graph, decisions = self.chunk, self.chunk.graph, self.decisions
-        # Whether there is a previous chunk decides whether gradients of inputs are computed.
+        # Gradients of inputs are computed only if there is a previous chunk.
         yield decisions.sharding, decisions.bucket_bytes, chunk.number > 0, graph.loss is None
-        given = (graph.input_values, graph.parameters, graph.buffers, tuple(graph.constants))
-        for values in given:
+        initial_values = (
+            graph.input_values,
+            graph.parameters,
+            graph.buffers,
+            tuple(graph.constants),
+        )
+        for values in initial_values:
             yield tuple(map(self._describe_value, values))
         for op in graph.ops:
             yield self._describe_op(op)
@@ -37,8 +42,8 @@ class _ChunkDescription:
             yield tuple(map(self._number_of, values))
 
     def _number_of(self, named: object) -> int:
-        """Return the number of a value or of a segment name."""
-        # Repeated layers have other names, but the same order of first appearances.
+        """Return the number of a value or of a segment name, in order of first appearance."""
+        # Repeated layers have different names, but first appearances in the same order.
         return self._numbers.setdefault(named, len(self._numbers))
 
     def _describe_value(self, value: Value) -> tuple[object, ...]:

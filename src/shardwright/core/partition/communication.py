@@ -3,8 +3,9 @@
 Search and cost count the bytes of these steps, and lowering emits them. As both read the same list,
 predicted bytes equal the bytes sent.
 
-Consumers of a value share steps: `q`, `k` and `v` read one replicated → varying step, whose
-gradient is one all-reduce. Steps of parameters from storage to use are joined into buckets.
+Consumers of a value share steps: the projections of `q`, `k` and `v` read the result of one
+replicated → varying step, whose gradient is one all-reduce. Steps of parameters from storage to use
+are coalesced into buckets.
 """
 
 from __future__ import annotations
@@ -34,17 +35,22 @@ from shardwright.core.rules.rule import Cuts, Reduction, ShardingRule, no_reduct
 
 @dataclass(frozen=True)
 class InnerReduction:
-    """A collective inside an operator's kernel.
+    """A collective inside the kernel of an operator.
 
     Args:
-        axes: axes of the device matrix whose devices form one group.
+        reduction: collective that the rule of the operator declares.
+        axes: axes of the device matrix over which the collective communicates.
     """
 
     reduction: Reduction
     axes: tuple[int, ...]
 
     def bytes(self, mesh: DeviceMatrix, differentiable: bool) -> tuple[int, int]:
-        """Return the bytes that one device sends, forward and backward."""
+        """Return the bytes that one device sends, (forward, backward).
+
+        Args:
+            differentiable: whether the operator has a backward pass.
+        """
         reduction, group_size = self.reduction, mesh.size(self.axes)
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
         sent_bytes = COLLECTIVES[reduction.collective].sent(num_bytes, group_size)
@@ -57,19 +63,20 @@ class Communication:
     """All communication of a program.
 
     Args:
+        mesh: device matrix of the program.
         initial_layouts: layout in which each value is computed, stored (parameters) or passed in
             (inputs).
-        leading_transfers: transfers of each pinned output to its pinned layout; all routes of the
-            value begin with them.
-        input_layouts: layouts in which each operator reads its inputs.
-        routes: transfers to each input of an operator, by `(operator name, input index)`.
-        output_routes: transfers of each graph output to the returned layout.
+        leading_transfers: transfers of each pinned output to its pinned layout, with which all
+            routes of the output begin.
+        input_layouts: layouts in which each operator reads its inputs, by operator name.
+        routes: transfers to each input of an operator, by (operator name, input index).
+        output_routes: transfers of each graph output to the layout in which it is returned.
         update_routes: transfers of the new value of each updated parameter or buffer to the layout
             of the old value.
         reductions: collectives inside kernels, by operator name.
         segments: groups of operators that are recomputed together in the backward pass.
-        buckets: groups of parameters whose first steps are joined.
-        transfers: all transfers, including those of buckets.
+        buckets: groups of parameters whose first transfers are coalesced.
+        transfers: all transfers, those of buckets included.
         forward_bytes, backward_bytes: bytes that one device sends in one run of the program.
     """
 
@@ -93,10 +100,10 @@ class Communication:
         return self.forward_bytes + self.backward_bytes
 
     def step_bytes(self, micro_batches: int) -> tuple[int, int]:
-        """Return the bytes that one device sends in a training step, forward and backward.
+        """Return the bytes that one device sends in a training step, (forward, backward).
 
-        Activations are redistributed for each micro-batch, parameters as often as the ZeRO level
-        requires.
+        Activations are redistributed for each micro-batch; parameters are gathered, and their
+        gradients reduced, as often as the ZeRO level requires.
         """
         forward, backward = self.forward_bytes * micro_batches, self.backward_bytes * micro_batches
         for bucket in self.buckets:
@@ -113,28 +120,30 @@ class Communication:
 
     @cached_property
     def recomputed_ops(self) -> frozenset[str]:
-        """Names of the operators that the backward pass of the `trained` outputs recomputes."""
+        """Names of the operators that the backward pass from the graph's `trained` outputs
+        recomputes."""
         return frozenset(name for name, segment in self.segment_of.items() if segment.trained)
 
     def layout(self, value: Value) -> TensorLayout:
-        """Return the layout in which `value` is available to consumers: as computed, or as
-        pinned."""
+        """Return the layout at which the routes of `value` to consumers begin: its pinned layout,
+        or the layout in which it is computed."""
         route = self.leading_transfers.get(value)
         return route[-1].step.target if route else self.initial_layouts[value]
 
     def returned(self, value: Value) -> TensorLayout:
-        """Return the layout in which the model returns an output."""
+        """Return the layout in which the program returns `value`, one of its outputs."""
         route = self.output_routes[value]
         return route[-1].step.target if route else self.layout(value)
 
 
 def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Communication:
-    """Derive all redistributions between the layouts that `decisions` imply.
+    """Return all communication of a program, which follows from the layouts that `decisions` imply.
 
-    Inputs are replicated unless in `decisions.arrivals`. The loss is returned replicated, as are
-    other outputs of a model without a loss; with a loss, other outputs keep the layout in which
-    they are computed, unless in `decisions.departures`. Gradients may flow into every output, but
-    bytes count the gradients of `graph.trained` only.
+    Inputs are replicated unless `decisions.arrivals` contains them. The loss is returned
+    replicated, and so are all outputs of a model without a loss. If there is a loss, other outputs
+    are returned in the layout in which they are computed, unless `decisions.departures` contains
+    them. Gradients may flow into every output, but bytes count only the gradients of
+    `graph.trained`.
     """
     result = Communication(mesh)
     for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
@@ -143,7 +152,8 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     returned = {*graph.output_values, *(value for _, value in graph.updates)}
     for op in graph.ops:
         _add_operator_transfers(result, op, decisions.cuts.get(op.name, {}), shared)
-        # Pinned outputs in graph order, so that consumers' routes begin at the pinned layout.
+        # Pinned outputs before their consumers, so that the routes of consumers begin at the pinned
+        # layout.
         for value, axes in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
             is_read = graph.consumers[value] or value in returned
             if axes is not None and is_read:
@@ -161,7 +171,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
         trained = departure is not None or value in graph.trained
         result.output_routes[value] = _add_route(result, value, target, shared, True, trained)
     for old_value, value in graph.updates:
-        # The new value is copied into the tensor of the old one, so it needs the same layout.
+        # The new value is copied into the tensor of the old value, so it needs the same layout.
         target = result.initial_layouts[old_value]
         result.update_routes[old_value] = _add_route(result, value, target, shared, False, False)
     result.transfers = join_transfers(
@@ -174,7 +184,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     assign_recomputed_transfers(result.segments, transfers, decisions)
     returned_routes = [*result.output_routes.items()]
     returned_routes += [(value, result.update_routes[old]) for old, value in graph.updates]
-    # Segments may have been divided: a bucket belongs to one of the resulting segments.
+    # Segments may have been divided, and a bucket belongs to one of the resulting segments.
     recomputed = {name: Recompute(s.name) for name, s in result.segment_of.items()}
     divided_decisions = replace(decisions, recompute=recomputed)
     result.buckets = buckets(
@@ -192,8 +202,8 @@ def initial_layout(value: Value, mesh: DeviceMatrix, decisions: Decisions) -> Te
 
 
 def storage_as_used(graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> Storage:
-    """Return the default storage: each parameter in the layout of its first use that shards it,
-    else replicated."""
+    """Return the default storage of each parameter: the layout of its first use that shards it, or
+    replicated if no use does."""
     return {value.name: _axes_of_first_use(graph, mesh, cuts, value) for value in graph.parameters}
 
 
@@ -239,7 +249,7 @@ def _inner_reductions(
     rule: ShardingRule, op: Op, mesh: DeviceMatrix, cuts: Cuts
 ) -> Iterator[InnerReduction]:
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
-        # Sorted where the order does not matter, so that operators share process groups.
+        # Sorted unless the order of ranks matters, so that operators share process groups.
         axes = tuple(a for f in reduction.factors for a in cuts.get(f, ()))
         yield InnerReduction(reduction, axes if reduction.ordered else tuple(sorted(axes)))
 
@@ -252,10 +262,11 @@ def _add_route(
     differentiable: bool,
     trained: bool,
 ) -> tuple[Transfer, ...]:
-    """Return the transfers of `value` to `target`, reusing those of earlier consumers.
+    """Return the transfers of `value` to `target`, some of which earlier consumers may share.
 
     Args:
-        shared: transfers made so far, by value and steps from its available layout.
+        result: communication to which new transfers are added.
+        shared: transfers so far, by (value, steps from `result.layout(value)`).
         differentiable: whether a gradient may flow back from this consumer.
         trained: whether a gradient flows back when the graph's `trained` outputs are
             differentiated.
@@ -263,15 +274,15 @@ def _add_route(
     differentiable = differentiable and value.differentiable
     trained = trained and value.requires_grad
     leading, source = result.leading_transfers.get(value, ()), result.layout(value)
-    # A shortcut for interned layouts, for which `redistribution_steps` would find no steps.
+    # A fast path for equal layouts, which are interned: there are no redistribution steps.
     if source is target and not target.varying:
-        target.shard_shape(value.shape)  # raises if the layout does not divide the shape
+        target.shard_shape(value.shape)  # Raises if the layout does not divide the shape.
         return leading
     path = redistribution_steps(source, target, value.shape, differentiable)
     route = list(leading)
     for length, step in enumerate(path, start=1):
         key = (value, path[:length])
-        # Keyed by all steps so far: equal steps from different layouts are different transfers.
+        # The key has all steps so far: equal steps from different layouts are different transfers.
         if key not in shared:
             previous = route[-1] if route else None
             shared[key] = Transfer(value, step, previous, trained)
@@ -282,7 +293,7 @@ def _add_route(
 
 
 def _count_bytes(result: Communication, graph: Graph) -> None:
-    # Steps of a bucket are one collective, whose bytes are rounded once.
+    # The transfers of a bucket are one collective, whose bytes are rounded once.
     bucketed = {id(t) for bucket in result.buckets for m in bucket.members for t in m.transfers}
     for transfer in result.transfers:
         if id(transfer) not in bucketed:

@@ -1,5 +1,7 @@
-"""The decisions of a plan, which search makes and cost and lowering read: cuts, storage,
-recomputation."""
+"""The decisions of a plan: cuts, storage and recomputation.
+
+The search makes these decisions; cost and lowering read them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ pinned."""
 NO_OUTPUTS: Outputs = MappingProxyType({})
 
 BUCKET_BYTES = 25 * 2**20
-"""Default bucket size in bytes, the same as that of DistributedDataParallel."""
+"""Default bucket size in bytes, equal to that of DistributedDataParallel."""
 
 LEVELS = ("level1", "level2", "level3")
 
@@ -43,8 +45,9 @@ class OptimizerParallel:
             micro-batch as soon as they are complete (ZeRO-2); `level3` also frees gathered
             parameters after use and gathers them again in the backward pass (ZeRO-3, FSDP). With
             one micro-batch, `level1` and `level2` are the same.
-        shard_size: number of devices over which a parameter is sharded; -1 for all its replicas.
-        threshold: minimum size of parameters that are sharded, in KiB as stored.
+        shard_size: number of devices over which a parameter is sharded; -1 for all devices that
+            replicate the parameter.
+        threshold: minimum size of a parameter to be sharded, in KiB of its stored dtype.
 
     Raises:
         StrategyError: if a value is invalid.
@@ -65,13 +68,14 @@ class OptimizerParallel:
         if not is_int or (self.shard_size < 1 and self.shard_size != -1):
             raise StrategyError(
                 f"OptimizerParallel: shard_size {self.shard_size!r} must be a whole number of at"
-                " least 1, or -1 for all replicas of a parameter"
+                " least 1, or -1\nuse the number of devices over which to shard a parameter, or -1"
+                " for all that replicate it"
             )
         is_int = isinstance(self.threshold, int) and not isinstance(self.threshold, bool)
         if not is_int or self.threshold < 0:
             raise StrategyError(
                 f"OptimizerParallel: threshold {self.threshold!r} must be a whole number of KiB, at"
-                " least 0"
+                " least 0\nuse 0 to shard parameters of any size"
             )
 
 
@@ -81,7 +85,7 @@ class Recompute:
 
     Args:
         segment: name of the segment; consecutive operators of one segment are recomputed together.
-        communication: whether redistributions inside the segment are repeated too; else their
+        communication: whether redistributions inside the segment are repeated too; if not, their
             results are saved.
     """
 
@@ -91,18 +95,18 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Decisions:
-    """All decisions for one program, of a model or of a chunk of it.
+    """All decisions for the program of a model, or of a chunk of a model.
 
     Args:
-        cuts: for each sharded operator, by name, the axes that cut each factor.
-        storage: storage layout of each parameter.
-        outputs: pinned layouts of operator outputs.
-        arrivals: layouts of inputs that are not replicated, by name.
-        departures: layouts in which the program returns values, by name; see `communication` for
-            the default.
-        sharding: ZeRO / HSDP configuration; None stores parameters as they are used.
-        bucket_bytes: maximum bytes of parameters in a bucket, in the layout in which they are used.
-        recompute: operators to recompute in the backward pass, by name.
+        cuts: the axes that cut each factor of each sharded operator, by operator name.
+        storage: storage layout of each parameter, by name.
+        outputs: pinned layouts of operator outputs, by operator name.
+        arrivals: layouts of inputs that are not replicated, by input name.
+        departures: layouts in which the program returns values, by value name; the function
+            `communication` documents the default.
+        sharding: ZeRO / HSDP configuration; None to store parameters as operators use them.
+        bucket_bytes: maximum bytes of gathered parameters in a bucket.
+        recompute: recomputation of each recomputed operator, by operator name.
     """
 
     cuts: Mapping[str, Cuts]
@@ -116,8 +120,11 @@ class Decisions:
 
 
 def adapt_decisions(decisions: Decisions, graph: Graph, mesh: DeviceMatrix) -> Decisions:
-    """Adapt decisions to `graph`, a capture of the same model in another mode or with other input
-    shapes. Axes that dimensions of other sizes are not divisible by are dropped."""
+    """Return `decisions` adapted to `graph`, a capture of the same model in another mode or with
+    other input shapes.
+
+    Cuts are reduced to axes by which the sizes in `graph` are divisible.
+    """
     return replace(
         decisions,
         cuts=_adapt_cuts(decisions.cuts, graph, mesh),
@@ -128,8 +135,8 @@ def adapt_decisions(decisions: Decisions, graph: Graph, mesh: DeviceMatrix) -> D
 def _adapt_cuts(
     cuts: Mapping[str, Cuts], graph: Graph, mesh: DeviceMatrix
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the cuts of the operators in `graph`: for each factor the leading axes that its size
-    is divisible by."""
+    """Return the cuts of the operators in `graph`, of each factor only the leading axes by which
+    its size is divisible."""
     result = {}
     for op in graph.ops:
         rule = rule_of(op)
@@ -139,14 +146,15 @@ def _adapt_cuts(
                 for factor, axes in cuts[op.name].items()
                 if factor in rule.factors
             }
-            # Each factor is divisible, but a dimension that two of them cut may not be.
+            # Each factor is divisible, but a dimension that two factors cut may not be.
             indivisible = rule.indivisible_factor(mesh, divisible_cuts)
             result[op.name] = {f: axes for f, axes in divisible_cuts.items() if f != indivisible}
     return result
 
 
 def _adapt_outputs(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Outputs:
-    """Return the pinned output layouts of the operators in `graph`, where sizes are divisible."""
+    """Return the pinned output layouts of the operators in `graph`; None where sizes are not
+    divisible."""
     return {
         op.name: tuple(
             axes if axes is not None and _is_divisible(mesh, axes, value.shape) else None
@@ -160,7 +168,7 @@ def _adapt_outputs(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Output
 def _leading_divisible_axes(
     mesh: DeviceMatrix, axes: tuple[int, ...], capacity: int
 ) -> tuple[int, ...]:
-    # Leading axes only, the most significant ones: then new shards are unions of planned ones.
+    # Only leading axes, which are the most significant: new shards are unions of planned shards.
     lengths = range(1, len(axes) + 1)
     divisible = list(takewhile(lambda n: capacity % mesh.size(axes[:n]) == 0, lengths))
     return axes[: divisible[-1]] if divisible else ()
@@ -169,6 +177,6 @@ def _leading_divisible_axes(
 def _is_divisible(
     mesh: DeviceMatrix, axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
 ) -> bool:
-    # A count of 0 stands for a tensor of another number of dimensions.
+    # A count of 0 marks a tensor with another number of dimensions.
     counts = TensorLayout(mesh, axes).shard_counts if len(axes) == len(shape) else (0,)
     return all(parts and size % parts == 0 for size, parts in zip(shape, counts, strict=False))

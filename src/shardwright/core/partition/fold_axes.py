@@ -1,4 +1,5 @@
-"""Fold a device matrix to the fewest axes that decisions need, or split it into prime axes."""
+"""Fold a device matrix to the fewest axes that decisions need, or split its axes into prime
+axes."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from shardwright.core.partition.partitioned import Partitioned
 
 
 def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = None) -> Partitioned:
-    """Join neighboring axes that all decisions and redistributions use together, and name axes by
-    their meaning. Shards and communication of each device stay the same.
+    """Return `partitioned` with neighboring axes joined that all decisions and redistributions use
+    together, and with axes named by their meaning.
 
-    A search decides axes of prime sizes. Plans, process groups and DTensor placements have the
-    folded axes: data and tensor parallelism on 1,024 devices are (dp 128, tp 8).
+    Shards and communication of each device do not change. A search decides axes of prime sizes.
+    Plans, process groups and DTensor placements have the folded axes: data and tensor parallelism
+    on 1,024 devices are (dp 128, tp 8).
 
     Args:
-        unjoined_mesh: device matrix of the same ranks whose axes must not be joined.
+        unjoined_mesh: device matrix of the same ranks, whose axes are not joined with each other.
     """
     mesh = partitioned.mesh
     strides = () if unjoined_mesh is None else _strides(unjoined_mesh)
@@ -33,7 +35,7 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
         _used_axes(partitioned),
         lambda axis, inner: inner == axis + 1 and axis in joinable,
     )
-    # The first axis of each group stands for it; the others follow it in every list.
+    # The first axis represents its group; all other axes of the group follow it in every list.
     new_axis = {axes[0]: index for index, axes in enumerate(joined)}
     decisions = _renumber_decisions(
         partitioned.decisions,
@@ -50,10 +52,13 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
 
 
 def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
-    """Return the axes of the `DeviceMesh` of all DTensors, each as a group of axes of the device
-    matrix: those that all parameters and sharded outputs use together, neighbors or not."""
-    # Fewer axes than the device matrix has: the time of DTensor's first step grows exponentially
-    # with the axes of its mesh.
+    """Return the axes of the `DeviceMesh` of all DTensors, each as axes of the device matrix.
+
+    Axes of the device matrix that all parameters and sharded outputs use together are one axis of
+    the `DeviceMesh`, whether or not they are neighbors.
+    """
+    # The time of DTensor's first step grows exponentially with the number of axes of its mesh, so
+    # it has fewer axes than the device matrix.
     layouts = [
         chunk.communication.returned(value)
         for chunk in partitioned.chunks
@@ -66,7 +71,8 @@ def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
 
 
 def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, Decisions]:
-    """Split each axis of a device matrix into axes of prime sizes, and renumber decisions."""
+    """Return the device matrix with each axis split into axes of prime sizes, and `decisions` for
+    it."""
     primes_of_axis = [prime_factors(size) for size in mesh.device_matrix]
     starts = list(accumulate(map(len, primes_of_axis), initial=0))
     sizes = tuple(size for primes in primes_of_axis for size in primes)
@@ -77,13 +83,14 @@ def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, 
 
 
 def _strides(mesh: DeviceMatrix) -> list[int]:
-    """Return the stride, in ranks, of each axis but the last: the number of devices inside it."""
+    """Return the stride of each axis but the last: the product of the sizes of all inner axes."""
     num_axes = len(mesh.device_matrix)
     return [mesh.size(range(axis + 1, num_axes)) for axis in range(num_axes - 1)]
 
 
 def _used_axes(partitioned: Partitioned) -> Iterator[Axes]:
-    """Yield all tuples of axes that a program depends on; sets of axes in ascending order."""
+    """Yield all tuples of axes in decisions and redistributions; sets of axes in ascending
+    order."""
     decisions = partitioned.decisions
     for factors in decisions.cuts.values():
         yield from factors.values()
@@ -94,7 +101,7 @@ def _used_axes(partitioned: Partitioned) -> Iterator[Axes]:
         for output_axes in outputs:
             yield from output_axes or ()
     for chunk in partitioned.chunks:
-        # A cheaper route may redistribute over parts of an axis separately, so steps count too.
+        # Redistributions may use parts of an axis separately, so their steps count too.
         for step in {transfer.step for transfer in chunk.communication.transfers}:
             yield step.axes
             for layout in (step.source, step.target):

@@ -15,15 +15,15 @@ Routes = MutableMapping[Any, tuple[Transfer, ...]]
 def join_transfers(
     transfers: Iterable[Transfer], routes: Iterable[Routes], fixed: Routes
 ) -> list[Transfer]:
-    """Join transfers whose intermediate layout has no other consumer; changes `routes` in place.
+    """Join consecutive transfers whose intermediate layout has no other consumer.
 
     Args:
         transfers: all transfers of a program.
-        routes: mappings to the routes that consist of these transfers.
-        fixed: leading transfers of pinned outputs, which are not joined.
+        routes: mappings whose values are routes of these transfers; changed in place.
+        fixed: leading transfers of each pinned output, which are not joined.
 
     Returns:
-        The transfers that remain.
+        The remaining transfers; a joined pair is one transfer.
     """
     transfers, routes = list(transfers), list(routes)
     num_next = Counter(id(t.previous) for t in transfers)
@@ -32,13 +32,13 @@ def join_transfers(
     joined: set[int] = set()
     for second in transfers:
         first = second.previous
-        # Another consumer of the intermediate layout still needs the first step by itself.
+        # Another consumer of the intermediate layout still needs the first step separately.
         if first is None or id(first) in final or num_next[id(first)] > 1:
             continue
         value = second.value
         step = joined_step(first.step, second.step, value.shape, value.itemsize)
         if step is not None:
-            # In place: routes refer to the transfer, and a third step may be joined to it.
+            # In place, as routes contain the transfer, and a third step may be joined with it.
             second.step, second.previous = step, first.previous
             joined.add(id(first))
     if joined:

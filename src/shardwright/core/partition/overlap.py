@@ -1,11 +1,12 @@
 """Overlap of activation redistributions with computation.
 
-A redistribution starts where its value is produced and finishes where it is first read; so does its
-gradient, in reverse. If linear layers read the result, their weight gradients are delayed so that
-they overlap the communication of the input gradient, as in Megatron-LM.
+A redistribution starts after the producer of its value and finishes before its first consumer; the
+redistribution of the gradient does the same in reverse. If linear layers read the result, their
+weight gradients are delayed so that they overlap the communication of the input gradient, as in
+Megatron-LM.
 
-Operators are not reordered. Lowering emits exactly the overlap listed here, and the time model
-counts exactly this as hidden.
+Operators are not reordered. Lowering emits exactly the overlap that this module returns, and the
+time model counts exactly this overlap as hidden.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Overlap:
     Args:
         overlapping_ops: operators between the producer of the redistributed value and the first
             consumer of the result, which overlap the redistribution forward and backward; empty if
-            it starts at the consumer.
-        delayed_linears: linear layers that read the result and whose weight gradients overlap the
-            redistribution of its gradient.
+            the redistribution starts at the consumer.
+        delayed_linears: linear layers that read the result, and whose weight gradients overlap the
+            redistribution of the gradient of the result.
     """
 
     overlapping_ops: tuple[Op, ...]
@@ -40,12 +41,12 @@ class Overlap:
 
 
 def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Transfer, Overlap]:
-    """Return the redistributions that overlap computation, each with this computation.
+    """Return the computation that overlaps each redistribution; those without any are missing.
 
     Args:
-        flow: communication of the graph.
-        delays: whether weight gradients are delayed. A schedule that splits the backward pass
-            computes them in another pass, where there is no communication to overlap.
+        flow: communication of `graph`.
+        delays: whether weight gradients may be delayed. A schedule that splits the backward pass
+            computes them in another pass, which has no communication to overlap.
     """
     op_index = {op.name: index for index, op in enumerate(graph.ops)}
     first_use: dict[Transfer, int] = {}
@@ -62,7 +63,8 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
     for transfer in filter(_can_overlap, flow.transfers):
         overlapping_ops: tuple[Op, ...] = ()
         producer = graph.producer.get(transfer.value)
-        # A later transfer of a route reads the result of the one before it, not the producer's.
+        # A later transfer of a route reads the result of the previous transfer, not of the
+        # producer.
         if producer is not None and transfer.previous is None:
             end = first_use.get(transfer, len(graph.ops))
             ops = graph.ops[op_index[producer.name] : end + 1]
@@ -81,9 +83,9 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
 
 
 def _can_overlap(transfer: Transfer) -> bool:
-    """Whether a transfer sends an activation and can be split into start and finish."""
+    """Whether `transfer` sends an activation, and can be split into a start and a finish."""
     step, value = transfer.step, transfer.value
-    # Parameters overlap by buckets. Complex numbers are sent as pairs of real ones, whose shape
+    # Parameters overlap by buckets. Complex numbers are sent as pairs of real numbers, whose shape
     # autograd rejects for a gradient that is still pending.
     if value.kind is Kind.PARAMETER or value.dtype.is_complex:
         return False
@@ -95,15 +97,15 @@ def _can_overlap(transfer: Transfer) -> bool:
 def _ops_between(
     flow: Communication, transfer: Transfer, ops: Sequence[Op], returned: bool
 ) -> tuple[Op, ...]:
-    """Return the operators between producer and first consumer of a transfer; () if they compute
-    nothing.
+    """Return the operators between producer and first consumer of a transfer; () if all are views.
 
-    A recomputed segment is a function of its own, so start and finish must both be inside the same
-    segment or both outside.
+    A recomputed segment is a separate function, so start and finish must both be inside the same
+    segment or both outside of all segments.
 
     Args:
-        ops: operators from the producer to the first consumer, or to the end without a consumer.
-        returned: whether there is no consumer, since the model returns the result.
+        ops: operators from the producer to the first consumer, both included; to the last operator
+            if there is no consumer.
+        returned: whether there is no consumer, as the program only returns the result.
     """
     segment = transfer.segment
     ends = ops[:1] if returned else (ops[0], ops[-1])
@@ -111,25 +113,25 @@ def _ops_between(
         return ()
     inner_ops = ops[1:] if returned else ops[1:-1]
     inner_ops = tuple(op for op in inner_ops if _is_in_segment(flow, op, segment))
-    return inner_ops if any(map(_computes, inner_ops)) else ()
+    return inner_ops if any(map(_launches_kernel, inner_ops)) else ()
 
 
 def _is_in_segment(flow: Communication, op: Op, segment: str | None) -> bool:
-    """Whether an operator belongs to a recomputed segment; if that is None, whether to none."""
+    """Whether `op` belongs to the recomputed segment with this name; with None, to no segment."""
     op_segment = flow.segment_of.get(op.name)
     return (op_segment.name if op_segment is not None else None) == segment
 
 
-def _computes(op: Op) -> bool:
+def _launches_kernel(op: Op) -> bool:
     if not isinstance(op.target, OpOverload):
         return True
-    # Views launch no kernel, so there would be nothing to overlap.
+    # Views launch no kernel with which a redistribution could overlap.
     return not op.target.is_view and op.target is not aten.reshape.default
 
 
 def _can_delay(op: Op) -> bool:
-    """Whether an operator is a linear layer that computes gradients of both weight and input."""
-    # `delayed_linear` joins all dimensions but the last, so there must be one.
+    """Whether `op` is a linear layer that computes gradients of both weight and input."""
+    # `delayed_linear` flattens all dimensions but the last, so there must be at least two.
     if op.target is not aten.linear.default or len(op.inputs[0].shape) < 2:
         return False
     x, weight = op.inputs[:2]

@@ -1,7 +1,7 @@
 """Buckets: groups of parameters that are gathered, and whose gradients are reduced, together.
 
-The first `vary` and `all_gather` steps of the routes of parameters are joined: one all-gather of
-all parameters of the bucket, and for their gradients one reduce-scatter (if they are stored
+The first `vary` and `all_gather` steps of the routes of parameters are coalesced: a bucket has one
+all-gather of all of its parameters, and for their gradients one reduce-scatter (if they are stored
 sharded), one all-reduce (if not), or both, with the all-reduce on shards (HSDP).
 """
 
@@ -20,8 +20,8 @@ from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.transfer import Transfer
 
 BUCKETED_KINDS = ("vary", "all_gather")
-"""Kinds of steps that are joined in buckets. `vary` comes first, so that its gradient, the
-all-reduce, is of shards."""
+"""Kinds of steps that are coalesced in buckets. In a route `vary` comes first, so that its
+gradient, the all-reduce, is that of shards."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,9 @@ class Member:
 
     Args:
         name: name of the parameter; `name@2` for the second layout in which it is used.
-        stored: storage layout.
-        transfers: steps of its route that are joined in the bucket.
+        value: the parameter.
+        stored: storage layout of the parameter.
+        transfers: transfers of the route of the parameter that are coalesced in the bucket.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Member:
 
     @property
     def used(self) -> TensorLayout:
-        """Layout after the bucket's steps."""
+        """Layout of the parameter after the steps of the bucket."""
         return self.transfers[-1].step.target
 
     @property
@@ -51,12 +52,13 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters whose collectives are joined; all have the same kinds of steps over the same axes.
+    """Parameters whose collectives are coalesced; all have equal kinds of steps over equal axes.
 
     Args:
-        number: index in order of first use.
+        number: index of the bucket in order of first use.
         level: ZeRO level; empty without ZeRO.
-        segment: recomputed segment that contains all uses of the bucket (`level3` only).
+        segment: name of the recomputed segment with all operators that read the parameters, with
+            `level3`; None if there is no such segment.
         regathers: whether the parameters are gathered again in the backward pass.
         trained: whether gradients of the graph's `trained` outputs flow into the parameters.
     """
@@ -70,7 +72,8 @@ class Bucket:
 
     @property
     def steps(self) -> tuple[RedistributionStep, ...]:
-        """Steps of the first member; those of other members differ in tensor dimensions only."""
+        """Steps of the first member; the steps of other members differ only in tensor
+        dimensions."""
         return self.members[0].steps
 
     @property
@@ -79,12 +82,13 @@ class Bucket:
 
     @property
     def reduces_once(self) -> bool:
-        """Whether unsharded gradients accumulate over micro-batches and are reduced once a step."""
+        """Whether unsharded gradients accumulate over micro-batches and are reduced once per
+        step."""
         return not self.gathers or self.level not in ("level2", "level3")
 
     @property
     def numel(self) -> int:
-        """Number of elements that one device stores."""
+        """Number of elements of all parameters that one device stores."""
         return sum(prod(m.stored.shard_shape(m.value.shape)) for m in self.members)
 
     @property
@@ -93,7 +97,7 @@ class Bucket:
         total, local = 0, self.numel * self.members[0].value.itemsize
         for step in self.steps:
             if step.kind == "all_gather":
-                # Ring all-gather: n - 1 times a shard, which grows with each step of the route.
+                # Ring all-gather: a device sends n - 1 shards, whose size grows with each step.
                 total += (step.group_size - 1) * local
                 local *= step.group_size
         return total
@@ -106,16 +110,16 @@ class Bucket:
         total, local = 0, self.numel * self.members[0].value.itemsize
         for step in self.steps:
             if step.kind == "vary":
-                # Ring all-reduce: 2 (n - 1) / n of the tensor, rounded up.
+                # Ring all-reduce: a device sends 2 (n - 1) / n of the tensor, rounded up.
                 total -= -2 * (step.group_size - 1) * local // step.group_size
             else:
-                # The gradient of a gather is a reduce-scatter, which sends as much.
+                # The gradient of an all-gather is a reduce-scatter, which sends as many bytes.
                 total += (step.group_size - 1) * local if step.backward else 0
                 local *= step.group_size
         return total
 
     def step_bytes(self, micro_batches: int) -> tuple[int, int]:
-        """Return the bytes that one device sends in a training step, forward and backward."""
+        """Return the bytes that one device sends in a training step, (forward, backward)."""
         # Only `level3` frees gathered parameters between micro-batches.
         num_gathers = micro_batches if self.level == "level3" else 1
         num_reductions = 1 if self.reduces_once else micro_batches
@@ -125,8 +129,8 @@ class Bucket:
 
 
 def num_bucketed_steps(route: Sequence[Transfer]) -> int:
-    """Return the number of leading steps of a parameter's route that are joined in a bucket: at
-    most one `vary`, then gathers."""
+    """Return the number of leading transfers of a parameter's route that are coalesced in a bucket:
+    at most one `vary`, then all-gathers."""
     length = 0
     for transfer in route:
         kind = transfer.step.kind
@@ -144,17 +148,18 @@ def buckets(
     stored: Mapping[Value, TensorLayout],
     returned: Iterable[tuple[Value, tuple[Transfer, ...]]] = (),
 ) -> tuple[Bucket, ...]:
-    """Group parameters into buckets in order of use, up to `decisions.bucket_bytes` of parameters
-    in the layout in which they are used.
+    """Return the buckets of all parameters, in order of first use.
+
+    A bucket has at most `decisions.bucket_bytes` of gathered parameters, or a single parameter.
 
     Args:
-        routes: transfers to each input of an operator, by `(operator name, input index)`.
+        routes: transfers to each input of an operator, by (operator name, input index).
         stored: storage layout of each parameter.
-        returned: values that the program returns, with their transfers; they may be parameters.
+        returned: (value, transfers) of each value that the program returns, parameters included.
     """
     level = decisions.sharding.level if decisions.sharding is not None else ""
     uses: dict[tuple[Value, tuple[int, ...]], _BucketedUse] = {}
-    # Only level3 frees gathered parameters, and gathers again those that autograd has saved.
+    # Only level3 frees gathered parameters, and gathers those again that autograd saved.
     needed = needed_in_backward(graph) if level == "level3" else frozenset()
     for op in graph.ops:
         for index, value in enumerate(op.inputs):
@@ -168,8 +173,8 @@ def buckets(
             segment = recompute.segment if recompute and level == "level3" else None
             key = (value, tuple(id(transfer) for transfer in route))
             use = uses.setdefault(key, _BucketedUse(value, route, segment))
-            # A parameter used in several segments, or outside of them, is gathered once for all
-            # uses.
+            # A parameter that is used in several segments, or outside of segments, is gathered once
+            # for all uses.
             if use.segment != segment:
                 use.segment = None
             use.needed |= (op.name, index) in needed
@@ -179,20 +184,22 @@ def buckets(
         if value.kind is Kind.PARAMETER and route:
             key = (value, tuple(id(transfer) for transfer in route))
             use = uses.setdefault(key, _BucketedUse(value, route, None))
-            # The caller reads it after the program, so it is gathered outside of segments.
+            # The caller reads a returned parameter, so it is gathered outside of segments.
             use.segment, use.trained = None, use.trained or route[-1].trained
     return _group_uses(uses.values(), stored, level, decisions.bucket_bytes)
 
 
 @dataclass
 class _BucketedUse:
-    """A use of a parameter, before uses are grouped into buckets.
+    """One of the layouts in which operators read a parameter, before parameters are grouped.
 
     Args:
-        route: steps of the parameter's route that are joined in a bucket.
-        segment: recomputed segment that contains all operators of the use; None without one.
+        value: the parameter.
+        route: transfers of the parameter to this layout that are coalesced in a bucket.
+        segment: name of the recomputed segment with all operators that read this layout; None if
+            there is no such segment.
         needed: whether the backward pass reads the gathered parameter (`level3` only).
-        trained: whether gradients of the graph's `trained` outputs flow back.
+        trained: whether gradients of the graph's `trained` outputs flow into the parameter.
     """
 
     value: Value
@@ -203,11 +210,11 @@ class _BucketedUse:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key that is equal for uses that can share a bucket."""
+        """Hashable key that is equal for uses that can share a bucket."""
         steps = tuple((t.step.kind, t.step.axes, t.step.backward) for t in self.route)
         value = self.value
         segment = self.segment if any(kind == "all_gather" for kind, _, _ in steps) else None
-        # A bucket reduces the gradients of all its members or of none.
+        # A bucket reduces the gradients of all members or of none.
         gradients = value.differentiable, self.trained
         return steps, value.dtype, value.stored_dtype, gradients, segment
 
@@ -215,16 +222,16 @@ class _BucketedUse:
 def _group_uses(
     uses: Iterable[_BucketedUse], stored: Mapping[Value, TensorLayout], level: str, limit: int
 ) -> tuple[Bucket, ...]:
-    # One open group per key: uses of different keys alternate, such as weights and norms that are
-    # sharded over different axes.
+    # One open group per key, as uses with different keys alternate, such as weights and norms that
+    # are sharded over different axes.
     groups: list[list[_BucketedUse]] = []
     open_groups: dict[tuple[object, ...], tuple[list[_BucketedUse], int]] = {}
     for use in uses:
         use_bytes = _gathered_bytes(use)
-        # In order of use, so that a bucket is gathered shortly before all its parameters are read
-        # and reduced as soon as the last gradient is there.
+        # In order of use, so that a bucket is gathered shortly before all of its parameters are
+        # read, and reduced as soon as the last gradient is computed.
         group, group_bytes = open_groups.get(use.key, ([], 0))
-        # A parameter above the limit gets a bucket of its own.
+        # A parameter above the limit is the only member of its bucket.
         if not group or group_bytes + use_bytes > limit:
             group, group_bytes = [], 0
             groups.append(group)
@@ -243,19 +250,19 @@ def _group_uses(
         segment = group[0].segment if gathers else None
         trained = group[0].trained
         regathers = level == "level3" and gathers and trained
-        # The rerun of a segment gathers its parameters; elsewhere they are gathered again only if
-        # the backward pass reads one of them.
+        # Recomputing a segment gathers its parameters. Outside of segments they are gathered again
+        # only if the backward pass reads a parameter of the bucket.
         regathers = regathers and (segment is not None or any(use.needed for use in group))
         result.append(Bucket(number, tuple(map(member, group)), level, segment, regathers, trained))
     return tuple(result)
 
 
 def _gathered_bytes(use: _BucketedUse) -> int:
-    """Return the bytes of a parameter on a device in the layout in which it is used."""
+    """Return the bytes of the gathered parameter on a device."""
     layout = use.route[-1].step.target
     return prod(layout.shard_shape(use.value.shape)) * use.value.itemsize
 
 
 def varying_axes(bucket: Bucket) -> Axes:
-    """Return the axes over which a bucket's gradients are all-reduced."""
+    """Return the axes over which the gradients of a bucket are all-reduced; () if they are not."""
     return next((step.axes for step in bucket.steps if step.kind == "vary"), ())

@@ -1,7 +1,7 @@
-"""A partitioned model: graph, mesh, decisions and pipeline, and the chunks that follow from them.
+"""A partitioned model: graph, mesh, decisions and pipeline, and the chunks that follow from these.
 
-Plan, cost, lowering and runtime modules receive the same object, so that all of them use the same
-chunks and the same communication.
+Plan, cost, lowering and runtime receive the same object, so that they use the same chunks and the
+same communication.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Partitioned:
 
     Args:
         graph: graph of one micro-batch.
-        mesh: device matrix of one stage; all stages have the same.
+        mesh: device matrix of one stage; those of all stages have the same shape.
         decisions: decisions for the whole model.
+        pipeline: stages, chunks and micro-batches.
     """
 
     graph: Graph
@@ -40,12 +41,12 @@ class Partitioned:
     def chunks(self) -> tuple[Chunk, ...]:
         """Chunks in model order.
 
-        A value is sent to the next chunk in the layout in which it is computed; a partial sum in
-        the layout in which its first consumer reads it. Each device sends to the device with the
-        same coordinates in the next stage's device matrix.
+        A value is sent to the next chunk in the layout in which it is computed; a partial sum is
+        first reduced to the layout in which its first consumer reads it. Each device sends to the
+        device with the same coordinates in the device matrix of the next stage.
 
         Raises:
-            PlanError: if the operators cannot be divided into these chunks.
+            PlanError: if the operators cannot be divided into the chunks of `pipeline`.
         """
         graph, mesh, decisions = self.graph, self.mesh, self.decisions
         self._check_parameter_updates()
@@ -63,12 +64,12 @@ class Partitioned:
         return tuple(self._build_chunk(*numbered, crossing) for numbered in enumerate(pieces))
 
     def chunks_of(self, stage: int) -> tuple[Chunk, ...]:
-        """Return the chunks of a stage, in model order."""
+        """Return the chunks of the stage with index `stage`, in model order."""
         return tuple(chunk for chunk in self.chunks if chunk.stage == stage)
 
     @cached_property
     def stages_of_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Stages whose chunks read each parameter, by parameter name."""
+        """Indices of the stages whose chunks read each parameter, by parameter name."""
         stages: dict[str, set[int]] = {}
         for chunk in self.chunks:
             for value in chunk.graph.parameters:
@@ -77,11 +78,12 @@ class Partitioned:
 
     @cached_property
     def shared_gradients(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """For each trained parameter of several stages, these stages and the bytes of its gradient
-        on one device."""
+        """(stage indices, bytes of the gradient on one device) for each trained parameter that
+        several stages read."""
         trained = {v.name: v for c in self.chunks for v in c.graph.parameters if v.requires_grad}
         shared = []
-        # For example the embedding that the first stage and the head of the last one share.
+        # For example, the embedding in the first stage and the head in the last stage share a
+        # weight.
         for name, stages in self.stages_of_parameters.items():
             if name in trained and len(stages) > 1:
                 stored = TensorLayout(self.mesh, self.chunks[0].decisions.storage[name])
@@ -91,8 +93,8 @@ class Partitioned:
 
     @cached_property
     def first_stages(self) -> dict[str, int]:
-        """First stage that reads or updates each parameter and buffer, by name."""
-        # The stage that a tensor which several stages have is sent from.
+        """Index of the first stage that reads or updates each parameter and buffer, by name."""
+        # This stage sends the tensor to all other stages that have it.
         first: dict[str, int] = {}
         for stage in range(self.pipeline.stages):
             for value in chain(*self.tensors_of(stage)):
@@ -110,17 +112,17 @@ class Partitioned:
 
     @cached_property
     def step_bytes(self) -> tuple[tuple[int, int], ...]:
-        """Bytes that one device of each stage sends in a training step, forward and backward.
+        """Bytes that one device of each stage sends in a training step, (forward, backward).
 
-        They include redistributions, values sent to other stages, and gradients of parameters that
-        several stages share.
+        The bytes are those of redistributions, of values sent to other stages, and of gradients of
+        parameters that several stages share.
         """
         chunks, micro_batches = self.chunks, self.pipeline.micro_batches
         sent = [[0, 0] for _ in range(self.pipeline.stages)]
         for chunk in chunks:
             forward, backward = chunk.communication.step_bytes(micro_batches)
             to_next, to_previous = chunk.border_bytes
-            # Consecutive chunks of one stage pass values without a message.
+            # Consecutive chunks of one stage pass values without sending them.
             if chunk.number + 1 < len(chunks) and chunks[chunk.number + 1].stage != chunk.stage:
                 forward += micro_batches * to_next
             if chunk.number and chunks[chunk.number - 1].stage != chunk.stage:
@@ -129,18 +131,19 @@ class Partitioned:
             sent[chunk.stage][1] += backward
         for stages, num_bytes in self.shared_gradients:
             for stage in stages:
-                # Ring all-reduce over the stages: 2 (n - 1) / n of the gradient, rounded up.
+                # Ring all-reduce over n stages: 2 (n - 1) / n of the gradient, rounded up.
                 sent[stage][1] += -(-2 * (len(stages) - 1) * num_bytes // len(stages))
         return tuple((forward, backward) for forward, backward in sent)
 
     def _check_parameter_updates(self) -> None:
-        """Check trained parameters that `forward` itself updates.
+        """Check that trained parameters which `forward` updates are read once per step.
 
         The new value is written at the end of a call, so that a later read of the parameter in the
         same step would get another value than on one device.
 
         Raises:
-            PlanError: if several chunks, micro-batches or gathers of `level3` would read it.
+            PlanError: if several chunks, micro-batches or gathers of `level3` would read such a
+                parameter.
         """
         sharding, pipeline = self.decisions.sharding, self.pipeline
         for value, _ in self.graph.updates:
@@ -150,32 +153,33 @@ class Partitioned:
             ):
                 raise PlanError(
                     f"parameter {value.name!r} is trained, and `forward` changes it without"
-                    " autograd: it cannot be planned with several stages or micro-batches, or with"
-                    " `hsdp` level3\nuse one stage, one micro-batch and at most level2, or make the"
-                    " change after the optimizer's step"
+                    " autograd: the model cannot be planned with several stages or micro-batches,"
+                    " or with `hsdp` level3\nuse one stage, one micro-batch and at most level2, or"
+                    " change the parameter after the optimizer's step"
                 )
 
     def _check_input_gradients(self) -> None:
-        """Check that no input of a model in pipeline stages requires a gradient.
+        """Check that no input of the model requires a gradient.
 
-        PyTorch's pipeline schedules return no gradients of inputs.
+        PyTorch's pipeline schedules return no gradients of model inputs.
 
         Raises:
             PlanError: if an input requires a gradient.
         """
-        # Without stages autograd runs through the whole program, inputs included.
+        # Called only for several chunks: with one chunk autograd computes gradients of inputs.
         for value in self.graph.input_values:
             if value.differentiable:
                 raise PlanError(
                     f"input {value.name!r} requires a gradient, which a model in pipeline stages"
-                    f" does not return\npass {value.name}.detach(), or plan without stages"
+                    f" does not return\npass `{value.name}.detach()`, or plan without stages"
                 )
 
     def _build_chunk(self, number: int, piece: GraphChunk, crossing: dict[str, CutAxes]) -> Chunk:
         graph, decisions = self.graph, self.decisions
         arrivals = {value.name: crossing[value.name] for value in piece.arriving}
         departures = {value.name: crossing[value.name] for value in piece.leaving}
-        # As without stages: a chunk that lacks the loss would return them replicated by default.
+        # Outputs besides the loss are returned as they are computed, as without stages; a chunk
+        # without the loss would return them replicated by default.
         if graph.loss is not None:
             for value in piece.returned:
                 if value is not graph.loss and value in graph.producer:
@@ -198,7 +202,8 @@ class Partitioned:
         )
 
     def _crossing_layout(self, value: Value) -> CutAxes:
-        """Return the axes that shard each dimension of a value as it is sent to the next chunk."""
+        """Return the axes that shard each dimension of a value when it is sent to the next
+        chunk."""
         producer = self.graph.producer[value]
         index = producer.outputs.index(value)
         requested = self.decisions.outputs.get(producer.name, ())
@@ -209,12 +214,12 @@ class Partitioned:
         if rule is None:
             return ((),) * len(value.shape)
         _, outputs = rule.layouts(self.mesh, self.decisions.cuts.get(producer.name, {}))
-        # A message cannot reduce a partial sum, so it is reduced before, for the first consumer.
+        # A partial sum is reduced before it is sent, to the layout of its first consumer.
         return self._consumer_layout(value) if outputs[index].partial else outputs[index].axes
 
     def _consumer_layout(self, value: Value) -> CutAxes:
-        """Return the layout in which the first consumer with a rule reads a value; replicated if
-        there is none."""
+        """Return the axes that shard each dimension of a value where its first consumer with a rule
+        reads it; replicated if there is no such consumer."""
         for consumer, index in self.graph.consumers[value]:
             rule = rule_of(consumer)
             if rule is not None:

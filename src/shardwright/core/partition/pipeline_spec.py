@@ -9,7 +9,7 @@ from typing import Literal
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
 
 AUTO: Literal["auto"] = "auto"
-"""Value of an option that leaves its choice to the planner."""
+"""Value of an option with which the planner chooses the value."""
 
 REDUCTIONS = ("mean", "sum")
 
@@ -18,18 +18,19 @@ REDUCTIONS = ("mean", "sum")
 class PipelineSpec:
     """Stages and micro-batches of a plan.
 
-    Operators are divided into *chunks*, numbered in model order. Each stage has `chunks` of them,
-    and all stages have the same number of devices.
+    Operators are divided into *chunks*, numbered in model order. Each stage runs the same number of
+    chunks, and has the same number of devices.
 
     Args:
         stages: number of stages.
         micro_batches: number of micro-batches per step.
-        schedule: name of one of `SCHEDULES`.
+        schedule: name of a schedule in `SCHEDULES`.
         chunks: number of chunks per stage.
-        chunk_of: chunk number of each operator, by name; empty with a single chunk.
-        loss_reduction: reduction of the micro-batches' losses, `mean` or `sum`.
-        batch_dims: for each leaf of the planned call the dimension that is split into
-            micro-batches; empty for dimension 0 of all as long as the first.
+        chunk_of: chunk index of each operator, by operator name; empty with a single chunk.
+        loss_reduction: reduction over the losses of micro-batches, `mean` or `sum`.
+        batch_dims: dimension that is split into micro-batches, for each leaf of the arguments of
+            the model, or None for a leaf that is not split; empty to split dimension 0 of all
+            leaves whose dimension 0 is as long as that of the first.
     """
 
     stages: int = 1
@@ -42,7 +43,7 @@ class PipelineSpec:
 
     @property
     def schedule_spec(self) -> ScheduleSpec:
-        """Properties of the schedule."""
+        """The `ScheduleSpec` of `schedule`."""
         return SCHEDULES[self.schedule]
 
     @property
@@ -55,11 +56,12 @@ class PipelineSpec:
         return self.stages * self.chunks
 
     def can_run(self, micro_batches: int) -> bool:
-        """Whether the schedule can run this number of micro-batches."""
+        """Whether the schedule can run `micro_batches` micro-batches over its stages."""
         return self.schedule_spec.can_run(micro_batches, self.stages)
 
     def stage_of(self, chunk: int) -> int:
-        """Return the stage that owns a chunk, given the chunk's index in model order."""
+        """Return the index of the stage that runs a chunk, given the chunk's index in model
+        order."""
         return self.schedule_spec.stage_of(chunk, self.stages)
 
 

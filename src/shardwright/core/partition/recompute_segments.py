@@ -1,8 +1,9 @@
 """Segments of operators that are recomputed together in the backward pass.
 
-A segment is one function run by `torch.utils.checkpoint`, which saves its inputs and reruns it in
-the backward pass up to the last tensor that autograd needs. So a segment ends with the last of its
-operators that saves a tensor; later operators are not part of the segment and run once.
+A segment is a function that `torch.utils.checkpoint` runs: it saves the inputs of the function, and
+recomputes the function in the backward pass up to the last tensor that autograd needs. So a segment
+ends with the last operator that saves a tensor; later operators are not part of the segment and run
+once.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ class Segment:
     """Operators that are recomputed together.
 
     Args:
-        name: segment name from the decisions; `name/2`, `name/3` for parts after the first one.
+        name: segment name from the decisions; `name/2`, `name/3` for the second and third part of a
+            divided segment.
         ops: names of the operators, in order.
-        communication: whether redistributions inside are repeated.
-        trained: whether gradients of the graph's `trained` outputs flow through it.
+        communication: whether redistributions inside the segment are repeated.
+        trained: whether gradients of the graph's `trained` outputs flow through the segment.
     """
 
     name: str
@@ -41,7 +43,7 @@ class OperatorTransfers:
     """Transfers to the inputs of operators, and the operator before which each is emitted.
 
     Args:
-        routes: transfers to each input of an operator, by `(operator name, input index)`.
+        routes: transfers to each input of an operator, by (operator name, input index).
         communicating: names of operators that communicate inside their kernels.
     """
 
@@ -50,13 +52,14 @@ class OperatorTransfers:
     communicating: Collection[str]
 
     def transfers_to(self, op: Op) -> Iterator[tuple[Value, Transfer]]:
-        """Yield the transfers to the inputs of an operator, each with its value."""
+        """Yield (input value, transfer) for all transfers to the inputs of an operator."""
         for index, value in enumerate(op.inputs):
             yield from ((value, transfer) for transfer in self.routes[op.name, index])
 
     @cached_property
     def first_consumer(self) -> dict[Transfer, str]:
-        """Name of the first operator that needs each transfer, which is emitted right before it."""
+        """Name of the first operator that needs the result of each transfer. The transfer is
+        emitted right before this operator."""
         first_consumer: dict[Transfer, str] = {}
         for op in self.graph.ops:
             for _, transfer in self.transfers_to(op):
@@ -64,7 +67,8 @@ class OperatorTransfers:
         return first_consumer
 
     def sends(self, op: Op) -> bool:
-        """Whether an operator communicates inside, or a transfer emitted before it sends data."""
+        """Whether `op` communicates inside its kernel, or a transfer emitted before it sends
+        data."""
         emitted = (t for _, t in self.transfers_to(op) if self.first_consumer[t] == op.name)
         return op.name in self.communicating or any(t.forward_bytes for t in emitted)
 
@@ -72,18 +76,22 @@ class OperatorTransfers:
 def recompute_segments(
     graph: Graph, recompute: Mapping[str, Recompute], transfers: OperatorTransfers
 ) -> tuple[Segment, ...]:
-    """Group operators with the same `Recompute` into segments that can each run as one function.
+    """Return segments of operators with the same `Recompute`, each of which can run as one
+    function.
 
-    Other operators between them run before the segment, or after it if they depend on its results.
-    A segment is divided where one of its operators would read the result of an operator that runs
-    after it, or of a redistribution that is not repeated; and around operators that communicate
-    inside, if communication is not repeated.
+    Other operators between those of a segment run before the segment, or after it if they depend on
+    its results. A segment is divided where an operator would read the result of an operator that
+    runs after the segment, or of a redistribution that is not repeated. If communication is not
+    repeated, it is also divided around operators that communicate inside their kernels.
+
+    Args:
+        recompute: recomputation of each recomputed operator, by operator name.
     """
     num_parts: dict[str, int] = {}
     result = []
     for candidate in _candidate_segments(graph, recompute, transfers):
-        ops = _ops_to_rerun(candidate, transfers)
-        # A segment in which autograd saves nothing needs no recomputation.
+        ops = _ops_to_recompute(candidate, transfers)
+        # A segment in which autograd saves no tensors needs no recomputation.
         if ops:
             segment = candidate.recompute.segment
             part = num_parts[segment] = num_parts.get(segment, 0) + 1
@@ -99,10 +107,11 @@ class _OpenSegment:
     """A segment under construction.
 
     Args:
-        recompute: the decision that its operators share.
-        results: outputs of its operators.
-        dependent_values: values that skipped operators compute from the results.
-        skipped_ops: names of the operators since its first one that do not belong to it.
+        recompute: decision that all operators of the segment share.
+        ops: operators of the segment so far, in order.
+        results: outputs of `ops`.
+        dependent_values: values that skipped operators compute from `results`.
+        skipped_ops: names of the operators after the first of `ops` that are not in the segment.
     """
 
     recompute: Recompute
@@ -113,8 +122,8 @@ class _OpenSegment:
 
     def accepts(self, op: Op, recompute: Recompute, transfers: OperatorTransfers) -> bool:
         """Whether `op` may become the next operator of the segment."""
-        # Skipped operators run after the segment if they read from it, so none of its operators
-        # may read from them.
+        # Skipped operators that read results of the segment run after it, so no operator of the
+        # segment may read their results.
         if recompute != self.recompute or not self.dependent_values.isdisjoint(op.inputs):
             return False
         return not any(
@@ -128,10 +137,10 @@ class _OpenSegment:
         self.results.update(op.outputs)
 
     def skip(self, op: Op, transfers: OperatorTransfers) -> None:
-        """Record an operator that runs before or after the segment."""
+        """Record that `op` is not in the segment, and runs before or after it."""
         names = {own_op.name for own_op in self.ops}
         self.skipped_ops.add(op.name)
-        # A transfer that is emitted inside the segment makes its other consumers dependent, too.
+        # All consumers of a transfer that is emitted inside the segment depend on the segment.
         if not (self.results | self.dependent_values).isdisjoint(op.inputs) or any(
             transfers.first_consumer[transfer] in names
             for _, transfer in transfers.transfers_to(op)
@@ -142,11 +151,12 @@ class _OpenSegment:
 def _candidate_segments(
     graph: Graph, recompute: Mapping[str, Recompute], transfers: OperatorTransfers
 ) -> Iterator[_OpenSegment]:
-    """Yield maximal segments, before operators at their ends that need no rerun are removed."""
+    """Yield maximal segments; operators at their ends may need no recomputation."""
     segment: _OpenSegment | None = None
     for op in graph.ops:
         op_recompute = recompute.get(op.name)
-        # The collective inside a kernel cannot be saved apart from the kernel.
+        # The result of a collective inside a kernel cannot be saved without the result of the
+        # kernel.
         if op_recompute is None or (
             op.name in transfers.communicating and not op_recompute.communication
         ):
@@ -162,15 +172,15 @@ def _candidate_segments(
         yield segment
 
 
-def _ops_to_rerun(segment: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
-    """Return the operators up to the last one that saves a tensor for the backward pass, and later
-    ones that send nothing and read nothing else that would be saved, such as the addition of a
-    bias.
+def _ops_to_recompute(segment: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
+    """Return the operators of `segment` without those at its end that need no recomputation.
 
-    An operator that communicates inside cannot be the last one, as the rerun may stop before or
-    after its communication, depending on when it saves its last tensor.
+    The result ends with the last operator that saves a tensor for the backward pass, followed by
+    operators that send no data and need no further saved inputs, such as the addition of a bias. An
+    operator that communicates inside its kernel cannot be the last that saves a tensor, as
+    recomputation may stop before or after the communication.
     """
-    # `torch.utils.checkpoint` stops the rerun at the last tensor that it has to restore.
+    # `torch.utils.checkpoint` stops at the last tensor that it has to recompute.
     end = len(segment.ops)
     while end and (
         segment.ops[end - 1].name in transfers.communicating
@@ -191,10 +201,10 @@ def _ops_to_rerun(segment: _OpenSegment, transfers: OperatorTransfers) -> list[O
 def assign_recomputed_transfers(
     segments: Sequence[Segment], transfers: OperatorTransfers, decisions: Decisions
 ) -> None:
-    """Set `segment` and `is_repeated` of the transfers that segments repeat.
+    """Set `segment` and `is_repeated` of the transfers that recomputing `segments` repeats.
 
-    An input of a segment is saved where it is smallest on its route: gathers are repeated,
-    reductions are not. Parameters are gathered once, unless ZeRO frees them (`level3`).
+    An input of a segment is saved at the point of its route where it is smallest: gathers are
+    repeated, and reductions are not. Parameters are gathered once, unless `level3` frees them.
     """
     frees_parameters = decisions.sharding is not None and decisions.sharding.level == "level3"
     for segment in segments:
@@ -212,19 +222,23 @@ def assign_recomputed_transfers(
                 else:
                     repeated = emitted if segment.communication else []
                     if value not in results:
-                        repeated = repeated[_num_steps_before_save(repeated, segment) :]
+                        repeated = repeated[_num_saved_steps(repeated, segment) :]
                 for transfer in repeated:
                     transfer.segment, transfer.is_repeated = segment.name, segment.trained
 
 
-def _num_steps_before_save(route: Sequence[Transfer], segment: Segment) -> int:
-    """Return the number of leading transfers of a segment's input that are not repeated: up to the
-    last one that sends data and leaves the value no larger than any before."""
+def _num_saved_steps(route: Sequence[Transfer], segment: Segment) -> int:
+    """Return the number of leading transfers of `route`, to an input of `segment`, that are not
+    repeated.
+
+    The last of these transfers is the last that sends data and whose result is no larger than the
+    value at any earlier point of the route.
+    """
     previous = route[0].previous if route else None
-    # The transfers before these are repeated already, so these must be, too.
+    # The transfers before `route` are repeated already, so those of `route` must be repeated too.
     if not route or (previous is not None and previous.segment == segment.name):
         return 0
-    # Saving the value where it is smallest costs least memory; steps after that are repeated.
+    # Saving the value where it is smallest needs the least memory; later steps are repeated.
     smallest, num_steps = _local_numel(route[0], route[0].step.source), 0
     for length, transfer in enumerate(route, start=1):
         numel = _local_numel(transfer, transfer.step.target)

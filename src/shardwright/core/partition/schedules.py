@@ -1,7 +1,7 @@
 """Registry of pipeline schedules.
 
-To add a schedule of `torch.distributed.pipelining`, add its `ScheduleSpec` here. The order of its
-passes, from which timeline and live activations follow, is read from PyTorch's class.
+To add a schedule of `torch.distributed.pipelining`, add its `ScheduleSpec` here. The order of
+passes, from which timeline and live activations follow, is that of PyTorch's class.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ class ScheduleSpec:
     Args:
         name: value of the option `schedule`.
         torch_name: name of the class in `torch.distributed.pipelining.schedules`.
-        min_chunks, max_chunks: limits of the number of chunks per stage; None for no maximum.
-        v_shaped: whether chunks are placed on stages 0 1 1 0 instead of 0 1 0 1.
+        min_chunks, max_chunks: minimum and maximum number of chunks per stage; None for no maximum.
+        v_shaped: whether two stages run chunks in the order 0 1 1 0 instead of 0 1 0 1.
         equal_rounds: whether the number of micro-batches must divide into equal rounds of about
             one micro-batch per stage.
-        splits_backward: whether the backward pass is split into gradients of inputs and of
+        splits_backward: whether the backward pass runs in two parts, for gradients of inputs and of
             parameters.
-        reuses_messages: whether all micro-batches share one message buffer per direction.
-        fallback: name of the schedule for fewer micro-batches than stages, if this one cannot run
-            them.
-        interleaved: name of the corresponding schedule with several chunks per stage.
+        reuses_messages: whether all micro-batches share one send buffer per direction.
+        fallback: name of the schedule that runs fewer micro-batches than stages; None if this
+            schedule runs them.
+        interleaved: name of the corresponding schedule with several chunks per stage; None if there
+            is none.
     """
 
     name: str
@@ -48,7 +49,7 @@ class ScheduleSpec:
 
     @property
     def chunked(self) -> bool:
-        """Whether a stage owns several chunks."""
+        """Whether a stage may run several chunks."""
         return self.max_chunks != 1
 
     @property
@@ -60,20 +61,24 @@ class ScheduleSpec:
         return self.min_chunks <= chunks and (self.max_chunks is None or chunks <= self.max_chunks)
 
     def stage_of(self, chunk: int, stages: int) -> int:
-        """Return the stage of a chunk, given the chunk's index in model order."""
-        # In a V, every second pass over the stages runs backwards, so that two consecutive chunks
-        # at its ends are on the same stage (Qi et al., arXiv:2401.10241, section 6).
+        """Return the index of the stage that runs a chunk, given the chunk's index in model order.
+
+        Args:
+            stages: number of stages.
+        """
+        # In a V-shaped schedule every second pass over the stages is in reverse order, so that the
+        # two chunks at a turn are on the same stage (Qi et al., arXiv:2401.10241, section 6).
         pass_index, stage = divmod(chunk, stages)
         return stages - 1 - stage if self.v_shaped and pass_index % 2 else stage
 
     def can_run(self, micro_batches: int, stages: int) -> bool:
-        """Whether the schedule can run this number of micro-batches."""
+        """Whether the schedule can run `micro_batches` micro-batches over `stages` stages."""
         # The condition that PyTorch's interleaved schedules check.
         rounds = max(1, micro_batches // stages)
         return not self.equal_rounds or micro_batches % rounds == 0
 
     def torch_class(self, micro_batches: int, stages: int) -> TorchSchedule:
-        """Return PyTorch's schedule class for a number of micro-batches."""
+        """Return PyTorch's schedule class for the numbers of micro-batches and stages."""
         if self.fallback is not None and micro_batches < stages:
             return SCHEDULES[self.fallback].torch_class(micro_batches, stages)
         schedule_class: TorchSchedule = getattr(torch_schedules, self.torch_name)
@@ -118,18 +123,21 @@ SCHEDULES = {
         ),
     )
 }
-"""Schedules by name, the default first."""
+"""Pipeline schedules by name, the default first."""
 
 
 def schedule_spec(name: str, argument: str = "schedule") -> ScheduleSpec:
-    """Look up a schedule by the value of the option `schedule`.
+    """Return the schedule with a name.
 
     Args:
         argument: name of the option in errors.
 
     Raises:
-        StrategyError: if the schedule is unknown; lists the valid names.
+        StrategyError: if the schedule is unknown; the message contains the valid names.
     """
     if name not in SCHEDULES:
-        raise StrategyError(f"{argument}={name!r}: must be one of {', '.join(SCHEDULES)}")
+        raise StrategyError(
+            f"{argument}={name!r}: must be one of {', '.join(SCHEDULES)}\n"
+            "omit the option for the default"
+        )
     return SCHEDULES[name]

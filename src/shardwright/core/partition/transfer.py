@@ -11,17 +11,18 @@ from shardwright.core.layout.redistribution import RedistributionStep
 
 @dataclass(eq=False)
 class Transfer:
-    """One redistribution step of a value, shared by all its consumers.
+    """One redistribution step of a value, which consumers of the value may share.
 
-    Compared by identity: an equal step from another layout is another transfer.
+    Transfers are compared by identity: an equal step after other steps is another transfer.
 
     Args:
-        previous: the transfer whose result it redistributes; None for the value itself.
-        trained: whether a gradient flows through it when the graph's `trained` outputs are
-            differentiated.
-        segment: recomputed segment that repeats it in the backward pass; None if it is not
-            repeated.
-        is_repeated: whether it is repeated when the `trained` outputs are differentiated.
+        previous: transfer whose result the step redistributes; None if it redistributes the value
+            as it is produced.
+        trained: whether a gradient flows through the transfer when the graph's `trained` outputs
+            are differentiated.
+        segment: name of the recomputed segment that repeats the transfer in the backward pass; None
+            if no segment does.
+        is_repeated: whether the transfer is repeated when the `trained` outputs are differentiated.
     """
 
     value: Value
@@ -38,7 +39,7 @@ class Transfer:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes that one device sends in the backward pass: to redistribute the gradient, and to
+        """Bytes that one device sends in the backward pass, to redistribute the gradient and to
         repeat the forward step in a recomputed segment."""
         repeated_bytes = self.forward_bytes if self.is_repeated else 0
         if not self.trained:

@@ -128,12 +128,12 @@ def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLi
     text = (
         f"no plan for {options.devices} devices fits into memory_limit="
         f"{binary(limit)}; the smallest one needs {binary(memory.peak)}"
-        f" ({memory.peak:,} bytes){on_stage}, with {attempt}: {_breakdown(stage)}\n"
+        f" ({memory.peak:,} bytes){on_stage}, with {attempt}: {_memory_breakdown(stage)}\n"
         f"set a larger limit, or use more devices or more micro-batches{or_stages}"
     )
     return MemoryLimitError(text, memory.peak)
 
 
-def _breakdown(stage: StageMemory) -> str:
+def _memory_breakdown(stage: StageMemory) -> str:
     sizes = ((name, getattr(stage, name)) for name in StageMemory.NAMES)
     return ", ".join(f"{name} {binary(size)}" for name, size in sizes if size)

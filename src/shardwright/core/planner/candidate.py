@@ -282,7 +282,7 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
             balanced_pipeline = replace(pipeline, chunk_of=model.divisions[division])
         decisions = Decisions(
             cuts,
-            _storage(model, fixed.mesh, cuts, options),
+            _storage_layouts(model, fixed.mesh, cuts, options),
             fixed.outputs,
             sharded_inputs,
             sharding=options.sharding,
@@ -341,7 +341,7 @@ def _align_axes(candidate: Candidate) -> Candidate:
     ):
         variants = [best]
         for cuts in align_axis_splits(model.graph, mesh, best.decisions.cuts, best.pinned, axes):
-            storage = _storage(model, mesh, cuts, options)
+            storage = _storage_layouts(model, mesh, cuts, options)
             decisions = replace(best.decisions, cuts=cuts, storage=storage)
             variants.append(replace(best, decisions=decisions))
         best = min(
@@ -359,7 +359,7 @@ def _reassign_equal_axes(candidate: Candidate) -> Candidate:
     cuts = reassign_equal_axes(model.graph, mesh, decisions.cuts, candidate.pinned)
     if cuts == decisions.cuts:
         return candidate
-    storage = _storage(model, mesh, cuts, candidate.options)
+    storage = _storage_layouts(model, mesh, cuts, candidate.options)
     reassigned = replace(candidate, decisions=replace(decisions, cuts=cuts, storage=storage))
     return min(
         (reassigned, candidate),
@@ -367,7 +367,7 @@ def _reassign_equal_axes(candidate: Candidate) -> Candidate:
     )
 
 
-def _storage(
+def _storage_layouts(
     model: CapturedModel, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], options: PlanOptions
 ) -> Storage:
     """Return the storage layout of each parameter: pinned, sharded further by ZeRO or HSDP, or as

@@ -200,7 +200,7 @@ class MemorySearch:
                 queued = self._new_entry(candidate, attempt)
                 # Aligning takes many predictions, so candidates that cannot fit are not aligned.
                 if queued is not None and self._may_fit(queued):
-                    queued = self._align(queued)
+                    queued = self._aligned_entry(queued)
                 if queued is None:
                     continue
                 if self._may_fit(queued):
@@ -226,7 +226,7 @@ class MemorySearch:
         min_memory = least_memory(candidate.partitioned, attempt.options.optimizer)
         return QueuedCandidate(attempt, candidate, min_memory)
 
-    def _align(self, queued: QueuedCandidate) -> QueuedCandidate | None:
+    def _aligned_entry(self, queued: QueuedCandidate) -> QueuedCandidate | None:
         """Return a queue entry for the aligned candidate (`Candidate.aligned`), or None if it
         duplicates an earlier candidate."""
         aligned = queued.candidate.aligned
@@ -347,7 +347,7 @@ class MemorySearch:
                 break
             if queued.block_depth is not None:
                 self._measure_fully_recomputed(queued, queued.block_depth)
-            elif (aligned := self._align(queued)) is None:
+            elif (aligned := self._aligned_entry(queued)) is None:
                 continue
             elif queued.attempt.recompute:
                 self.dropped.extend(self._entries_at_depths(aligned))

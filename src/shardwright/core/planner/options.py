@@ -4,9 +4,11 @@
 dataclass from them; the docstring of `plan` describes each option. The class of an option says
 where it applies:
 
-| class | its fields are | |---|---| | `FileOptions` | parameters of all three, and keys of the
-section `parallel` of configuration files | | `KeywordOptions` | parameters of all three | |
-`PlanOptions` | parameters of `plan` and `best_plans` only |
+| class | its fields are |
+|---|---|
+| `FileOptions` | parameters of all three, and keys of the section `parallel` in configurations |
+| `KeywordOptions` | parameters of all three |
+| `PlanOptions` | parameters of `plan` and `best_plans` only |
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class FileOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class KeywordOptions(FileOptions):
-    """All options of `AutoParallel`, of which `FileOptions` are keys of configuration files.
+    """All options of `AutoParallel`; those of `FileOptions` are also keys of configuration files.
 
     Raises:
         StrategyError: if an option has an invalid value.

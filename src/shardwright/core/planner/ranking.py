@@ -63,7 +63,7 @@ class Ranking:
             kinds: kinds with the same number of micro-batches.
         """
         # A candidate may have been found with recomputation although its kind was queued without.
-        open_kinds = [kind for kind in kinds if not self._has(kind)]
+        open_kinds = [kind for kind in kinds if not self._has_candidate(kind)]
         if not open_kinds:
             return False
         # Per number of micro-batches: the searches are independent, and the fastest kinds of one
@@ -83,12 +83,14 @@ class Ranking:
         order = sorted(
             self.fastest.items(), key=lambda entry: (entry[1].seconds, entry[0].micro_batches)
         )
-        left_out = {kind: reason for kind, reason in self.left_out.items() if not self._has(kind)}
+        left_out = {
+            kind: reason for kind, reason in self.left_out.items() if not self._has_candidate(kind)
+        }
         left_out |= {kind: LeftOut.slower(each.seconds) for kind, each in order[self.top :]}
         plans = {kind: candidate.plan() for kind, candidate in order[: self.top]}
         return RankedPlans(plans, left_out)
 
-    def _has(self, kind: PlanKind) -> bool:
+    def _has_candidate(self, kind: PlanKind) -> bool:
         """Whether `kind` has a candidate, with or without recomputation."""
         return any(ranked.requested == kind.requested for ranked in self.fastest)
 

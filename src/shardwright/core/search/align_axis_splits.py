@@ -49,14 +49,15 @@ def align_axis_splits(
         aligned = {name: dict(op_cuts) for name, op_cuts in cuts.items()}
         for name, op_cuts in cuts.items():
             if name not in pinned and _split_position(op_cuts, equal_axes):
-                moved = _split_at(op_cuts, equal_axes, position)
+                moved = _split_group_at(op_cuts, equal_axes, position)
                 if all(limits[name][f] % mesh.size(axes) == 0 for f, axes in moved.items()):
                     aligned[name] = moved
         yield aligned
 
 
 def _axes_in_group(cuts: Cuts, group: Axes) -> dict[str, Axes]:
-    """Map each factor that axes of `group` cut to these axes, ordered by first axis."""
+    """Return the axes of `group` that cut each factor; the factors are in the order of these
+    axes."""
     parts = {f: tuple(axis for axis in axes if axis in group) for f, axes in cuts.items()}
     return dict(sorted(((f, p) for f, p in parts.items() if p), key=lambda part: part[1]))
 
@@ -68,7 +69,7 @@ def _split_position(cuts: Cuts, group: Axes) -> int:
     return len(parts[0]) if len(parts) == 2 and parts[0] + parts[1] == group else 0
 
 
-def _split_at(cuts: Cuts, group: Axes, position: int) -> dict[str, Axes]:
+def _split_group_at(cuts: Cuts, group: Axes, position: int) -> dict[str, Axes]:
     """Return `cuts` with `group` split at `position`: its first `position` axes cut the first of
     the two factors that share `group`, and the remaining axes cut the second."""
     first, second = _axes_in_group(cuts, group)

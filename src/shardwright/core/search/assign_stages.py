@@ -291,13 +291,13 @@ def _check_names(graph: Graph, stage_config: StageConfig, modules: Iterable[str]
     # cutoff=0.0: the nearest names are shown even if none is similar.
     nearest = get_close_matches(unmatched[0], list(valid_names), n=3, cutoff=0.0)
     raise StrategyError(
-        f"stage_config: no module is named {_first_names(list(map(repr, unmatched)))}\n"
+        f"stage_config: no module is named {_abbreviate_names(list(map(repr, unmatched)))}\n"
         f"names like {unmatched[0]!r} are {', '.join(nearest)}; the modules of the model are"
-        f" {_first_names(list(valid_names))}"
+        f" {_abbreviate_names(list(valid_names))}"
     )
 
 
-def _first_names(names: Sequence[str]) -> str:
+def _abbreviate_names(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
@@ -315,7 +315,7 @@ def _num_stages(stage_config: StageConfig) -> int:
     if missing:
         raise StrategyError(
             f"stage_config has stages up to {stages - 1}, but no module in stage"
-            f" {_first_names(list(map(str, missing)))}\n"
+            f" {_abbreviate_names(list(map(str, missing)))}\n"
             "number the stages from 0 without gaps"
         )
     return stages
@@ -345,7 +345,7 @@ def _check_parameters(graph: Graph, stage_config: StageConfig) -> None:
     if omitted:
         raise StrategyError(
             "stage_config leaves out modules with parameters:"
-            f" {_first_names(list(dict.fromkeys(omitted)))}\n"
+            f" {_abbreviate_names(list(dict.fromkeys(omitted)))}\n"
             "add them, or a module that contains them"
         )
 
@@ -366,16 +366,16 @@ def _assign_chunks(
     order = [stage for stage, _ in runs]
     if order != required:
         raise StrategyError(
-            f"stage_config: the modules run through stages {_first_stages(order)} in the order of"
-            f" execution\nfor schedule {schedule.name!r} the order must be"
-            f" {_first_stages(required)}"
+            f"stage_config: the modules run through stages {_abbreviate_stages(order)} in the order"
+            f" of execution\nfor schedule {schedule.name!r} the order must be"
+            f" {_abbreviate_stages(required)}"
         )
     return {op.name: chunk for chunk, (_, ops) in enumerate(runs) for op in ops}, (
         len(runs) // stages
     )
 
 
-def _first_stages(order: Sequence[int]) -> str:
+def _abbreviate_stages(order: Sequence[int]) -> str:
     return ", ".join(map(str, order[:16])) + (", …" if len(order) > 16 else "")
 
 
@@ -406,7 +406,7 @@ def _repeated_stages_hint() -> str:
     for schedule in SCHEDULES.values():
         if schedule.chunked:
             order = [schedule.stage_of(chunk, 2) for chunk in range(4)]
-            schedules.append(f"{_first_stages(order)} with schedule {schedule.name!r}")
+            schedules.append(f"{_abbreviate_stages(order)} with schedule {schedule.name!r}")
     return f"stages may repeat in the order {', or '.join(schedules)}"
 
 

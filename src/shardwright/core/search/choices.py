@@ -1,7 +1,7 @@
 """The cost of each alternative choice of an operator on one axis, all other operators fixed.
 
-Symbolic costs are computed as if the operator were the last to be decided: operators without a cost
-follow it unless they follow another.
+Symbolic costs are computed as if the operator were decided last: operators without a cost follow
+this operator unless they follow another main operator.
 """
 
 from __future__ import annotations

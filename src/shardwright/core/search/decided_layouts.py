@@ -55,9 +55,9 @@ class TensorContext:
     ) -> int:
         """Return the bytes that a device sends to redistribute from `source` to `target`.
 
-        Forward and backward count, without reductions of partial sums and of their gradients, which
-        follow from the cuts of a single operator, and without steps that redistributions to
-        `other_targets` share.
+        The bytes are those of forward plus backward. Reductions of partial sums and their gradients
+        do not count, as they follow from the cuts of a single operator. Steps that redistributions
+        to `other_targets` share do not count either.
         """
         return self.communication_volume(
             without_partial(source),
@@ -70,7 +70,8 @@ class TensorContext:
     ) -> int:
         """Return the bytes that a device sends to redistribute from `source` to `target`.
 
-        Forward and backward count, without steps that redistributions to `other_targets` share.
+        The bytes are those of forward plus backward, without steps that redistributions to
+        `other_targets` share.
         """
         return sum(size for _, size in self.steps(source, target, other_targets))
 

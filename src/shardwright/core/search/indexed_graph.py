@@ -24,10 +24,10 @@ It is -1 so that `input_dims[NO_CUT]` and `output_dims[NO_CUT]` are the last row
 
 @dataclass(frozen=True, slots=True)
 class PricedTensor:
-    """The size of a tensor as the symbolic cost of its operator counts it.
+    """Number of elements of a tensor in the symbolic cost of its operator.
 
     Args:
-        size: elements of the full tensor.
+        size: number of elements of the full tensor.
         factors: the factors whose cuts shard the tensor.
     """
 
@@ -146,7 +146,7 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
         excluded[index[second]].append(index[first])
     return OpType(
         factors=factors,
-        limits=_limits(rule, factors, values),
+        limits=_max_shard_counts(rule, factors, values),
         inputs=tuple(numbered(dims) for dims in rule.inputs),
         outputs=tuple(numbered(dims) for dims in rule.outputs),
         input_dims=tuple(
@@ -199,7 +199,9 @@ def _priced_tensors(
     return tuple(priced)
 
 
-def _limits(rule: ShardingRule, factors: Sequence[str], values: Sequence[Value]) -> tuple[int, ...]:
+def _max_shard_counts(
+    rule: ShardingRule, factors: Sequence[str], values: Sequence[Value]
+) -> tuple[int, ...]:
     """Return for each factor the greatest common divisor of its capacity and the sizes of all dims
     with the factor."""
     limits = {f: rule.capacity[f] if rule.can_shard(f) else 1 for f in factors}

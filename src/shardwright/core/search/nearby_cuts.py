@@ -1,7 +1,7 @@
 """Cuts of one operator that match a neighbor's layout or change one axis, and helpers for cuts.
 
 Cuts are changed as a mapping from axis to factor, in which axes that cut no factor are missing.
-Then axes are removed by which the operator's sizes are not divisible.
+Then axes that do not divide the operator's sizes are removed.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ class Pricing:
     optimizer_shard_size: int | None = None
 
     def parameter_weight(self, mem_coeff: float) -> float:
-        """Return the weight of the seconds of all-gathers, updates and gradient reductions.
+        """Return the factor of the seconds of gathering, updating and reducing parameters.
 
-        The weight is below 1 for a `mem_coeff` below the default, which favors replicated
-        parameters.
+        In the objective this factor is below 1 for a `mem_coeff` below the default, which favors
+        replicated parameters.
         """
         # At most 1: a larger `mem_coeff` increases only `seconds_per_parameter_byte`.
         return min(1.0, mem_coeff / DEFAULT_MEM_COEFF)

@@ -1,4 +1,4 @@
-"""Built-in clusters, one YAML file each, and the lookup of a cluster by name or file."""
+"""Built-in clusters, one YAML file each, and loading a cluster by its name or file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _FOLDER = resources.files(__name__)
 
 
 def built_in() -> tuple[str, ...]:
-    """Names of the built-in clusters."""
+    """Return the names of the built-in clusters, sorted."""
     names = (file.name for file in _FOLDER.iterdir())
     return tuple(sorted(n.removesuffix(".yaml") for n in names if n.endswith(".yaml")))
 
 
 def load_cluster(name: str | Path) -> Cluster:
-    """Return a cluster.
+    """Return the cluster with a name, or the cluster that a file describes.
 
     Args:
         name: `local`, the name of a built-in cluster, or the path of a YAML file.
@@ -37,6 +37,7 @@ def load_cluster(name: str | Path) -> Cluster:
     if not path.is_file():
         names = ", ".join((LOCAL, *built_in()))
         raise ConfigError(
-            f"cluster {str(name)!r}: there is no such file\nbuilt-in clusters are {names}"
+            f"cluster {str(name)!r}: no built-in cluster and no file has this name\n"
+            f"use the path of a cluster file, or a built-in cluster: {names}"
         )
     return read_cluster(read_text(path, ConfigError), str(path))

@@ -125,7 +125,9 @@ class CountedRedistributionBound:
     def between(
         self, source: Counts, target: Counts, num_bytes: float, differentiable: bool
     ) -> LayoutTable:
-        """Return lower bounds on the seconds from each source layout (row) to each target (column).
+        """Return lower bounds on the seconds of redistributing a value between layouts.
+
+        Rows of the result are source layouts, columns are target layouts.
 
         Args:
             source: counts of shape (layout, dim + 1, axis group); the last dim counts the axes over

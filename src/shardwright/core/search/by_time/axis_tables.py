@@ -114,7 +114,9 @@ class AxisTables:
             variable.op_type.shard_counts(row, model.mesh.device_matrix, axis)
             for variable, row in zip(problem.variables, choices, strict=True)
         ]
-        self.options = [self._options(n, variable) for n, variable in enumerate(problem.variables)]
+        self.options = [
+            self._valid_choices(n, variable) for n, variable in enumerate(problem.variables)
+        ]
 
     def decide(self, eliminations: dict[object, Elimination]) -> list[int]:
         """Return the choices of all variables on this axis that minimize the total cost.
@@ -127,7 +129,7 @@ class AxisTables:
             eliminations: cache of elimination orders by table sizes and scopes, shared by all axes.
         """
         while True:
-            sizes, factors = self._tabulate()
+            sizes, factors = self._build_tables()
             scopes = tuple(scope for scope, _ in factors)
             key = (tuple(sizes), scopes)
             try:
@@ -157,7 +159,7 @@ class AxisTables:
             choice = self.choices[variable][self.axis]
             self.options[variable] = (choice if choice in self.options[variable] else NO_CUT,)
 
-    def _options(self, index: int, variable: OpVariable) -> tuple[int, ...]:
+    def _valid_choices(self, index: int, variable: OpVariable) -> tuple[int, ...]:
         if variable.pinned is not None:
             return (self.choices[index][self.axis],)
         op_type, shard_counts = variable.op_type, self.shard_counts[index]
@@ -168,7 +170,7 @@ class AxisTables:
         ]
         return (*divides, NO_CUT)
 
-    def _tabulate(self) -> tuple[list[int], list[Factor]]:
+    def _build_tables(self) -> tuple[list[int], list[Factor]]:
         """Return the number of choices of each variable, and all cost tables with their scopes."""
         sizes = [len(options) for options in self.options]
         factors: list[Factor] = [

@@ -95,8 +95,8 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
             )
         except TooManyCutsError:
             continue
-        return CertifiedCuts(_as_dicts(cuts), total, min(total, bound * (1 - TABLE_PRECISION)))
-    return CertifiedCuts(_as_dicts(cuts), total, 0.0)
+        return CertifiedCuts(_copy_cuts(cuts), total, min(total, bound * (1 - TABLE_PRECISION)))
+    return CertifiedCuts(_copy_cuts(cuts), total, 0.0)
 
 
 def _bound_of_model(
@@ -124,7 +124,7 @@ def _with_fastest_links(cluster: Cluster) -> Cluster:
     return replace(cluster, levels=(link,))
 
 
-def _as_dicts(cuts: Mapping[str, Cuts]) -> CutsOfGraph:
+def _copy_cuts(cuts: Mapping[str, Cuts]) -> CutsOfGraph:
     return {name: {f: tuple(axes) for f, axes in each.items()} for name, each in cuts.items()}
 
 

@@ -133,14 +133,14 @@ class CountTables:
         ]
         variables = track(problem.variables, subrange(on_share, 0, 2))
         self.op_costs = [
-            variable.count * self._op_costs(variable, cut_counts)
+            variable.count * self._operator_costs(variable, cut_counts)
             for variable, cut_counts in zip(variables, self._cut_counts, strict=True)
         ]
         for edge in track(problem.edges, subrange(on_share, 1, 2)):
             if edge.is_shared_parameter:
                 self._add_shared_parameter(edge)
             else:
-                self._add_edge(edge)
+                self._add_edge_table(edge)
 
     def _enumerate_cut_counts(self, variable: OpVariable) -> Counts:
         if variable.pinned is not None:
@@ -167,7 +167,7 @@ class CountTables:
 
     # Costs of single operators.
 
-    def _op_costs(self, variable: OpVariable, cut_counts: Counts) -> Array:
+    def _operator_costs(self, variable: OpVariable, cut_counts: Counts) -> Array:
         parameters = tuple(
             variable.op.inputs[input_index] for input_index in variable.own_parameters
         )
@@ -218,7 +218,7 @@ class CountTables:
         The parameter is stored as it is read.
         """
         value, weights = variable.op.inputs[input_index], self.weights
-        layouts = self._layouts(variable, False, input_index, cut_counts)
+        layouts = self._tensor_layouts(variable, False, input_index, cut_counts)
         shard_counts, partial_counts = layouts[:, :-1].sum(1), layouts[:, -1]
         # No gradient is reduced if the operator has none, whatever axes replicate the parameter.
         uses = np.stack(
@@ -253,7 +253,7 @@ class CountTables:
 
     # Redistributions between operators.
 
-    def _layouts(
+    def _tensor_layouts(
         self, variable: OpVariable, is_output: bool, tensor_index: int, cut_counts: Counts
     ) -> Counts:
         """Return the layouts of an input or output of an operator for all of its cut counts.
@@ -282,19 +282,21 @@ class CountTables:
             return self._count_axes((*axes, ()))
         assert edge.producer is not None
         index, output_index = edge.producer
-        return self._layouts(self.problem.variables[index], True, output_index, cut_counts[index])
+        return self._tensor_layouts(
+            self.problem.variables[index], True, output_index, cut_counts[index]
+        )
 
     def _consumer_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Iterator[Counts]:
         """Yield the layouts of a value for all cut counts of each consumer, then replicated if the
         model returns the value."""
         for index, input_index in edge.consumers:
-            yield self._layouts(
+            yield self._tensor_layouts(
                 self.problem.variables[index], False, input_index, cut_counts[index]
             )
         if edge.returned:
             yield self._count_axes([()] * (len(edge.value.shape) + 1))
 
-    def _add_edge(self, edge: TensorEdge) -> None:
+    def _add_edge_table(self, edge: TensorEdge) -> None:
         sources, source_of = _distinct_rows(self._producer_layouts(edge, self._cut_counts))
         plan_source = self._producer_layouts(edge, self._plan_counts)
         plan_costs = [

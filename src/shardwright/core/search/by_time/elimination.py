@@ -126,7 +126,7 @@ class Elimination:
         num_tables = len(scopes)
         for position, variable in enumerate(self._order):
             if buckets[position]:
-                step = self._step(variable, buckets[position], limit)
+                step = self._elimination_step(variable, buckets[position], limit)
                 self._steps.append(step)
                 if not step.other_variables:
                     self._constants.append(num_tables)
@@ -141,7 +141,9 @@ class Elimination:
         if scope:
             buckets[min(self._position[v] for v in scope)].append((table, scope))
 
-    def _step(self, variable: int, bucket: list[tuple[int, tuple[int, ...]]], limit: int) -> _Step:
+    def _elimination_step(
+        self, variable: int, bucket: list[tuple[int, tuple[int, ...]]], limit: int
+    ) -> _Step:
         sizes = self._sizes
         scope = tuple(sorted({v for _, variables in bucket for v in variables}))
         elements = prod(sizes[v] for v in scope)

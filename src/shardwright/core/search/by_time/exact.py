@@ -151,7 +151,10 @@ class _JointTables:
             (
                 (n,),
                 np.array(
-                    [self._operator_cost(variable, cuts, weights) for cuts in self.all_cuts[n]]
+                    [
+                        self._weighted_operator_cost(variable, cuts, weights)
+                        for cuts in self.all_cuts[n]
+                    ]
                 ),
             )
             for n, variable in enumerate(self.problem.variables)
@@ -192,7 +195,7 @@ class _JointTables:
                 all_cuts.append(cuts)
         return all_cuts
 
-    def _operator_cost(self, variable: OpVariable, cuts: Cuts, weights: Weights) -> float:
+    def _weighted_operator_cost(self, variable: OpVariable, cuts: Cuts, weights: Weights) -> float:
         return variable.count * weights.of(self.objective.operator(variable, cuts))
 
     def _edge_tables(self, edge: TensorEdge, weights: Weights) -> list[Factor]:

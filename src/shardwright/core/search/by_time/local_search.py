@@ -27,8 +27,8 @@ MAX_NEW_PRICES = 250
 for, which takes nearly all of the time of the search."""
 
 MIN_COMMUNICATION_SHARE = 1e-4
-"""Minimum fraction of the total that redistributions of an operator's inputs and outputs take;
-other operators keep their cuts."""
+"""An operator keeps its cuts if redistributions of its inputs and outputs take less than this
+fraction of the total."""
 
 
 def local_search(

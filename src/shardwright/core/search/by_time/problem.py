@@ -192,7 +192,7 @@ def _build_problem(
     # Sorted, so that variables are in graph order.
     index_of = {op: index for index, op in enumerate(sorted(set(decided_by)))}
     variable_of = tuple(index_of[op] for op in decided_by)
-    own_parameters = _own_parameters(graph, indexed)
+    own_parameters = _parameters_of_one_op(graph, indexed)
     counts = [0] * len(index_of)
     for variable in variable_of:
         counts[variable] += 1
@@ -209,7 +209,7 @@ def _build_problem(
         )
         for op, index in index_of.items()
     )
-    edges = _edges(graph, indexed, variable_of, variables, outputs, arrivals)
+    edges = _tensor_edges(graph, indexed, variable_of, variables, outputs, arrivals)
     return SearchProblem(variables, edges, variable_of, indexed)
 
 
@@ -221,7 +221,7 @@ def _op_key(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) ->
     return id(work), requires_grad, pin, outputs.get(op.name)
 
 
-def _own_parameters(graph: Graph, indexed: IndexedGraph) -> list[tuple[int, ...]]:
+def _parameters_of_one_op(graph: Graph, indexed: IndexedGraph) -> list[tuple[int, ...]]:
     return [
         tuple(
             input_index
@@ -232,7 +232,7 @@ def _own_parameters(graph: Graph, indexed: IndexedGraph) -> list[tuple[int, ...]
     ]
 
 
-def _edges(
+def _tensor_edges(
     graph: Graph,
     indexed: IndexedGraph,
     variable_of: tuple[int, ...],

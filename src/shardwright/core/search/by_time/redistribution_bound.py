@@ -107,7 +107,7 @@ class RedistributionBound:
             self._devices_inside[crossed],
             self._devices_inside[-1] / self._devices_inside[crossed],
         )
-        num_terms = self._size(self._crossing_axes(partial_axes, crossed))
+        num_terms = self._num_devices(self._crossing_axes(partial_axes, crossed))
         read_share = common_share = 1.0
         paired_axes: set[int] = set()
         for source_axes, target_axes in zip(source, target, strict=True):
@@ -115,12 +115,12 @@ class RedistributionBound:
                 self._crossing_axes(source_axes, crossed),
                 self._crossing_axes(target_axes, crossed),
             )
-            read_share /= self._size(target_rest)
+            read_share /= self._num_devices(target_rest)
             num_common = sum(1 for _ in takewhile(bool, map(eq, source_rest, target_rest)))
-            common_share /= self._size(source_rest[:num_common])
+            common_share /= self._num_devices(source_rest[:num_common])
             source_rest, target_rest = source_rest[num_common:], target_rest[num_common:]
             sizes, axes = (
-                (self._size(source_rest), self._size(target_rest)),
+                (self._num_devices(source_rest), self._num_devices(target_rest)),
                 {*source_rest, *target_rest},
             )
             # Source and target blocks overlap independently, so that the mean overlap is the
@@ -142,5 +142,5 @@ class RedistributionBound:
     def _crossing_axes(self, axes: Collection[int], crossed: int) -> Axes:
         return tuple(axis for axis in axes if self._level[axis] >= crossed)
 
-    def _size(self, axes: Axes) -> int:
+    def _num_devices(self, axes: Axes) -> int:
         return self._mesh.size(axes)

@@ -228,17 +228,22 @@ class TimedSearch:
         for axis in track(order, decide_part):
             self._decide_axis(choices, axis, exposed_share)
         # The last axis was decided given all others, so deciding it again changes nothing.
-        total = self.total(self._cost(choices))
-        best = self._refine(choices, exposed_share, total, refine_part, up_to_date={*order[-1:]})
-        results = [self._cuts(choices)]
+        total = self.total(self._cost_of_choices(choices))
+        best = self._redecide_axes(
+            choices, exposed_share, total, refine_part, up_to_date={*order[-1:]}
+        )
+        results = [self._cuts_of_choices(choices)]
         if self._copy_axis_choices(choices, best, copy_part):
-            self._refine(
-                choices, exposed_share, self.total(self._cost(choices)), second_refine_part
+            self._redecide_axes(
+                choices,
+                exposed_share,
+                self.total(self._cost_of_choices(choices)),
+                second_refine_part,
             )
-            results.append(self._cuts(choices))
+            results.append(self._cuts_of_choices(choices))
         return results
 
-    def _refine(
+    def _redecide_axes(
         self,
         choices: Choices,
         exposed_share: float,
@@ -385,7 +390,7 @@ class TimedSearch:
             self.seconds_per_parameter_byte,
         )
 
-    def _cuts(self, choices: Choices) -> list[Cuts]:
+    def _cuts_of_choices(self, choices: Choices) -> list[Cuts]:
         cuts: list[Cuts] = []
         for variable, row in zip(self.problem.variables, choices, strict=True):
             names = variable.op_type.factors
@@ -394,13 +399,13 @@ class TimedSearch:
             cuts.append(decided if variable.pinned is None else variable.pinned)
         return cuts
 
-    def _cost(self, choices: Choices) -> ObjectiveCost:
-        return self.objective.cost(self._cuts(choices))
+    def _cost_of_choices(self, choices: Choices) -> ObjectiveCost:
+        return self.objective.cost(self._cuts_of_choices(choices))
 
     def _cost_below(self, choices: Choices, best_total: float) -> ObjectiveCost | None:
         """Return the cost of `choices`, or None if its total is not below `best_total` seconds."""
         return self.objective.cost_below(
-            self._cuts(choices), self.total, best_total * (1 - MIN_GAIN)
+            self._cuts_of_choices(choices), self.total, best_total * (1 - MIN_GAIN)
         )
 
     def cost(self, cuts: Mapping[str, Cuts]) -> ObjectiveCost:

@@ -31,7 +31,7 @@ MIN_GAIN = 5e-4
 """Minimum decrease of the total for swaps to be applied, as a fraction of the total."""
 
 MIN_COMMUNICATION_SHARE = 0.01
-"""Minimum fraction of the total that redistributions take; below it no axes are swapped."""
+"""No axes are swapped if redistributions take less than this fraction of the total."""
 
 MAX_OPS_PER_TABLE = 4
 """Maximum number of operators, among the producer and consumers of a value, whose cuts a swap may
@@ -68,7 +68,7 @@ def swap_axes(
             continue
         # Pairs of axes with equal links and equal cuts give equal results; large meshes have many.
         tried_pairs.add(properties)
-        swap = _Swap(
+        swap = _AxisSwap(
             objective,
             cuts,
             _cuts_with_axes_swapped(objective, cuts, first, second),
@@ -115,7 +115,7 @@ def _cuts_with_axes_swapped(
     return swapped
 
 
-class _Swap:
+class _AxisSwap:
     """The problem of choosing, for each operator, its cuts (0) or those with two axes swapped (1).
 
     Args:
@@ -149,7 +149,7 @@ class _Swap:
             if any(end.variable in changed for end in edge.ends())
         }
         for variable in self.changed:
-            total_cost = self._plus_operator(total_cost, variable, -1)
+            total_cost = self._add_operator_cost(total_cost, variable, -1)
         for edge in self._ops_of_edge:
             total_cost = total_cost.plus(objective.edge(edge, cuts), -edge.count)
         self._unchanged_cost = total_cost
@@ -170,7 +170,7 @@ class _Swap:
         }
         if not self.changed:
             return None
-        op_tables = [self._op_table(op) for op in self.changed]
+        op_tables = [self._operator_table(op) for op in self.changed]
         edge_tables = [self._edge_table(edge, ops) for edge, ops in tabulated.items()]
         # The variables of the elimination are numbered within `changed`.
         number_of_op = {op: number for number, op in enumerate(self.changed)}
@@ -189,7 +189,7 @@ class _Swap:
                 return None
             num_priced = self.objective.num_priced
             self._set_choices(self.changed, minimum.choices)
-            cost = self._cost(total, bound)
+            cost = self._cost_of_combination(total, bound)
             if cost is not None:
                 return list(self._cuts), cost
             # All edges were cached, so their entries are exact already and would not change.
@@ -205,20 +205,20 @@ class _Swap:
         for variable, choice in zip(variables, choices, strict=True):
             self._cuts[variable] = self.cuts_of_choice[choice][variable]
 
-    def _cost(self, total: Total, bound: float) -> ObjectiveCost | None:
+    def _cost_of_combination(self, total: Total, bound: float) -> ObjectiveCost | None:
         """Return the cost of the combination in `_cuts`, or None if its total is not below
         `bound`."""
         cost = self._unchanged_cost
         for op in self.changed:
-            cost = self._plus_operator(cost, op, 1)
+            cost = self._add_operator_cost(cost, op, 1)
         return self.objective.add_edges(cost, self._ops_of_edge, self._cuts, total, bound)
 
-    def _plus_operator(self, cost: ObjectiveCost, index: int, sign: int) -> ObjectiveCost:
+    def _add_operator_cost(self, cost: ObjectiveCost, index: int, sign: int) -> ObjectiveCost:
         variable = self.objective.problem.variables[index]
         op_cost = self.objective.operator(variable, self._cuts[index])
         return cost.plus(op_cost, sign * variable.count)
 
-    def _op_table(self, index: int) -> Table:
+    def _operator_table(self, index: int) -> Table:
         variable = self.objective.problem.variables[index]
         costs = [self.objective.operator(variable, cuts[index]) for cuts in self.cuts_of_choice]
         return variable.count * np.array([self.weights.of(cost) for cost in costs])

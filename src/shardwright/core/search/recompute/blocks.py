@@ -118,7 +118,7 @@ class RecomputeBlocks:
 
         Operators that the user recomputes belong to no block.
         """
-        return self._blocks(self._block_of_ops(depth))
+        return self._blocks_with_options(self._block_of_ops(depth))
 
     @cached_property
     def depths(self) -> tuple[tuple[int, ...], ...]:
@@ -149,7 +149,7 @@ class RecomputeBlocks:
     @cached_property
     def saved_without_blocks(self) -> SavedBytes:
         """Bytes that each operator saves if no block is recomputed."""
-        return self._saved_with({})
+        return self._saved_bytes_with({})
 
     def _block_of_ops(self, depth: int) -> dict[str, tuple[int, str]]:
         """Return (stage, module call) of each operator at a depth of the module tree, by name.
@@ -164,7 +164,9 @@ class RecomputeBlocks:
     def _bytes_with_all_blocks(self, depth: int) -> int:
         """Return the bytes saved on a device if all blocks at a depth are recomputed."""
         return sum(
-            self._saved_with(self._recompute_whole_blocks(self._block_of_ops(depth), True)).values()
+            self._saved_bytes_with(
+                self._recompute_whole_blocks(self._block_of_ops(depth), True)
+            ).values()
         )
 
     def _largest_block_bytes(self, depth: int) -> int:
@@ -210,7 +212,9 @@ class RecomputeBlocks:
         add_segments(self.graph, recompute, list(cheap_ops.values()), communication=False)
         return {name: each for name, each in recompute.items() if name in block_of}
 
-    def _blocks(self, block_of: Mapping[str, tuple[int, str]]) -> tuple[RecomputeBlock, ...]:
+    def _blocks_with_options(
+        self, block_of: Mapping[str, tuple[int, str]]
+    ) -> tuple[RecomputeBlock, ...]:
         """Return the blocks with their options.
 
         Args:
@@ -225,7 +229,7 @@ class RecomputeBlocks:
         }
         saved_before = self.saved_without_blocks
         for option, recompute in alternatives.items():
-            flow = self._flow(recompute)
+            flow = self._communication_with(recompute)
             saved = self._estimate.saved_bytes(flow)
             freed: dict[tuple[int, str], int] = {}
             for name, block in block_of.items():
@@ -243,7 +247,7 @@ class RecomputeBlocks:
                     options.setdefault(block, {})[option] = (item, recompute_by_block[block])
         return tuple(RecomputeBlock(*block, by_name) for block, by_name in options.items())
 
-    def _flow(self, recompute_by_op: RecomputeByOp) -> Communication:
+    def _communication_with(self, recompute_by_op: RecomputeByOp) -> Communication:
         """Return the communication of the model, without buckets, if operators are recomputed.
 
         A result is valid only until the next call: results share transfers, and each call changes
@@ -261,8 +265,8 @@ class RecomputeBlocks:
         assign_recomputed_transfers(segments, self._transfers, self.decisions)
         return replace(self._plain_flow, segments=segments)
 
-    def _saved_with(self, recompute: RecomputeByOp) -> SavedBytes:
-        return self._estimate.saved_bytes(self._flow(recompute))
+    def _saved_bytes_with(self, recompute: RecomputeByOp) -> SavedBytes:
+        return self._estimate.saved_bytes(self._communication_with(recompute))
 
     def _repeated_operations(
         self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
@@ -367,7 +371,7 @@ class ActivationEstimate:
     def _saved_tensors(self, flow: Communication) -> Iterator[tuple[str, object, int]]:
         """Yield (name of its operator, key, bytes on a device) for each saved tensor; tensors that
         share memory have equal keys."""
-        first_ops = _first_ops(self.graph, flow)
+        first_ops = _first_consumers(self.graph, flow)
         for op in self.graph.ops:
             segment = flow.segment_of.get(op.name)
             if segment is None:
@@ -455,7 +459,7 @@ class ActivationEstimate:
         return producer.name, root, _local_numel(root, flow.initial_layouts[root]) * root.itemsize
 
 
-def _first_ops(graph: Graph, flow: Communication) -> dict[Transfer, str]:
+def _first_consumers(graph: Graph, flow: Communication) -> dict[Transfer, str]:
     """Return the name of the first operator that needs the result of each transfer."""
     first_ops: dict[Transfer, str] = {}
     for op in graph.ops:

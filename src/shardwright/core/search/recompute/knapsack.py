@@ -97,7 +97,9 @@ def _states_with_block(states: _States, block: Sequence[KnapsackItem], needed: i
 
 
 def _choose_greedily(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]:
-    """Return for each block the index of an option, or -1, by the least added cost per added byte.
+    """Return for each block the index of its option, or -1 for none, chosen greedily.
+
+    The next option is the one with the least added cost per added freed byte.
 
     Args:
         needed: bytes to free; all blocks together free at least as many.

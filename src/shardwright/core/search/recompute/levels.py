@@ -71,7 +71,7 @@ class StageLevels:
         self.key = saved_bytes, tuple(map(tuple, self._items))
 
     @cached_property
-    def _levels(self) -> list[tuple[int, str]]:
+    def _freed_bytes_and_options(self) -> list[tuple[int, str]]:
         """(freed bytes, option of all blocks) of each level, by freed bytes ascending; the option
         is "" if a knapsack chooses the option of each block."""
         steps = {self._freeable_bytes * step // NUM_LEVELS: "" for step in range(NUM_LEVELS + 1)}
@@ -86,11 +86,11 @@ class StageLevels:
     @property
     def last_level(self) -> int:
         """Index of the level that frees the most memory."""
-        return len(self._levels) - 1
+        return len(self._freed_bytes_and_options) - 1
 
     def freed_share(self, level: int) -> float:
         """Return the fraction that `level` frees of the bytes that recomputation can free."""
-        return self._levels[level][0] / max(self._freeable_bytes, 1)
+        return self._freed_bytes_and_options[level][0] / max(self._freeable_bytes, 1)
 
     def first_level_freeing(self, freed_share: float) -> int:
         """Return the lowest level with at least `freed_share` (see the method `freed_share`), or
@@ -154,7 +154,9 @@ class StageLevels:
     def recompute_of(self, level: int) -> RecomputeByOp:
         """Return the recomputation of the stage's operators at a level, by operator name."""
         if level not in self._cached_recompute:
-            self._cached_recompute[level] = dict(self._enumerate_recompute(*self._levels[level]))
+            self._cached_recompute[level] = dict(
+                self._enumerate_recompute(*self._freed_bytes_and_options[level])
+            )
         return self._cached_recompute[level]
 
     def _blocks_with(self, option: str) -> list[RecomputeBlock]:

@@ -78,7 +78,7 @@ class AxisLevel:
         return self.choice[op] == UNDECIDED and not self.graph.op_types[op].is_main
 
     def _enqueue(self, op: int, dim: int, queue: deque[int]) -> None:
-        """Add `op` to `queue`, unless its size did not permit a cut along `dim`."""
+        """Add `op` to `queue`, unless `op` is replicated because a size is not divisible."""
         # The other neighbors of an operator that is replicated because its size is not divisible
         # may still be cut.
         if self.choice[op] >= 0 or (self.choice[op] == NO_CUT and dim == NO_CUT):
