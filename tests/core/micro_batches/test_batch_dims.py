@@ -81,8 +81,8 @@ def test_an_adjacency_matrix_is_passed_in_full(nodes: int) -> None:
 @pytest.mark.parametrize(
     ("batch_dims", "said"),
     [
-        ({"z": 0}, "batch_dims names 'z', but the model has no such tensor input"),
-        ({"x": 3}, r"batch_dims\['x'\]=3: the input has 3 dimensions"),
+        ({"z": 0}, r"batch_dims: the model has no tensor input 'z'\nuse one of 'x'"),
+        ({"x": 3}, r"batch_dims\['x'\]=3, but the input has 3 dimensions"),
         ({"x": "0"}, "must be names of inputs, each with a dimension or None"),
     ],
 )

@@ -19,7 +19,7 @@ from shardwright.core.torch_internals.dispatch import autograd_in_operators
 aten = torch.ops.aten
 
 MIN_ROWS = 256
-"""Minimum number of queries per block; with a wide window, a block has a quarter of the window."""
+"""Minimum number of queries per block; with a wide window, a quarter of the window is used."""
 
 
 @torch.library.custom_op("shardwright::blockwise_attention", mutates_args=())
@@ -133,11 +133,11 @@ Slices = tuple[slice, slice, slice]
 
 
 class _Mask:
-    """The keys that each query may read.
+    """The attention mask, computed block by block.
 
     Args:
         tensors: query, key and value.
-        vectors, terms, causal, window: the arguments of `blockwise_attention`.
+        vectors, terms, causal, window: arguments of `blockwise_attention`.
         offset: index of the key at the position of query 0.
     """
 
@@ -214,7 +214,7 @@ def _attend_block(tensors: Sequence[Tensor], mask: Tensor, scale: float | None) 
 
 
 def _without_negative_positions(tensors: Sequence[Tensor], first_key: int) -> list[Tensor]:
-    """Drop keys and values before position 0."""
+    """Return query, key and value without the keys and values before position 0."""
     query, *keys_and_values = tensors
     return [query, *(each[..., max(0, -first_key) :, :] for each in keys_and_values)]
 
@@ -239,18 +239,20 @@ def has_flash(query: Tensor, value: Tensor) -> bool:
 
 
 def _window_options(window: int | None, scale: float | None) -> dict[str, Any]:
-    """Keyword arguments of a flash kernel, whose window excludes a query's own position."""
+    """Return the keyword arguments of a flash kernel, whose window excludes a query's own
+    position."""
     assert window is not None
     return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
 
 
 def _transposed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Convert to the layout of flash kernels: `[batch, positions, heads, size]`."""
+    """Return tensors in the layout of flash kernels: `[batch, positions, heads, size]`."""
     return [tensor.transpose(1, 2) for tensor in tensors]
 
 
 def _length_arguments(tensors: Sequence[Tensor]) -> tuple[None, None, int, int]:
-    """The `cum_seq` and `max` arguments of a flash kernel, for sequences that are not packed."""
+    """Return the `cum_seq` and `max` arguments of a flash kernel for sequences that are not
+    packed."""
     return None, None, tensors[0].shape[-2], tensors[1].shape[-2]
 
 

@@ -105,7 +105,7 @@ def batch_norm_train(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor] | Tensor:
-    """Batch normalization with batch statistics, which returns the new running statistics.
+    """Normalize `x` with the statistics of the batch, and return the new running statistics.
 
     Args:
         x: `[n, c, ...]`, normalized over all dimensions but `c`.
@@ -132,7 +132,7 @@ def instance_norm_train(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Instance normalization of `x`, `[n, c, ...]`, which returns the new running statistics.
+    """Normalize each instance of `x`, `[n, c, ...]`, and return the new running statistics.
 
     Args:
         x: normalized over all dimensions but `n` and `c`.
@@ -252,7 +252,7 @@ def experts(
 
 
 def _num_local_rows(ends: Tensor, rows: int, total: int) -> int:
-    """The number of rows of local experts; on the meta device the number with balanced routing.
+    """Return the number of rows of local experts; on the meta device, that of balanced routing.
 
     Args:
         ends: index after the last row of each local expert, `[experts]`.
@@ -272,7 +272,8 @@ def windowed_attention(
     scale: float | None = None,
     start: int | torch.SymInt = 0,
 ) -> Tensor:
-    """Sliding window attention: a query reads the last `window` positions, including its own.
+    """Compute sliding window attention: a query reads the last `window` positions, its own
+    included.
 
     Args:
         query: `[batch, heads, queries, size]`.
@@ -302,7 +303,8 @@ def masked_attention(
     scale: float | None = None,
     start: int | torch.SymInt = 0,
 ) -> Tensor:
-    """Attention under a mask that is computed block by block from vectors, such as document ids.
+    """Compute attention under a mask that is computed block by block from vectors, e.g. document
+    ids.
 
     Args:
         query: `[batch, heads, queries, size]`.
@@ -327,7 +329,7 @@ def masked_attention(
 
 
 def run_steps(steps: Steps, x: Tensor) -> Tensor:
-    """Apply a function that is given as steps to a tensor."""
+    """Apply the function that `steps` describe to `x`."""
     results: list[Any] = [x]
     for name, args, kwargs in steps:
         arguments = tuple(results[int(a[1:])] if _is_reference(a) else a for a in args)

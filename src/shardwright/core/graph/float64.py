@@ -94,7 +94,8 @@ def _is_cast(op: Op) -> bool:
 
 
 def _arguments_with_floats_of(op: Op, twin: Op) -> tuple[Any, Any]:
-    """The `args` and `kwargs` of `op`, with the floats of `twin`."""
+    """Return the `args` and `kwargs` of `op`, with the floats of `twin` if both have equal
+    structure."""
     leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
     twin_leaves = pytree.tree_leaves((twin.args, twin.kwargs))
     if len(leaves) == len(twin_leaves):
@@ -129,7 +130,7 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
 
 @contextmanager
 def float64_by_default() -> Iterator[None]:
-    """A context in which the default dtype is float64."""
+    """Context in which the default dtype is float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -156,13 +157,13 @@ class EverythingInFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def everything_in_float64() -> Iterator[None]:
-    """A context in which all new floating-point tensors of eager code are float64."""
+    """Context in which all new floating-point tensors of eager code are float64."""
     with float64_by_default(), EverythingInFloat64():  # type: ignore[no-untyped-call]
         yield
 
 
 class CastsToFloat64(TorchFunctionMode):
-    """Function mode in which `x.float()`, `x.to(dtype)` and the like become casts to float64.
+    """Function mode in which `x.float()`, `x.to(dtype)` and similar casts become casts to float64.
 
     Needed in addition to `EverythingInFloat64` for tracing, which records the casts of a model
     before they reach a dispatch mode.
@@ -193,8 +194,7 @@ def in_float64(tensor: Tensor) -> Tensor:
 
 
 def double_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for a floating-point dtype, complex128 for a complex dtype; other dtypes
-    unchanged."""
+    """Return float64 for a floating-point dtype, complex128 for a complex dtype, else `dtype`."""
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else dtype

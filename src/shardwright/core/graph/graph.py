@@ -42,9 +42,9 @@ class Value:
         shape: global shape; in a pipeline with micro-batches, that of one micro-batch.
         dtype: the dtype in which the model computes with the tensor.
         kind: the origin of the tensor.
-        requires_grad: whether the graph's `trained` outputs have a gradient with respect to it,
-            which search and prediction count.
-        requires_other_grad: whether the other outputs may have a gradient with respect to it.
+        requires_grad: whether the graph's `trained` outputs have a gradient with respect to the
+            tensor, which search and prediction count.
+        requires_other_grad: whether other outputs may have a gradient with respect to the tensor.
         outer_dtype: dtype in which a parameter is stored or an input is passed; None if it is
             `dtype`.
     """
@@ -59,7 +59,8 @@ class Value:
 
     @property
     def differentiable(self) -> bool:
-        """Whether any output may have a gradient with respect to it; programs must compute it."""
+        """Whether any output may have a gradient with respect to the value, so that programs must
+        compute it."""
         return self.requires_grad or self.requires_other_grad
 
     @property
@@ -84,7 +85,8 @@ OpTarget = Callable[..., Any]
 
 
 def target_name(target: OpTarget) -> str:
-    """The name of an ATen operator, `aten.linear.default`, or the qualified name of a function."""
+    """Return the name of an ATen operator, `aten.linear.default`, or a function's qualified
+    name."""
     if isinstance(target, OpOverload):
         return str(target)
     return f"{target.__module__}.{target.__qualname__}"
@@ -109,15 +111,15 @@ class Op:
         target: an ATen operator (`torch.ops.aten.linear.default`), a function of `custom_ops`, or a
             `LocalCall`.
         args, kwargs: the arguments; lists and tuples may contain values.
-        outputs: the tensors that it returns; one per element if it returns a list.
-        module: path of the module in which it was called, `""` for the root.
+        outputs: the tensors that the operator returns; one per element if it returns a list.
+        module: path of the module in which the operator was called, `""` for the root.
         source: the line in the user's code, `file.py:12`, or `""`.
         tags: the user's annotations of the enclosing function calls.
         calls: the enclosing module calls, the outermost first; the second call of a module is
             `path@2`.
-        flattened: number of leading dimensions of its activations that the user's code flattens
-            into one (`x.view(-1, k)`). Capture undoes the flattening, so that they can be sharded
-            separately.
+        flattened: number of leading dimensions of the operator's activations that the user's code
+            flattens into one (`x.view(-1, k)`). Capture undoes the flattening, so that the
+            dimensions can be sharded separately.
     """
 
     name: str
@@ -175,16 +177,17 @@ SampleReduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """How the graph of a micro-batch computes its term of the loss of the whole batch.
+    """The relation between the graph of a micro-batch and the loss of the global batch.
 
     Args:
-        reduction: the loss of the batch is the sum or the mean of those of its micro-batches.
-        prologue: a graph of the whole batch whose outputs depend on no parameter, such as the
+        reduction: whether the loss of the batch is the mean or the sum of the micro-batches'
+            losses.
+        prologue: a graph of the global batch whose outputs depend on no parameter, such as the
             number of valid targets; run once per step, before the first micro-batch.
-        values: for each output of the prologue the name of the buffer as which the micro-batch
-            reads it, and the dimension in which it is sharded into micro-batches, if it is.
-        outputs: of returned values by name, whether they are means or sums over samples too, or the
-            dimension of their samples.
+        values: for each output of the prologue, the name of the buffer as which micro-batches read
+            it, and the dimension that is split into micro-batches, or None.
+        outputs: name of each output that is a mean or sum over samples, with that reduction, and of
+            each output with a batch dimension, with that dimension.
         rewritten: whether operators differ from those of the captured micro-batch.
     """
 
@@ -209,10 +212,10 @@ class Graph:
             constant that was passed.
         in_spec: the pytree structure of `(args, kwargs)`.
         outputs: the leaves of the model's result: a `Value` for a tensor, otherwise a constant;
-            then the tensors that the call leaves in Python objects.
+            then the tensors that the call stores in Python objects.
         out_spec: the pytree structure of the result.
-        parameters, buffers: the parameters and buffers that the graph reads or updates, with tied
-            ones once.
+        parameters, buffers: the parameters and buffers that the graph reads or updates; tied
+            tensors are listed once.
         constants: tensors that the model's code created during capture, with their values.
         updates: pairs of a buffer, or of a parameter changed under `no_grad`, and its value after
             the forward pass.
@@ -229,11 +232,11 @@ class Graph:
         attributes: (module path, name, text) of each plain attribute that `forward` reads; the
             text is `""` unless the attribute consists of numbers and strings.
         autocast_on: the device type of the captured autocast regions; None without any.
-        whole_batch: for the graph of a micro-batch, what it reads of the whole batch so that its
-            loss is a term of that of the batch; a string is the reason why there is no such term,
-            None means that it has not been analyzed.
-        python: the Python around the graph; None if a call only returns a result and updates
-            buffers.
+        whole_batch: for the graph of a micro-batch, its relation to the loss of the global batch. A
+            string is the reason why micro-batches cannot compute that loss; None if the graph has
+            not been analyzed.
+        python: the captured Python that runs around the graph; None if a call only returns a result
+            and updates buffers.
     """
 
     ops: tuple[Op, ...]
@@ -259,11 +262,11 @@ class Graph:
     python: PythonCall | None = None
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """The model's result of the outputs of the graph."""
+        """Return the model's result, with `outputs` as the outputs of the graph."""
         return pytree.tree_unflatten(list(outputs[: self.out_spec.num_leaves]), self.out_spec)
 
     def _repr_html_(self) -> str:
-        """A table of the operators, for notebooks."""
+        """Return a table of the operators, for notebooks."""
         rows = (
             (op.name, target_name(op.target), *(" ".join(map(repr, v)) for v in values))
             for op in self.ops
@@ -301,12 +304,13 @@ class Graph:
 
     @property
     def is_term_of_batch(self) -> bool:
-        """Whether its loss is that of a micro-batch within its batch, not of a call by itself."""
+        """Whether the graph's loss is a term of the loss of a batch, and differs from the loss of a
+        single call."""
         return isinstance(self.whole_batch, WholeBatch) and self.whole_batch.rewritten
 
     @property
     def module_buffers(self) -> tuple[Value, ...]:
-        """The buffers of the module, without what the prologue of a step computes."""
+        """The buffers of the module, without those that the prologue of a step computes."""
         if not isinstance(self.whole_batch, WholeBatch):
             return self.buffers
         computed = self.whole_batch.names

@@ -25,8 +25,8 @@ def interpret(
     Args:
         graph: the captured module.
         parameters, buffers: the values of parameters and buffers, by name in the graph.
-        args, kwargs: arguments of the same structure and shapes as in the captured call. New
-            tensors are created on the device of the first tensor.
+        args, kwargs: arguments with the structure and shapes of the captured call. New tensors are
+            created on the device of the first tensor.
 
     Returns:
         The result of the module, and the new values of its buffers by name.
@@ -54,8 +54,8 @@ def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[
 
     Args:
         op: the operator.
-        tensors: the tensors of its inputs.
-        device: where operators without tensor inputs create their outputs.
+        tensors: a tensor for each input of `op`.
+        device: device on which operators without tensor inputs create their outputs.
     """
     args, kwargs = op.arguments(tensors.__getitem__)
     # The graph may have the device on which it was captured, such as meta.
@@ -66,28 +66,29 @@ def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[
 
 
 def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the leaves of a call's arguments.
+    """Return the leaves of a call's arguments, after checking them.
 
     Raises:
-        CaptureError: if their structure, shapes or constants differ from the captured call.
+        CaptureError: if structure, shapes or constants differ from those of the captured call.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if spec != graph.in_spec:
         raise CaptureError(
-            f"the model was captured for arguments of structure {graph.in_spec}, not {spec}\n"
-            "call it with this structure, or capture it again"
+            f"the model was captured for arguments of structure {graph.in_spec}, but called with"
+            f" {spec}\ncall it with the captured structure, or capture it again"
         )
     for value, leaf in zip(graph.inputs, leaves, strict=True):
         if isinstance(value, Value):
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != value.shape:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
                 raise CaptureError(
-                    f"{value.name}: the model was captured for shape {value.shape}, but called"
-                    f" with {got}\ncall it with {value.shape}, or capture it again"
+                    f"input {value.name!r}: the model was captured for shape {value.shape}, but"
+                    f" called with {got}\npass a tensor of shape {value.shape}, or capture the"
+                    " model again"
                 )
         elif leaf != value:
             raise CaptureError(
                 f"the model was captured for the argument {value!r}, but called with {leaf!r}\n"
-                f"call it with {value!r}, or capture it again"
+                f"pass {value!r}, or capture the model again"
             )
     return leaves

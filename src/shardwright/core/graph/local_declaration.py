@@ -49,9 +49,9 @@ class Declaration:
 
     @cached_property
     def output_dims(self) -> tuple[DimNames, ...]:
-        """The names of the dimensions of each result.
+        """The names of the dimensions of each result; None in place of names that no input has.
 
-        A name that no input has is None, as the part that a rank computes would be unknown.
+        The part that a rank computes of such a dimension would be unknown.
         """
         input_names = {name for dims in self.input_dims for name in dims}
         return tuple(
@@ -60,7 +60,7 @@ class Declaration:
         )
 
     def sizes(self, tensors: Sequence[Any]) -> dict[str, Any]:
-        """The size of each name, from the tensor arguments of a call."""
+        """Return the size of each dimension name, from the tensor arguments of a call."""
         return {
             name: size
             for entry, tensor in zip(self.inputs, tensors, strict=False)
@@ -71,7 +71,7 @@ class Declaration:
     def shape(
         self, output: int, sizes: dict[str, Any], global_shape: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """The local shape of a result.
+        """Return the local shape of a result.
 
         Args:
             output: index of the result.

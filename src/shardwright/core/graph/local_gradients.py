@@ -1,7 +1,7 @@
 """Autograd functions around the code of a `local_map`.
 
-They replace code that cannot run without values, run code separately on simulated ranks, and give
-gradients of zero to inputs that the code did not read.
+The functions replace code that cannot run without values, run code separately on simulated ranks,
+and return zero gradients for inputs that the code did not read.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def connect_unread_inputs(
 
 
 def reached_by_gradients(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
-    """Whether a result depends on each tensor.
+    """Return, for each of `tensors`, whether a result depends on it.
 
     Args:
         results: the results of the code.
@@ -107,7 +107,7 @@ def reached_by_gradients(results: Sequence[Tensor], tensors: Sequence[Tensor]) -
 
 
 def _reached_edges(results: Sequence[Tensor], input_nodes: set[Any]) -> set[tuple[Any, int]]:
-    """The edges of the autograd graph, (node, output index), between results and inputs.
+    """Return the edges of the autograd graph, (node, output index), between results and inputs.
 
     Args:
         results: the results of the code.
@@ -164,7 +164,7 @@ def on_each_rank(run: RunLocally, tensors: Sequence[Tensor]) -> tuple[Tensor, ..
 
     Args:
         run: the code.
-        tensors: its inputs, with different values per simulated rank.
+        tensors: inputs of the code, with different values per simulated rank.
 
     Returns:
         The results, with different values per simulated rank.
@@ -231,7 +231,7 @@ class _OnEachRank(torch.autograd.Function):
 def record_saved_inputs(
     inputs: Sequence[Tensor], saved: set[int]
 ) -> AbstractContextManager[object]:
-    """A context that adds the indices of the inputs that autograd saves to `saved`."""
+    """Return a context that adds the indices of `inputs` that autograd saves to `saved`."""
     index_of_storage = {storage_id(tensor): index for index, tensor in enumerate(inputs)}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def record_saved_inputs(
 def _gradient_of_ranks(
     gradients_of_rank: dict[int, list[Tensor | None]], index: int
 ) -> Tensor | None:
-    """Join the gradients of one input on all simulated ranks; None without any."""
+    """Combine the gradients of input `index` on all simulated ranks; None if no rank has one."""
     gradients = {
         rank: gradient
         for rank, of_inputs in gradients_of_rank.items()

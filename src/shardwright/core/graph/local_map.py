@@ -47,7 +47,8 @@ class Body(Protocol):
 
     @property
     def text(self) -> str:
-        """Identifies the code; equal for layers that differ only in their parameters."""
+        """A text that identifies the code; equal for layers that differ only in their
+        parameters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +67,10 @@ class FunctionBody:
 
 
 def function_text(function: Callable[..., Any]) -> str:
-    """Module and name of a function, with the arguments that `functools.partial` binds; equal on
-    all ranks."""
+    """Return module and name of a function, with the arguments that `functools.partial` binds.
+
+    The text is equal on all ranks.
+    """
     if isinstance(function, functools.partial):
         bound = [*map(_argument_text, function.args)]
         bound += [f"{name}={_argument_text(x)}" for name, x in function.keywords.items()]
@@ -85,13 +88,13 @@ def _argument_text(argument: Any) -> str:
 
 @dataclass(frozen=True)
 class _BoundModule:
-    """A module, and the parts of it that are replaced while it runs.
+    """A module, and its attributes that are replaced while it runs.
 
     Args:
         module: the module.
-        slots: the attributes that contain its parameters and buffers.
-        caching: configurations of `transformers` models in it that return a cache of keys and
-            values, which a captured model does not.
+        slots: the attributes that contain the module's parameters and buffers.
+        caching: configurations of `transformers` models in the module with `use_cache=True`, which
+            return a cache of keys and values that a captured model does not return.
     """
 
     module: nn.Module
@@ -105,8 +108,11 @@ class _BoundModule:
         return cls(module, TensorSlots.of(module, names), tuple(caching))
 
     def call(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Run `forward` with `state` in place of parameters and buffers; returns the result, and
-        the tensors that are then in place of `state`."""
+        """Run `forward` with `state` in place of parameters and buffers.
+
+        Returns:
+            The result, and the module's parameters and buffers after the call.
+        """
 
         def with_state() -> AbstractContextManager[None]:
             return self.slots.holding(state)
@@ -114,8 +120,8 @@ class _BoundModule:
         for config in self.caching:
             config.use_cache = False
         try:
-            # Checkpointed parts of the module run again in the backward pass, and must then read
-            # the same tensors.
+            # Checkpointed parts of the module are recomputed in the backward pass, and must then
+            # read the same tensors.
             with recomputed_in(with_state), with_state():
                 return self.module.forward(*args, **kwargs), self.slots.tensors()
         finally:
@@ -229,7 +235,7 @@ class LocalCall:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        """The fields that are compared; names, models and sizes follow from the arguments."""
+        """The fields that equality compares; names, models and sizes follow from the arguments."""
         dtypes = tuple(dtype for _, dtype in self.results)
         constants = repr(self.constants)
         return (self.declaration, self.body.text, constants, dtypes, self.autocast)
@@ -250,20 +256,23 @@ class LocalCall:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether the tensors that its backward pass reads, and the inputs that get gradients, are
-        unknown."""
+        """Whether the tensors that the backward pass of the call reads, and the inputs that get
+        gradients, are unknown."""
         return self.sample is None or self.saved_bytes is not None
 
     def is_mean(self, output: int) -> bool:
-        """Whether the result with index `output` is the mean of the local results, as those of
-        changed buffers are."""
+        """Whether result `output` is the mean of the local results; changed buffers always are."""
         partial = self.declaration.partial
         return output >= len(partial) or partial[output] == "mean"
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Run the code on local shards of the tensors of the call, then of the state.
+        """Run the code on local shards.
 
-        Returns the results, then the new values of changed buffers: a tuple, or a single tensor.
+        Args:
+            tensors: local shards of the tensors of the call, then of the state.
+
+        Returns:
+            The results, then the new values of changed buffers: a tuple, or a single tensor.
 
         Raises:
             CaptureError: if a result is not as declared, or an input is changed in place.
@@ -312,8 +321,13 @@ class LocalCall:
         return self._check_results([*results, *buffers], tensors)
 
     def _check_container(self, result: Any, count: int) -> None:
-        """Raise CaptureError if code that needs values returns another container than a tensor or a
-        tuple of `count` tensors, which capture assumes, as it cannot run the code."""
+        """Check that code that needs values returns the container that capture has assumed.
+
+        Capture cannot run such code, and assumes a tensor or a tuple of `count` tensors.
+
+        Raises:
+            CaptureError: if the code returns another container.
+        """
         is_full_model = isinstance(self.body, ModuleBody) and not self.body.path
         if isinstance(result, (tuple, list)):
             is_assumed = count > 1 and all(isinstance(part, Tensor) for part in result)
@@ -322,13 +336,13 @@ class LocalCall:
         if not is_assumed:
             expected = "a tensor" if count == 1 else f"a tuple of {count} tensors"
             raise CaptureError(
-                f"local_map {self.name!r} returns {_container_text(result)}; it needs values to "
-                f"run, so the code around it was captured as if it returned {expected}\n"
-                f"return {expected}"
+                f"local_map {self.name!r} returns {_container_text(result)}, but as it needs "
+                "values to run, the code around it was captured as if it returned "
+                f"{expected}\nreturn {expected} from the `local_map`"
             )
 
     def _dtype_context(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """The context of float64 or autocast in which the code runs."""
+        """Return the context of float64 or autocast in which the code runs."""
         if self.in_float64:
             return everything_in_float64()
         if self.autocast is None:
@@ -339,7 +353,7 @@ class LocalCall:
     def _local_results(
         self, tensors: Sequence[Tensor]
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """The declared local shape and dtype of each result for these inputs."""
+        """Return the declared local shape and dtype of each result for these inputs."""
         sizes, num_outputs = self.declaration.sizes(tensors), len(self.declaration.outputs)
         return [
             (self.declaration.shape(index, sizes, shape) if index < num_outputs else shape, dtype)
@@ -349,7 +363,11 @@ class LocalCall:
     def _check_results(
         self, results: Sequence[Tensor], tensors: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Raise CaptureError unless number, shapes and dtypes of the results are as declared."""
+        """Return `results`, after checking them against the declaration.
+
+        Raises:
+            CaptureError: unless number, shapes and dtypes of the results are as declared.
+        """
         expected, num_changed = self._local_results(tensors), len(self.changed)
         if len(results) != len(expected):
             raise CaptureError(
@@ -391,13 +409,14 @@ class LocalCall:
                 return (
                     f"local_map {self.name!r} changes its buffer {name!r} in place, which other "
                     "ranks would not see\n"
-                    f"declare it, to average its new values over shards: `buffers=({name!r},)`"
+                    f"declare the buffer, to average its new values over shards: "
+                    f"`buffers=({name!r},)`"
                 )
             tensor_name = f"its {name!r}"
         return (
             f"local_map {self.name!r} changes {tensor_name} in place, which other ranks would not"
-            " see\nchange a copy (`x = x.clone()`), or call the layer that does it outside of"
-            " local_map"
+            " see\nchange a copy (`x = x.clone()`), or call the layer that changes it outside the"
+            " `local_map`"
         )
 
     def _run_without_values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -408,11 +427,11 @@ class LocalCall:
                 with self._dtype_context(tensors):
                     return self._run_body(self.sample, tensors)
             except Exception as error:
-                # Any error of the user's code, which may need values on shards even if capture ran
-                # it without values on the full batch.
+                # The user's code may raise any error: it may need values on shards even if capture
+                # ran it without values on the full batch.
                 log.info(
-                    "local_map %r: the memory that it saves for the backward pass is not counted,"
-                    " since its code does not run without values on shards (%s)\n"
+                    "local_map %r: memory saved for the backward pass is not counted, as the code"
+                    " does not run without values on shards (%s)\n"
                     "pass `saved_bytes`",
                     *(self.name, error),
                 )
@@ -421,8 +440,8 @@ class LocalCall:
         )
 
     def _local_saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:
-        """This rank's share of the stated `saved_bytes`, in proportion to the elements of its
-        results; None if they are not stated."""
+        """Return this rank's share of `saved_bytes`, in proportion to the elements of its results;
+        None without `saved_bytes`."""
         if self.saved_bytes is None:
             return None
         global_numel = sum(math.prod(shape) for shape, _ in self.results)

@@ -195,7 +195,7 @@ def _can_use_flash(query: Tensor, key: Tensor, value: Tensor, diagonal: int | No
 
 
 def _repeat_heads(query: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Repeat the heads of keys and values, so that each query head has its own."""
+    """Return keys and values with repeated heads, so that each query head has its own."""
     groups = query.shape[1] // tensors[0].shape[1]
     return [each.repeat_interleave(groups, 1) if groups > 1 else each for each in tensors]
 

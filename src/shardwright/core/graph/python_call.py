@@ -1,4 +1,5 @@
-"""The Python around a captured graph: what one call reads, changes and returns besides tensors."""
+"""The Python around a captured graph: state that a call reads, changes and returns besides
+tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ class HostNumbers:
     """The operations of a graph on Python numbers alone, which every rank computes itself.
 
     Args:
-        inputs: index of the graph input of each number that is an input.
+        inputs: the graph inputs that are numbers, each with its index.
         nodes: the operations, in order.
         read: the numbers that operators on tensors read.
-        outputs: by index, the outputs of the graph that are numbers.
+        outputs: the graph outputs that are numbers, by index.
     """
 
     inputs: Mapping[fx.Node, int]
@@ -55,7 +56,7 @@ class HostNumbers:
         return frozenset((*self.inputs, *self.nodes))
 
     def values(self, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-        """The value of each number, for the inputs of the graph."""
+        """Return the value of each number, from the inputs of the graph."""
         values: dict[fx.Node, Any] = {}
         for node, index in self.inputs.items():
             number = inputs[index]
@@ -88,21 +89,22 @@ def _reads(user: fx.Node, numbers: set[fx.Node], output: fx.Node) -> bool:
 
 
 ONCE_PER_BATCH = (
-    "`forward` depends on Python state, or changes it, which micro-batches and pipeline stages"
-    " would do several times per batch\nplan with micro_batches=1 and stages=1, or keep the state"
-    " in buffers (`register_buffer`)"
+    "`forward` reads or changes Python state, which micro-batches and pipeline stages would do"
+    " several times per batch\nplan with micro_batches=1 and stages=1, or keep the state in buffers"
+    " (`register_buffer`)"
 )
-"""Why a call cannot be split in time."""
+"""Message of the error if a call that depends on Python state would be split."""
 
 
 def number_tensor(number: float | bool) -> Tensor:
-    """A tensor without dimensions, of the dtype as which PyTorch reads a Python number."""
+    """Return a tensor without dimensions, of the dtype that PyTorch infers from a Python number."""
     dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64}
     return torch.tensor(number, dtype=dtypes[type(number)])
 
 
 ConstantsProgram = Callable[[Mapping[str, Tensor]], tuple[Sequence[Any], Mapping[str, Tensor]]]
-"""Maps current values of constants of a graph to its outputs and the buffers of the model."""
+"""Function from the current values of a graph's constants to the outputs of the graph and the
+buffers of the model, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,13 +113,13 @@ class PythonCall:
 
     Args:
         capture: bytecode that replays side effects and rebuilds the result.
-        guards: on the Python state that the call has read.
-        state: by constant of the graph, the input of Dynamo's graph that it stands for: a tensor
-            in a plain attribute, a container or a global variable.
+        guards: guards on the Python state that the call has read.
+        state: by name of a constant of the graph, index of the input of Dynamo's graph that it
+            represents: a tensor in a plain attribute, a container or a global variable.
         numbers: numbers that change between calls.
-        number_constants: by constant of the graph, the number that it stands for.
-        outputs: for each output of Dynamo's graph its index in the outputs of the graph, or the
-            name of the buffer that it is assigned to; None for a number.
+        number_constants: by name of a constant of the graph, the number that it represents.
+        outputs: for each output of Dynamo's graph, its index in the outputs of the graph, or the
+            name of the buffer to which it is assigned; None for a number.
         changes_objects: whether the call changes Python objects besides the model's buffers.
     """
 
@@ -131,12 +133,12 @@ class PythonCall:
 
     @property
     def depends_on_calls(self) -> bool:
-        """Whether calling twice with halves of a batch differs from one call with the batch."""
+        """Whether two calls with halves of a batch differ from one call with the batch."""
         return self.changes_objects or bool(self.current)
 
     @property
     def current(self) -> frozenset[str]:
-        """The constants of the graph whose values are read anew in each call."""
+        """Names of the constants of the graph whose values are read in each call."""
         return frozenset((*self.state, *self.number_constants))
 
     def run(
@@ -145,11 +147,12 @@ class PythonCall:
         """Run the user's `forward` with `program` in place of its tensor operations.
 
         Args:
-            program: maps the current tensors of `state` and `number_constants` to the outputs of
-                the graph and the buffers of the model.
-            owner: the model, as an object of the user's class.
+            program: function from the current tensors of `state` and `number_constants` to the
+                outputs of the graph and the buffers of the model.
+            owner: the model, as an instance of the user's class.
+            args, kwargs: arguments of the call.
         """
-        # A stack, as `forward` of one model may call another one.
+        # A stack, as `forward` of one model may call another model.
         self._programs.append(program)
         try:
             return self._bytecode(owner, *args, **kwargs)
@@ -174,7 +177,7 @@ class PythonCall:
         return self.capture.around(outputs)
 
     def _outputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """The outputs of Dynamo's graph."""
+        """Return the outputs of Dynamo's graph for its inputs."""
         numbers = self.numbers.values(inputs)
         constants = {name: inputs[index] for name, index in self.state.items()}
         for name, node in self.number_constants.items():

@@ -58,7 +58,7 @@ class _OperatorKey:
 
     Args:
         target: the operator's target.
-        arguments: text of its arguments, with shape, dtype and differentiability of each tensor.
+        arguments: text of the arguments, with shape, dtype and differentiability of each tensor.
         op: any operator with this key; not compared.
     """
 
@@ -137,7 +137,7 @@ def _leaves(results: Any) -> list[Any]:
 
 
 InputUse = tuple[str, int]
-"""(name of an operator, index of its input)."""
+"""Name of an operator, and index of one of its inputs."""
 
 aten = torch.ops.aten
 

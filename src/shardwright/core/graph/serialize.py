@@ -135,8 +135,12 @@ class _Reader:
 
 
 def _make_op(*parts: Any) -> Op:
-    """Make an `Op` and check that its keywords are identifiers, since they become part of a
-    program's text."""
+    """Construct an `Op`, after checking that its keywords are identifiers, as they become part of a
+    program's text.
+
+    Raises:
+        ValueError: if a keyword is no identifier.
+    """
     op = Op(*parts)
     if not all(keyword.isidentifier() for keyword in op.kwargs):
         raise ValueError(f"{op.name} has arguments that cannot be keywords: {list(op.kwargs)}")
@@ -197,8 +201,8 @@ _LEAF_FORMATS: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]]
     "structure": (TreeSpec, treespec_dumps, treespec_loads),
     "tensor": (torch.Tensor, _tensor_text, _tensor_from_text),
 }
-"""Objects that are written as a string, by the name of their type in the file: (type, function to a
-string, function from a string)."""
+"""By name in the file, types whose objects are written as a string: (type, function to a string,
+function from a string)."""
 
 
 def _check_type(leaf_type: Any, obj: Any) -> Any:

@@ -1,10 +1,10 @@
 """Split a graph into model chunks for pipeline parallelism.
 
-A value that one chunk computes and a later chunk reads is a *crossing* value: an output of the
-first, an input of the later chunk, and passed on by the chunks in between. Values that depend only
-on the model's inputs, constants and unchanged buffers, without gradient or random numbers, are
-*repeatable*: every chunk that reads them recomputes them. Parameters belong to every chunk that
-reads them.
+A value that one chunk computes and a later chunk reads is a *crossing* value: it is an output of
+the first chunk, an input of the later chunk, and passed on by the chunks in between. Values that
+depend only on the model's inputs, constants and unchanged buffers, without gradient or random
+numbers, are *repeatable*: every chunk that reads them recomputes them. A parameter belongs to every
+chunk that reads it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def split_graph(
 
 
 _CACHED_CHUNKS: WeakKeyDictionary[Graph, dict[object, tuple[GraphChunk, ...]]] = WeakKeyDictionary()
-"""The chunks of each graph, so that plans with the same stages share them and caches keyed by
-them."""
+"""The chunks of each graph, so that plans with the same stages share chunks, and caches that are
+keyed by chunks."""
 
 
 def _split(
@@ -100,7 +100,7 @@ def _num_chunks(graph: Graph, chunk_of: Mapping[str, int]) -> int:
 
 
 def _repeatable_values(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
-    """The activations that every chunk can recompute instead of receiving them."""
+    """Return the activations that every chunk can recompute instead of receiving them."""
     updated = {buffer for buffer, _ in graph.updates}
     repeatable = {
         value
@@ -119,7 +119,7 @@ def _repeatable_values(graph: Graph, random: frozenset[str]) -> frozenset[Value]
 def _ops_of_chunks(
     graph: Graph, chunk_of: Mapping[str, int], count: int, repeatable: frozenset[Value]
 ) -> list[tuple[Op, ...]]:
-    """The operators of each chunk, including those that it recomputes."""
+    """Return the operators of each chunk, including those that it recomputes."""
     results = {*graph.output_values, *(value for _, value in graph.updates)}
     ops_of_chunk: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
     repeatable_ops: list[tuple[int, Op]] = []
@@ -140,7 +140,11 @@ def _ops_of_chunks(
 
 
 def _check_buffers(graph: Graph, chunk_of: Mapping[str, int]) -> None:
-    """Raise PlanError if a buffer is read in one chunk and updated in another."""
+    """Check that no buffer is read in one chunk and updated in another.
+
+    Raises:
+        PlanError: if one is.
+    """
     for buffer, value in graph.updates:
         producer = graph.producer.get(value)
         if producer is None:
@@ -161,7 +165,8 @@ def _crossing_values(
     ops_of_chunk: Iterable[tuple[Op, ...]],
     repeatable: frozenset[Value],
 ) -> dict[Value, tuple[int, int]]:
-    """The crossing values, each with the chunk that computes it and the last that reads it."""
+    """Return the crossing values, each with the chunk that computes it and the last that reads
+    it."""
     last: dict[Value, int] = {}
     for chunk_index, ops in enumerate(ops_of_chunk):
         for op in ops:
@@ -172,7 +177,7 @@ def _crossing_values(
                 if chunk_of[producer.name] > chunk_index:
                     raise PlanError(
                         f"{op.name!r} in chunk {chunk_index} reads the output of {producer.name!r}"
-                        f" in chunk {chunk_of[producer.name]}\n"
+                        f" in the later chunk {chunk_of[producer.name]}\n"
                         "assign stages that do not decrease along the forward pass"
                     )
                 last[value] = chunk_index
@@ -227,7 +232,7 @@ def _build_chunk(
 
 
 def _chunk_of_value(graph: Graph, chunk_of: Mapping[str, int], value: Value) -> int:
-    """Index of the chunk that computes a value; 0 for inputs of the model."""
+    """Return the index of the chunk that computes a value; 0 for inputs of the model."""
     producer = graph.producer.get(value)
     return 0 if producer is None else chunk_of[producer.name]
 
@@ -235,7 +240,7 @@ def _chunk_of_value(graph: Graph, chunk_of: Mapping[str, int], value: Value) -> 
 def _loss_of_chunk(
     graph: Graph, chunk_of: Mapping[str, int], chunk_index: int, received: Mapping[Value, Value]
 ) -> Value | None:
-    """The loss if this is the last chunk, else None.
+    """Return the loss if this is the last chunk, else None.
 
     Args:
         graph: the graph of the model.
@@ -251,7 +256,7 @@ def _loss_of_chunk(
 def _chunk_outputs(
     graph: Graph, chunk_of: Mapping[str, int], chunk_index: int, loss: Value | None
 ) -> tuple[Value, ...]:
-    """The model outputs that a chunk computes, followed by the loss if it is not None."""
+    """Return the model outputs that a chunk computes, followed by the loss if it is not None."""
     outputs = [
         value
         for value in graph.output_values
@@ -261,7 +266,7 @@ def _chunk_outputs(
 
 
 def _replace_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
-    """Replace the inputs of `op` that other chunks compute.
+    """Return `op` with the inputs replaced that other chunks compute.
 
     Args:
         op: an operator of the model's graph.
@@ -276,15 +281,15 @@ def _replace_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
 def assign_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
     """Assign all operators to chunks, given the chunks of some.
 
-    Other operators join the latest chunk among their producers or, without producers, the earliest
-    among their consumers.
+    Operators not in `anchored` are assigned to the latest chunk of their producers or, without
+    producers, to the earliest chunk of their consumers.
 
     Args:
         graph: the graph of the model.
-        anchored: index of the chunk of some operators, by operator.
+        anchored: index of the chunk of some operators, by operator name.
 
     Returns:
-        The index of the chunk of each operator, by operator.
+        The index of the chunk of each operator, by operator name.
     """
     chunk_of: dict[str, int] = {}
 
@@ -302,7 +307,7 @@ def assign_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int
         if op.name in anchored:
             chunk_of[op.name] = anchored[op.name]
         elif chunks := producer_chunks(op):
-            # The latest, since a value must not be read in an earlier chunk than it is computed in.
+            # The latest chunk, as a value must not be read in an earlier chunk than computed.
             chunk_of[op.name] = max(chunks)
     for op in reversed(graph.ops):
         if op.name not in chunk_of:

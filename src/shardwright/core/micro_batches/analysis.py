@@ -1,9 +1,9 @@
 """Follows the samples of a batch from the inputs of a graph to its loss.
 
-A micro-batch is a shard in time: the rules that say what an operator computes on a shard of a
-factor say what it computes on a micro-batch. Means and sums over samples that follow from inputs
-alone, such as the number of valid labels, are computed once for the whole batch; those that depend
-on parameters may only pass through linear operators until the loss is one of them.
+A micro-batch is a shard in time: the sharding rule of an operator also says what the operator
+computes on a micro-batch. Means and sums over samples that follow from inputs alone, such as the
+number of valid labels, are computed once for the global batch. Means and sums that depend on
+parameters may pass through linear operators only, so that the loss is a mean or sum too.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from shardwright.core.rules.notation import call_arguments
 from shardwright.core.rules.rule import Dims, ShardingRule
 
 COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")
-"""Losses whose mean divides by the number of valid targets, or the sum of their class weights."""
+"""Names of losses whose mean divides by the number of valid targets, or by the sum of their class
+weights."""
 
 CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"})
-"""Operators whose results are equal for all samples if they read none."""
+"""Names of operators whose results are equal for all samples."""
 
 LINEAR = frozenset(
     {
@@ -45,10 +46,10 @@ LINEAR = frozenset(
         *("linear", "matmul", "mm", "mv", "bmm", "dot"),
     }
 )
-"""Operators f with f(sum of x) = sum of f(x) for one operand x."""
+"""Names of operators f with f(x + y) = f(x) + f(y) in one operand, the others being constant."""
 
 ADDITIVE = frozenset({"add", "sub", "rsub", "cat", "stack", "where"})
-"""Operators of which this is true for all operands together."""
+"""Names of operators that are linear in all operands together."""
 
 RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "to", "_to_copy", "alias"})
 
@@ -60,11 +61,11 @@ class Analysis:
     Args:
         pair: graphs of the batch and of a micro-batch.
         count: number of micro-batches.
-        states: state of each value.
+        states: state of each value of the batch's graph.
         free: values that follow from inputs, buffers and constants alone, without random numbers.
         outside: values that the prologue computes for all samples.
-        in_full: inputs as long as the batch that each micro-batch reads in full, and what follows
-            from them alone.
+        in_full: inputs with the batch size in dimension 0 that each micro-batch reads in full, and
+            values that follow from these inputs alone.
         result: the changes to the graph of the micro-batch.
     """
 
@@ -100,10 +101,11 @@ class Analysis:
                 self.outside.add(value)
 
     def run(self) -> Graph:
-        """The graph of a micro-batch.
+        """Return the graph of a micro-batch, whose loss is a term of the loss of the batch.
 
         Raises:
-            UnsplittableError: names the first operator that no micro-batches can compute.
+            UnsplittableError: for the first operator on the path to the loss that micro-batches
+                cannot compute.
         """
         graph = self.pair.whole
         on_path = set() if graph.loss is None else set(_ancestors(graph, graph.loss))
@@ -121,8 +123,13 @@ class Analysis:
         return self.result.result(SUM if state == SUM else AVERAGE, outputs)
 
     def _follow(self, op: Op, on_path: bool) -> None:
-        """Determines the states of an operator's outputs from those of its inputs."""
-        # The Python of a local map may do anything.
+        """Determine the states of an operator's outputs from the states of its inputs.
+
+        Args:
+            op: the operator.
+            on_path: whether the loss depends on its outputs.
+        """
+        # The code of a `local_map` may draw random numbers or depend on other values.
         free = self.free.issuperset(op.inputs)
         free = free and not is_random(op) and not isinstance(op.target, LocalCall)
         if free:
@@ -148,10 +155,10 @@ class Analysis:
             raise UnsplittableError(op, "reads what mixes samples")
 
     def _states(self, op: Op, free: bool) -> list[SampleState]:
-        """States of the outputs of an operator.
+        """Return the states of the outputs of an operator.
 
         Raises:
-            UnsplittableError: if it mixes samples.
+            UnsplittableError: if the operator mixes samples.
         """
         read = {self.states[value] for value in op.inputs}
         if POSITIONS in read:
@@ -175,14 +182,15 @@ class Analysis:
         return states
 
     def _varying_dims(self, value: Value) -> set[int]:
-        """Dimensions whose size depends on the batch size; {-1} if their number does."""
+        """Return the dimensions whose size depends on the batch size; {-1} if the number of
+        dimensions does."""
         twin = self.pair.twin_values.get(value, value)
         if len(value.shape) != len(twin.shape):
             return {-1}
         pairs = zip(value.shape, twin.shape, strict=True)
         return {dim for dim, (size, twin_size) in enumerate(pairs) if size != twin_size}
 
-    # Operators on what is the same for all samples
+    # Operators on values that are equal for all samples
 
     def _states_from_whole(self, op: Op, free: bool) -> list[SampleState]:
         if not self.in_full.isdisjoint(op.inputs):
@@ -219,7 +227,7 @@ class Analysis:
         return next((v.shape[dim] for v, dim in pairs if isinstance(dim, int)), 1)
 
     def _is_constant_along(self, value: Value, dim: int) -> bool:
-        """Whether a value that depends on no sample is equal at all positions of a dimension."""
+        """Whether a value that depends on no sample is constant along dimension `dim`."""
         if dim < 0:
             return False
         op = self.pair.whole.producer.get(value)
@@ -246,8 +254,12 @@ class Analysis:
         )
 
     def _state_from_positions(self, op: Op) -> SampleState | None:
-        """State of the output of an operator on positions of samples: a reshape keeps them, and
-        indexing by them takes one element, or one slice, of each sample."""
+        """Return the state of the output of an operator that reads `POSITIONS`, or None if the
+        operator is not supported.
+
+        A reshape keeps the positions; indexing with them selects one element, or one slice, of each
+        sample.
+        """
         if op.short_name in RESHAPES and len(op.inputs) == 1:
             return POSITIONS
         if op.short_name == "index" and isinstance(op.args[1], (list, tuple)):
@@ -284,7 +296,8 @@ class Analysis:
         ]
 
     def _sample_factor(self, op: Op, rule: ShardingRule) -> str | None:
-        """The factor of the sample dimension; None if the operator mixes samples."""
+        """Return the factor of the batch dimension in the operator's rule; None if it mixes
+        samples."""
         factors: set[str | None] = set()
         for value, place in zip(op.inputs, rule.inputs, strict=True):
             state = self.states[value]
@@ -297,31 +310,41 @@ class Analysis:
         if any(place.count(factor) > 1 for place in (*rule.inputs, *rule.outputs)):
             return None
         for value, place in zip(op.inputs, rule.inputs, strict=True):
-            # What depends on no sample must treat all alike: positional embeddings along the batch
-            # would differ between a micro-batch and the batch.
+            # A value that depends on no sample must be equal for all samples: positional embeddings
+            # along the batch dimension would differ between a micro-batch and the batch.
             if self._is_sliced(value, place, factor) and value not in self.outside:
                 return None
         divides = rule.capacity.get(factor, 0) % self.count == 0
-        # A reduction within the operator, such as that of batch norm, runs over all samples. That
-        # of a mean over targets is its divisor.
+        # A reduction within the operator, as in batch norm, runs over all samples. In a mean over
+        # targets it is the divisor, which the prologue computes.
         reduces = not _is_mean_over_targets(op) and rule.reductions(op, {factor: 2})
         return factor if divides and not reduces else None
 
     def _is_sliced(self, value: Value, place: Dims, factor: str) -> bool:
-        """Whether a micro-batch reads its part of a value that depends on no sample."""
+        """Whether a micro-batch reads a slice of a value that depends on no sample.
+
+        Args:
+            value: an input of the operator.
+            place: factors of the dimensions of `value`.
+            factor: the factor of the batch dimension.
+        """
         sliced = self.states[value] in (WHOLE, POSITIONS) and factor in place
         return sliced and value.shape[place.index(factor)] > 1
 
     def _reduced_state(self, op: Op, rule: ShardingRule, factor: str) -> SampleState:
-        """State of an output that lacks the sample dimension."""
+        """Return the state of an output without batch dimension, a mean or sum over samples.
+
+        Raises:
+            UnsplittableError: if the operator reduces samples in another way.
+        """
         if _is_mean_over_targets(op):
             self._record_loss_denominator(op)
             return SUM
         reduction = call_arguments(op).get("reduction")
         averages = op.short_name == "mean" or reduction == MEAN
-        # The kernel of a shard, such as that of rows of a table, may be another than the operator.
-        computes_as_it_is = rule.kernel is None or reduction is not None or averages
-        if factor not in rule.reduced or rule.reductions(op, {factor: 2}) or not computes_as_it_is:
+        # The kernel for shards, such as for rows of a table, may differ from the operator.
+        runs_unchanged = rule.kernel is None or reduction is not None or averages
+        if factor not in rule.reduced or rule.reductions(op, {factor: 2}) or not runs_unchanged:
             raise UnsplittableError(op, "reduces samples to other than their mean or sum")
         return AVERAGE if averages else SUM
 
@@ -335,7 +358,7 @@ class Analysis:
                 " from the inputs",
             )
         if all(value in self.free for value in op.inputs):
-            return  # The prologue computes it.
+            return  # The prologue computes the loss.
         count, ops = count_of_targets(op)
         self.result.counts += ops
         self.result.sum_over_targets(op, count)
@@ -358,7 +381,7 @@ class Analysis:
             state = self._add(op, [v for v in op.inputs if v not in condition])
             return [state] * len(op.outputs)
         alone = len(reduced) == 1 and arguments.get("rounding_mode") is None
-        # A quotient is linear in its numerator, a linear layer without bias in its input.
+        # A quotient is linear in its numerator only, a linear layer only without bias.
         alone = alone and (name != "div" or op.args[0] is reduced[0])
         alone = alone and (name != "linear" or arguments["bias"] is None)
         if name not in LINEAR or not alone:
@@ -367,7 +390,14 @@ class Analysis:
         return [self.states[reduced[0]]] * len(op.outputs)
 
     def _add(self, op: Op, operands: list[Value]) -> SampleState:
-        """State of a sum of operands: a term without samples counts once in all micro-batches."""
+        """Return the state of the output of an additive operator.
+
+        If it is `SUM`, terms that depend on no sample are divided by the number of micro-batches.
+
+        Args:
+            op: the operator.
+            operands: its inputs that are added.
+        """
         if all(self.states[value] != SUM for value in operands):
             # mean(x) + c is the mean of x + c.
             self.result.emit(op, [None] * len(op.inputs), self.outside)
@@ -388,7 +418,7 @@ class Analysis:
 
 
 def _is_mean_over_targets(op: Op) -> bool:
-    """Whether an operator is a mean over integer targets that are not ignored."""
+    """Whether an operator is a mean over valid (not ignored) integer targets."""
     if op.short_name not in COUNTED_LOSSES:
         return False
     arguments = call_arguments(op)

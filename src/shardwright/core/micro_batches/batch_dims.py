@@ -1,4 +1,4 @@
-"""Finds the dimension of the samples in each input of a model."""
+"""Finds the batch dimension of each input of a model."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from shardwright.errors import StrategyError
 
 Dim = tuple[Value, int]
 
-MOST_CANDIDATES = 6
-"""Candidates beyond dimension 0 of all inputs; each is captured for one micro-batch."""
+MAX_CANDIDATES = 6
+"""Maximal number of candidates besides dimension 0 of all inputs; the model is captured for
+each."""
 
 
 class JoinedDims:
-    """Groups dimensions of tensors that the rules of the operators between them join.
+    """Groups of tensor dimensions that belong to the same factor in sharding rules of operators.
 
     Args:
-        graph: of the whole batch.
+        graph: the graph of the global batch.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -36,12 +37,13 @@ class JoinedDims:
                         self._join((value, dim), (op, name))
 
     def candidates(self, count: int) -> Iterator[tuple[int | None, ...]]:
-        """Dimensions of all leaves of a call that may be those of the samples.
+        """Yield candidates for the batch dimensions of all leaves of a call.
 
-        One is that of dimension 0 of some input, as others may be features, and of no parameter.
+        Each candidate contains dimension 0 of some input, as other dimensions may be features,
+        unless a dimension of a parameter is in the same group.
 
         Args:
-            count: number of micro-batches, which divides the number of samples.
+            count: number of micro-batches, which must divide the batch size.
         """
         inputs = [value for value in self._graph.input_values if value.shape]
         found: dict[tuple[int | None, ...], None] = {}
@@ -49,18 +51,22 @@ class JoinedDims:
             size = first.shape[0]
             if size == 1 or size % count or self._is_of_parameter((first, 0)):
                 continue
-            # Inputs that meet only in the loss have samples too.
+            # Inputs that operators combine only in the loss have a batch dimension too.
             others = {v: 0 for v in inputs if v.shape[0] == size}
             joined = self.of_inputs({first: 0})
             all_joined = self.of_inputs({v: 0 for v in others if not self._is_of_parameter((v, 0))})
             found |= dict.fromkeys(map(self._of_leaves, (all_joined, joined)))
-        yield from list(found)[:MOST_CANDIDATES]
+        yield from list(found)[:MAX_CANDIDATES]
 
     def named(self, batch_dims: Mapping[str, int | None]) -> tuple[int | None, ...]:
-        """The dimensions that the user names, and those of other inputs that are joined with them.
+        """Return the batch dimensions of all leaves of a call, from those that the user specifies.
+
+        Args:
+            batch_dims: batch dimensions by input name; None for an input that is passed in full.
+                Other inputs have dimensions in the same groups, if any.
 
         Raises:
-            StrategyError: if there is no such input, or no such dimension of it.
+            StrategyError: if the model has no input of a name, or the input no such dimension.
         """
         by_name = {value.name: value for value in self._graph.input_values}
         given: dict[Value, int] = {}
@@ -68,14 +74,15 @@ class JoinedDims:
             if name not in by_name:
                 near = get_close_matches(name, by_name, 1)
                 raise StrategyError(
-                    f"batch_dims names {name!r}, but the model has no such tensor input\n"
-                    f"valid are {', '.join(by_name)}{f'; nearest is {near[0]}' if near else ''}"
+                    f"batch_dims: the model has no tensor input {name!r}\n"
+                    f"use one of {', '.join(map(repr, by_name))}"
+                    f"{f' (did you mean {near[0]!r}?)' if near else ''}"
                 )
             rank = len(by_name[name].shape)
             if dim is not None and not -rank <= dim < rank:
                 raise StrategyError(
-                    f"batch_dims[{name!r}]={dim}: the input has {rank} dimensions\n"
-                    f"give a number from {-rank} to {rank - 1}, or None to pass it in full"
+                    f"batch_dims[{name!r}]={dim}, but the input has {rank} dimensions\n"
+                    f"use a dimension from {-rank} to {rank - 1}, or None to pass the input in full"
                 )
             if dim is not None:
                 given[by_name[name]] = dim % rank
@@ -84,7 +91,7 @@ class JoinedDims:
         return self._of_leaves({v: dim for v, dim in dims.items() if v.name not in in_full})
 
     def of_inputs(self, dims: Mapping[Value, int]) -> dict[Value, int]:
-        """The dimensions of all inputs that are joined with these."""
+        """Return, for each input with one, its first dimension in a group of one of `dims`."""
         roots = {self._root(dim) for dim in dims.items()}
         return {
             value: dim

@@ -25,28 +25,34 @@ class MicroBatchGraph:
     """Collects the changes to the graph of a micro-batch.
 
     Args:
-        pair: graphs of the batch and of a micro-batch. Operators and values are those of the batch
-            unless said otherwise.
+        pair: graphs of the batch and of a micro-batch. Operators and values that methods receive
+            belong to the graph of the batch.
         count: number of micro-batches.
     """
 
     def __init__(self, pair: PairedGraphs, count: int) -> None:
         self.pair, self.count = pair, count
         self.replaced: dict[Value, Value] = {}
-        """The value of a micro-batch, where it is not that of the captured graph."""
+        """For values of the batch, the value of a micro-batch if a new operator computes it."""
         self.shares: dict[Value, Value] = {}
         self.taken: dict[tuple[Value, int | None], Value] = {}
-        """Outputs of the prologue, and the dimension in which each is sharded, with the buffers as
-        which micro-batches read them."""
+        """Outputs of the prologue, each with the dimension that is split into micro-batches or
+        None; mapped to the buffer as which micro-batches read it."""
         self.counts: list[Op] = []
-        """Operators of the prologue that the graph of the batch does not have."""
+        """Operators of the prologue that are not in the graph of the batch."""
         self._ops: dict[Op, list[Op]] = {}
         self._names = {value.name for value in pair.micro.values()} | set(pair.micro.by_name)
 
     # Values
 
     def take(self, value: Value, dim: int | None) -> Value:
-        """A buffer with the output of the prologue, or with its part for one micro-batch."""
+        """Make `value` an output of the prologue, and return the buffer as which micro-batches read
+        it.
+
+        Args:
+            value: a value of the batch's graph.
+            dim: dimension that is split into micro-batches; None to pass the full value to each.
+        """
         if (value, dim) not in self.taken:
             shape = list(value.shape)
             if dim is not None:
@@ -56,7 +62,12 @@ class MicroBatchGraph:
         return self.taken[value, dim]
 
     def share(self, value: Value, reader: Op) -> Value:
-        """A value times 1 / number of micro-batches, which all micro-batches add up to once."""
+        """Return `value` divided by the number of micro-batches, so that their sum is `value`.
+
+        Args:
+            value: a value that is equal in all micro-batches.
+            reader: the operator that reads the result, before which it is computed.
+        """
         if value not in self.shares:
             source = self._own(value, reader)
             args = (source, 1 / self.count)
@@ -67,7 +78,7 @@ class MicroBatchGraph:
     def _own(self, value: Value, reader: Op) -> Value:
         own = self.replaced.get(value, self.pair.values.get(value))
         if own is None:
-            raise UnsplittableError(reader, "reads what a micro-batch of one sample lacks")
+            raise UnsplittableError(reader, "reads a value that a micro-batch of one sample lacks")
         return own
 
     def _unique(self, name: str) -> str:
@@ -86,13 +97,15 @@ class MicroBatchGraph:
         shared: Iterable[Value] = (),
         numbers: Mapping[str, float] | None = None,
     ) -> None:
-        """Compute `op` in each micro-batch: on its own sizes, with the numbers of the batch.
+        """Compute `op` in each micro-batch, with the micro-batch's sizes and the batch's numbers.
 
         Args:
-            dims: for each input the dimension in which an output of the prologue is sharded.
+            op: an operator of the batch's graph.
+            dims: for each input, the dimension that is split into micro-batches if the prologue
+                computes the input; else None.
             outside: inputs that the prologue computes.
-            shared: inputs of which each micro-batch takes its share.
-            numbers: arguments by name.
+            shared: inputs that are divided by the number of micro-batches.
+            numbers: new values of number arguments, by name.
         """
         outside, shared = set(outside), set(shared)
 
@@ -116,7 +129,8 @@ class MicroBatchGraph:
     def _insert(
         self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, float]
     ) -> None:
-        """Compute an operator that a micro-batch of one sample lacks, such as `x / len(x)`."""
+        """Insert an operator that the graph of a micro-batch of one sample lacks, as in
+        `x / len(x)`."""
         if op.short_name not in ARITHMETIC or len(op.outputs) > 1:
             raise UnsplittableError(op, "is not called for a micro-batch of one sample")
         args, kwargs, _ = merged_arguments(op, op, lambda v, n: read(v, n) or self._own(v, op))
@@ -130,7 +144,7 @@ class MicroBatchGraph:
         self.replaced[op.output] = output
 
     def sum_over_targets(self, op: Op, count: Value) -> None:
-        """Turn a mean over targets into their sum divided by their number in the batch."""
+        """Replace a mean over targets by a sum over targets, divided by `count` of the batch."""
         own = self.pair.ops.get(op)
         if own is None:
             raise UnsplittableError(op, "is not called for a micro-batch of one sample")
@@ -162,7 +176,15 @@ class MicroBatchGraph:
         dtype: torch.dtype,
         suffix: str,
     ) -> Value:
-        """The output of a new operator among those that replace `op`."""
+        """Add a new operator after those that replace `op`, and return its output.
+
+        Args:
+            op: the operator after which the new operator is added.
+            target, args: target and arguments of the new operator.
+            source: a value with the shape of the output.
+            dtype: dtype of the output.
+            suffix: end of the new operator's name.
+        """
         near = self.pair.ops.get(op, op)
         name = self._unique(f"{near.name}_{suffix}")
         output = replace(source, name=name, dtype=dtype, kind=Kind.ACTIVATION, outer_dtype=None)
@@ -175,11 +197,13 @@ class MicroBatchGraph:
     def result(
         self, reduction: SampleReduction, outputs: Mapping[Value, SampleReduction | int]
     ) -> Graph:
-        """The graph of a micro-batch.
+        """Return the graph of a micro-batch with all changes.
 
         Args:
-            reduction: how the losses of micro-batches make that of the batch.
-            outputs: as `WholeBatch.outputs`.
+            reduction: whether the loss of the batch is the mean or the sum of the micro-batches'
+                losses.
+            outputs: for outputs of the batch's graph, their reduction over micro-batches or their
+                batch dimension.
         """
         graph = self.pair.micro
         pairs = zip(self.pair.whole.output_values, graph.output_values, strict=True)
@@ -211,7 +235,8 @@ class MicroBatchGraph:
         )
 
     def _in_order(self) -> list[Op]:
-        """Operators of the micro-batch, each followed by those that replace it."""
+        """Return the operators of the micro-batch, each followed by new operators that replace
+        it."""
         following: dict[Op | None, list[Op]] = {}
         before = None
         for op in self.pair.whole.ops:
@@ -244,7 +269,7 @@ class MicroBatchGraph:
 
 
 def _needed(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
-    """The operators from which `values` follow, in order."""
+    """Return the operators on which `values` depend, in order."""
     needed, kept = set(values), []
     for op in reversed(list(ops)):
         if needed.intersection(op.outputs):
@@ -254,7 +279,12 @@ def _needed(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
 
 
 def _with_unique_names(ops: list[Op], made: set[Op]) -> list[Op]:
-    """Rename operators, and their values, that are needed beside those that replace them."""
+    """Rename operators, and their outputs, that remain beside operators that replace them.
+
+    Args:
+        ops: operators of a micro-batch.
+        made: the new operators among `ops`, which keep their names.
+    """
     names = {op.name for op in ops if op in made}
     renamed: dict[Value, Value] = {}
     result = []
@@ -275,7 +305,7 @@ def _with_unique_names(ops: list[Op], made: set[Op]) -> list[Op]:
 def with_argument(
     op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, argument: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call of `op` with one replaced, positional ones in their place."""
+    """Return the arguments of a call of `op` with argument `name` replaced by `argument`."""
     position = list(schema_parameters(op.target)).index(name)
     if position < len(args):
         return (*args[:position], argument, *args[position + 1 :]), dict(kwargs)
@@ -283,8 +313,10 @@ def with_argument(
 
 
 def count_of_targets(op: Op) -> tuple[Value, list[Op]]:
-    """The divisor of a mean over targets (their number, or the sum of their class weights), with
-    the operators that compute it."""
+    """Return the divisor of a mean over targets, and the operators that compute it.
+
+    The divisor is the number of valid targets or, with class weights, the sum of their weights.
+    """
     arguments, ops = call_arguments(op), list[Op]()
     target, weight = arguments["target"], arguments["weight"]
     dtype = accumulation_dtype(op.output.dtype)

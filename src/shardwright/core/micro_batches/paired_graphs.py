@@ -1,7 +1,7 @@
 """Pairs the graphs of one model for two batch sizes.
 
-A Python number such as `len(x)` is a constant in each graph, so only a comparison shows which
-constants depend on the batch size.
+A Python number such as `len(x)` is a constant in each graph, so only a comparison of graphs shows
+which constants depend on the batch size.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shardwright.core.rules.notation import call_arguments, schema_parameters
 from shardwright.core.torch_internals import pytree
 
 SIZES = frozenset({"size", "sizes", "shape", "end", "repeats", "output_size", "split_sizes"})
-"""Arguments that may depend on the batch size: the shape of the result is checked instead."""
+"""Names of arguments that may depend on the batch size; shapes of results are checked instead."""
 
 
 @dataclass(frozen=True)
 class PairedGraphs:
-    """The graph of a batch and that of one of its micro-batches, operator by operator.
+    """The graph of a batch and the graph of one of its micro-batches, operator by operator.
 
     Args:
         whole: graph of the batch.
         micro: graph of a micro-batch.
-        twin: graph of the same operators as `whole` for another number of samples: `micro`, unless
+        twin: graph with the same operators as `whole` for another batch size: `micro`, unless
             micro-batches have one sample.
     """
 
@@ -45,10 +45,10 @@ class PairedGraphs:
 
     @cached_property
     def ops(self) -> Mapping[Op, Op]:
-        """For each operator of `whole` that of `micro`, if it has one.
+        """The operator of `micro` for each operator of `whole`, if it exists.
 
         Dimensions of size 1 are captured differently: they are broadcast, or dropped from views. So
-        operators of a micro-batch of one sample are found by name, target and line.
+        operators of a micro-batch of one sample are matched by name, target and source line.
         """
         if self.micro is self.twin:
             return self.twin_ops
@@ -66,7 +66,7 @@ class PairedGraphs:
 
     @cached_property
     def values(self) -> Mapping[Value, Value]:
-        """For each value of `whole` that of `micro`, if it has one."""
+        """The value of `micro` for each value of `whole`, if it exists."""
         return dict(_paired_values(self.whole, self.micro, self.ops))
 
     def changed_numbers(self, op: Op) -> bool:
@@ -95,7 +95,13 @@ def _paired_values(
 
 
 def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
-    """The first operator that only one of two graphs calls, and a verb phrase that says so."""
+    """Return the first operator that only one of two graphs calls, and a verb phrase for errors;
+    None if the graphs call the same operators.
+
+    Args:
+        graph: graph of a micro-batch.
+        larger: graph of a larger batch.
+    """
     for op, larger_op in zip(graph.ops, larger.ops, strict=False):
         if op.target != larger_op.target:
             return larger_op, "is not called for a micro-batch: operators depend on its size"
@@ -106,7 +112,8 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
 
 
 def numbers_in_arguments(op: Op) -> dict[str, object]:
-    """Numbers in the arguments other than sizes, keyed by argument name and position in it."""
+    """Return the numbers in the arguments of an operator, except sizes, by argument name and index
+    in the argument."""
     numbers: dict[str, object] = {}
     for name, argument in call_arguments(op).items():
         if name not in SIZES:
@@ -122,11 +129,13 @@ def numbers_in_arguments(op: Op) -> dict[str, object]:
 def merged_arguments(
     op: Op, micro: Op, read: Callable[[Value, int], Value | None]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Arguments of an operator of a micro-batch: its own sizes, and the numbers of the batch.
+    """Merge the arguments of an operator of a micro-batch: its own sizes, and the batch's numbers.
 
     Args:
-        read: for a value of `op` and its index in `op.inputs` the value that replaces that of
-            `micro`; None for its own.
+        op: the operator in the graph of the batch.
+        micro: the operator in the graph of a micro-batch.
+        read: returns the value to read for a value of `op` and its index in `op.inputs`; None for
+            that of `micro`.
 
     Returns:
         Positional and keyword arguments, and whether any differs from those of `micro`.

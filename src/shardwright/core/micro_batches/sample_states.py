@@ -1,4 +1,4 @@
-"""How a value of a graph depends on the samples of its batch."""
+"""States of values of a graph: how they depend on the samples of the batch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ POSITIONS: Literal["positions"] = "positions"
 UNKNOWN: Literal["unknown"] = "unknown"
 
 SampleState = int | Literal["mean", "sum", "whole", "positions", "unknown"]
-"""How a value depends on samples:
+"""How a value depends on the samples of the batch:
 
-- an int: it is sharded into micro-batches along this dimension;
-- `AVERAGE`, `SUM`: the value of the batch is the mean or sum of those of its micro-batches;
-- `WHOLE`: it is the same in all micro-batches;
-- `POSITIONS`: the positions of all samples, as `arange(len(x))`;
-- `UNKNOWN`: none of these, and the loss does not depend on it.
+- an int: the value is split into micro-batches along this dimension;
+- `AVERAGE`, `SUM`: the value of the batch is the mean or sum of the values of its micro-batches;
+- `WHOLE`: the value is the same in all micro-batches;
+- `POSITIONS`: the value has the indices of all samples, as `arange(len(x))`;
+- `UNKNOWN`: none of these; the loss must not depend on the value.
 """
 
 
 class UnsplittableError(Exception):
-    """An operator that combines samples other than by mean or sum.
+    """An operator prevents the split of a batch into micro-batches.
 
     Args:
         op: the operator.
-        why: verb phrase that follows its name in errors.
+        why: verb phrase that follows the operator's name in errors.
     """
 
     def __init__(self, op: Op, why: str) -> None:
@@ -42,8 +42,13 @@ class UnsplittableError(Exception):
 
 
 def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | None:
-    """The sample dimension of the output of `x[..., rows, i, j]`, where `rows` has state
-    `POSITIONS` and indexes the sample dimension of `x`; None for any other indexing."""
+    """Return the batch dimension of the output of `x[..., rows, i, j]`, where `rows` has state
+    `POSITIONS` and indexes the batch dimension of `x`; None for any other indexing.
+
+    Args:
+        op: an `aten.index` operator.
+        states: states of values.
+    """
     x, indices = op.args[0], op.args[1]
     sample_dim = states.get(x)
     indexed = [(dim, index) for dim, index in enumerate(indices) if index is not None]
@@ -53,13 +58,13 @@ def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | No
     rows = [index for dim, index in indexed if dim == sample_dim]
     if not adjacent or not rows or states.get(rows[0]) != POSITIONS:
         return None
-    # As many dimensions as the broadcast indices have replace the indexed ones.
+    # The dimensions of the broadcast indices replace the indexed dimensions.
     rank = max(len(index.shape) for _, index in indexed)
     # Indices broadcast together, so dimensions are counted from the end: `rows` may be (n, 1).
     from_end = next((d for d, size in enumerate(rows[0].shape) if size > 1), 0) - len(rows[0].shape)
 
     def follows(index: Value) -> bool:
-        """Whether an index is constant over samples or has them in the same dimension as `rows`."""
+        """Whether an index is equal for all samples, or has the same batch dimension as `rows`."""
         state, shape = states.get(index), index.shape
         if state == WHOLE:
             return len(shape) < -from_end or shape[from_end] == 1

@@ -1,4 +1,4 @@
-"""Makes the loss of a micro-batch a term of the loss of the whole batch."""
+"""Makes the loss of a micro-batch a term of the loss of the global batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from shardwright.core.micro_batches.sample_states import UnsplittableError
 
 
 def with_whole_batch(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) -> Graph:
-    """Returns the graph of a micro-batch with `Graph.whole_batch` set.
+    """Return the graph of a micro-batch with `Graph.whole_batch` set, rewritten if necessary.
 
     Args:
+        graph: the captured graph of a micro-batch.
         micro_batches: number of micro-batches of the batch.
-        captured: captures the same model for a batch of a given number of micro-batches.
+        captured: captures the model for a batch of the number of micro-batches that it is passed.
 
     Raises:
-        CaptureError: if the model cannot be captured for the whole batch.
+        CaptureError: if the model cannot be captured for the global batch.
     """
     if micro_batches == 1:
         return graph
@@ -37,7 +38,7 @@ def _paired(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) 
     twin, different = graph, different_operator(graph, whole)
     if different is not None and _has_one_sample(graph, whole, micro_batches):
         # Dimensions of size 1 are captured differently: they are broadcast, or dropped from views.
-        # So the batch is compared with one of another size.
+        # So the batch is compared with a batch of another size.
         twin = captured(4 if micro_batches == 2 else 2)
         different = different_operator(twin, whole)
     if different is not None:
