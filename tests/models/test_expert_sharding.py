@@ -159,7 +159,7 @@ def test_stages_take_equally_many_blocks() -> None:
 def test_sizes_that_do_not_divide_are_refused_by_name() -> None:
     with torch.device("meta"):
         net = build("llama2_7b_tiny")
-    with pytest.raises(ConfigError, match="its 320 entries are not divisible by model_parallel 7"):
+    with pytest.raises(ConfigError, match="320 entries are not divisible by model_parallel 7"):
         pin_expert(net, data_parallel=1, model_parallel=7)
 
 

@@ -85,7 +85,7 @@ def main() -> None:
             _exit_with_error(error.text, 2)
         _exit_with_error(str(error), 1)
     except OSError as error:
-        # Errors with a path, and a full disk, can be mended by the user; others need a traceback.
+        # The user can fix errors with a path, and a full disk; other errors need a traceback.
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
         _exit_with_error(
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def _exit_with_error(message: str, status: int) -> None:
-    """Print a message, with its remedy indented, and exit."""
+    """Print `message`, with its remedy indented, and exit with `status`."""
     text = message.replace("\n", "\n  ") if status == 2 else message
     typer.echo(f"error: {text}", err=True)
     raise SystemExit(status)

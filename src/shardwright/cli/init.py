@@ -20,7 +20,7 @@ PACKAGE = Path(shardwright.__file__).parent
 
 
 def available_files() -> dict[str, Path]:
-    """Return the files by name, such as `tiny/llama2_7b` or `examples/demo.py`."""
+    """Return configurations and examples by name: `tiny/llama2_7b`, `examples/demo.py`, …."""
     # A wheel has the folders inside the package, a checkout at its root.
     root = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parents[1]
     configs, examples = root / "configs", root / "examples"
@@ -33,11 +33,11 @@ def available_files() -> dict[str, Path]:
 
 
 def tiny_config_of_family(family: str, names: Mapping[str, Path]) -> str | None:
-    """Return the name of a family's tiny configuration, which any machine can train; None without.
+    """Return the name of a family's tiny configuration; None if the family has none.
 
     Args:
         family: a model family, such as `llama`.
-        names: the files by name.
+        names: available files by name.
     """
     # The shortest name is the plain configuration, without a suffix such as `_expert`.
     tiny = (each for each in names if re.fullmatch(rf"tiny/{re.escape(family)}\d*_.*", each))

@@ -88,8 +88,8 @@ def calibrate_command(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="With --from: the cluster, a name or a YAML file, from which peak rates and"
-            " bandwidths are taken; by default that of all runs."
+            help="With --from: name or YAML file of a cluster with the peak rates and bandwidths;"
+            " by default the cluster of all runs."
         ),
     ] = None,
     out: Annotated[

@@ -49,7 +49,7 @@ DevicesOption = Annotated[int, typer.Option(help="Number of devices.", show_defa
 
 
 def _check_coefficient(text: str | None) -> str | None:
-    """Raise `typer.BadParameter` unless the text is a positive number or `auto`."""
+    """Return `text`; raise `typer.BadParameter` unless it is a positive number or `auto`."""
     error = typer.BadParameter(f"{text!r} is neither a positive number nor auto")
     try:
         valid = text is None or text == "auto" or 0 < float(text) < inf
@@ -72,7 +72,7 @@ MemCoeffOption = Annotated[
 
 
 def _check_memory_limit(text: str | None) -> str | None:
-    """Raise `typer.BadParameter` unless the text is a size in bytes or `none`."""
+    """Return `text`; raise `typer.BadParameter` unless it is a size in bytes or `none`."""
     if text is not None and text != NO_LIMIT and parse_bytes(text) is None:
         raise typer.BadParameter(
             f"{text!r} is neither a number of bytes, such as 24GiB, nor {NO_LIMIT}"

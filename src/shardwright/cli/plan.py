@@ -87,8 +87,8 @@ def plan_command(
     top: Annotated[
         int | None,
         typer.Option(
-            help="Print the fastest plan of each of this many kinds (stages, storage,"
-            " recomputation, micro-batches) instead, and why plans of other kinds do not fit.",
+            help="Instead, print the fastest plan of each of TOP kinds (stages, storage,"
+            " recomputation, micro-batches), and why plans of other kinds do not fit.",
             show_default=False,
             min=1,
         ),
@@ -137,7 +137,7 @@ def plan_command(
 
 
 def _color_axes(text: str, plan: Plan) -> Text:
-    """Color the axis names of the table, each in its own color."""
+    """Color the axis names of `plan` in a printed table, each in its own color."""
     colored = Text(text)
     # Only after "over ", or as an axis of a factor (k/tp·dp): module paths may contain axis names.
     for axis, name in enumerate(plan.mesh.alias_names):
@@ -238,7 +238,7 @@ def report_command(
     top: Annotated[
         int | None,
         typer.Option(
-            help="Compare with the fastest plans of this many kinds, as `plan --top` prints them.",
+            help="Compare with the fastest plan of each of TOP kinds, as `plan --top` prints them.",
             show_default=False,
             min=1,
         ),

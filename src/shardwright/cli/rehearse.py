@@ -61,7 +61,7 @@ def rehearse_command(
     cluster: ClusterOption = None,
     memory_limit: MemoryLimitOption = None,
 ) -> None:
-    """Train three steps as one rank of many, without the others.
+    """Train three steps as single ranks of the plan, without starting the other ranks.
 
     Runs in this process and needs no devices. Exit status 1 if the communication volume of a rank
     differs from the plan's.

@@ -67,7 +67,7 @@ def train_command(
         bool, typer.Option("--resume", help="Resume from the newest checkpoint, if there is one.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How many times all ranks are restarted after a failure.")
+        int, typer.Option(min=0, help="Maximum number of restarts of all ranks after failures.")
     ] = 0,
     elastic: Annotated[
         str | None,
@@ -331,7 +331,7 @@ class _LocalRanks:
         return replace(self.options, plan=self.logs.plan, mem_coeff=None).command(resume)
 
     def replan(self, remaining: int, minimum: int) -> tuple[list[str], int]:
-        """Plan for the largest number of remaining devices among which the work can be sharded.
+        """Plan for the largest number of remaining devices over which the model can be sharded.
 
         Args:
             remaining: number of devices that are not lost.

@@ -36,7 +36,7 @@ def tune_command(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     progress: ProgressOption = None,
 ) -> None:
-    """Plan with several values of mem_coeff, and recommend one.
+    """Plan with several values of `mem_coeff`, and recommend one.
 
     Each value is four times the previous one. Also prints the value above which each operator is
     sharded. Exit status 1 if no value fits into memory.
@@ -61,7 +61,7 @@ def tune_command(
 
 
 def tuning_table(tuning: Tuning) -> Table:
-    """Return a table with a row for each tried value of mem_coeff."""
+    """Return a table with a row for each tried value of `mem_coeff`."""
     cluster = "" if tuning.cluster is None else f" of {tuning.cluster}"
     table = Table(title=f"{tuning.devices} devices{cluster}", title_justify="left")
     for name in ("mem_coeff", "plan", "stages", "bytes sent", "peak memory", "step time"):

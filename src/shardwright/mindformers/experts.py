@@ -30,7 +30,7 @@ def read_experts(
         notes: receives a note for each key without effect.
 
     Returns:
-        The model family, and the fields of `Dimensions` for its experts.
+        The model family with these experts, and the fields of `Dimensions` for them.
 
     Raises:
         ConfigError: no supported model has these options.
@@ -106,5 +106,5 @@ _EXPERT_READERS: Mapping[str, Callable[[Keys, Keys], tuple[str, dict[str, Any]]]
     "llama": _read_mixtral_or_qwen,
     "deepseek_v2": _read_deepseek_v2,
 }
-"""Function that reads the experts, by the architecture's family; returns the family with experts,
-and its fields of `Dimensions`."""
+"""Function that reads the experts, by family of the architecture; returns the family with experts,
+and the fields of `Dimensions` for these experts."""

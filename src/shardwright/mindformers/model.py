@@ -31,7 +31,7 @@ _FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
         "rms_norm_eps": "layernorm_epsilon",
     },
 }
-"""Keys of sizes that differ from LLaMA's, by family and LLaMA's key."""
+"""Name of each size key that differs from LLaMA's name, by family and by LLaMA's name."""
 
 _ONLY_VALUES: Mapping[str, bool | float] = {
     "rotary_pct": 1.0,
@@ -49,7 +49,7 @@ _ONLY_VALUES: Mapping[str, bool | float] = {
     "out_proj_has_bias": True,
     "wo_has_bias": True,
 }
-"""Keys with a single supported value, because models here compute nothing else."""
+"""The only supported value of a key, by key: models here compute nothing else."""
 
 # MindSpore's "gelu" is the tanh approximation.
 _GELU: Mapping[str, Gelu] = {"gelu": "gelu_tanh", "fast_gelu": "fast_gelu"}
@@ -215,8 +215,8 @@ _ROPE_SCALING: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""By `extend_method`: `rope_type` of `transformers`, and the keys of the section `scaling_factor`;
-if there are none, `scaling_factor` is a number."""
+"""`rope_type` of `transformers`, and the keys of the section `scaling_factor`, by `extend_method`;
+no keys if `scaling_factor` is a number."""
 
 
 def _read_rope_base(config: Keys, config_type: str, notes: list[str]) -> float:

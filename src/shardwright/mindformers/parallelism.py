@@ -41,15 +41,15 @@ class Parallelism:
         stages: number of pipeline stages; with `auto_pipeline`, the requested number.
         micro_batch_num: number of micro-batches.
         schedule: pipeline schedule.
-        auto_pipeline: True to choose the number of stages, False to only suggest it, None (key
+        auto_pipeline: True to choose the number of stages, False to only suggest one, None (key
             missing) to do neither.
         full_batch: whether every device gets the global batch, not its own shard.
         seq_parallel: Megatron's sequence parallelism: norms and residuals sharded along the
             sequence.
         vocab_emb_dp: whether the token embedding is replicated instead of sharded.
         sharding: ZeRO / FSDP sharding of parameters and optimizer state.
-        strategies: path of a strategy file to load; empty without one.
-        cluster: the cluster to plan for, a key that MindFormers does not have; empty without one.
+        strategies: path of the strategy file to load; empty if not set.
+        cluster: the cluster to plan for, a key that MindFormers does not have; empty if not set.
     """
 
     mode: str
@@ -71,7 +71,7 @@ class Parallelism:
 
     @property
     def shards_by_degrees(self) -> bool:
-        """Whether the degrees shard operators, either all or those from which others propagate."""
+        """Whether the degrees decide how operators are sharded, directly or by propagation."""
         return self.mode in ("semi_auto", "sharding_propagation") and not self.strategies
 
     @property
@@ -82,7 +82,7 @@ class Parallelism:
 
     @property
     def pipelined(self) -> bool:
-        """Whether there are several stages, or the planner may choose several."""
+        """Whether there are several pipeline stages, or the planner may choose several."""
         return self.stages > 1 or (bool(self.auto_pipeline) and self.micro_batch_num > 1)
 
     def max_stages(self, servers: int) -> int:
@@ -149,7 +149,7 @@ def _read_mode(keys: Keys, parallel: Keys) -> str:
 def _read_search(parallel: Keys) -> str:
     """Read `search_mode`, or its deprecated name `auto_parallel_search_mode`.
 
-    Returns the recursive search for dynamic programming, which is not implemented here.
+    Replaces dynamic programming, which is not implemented here, by the recursive search.
     """
     names = ("search_mode", "auto_parallel_search_mode")
     searches = [parallel.text(name, valid=_SEARCHES) for name in names]
@@ -185,7 +185,7 @@ def _read_schedule(config: Keys) -> str:
 
 
 def _read_strategy_file(keys: Keys, parallel: Keys) -> str:
-    """Read the path of the strategy file to load; empty without one."""
+    """Read the path of the strategy file to load; empty if not set."""
     file, mode = parallel.text("strategy_ckpt_load_file"), _read_mode(keys, parallel)
     if file and mode in WITHOUT_OPERATOR_PARALLEL:
         raise parallel.error(

@@ -25,9 +25,9 @@ class LanguageRun:
         file: name of the file, the prefix of each error message.
         name: name of the model, for messages and tables.
         layers: number of blocks in each pipeline stage.
-        memory_limit: memory limit in bytes per device; None for all of its memory.
+        memory_limit: memory limit in bytes per device; None for the whole device memory.
         dataset: folder or file of the training data; empty if not set.
-        strategy_file: where to save the strategies of the plan; empty to save none.
+        strategy_file: path of the file for the strategies of the plan; empty to save none.
         only_strategies: whether the run only saves its strategies, without training.
         notes: settings that differ from the file, with reasons.
         unused: keys of the file that have no effect.
@@ -126,7 +126,7 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
 
 
 def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, file: str) -> None:
-    """Raise ConfigError if the degrees do not multiply to `devices`, or stages do not divide it."""
+    """Raise ConfigError if degrees do not multiply to `devices`, or stages do not divide them."""
     section_path = f"{file}: parallel_config"
     if parallelism.shards_by_degrees and parallelism.devices != devices:
         raise ConfigError(
@@ -161,8 +161,8 @@ def _check_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> 
 def _read_layers_per_stage(keys: Keys, parallelism: Parallelism, layers: int) -> tuple[int, ...]:
     """Return the number of blocks in each stage.
 
-    With `offset`, stages get equal numbers plus their offsets; without it, the remainder of an
-    unequal division is spread over the stages.
+    With the key `offset`, each stage has layers // stages blocks plus its offset; without it, the
+    remainder of the division is spread over the stages.
     """
     config, stages = keys.section("model").section("model_config"), parallelism.stages
     offset = config.any("offset") if parallelism.shards_by_degrees else None

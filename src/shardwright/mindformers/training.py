@@ -108,7 +108,7 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
 
 
 def _read_checkpoint(keys: Keys) -> dict[str, Any]:
-    """Read the callback `CheckpointMonitor` as a section `train.checkpoint`; {} without it."""
+    """Read the callback `CheckpointMonitor` as keys of `train.checkpoint`; {} if not set."""
     callbacks, folder = keys.any("callbacks") or [], keys.text("output_dir", "output")
     if not isinstance(callbacks, list):
         raise keys.error("callbacks", f"expected a list, got {callbacks!r}")
@@ -125,7 +125,7 @@ def _read_checkpoint(keys: Keys) -> dict[str, Any]:
 
 
 def _read_optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
-    """Translate the optimizer into a section; all of MindFormers' types are variants of AdamW."""
+    """Read the section `optimizer`; all types of MindFormers are variants of AdamW."""
     section, wrapper = keys.section("optimizer"), keys.section("runner_wrapper")
     section.text("type", "AdamW", valid=_OPTIMIZERS)
     clips = wrapper.flag("use_clip_grad", False)
@@ -257,7 +257,7 @@ class Batch:
 
     def micro_batches(self) -> int:
         """Return the number of micro-batches of a step."""
-        return self.interleave * self._accumulation_steps()[1]
+        return self.interleave * self._named_accumulation_steps()[1]
 
     def global_batch(self, devices: int) -> int:
         """Return the global batch size in samples."""
@@ -266,9 +266,9 @@ class Batch:
         return self.size * replicas * self.micro_batches()
 
     def formula(self, devices: int) -> str:
-        """Format the row of the table that applies, with its values."""
+        """Return the formula of the global batch size as text, with the values of the file."""
         full_batch = self.parallelism.full_batch
-        steps_name, steps = self._accumulation_steps()
+        steps_name, steps = self._named_accumulation_steps()
         replicas_name = "data_parallel" if full_batch else "devices"
         replicas = self.parallelism.data_parallel if full_batch else devices
         return (
@@ -276,7 +276,8 @@ class Batch:
             f" {replicas} · micro_batch_interleave_num {self.interleave} · {steps_name} {steps}"
         )
 
-    def _accumulation_steps(self) -> tuple[str, int]:
+    def _named_accumulation_steps(self) -> tuple[str, int]:
+        """Return the key and value of the number of micro-batches before interleaving."""
         if self.parallelism.pipelined:
             return "micro_batch_num", self.parallelism.micro_batch_num
         return "gradient_accumulation_steps", self.gradient_accumulation_steps

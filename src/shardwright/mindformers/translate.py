@@ -121,7 +121,7 @@ def _compute_dtype_key(model: MindFormersModel) -> dict[str, str]:
 
 
 def _cheap_op_types(model: MindFormersModel) -> list[str]:
-    """Return the operator types in a block that are cheap to recompute and have large outputs."""
+    """Return the types of a block's operators with cheap recomputation and large outputs."""
     # Fused attention saves no softmax output.
     sizes, softmax = model.sizes, ["softmax"] if model.attention == "explicit" else []
     if sizes.family == "gpt" and sizes.activation != "fast_gelu":

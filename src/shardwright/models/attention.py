@@ -1,7 +1,7 @@
-"""Causal attention for our own models and those of `transformers`; rotary and ALiBi positions.
+"""Causal attention for this package and `transformers`; rotary and ALiBi positions.
 
-Masks have no batch and head dimensions: every device would have to create a mask with heads in
-full, and the mask would prevent sharding the heads.
+Attention masks have no batch and head dimensions: otherwise every device would create the mask of
+all heads, and the mask would prevent sharding the heads.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def rotary(positions: int, size: int, base: float, like: Tensor) -> tuple[Tensor
     Args:
         size: head size.
         base: base of the rotary frequencies.
-        like: a tensor with the dtype and device of the results.
+        like: tensor whose dtype and device the results have.
 
     Returns:
         Cosine and sine, both `[positions, size]`.

@@ -49,9 +49,9 @@ def pin_expert(
         context_parallel: number of shards of the sequence in all layers; attention gathers keys and
             values.
         expert_parallel: number of shards of the experts; a divisor of `data_parallel`.
-        seq_parallel: shard norms and residuals along the sequence, over the `model_parallel`
-            devices too.
-        vocab_emb_dp: replicate the embedding table instead of sharding it along the vocabulary.
+        seq_parallel: whether to shard norms and residuals along the sequence, over the
+            `model_parallel` devices too.
+        vocab_emb_dp: whether to replicate the embedding table, not shard it along the vocabulary.
 
     Raises:
         ConfigError: the model has no row-parallel layers, or a sharded size is not divisible.
@@ -137,7 +137,8 @@ def tensor_parallel_dimensions(
     """Find the dimensions that `pin_expert` shards over `model_parallel` devices.
 
     Yields:
-        Path of the layer, name of the sharded dimension, and its size, which must be divisible.
+        Path of the layer, name of the sharded dimension, and its size, which `model_parallel` must
+        divide.
     """
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
@@ -210,7 +211,7 @@ def _base_linear(module: nn.Module) -> nn.Linear:
 def _check_divisible(path: str, dimension: str, size: int, model_parallel: int) -> None:
     if size % model_parallel:
         raise ConfigError(
-            f"{path}: its {size} {dimension} are not divisible by model_parallel {model_parallel}\n"
+            f"{path}: {size} {dimension} are not divisible by model_parallel {model_parallel}\n"
             "use one of"
             f" {', '.join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 64)}"
         )

@@ -46,7 +46,7 @@ class GPTAttention(nn.Module):
         self.o_proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """Attend to `x`.
+        """Compute attention over the positions of `x`.
 
         Args:
             x: `[batch, positions, width]`, input of the key and value projections.

@@ -57,7 +57,7 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
 
 
 def _attention_implementation(model_class: Any, config: Any, attention: Attention) -> str | None:
-    """Return the name of our attention if the model supports it; None for the model's default."""
+    """Return the name of this package's attention; None for a model that does not support it."""
     # Soft-capping (Gemma 2) changes scores before the softmax, and models with attention sinks are
     # not compatible with attention backends.
     if getattr(config, "attn_logit_softcapping", None) is not None:
@@ -68,7 +68,7 @@ def _attention_implementation(model_class: Any, config: Any, attention: Attentio
 
 
 def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
-    """Load a configuration of `transformers`, without network access and without running its code.
+    """Load a configuration of `transformers`, without network access or remote code.
 
     Args:
         source: see `causal_lm`.

@@ -20,7 +20,7 @@ class LoRA:
         target_modules: linear layers that get adapters: a regular expression for full module paths,
             or module names (the last component of their paths).
         rank: rank of the adapters' two matrices.
-        alpha: outputs of adapters are scaled by `alpha / rank`.
+        alpha: numerator of `alpha / rank`, the scale of the adapters' outputs.
         dropout: dropout probability of the adapters' inputs.
         trained: name patterns of further parameters to train, for example `*lm_head*`.
 
@@ -77,7 +77,10 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
     parameters = dict(adapted.named_parameters())
     for pattern in lora.trained:
         if not fnmatch.filter(parameters, pattern):
-            raise ConfigError(f"LoRA: trained={pattern!r} matches no parameter")
+            raise ConfigError(
+                f"LoRA: trained={pattern!r} matches no parameter\n"
+                "use patterns of full parameter names, for example '*lm_head*'"
+            )
     for name, parameter in parameters.items():
         is_trained = any(fnmatch.fnmatch(name, pattern) for pattern in lora.trained)
         parameter.requires_grad_("lora_" in name or is_trained)

@@ -36,8 +36,8 @@ class Dimensions:
         rope_base: base of the rotary frequencies.
         dropout: dropout probability of PanguAlpha and GPT.
         activation: GELU of GPT: exact, tanh approximation, or sigmoid approximation.
-        num_experts, experts_per_token: number of experts of MoE models, and to which number of them
-            each token is routed.
+        num_experts: number of experts of MoE models.
+        experts_per_token: number of experts to which each token is routed.
         hf: further arguments of the `transformers` configuration, for families built on it, for
             example `{"tie_word_embeddings": True}`.
 

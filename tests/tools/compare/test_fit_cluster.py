@@ -95,7 +95,7 @@ def test_a_run_that_contradicts_the_others_is_named_and_changes_them_little(
 
 def test_runs_that_no_figures_explain_are_one_error(planned: list[PlannedRun]) -> None:
     impossible = [slower(each, TRUTH, 1000.0) for each in planned]
-    with pytest.raises(ConfigError, match=r"the fit to h100 failed: .* 99%"):
+    with pytest.raises(ConfigError, match=r"fitting the cluster h100 failed: .* 99% in the median"):
         fit_cluster(impossible, BASE)
 
 

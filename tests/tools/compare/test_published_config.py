@@ -96,7 +96,7 @@ def test_runs_whose_configuration_cannot_be_read_are_left_out_with_why(tmp_path:
     runs, left_out = read_configured(write(tmp_path, RUN, *others))
     assert [run.id for run in runs] == ["tiny"]
     assert "odd.yaml" in left_out["odd.yaml"] and "data_parallel" in left_out["odd.yaml"]
-    assert "not a configuration of MindFormers" in left_out["own.yaml"]
+    assert "not a MindFormers configuration" in left_out["own.yaml"]
     assert left_out["gone.yaml"].startswith("gone.yaml: no such file in ")
     with pytest.raises(ConfigError, match=r"gone\.yaml: no such file"):
         planned_runs(write(tmp_path, others[2]))

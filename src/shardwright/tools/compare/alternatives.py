@@ -47,9 +47,9 @@ class Alternative:
         tokens_per_second: predicted throughput of all devices together.
         memory: predicted peak bytes per device.
         bytes: bytes sent per device and step.
-        fits: whether `memory` is within the limit.
-        gap: for `auto`, its optimality gap: upper bound on cost / optimum - 1, at its number of
-            stages.
+        fits: whether `memory` is within the memory limit of the comparison.
+        gap: for `auto`, upper bound on its cost / optimal cost - 1, at equal numbers of stages;
+            None for other kinds.
     """
 
     kind: str
@@ -80,7 +80,7 @@ class Comparison:
     alternatives: tuple[Alternative, ...]
 
     def of_kind(self, kind: str) -> Alternative | None:
-        """Return the alternative of `kind`, or None if it could not be planned."""
+        """Return the first alternative of `kind`; None if none could be planned."""
         return next((each for each in self.alternatives if each.kind == kind), None)
 
     @property
@@ -113,12 +113,13 @@ def step_seconds_bound(
 
     Counts the matrix products, divided evenly over all devices, and the all-reduces of the
     row-parallel linear layers, forward and backward. With p stages and m micro-batches, a 1F1B
-    schedule takes (m + p - 1) / p times the sum of one micro-batch; on devices that share a
-    processor m / p, because waiting devices leave it to the others.
+    schedule takes (m + p - 1) / p times the sum over one micro-batch. On devices that share a
+    processor it takes m / p times that sum, because waiting devices do not use the processor.
 
     Args:
         graph: the graph of one micro-batch.
         parts: degrees of parallelism.
+        micro_batches: number of micro-batches per step.
     """
     data, model, stages = parts
     device = cluster.device.among(prod(parts))

@@ -26,8 +26,8 @@ TOLERANCE = 0.05
 """Relative error of published throughput, which scales the residuals."""
 
 PRIOR_WEIGHT, PRIOR_WEIGHT_FEW_RUNS = 0.3, 1.0
-"""Weight of the prior. A figure that is off by its `log_spread` counts as much as this number of
-residuals. The second weight is for fewer runs than figures, which determine each figure less."""
+"""Residual of a figure whose logarithm differs by `log_spread` from its initial value. The second
+weight applies to fewer runs than figures, because these runs determine each figure less."""
 
 UNEXPLAINED_ERROR = 0.15
 """Relative error of a fitted prediction above which its run is reported."""
@@ -65,7 +65,7 @@ class Figure:
         return min(max(value or self.default, self.minimum), self.maximum)
 
     def replace_in(self, cluster: Cluster, value: float) -> Cluster:
-        """Return `cluster` with another value of the figure."""
+        """Return a copy of `cluster` in which the figure is `value`."""
         change = {self.name: value}
         if self.level is None:
             return replace(cluster, device=replace(cluster.device, **change))  # type: ignore[arg-type]
@@ -126,7 +126,11 @@ def fit_cluster(
 
     Args:
         planned: published runs, each with the plan of its publication.
-        cluster: provides peak rates and bandwidths, and initial values of the fitted figures.
+        cluster: cluster with the peak rates and bandwidths, and with initial values of the fitted
+            figures.
+
+    Returns:
+        The cluster with fitted figures, each rounded to three digits.
 
     Raises:
         ConfigError: a run cannot be sharded as published, or the fit does not converge.
@@ -156,8 +160,8 @@ def fit_cluster(
     fit = fit_with([float(f"{value:.3g}") for value in np.exp(logs)])
     if fit.error > MAX_MEDIAN_ERROR:
         raise ConfigError(
-            f"the fit to {cluster.name} failed: the median error of its predictions is"
-            f" {fit.error:.0%}\ncheck the units and `hardware` of the runs"
+            f"fitting the cluster {cluster.name} failed: predicted step times are off by"
+            f" {fit.error:.0%} in the median\ncheck the units and `hardware` of the runs"
         )
     return fit
 
@@ -183,7 +187,8 @@ def _least_squares(
     )
     if result.status <= 0:
         raise ConfigError(
-            f"the fit does not converge within {MAX_EVALUATIONS} steps: {result.message}"
+            f"the fit does not converge within {MAX_EVALUATIONS} steps: {result.message}\n"
+            "check the units and `hardware` of the runs, or add runs"
         )
     logs: Vector = result.x
     return logs

@@ -90,7 +90,7 @@ def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -
 def _measure_process(
     rank: int, processes: int, result: Path, reports: SimpleQueue[tuple[str, int, int]]
 ) -> None:
-    """Run one process of the measurement.
+    """Run the measurements as one of the processes.
 
     Args:
         result: file to which rank 0 writes the cluster, averaged over the processes.
@@ -187,7 +187,7 @@ def measured_step(partitioned: Partitioned, cluster: Cluster, seconds: float) ->
 
 
 def with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
-    """Return `cluster`, which has one link level, with other values of `FIGURES`."""
+    """Return `cluster`, which has one link level, with `figures` as the values of `FIGURES`."""
     (level,) = cluster.levels
     device = replace(
         cluster.device,
@@ -200,7 +200,7 @@ def with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
 
 
 def fit_overheads(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
-    """Fit `FIGURES` to measured steps, by non-negative least squares of relative errors."""
+    """Return `cluster` with `FIGURES` fitted to `steps`: least squares of relative errors, ≥ 0."""
     from scipy.optimize import nnls
 
     link = ASSUMED_LINK

@@ -64,7 +64,8 @@ class RealComparison:
 
     Args:
         batch: samples per step.
-        runs: a run for each distinct plan: the expert's, the automatic one, then those of the grid.
+        runs: measurements of each distinct plan: the expert plan, the automatic plan, then those of
+            the grid.
     """
 
     model: str
@@ -79,7 +80,7 @@ class RealComparison:
         return spearman([run.predicted for run in self.runs], [run.median for run in self.runs])
 
     def speed_ups(self, run: MeasuredPlan) -> tuple[float, float, float]:
-        """Return the quartiles of the speedup over the expert, from steps of the same round."""
+        """Return the quartiles of `run`'s speedup over the expert, by steps of the same round."""
         expert = self.runs[0].seconds
         ratios = [theirs / ours for theirs, ours in zip(expert, run.seconds, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
@@ -113,14 +114,14 @@ def compare_measured(
 ) -> list[RealComparison]:
     """Measure training steps of the tiny variants of language models on local processes.
 
-    The alternatives of a model are its automatic plan, its expert's, and all combinations of data,
-    tensor and pipeline parallelism by which it is divisible. They take turns within one launch.
+    The alternatives of a model are its automatic plan, its expert plan, and all degrees of data,
+    tensor and pipeline parallelism that divide its sizes. They take turns within one launch.
 
     Args:
-        experts: expert configurations (`semi_auto` mode).
+        experts: paths of expert configurations (`semi_auto` mode).
         logs: folder for the logs, plans and results of the processes.
         devices: number of processes.
-        rounds: measured steps of each alternative.
+        rounds: number of measured steps of each alternative.
         cluster: cluster for planning and prediction; by default this machine, measured with the
             same number of processes.
         on_progress: called before each phase.
@@ -128,12 +129,12 @@ def compare_measured(
     Raises:
         ConfigError: a configuration is not an expert configuration of a language model, or its
             degrees of parallelism do not divide the number of processes.
-        RankFailedError: a plan failed; the message names it.
+        RankFailedError: a plan failed to run; the message names the plan.
     """
     if devices < 2:
-        raise ConfigError(f"--devices {devices}: a comparison needs at least 2 processes")
+        raise ConfigError(f"--devices {devices}: use at least 2 processes to measure a comparison")
     if rounds < 2:
-        raise ConfigError(f"--rounds {rounds}: quartiles need at least 2 rounds")
+        raise ConfigError(f"--rounds {rounds}: use at least 2 rounds to compute quartiles")
     runs = [tiny_run(expert_run(file), devices) for file in experts]
     calibrating = nested_progress(on_progress, "calibrating this machine")
     machine = measure_cluster(devices, calibrating) if cluster is None else load_cluster(cluster)
@@ -160,6 +161,7 @@ class _ModelPlans:
 
     Args:
         config: path of the expert configuration.
+        plans: each plan, with the names of the alternatives that have this plan.
     """
 
     config: str
@@ -172,7 +174,7 @@ def _distinct_plans(run: Run, config: str, cluster: Cluster, devices: int) -> _M
     distinct: list[tuple[list[str], Plan]] = []
     for name, plan in _named_plans(comparison):
         equal_names = next(
-            (names for names, other in distinct if _run_same_program(plan, other)), None
+            (names for names, other in distinct if _have_equal_programs(plan, other)), None
         )
         if equal_names is None:
             distinct.append(([name], plan))
@@ -198,8 +200,8 @@ def _named_plans(comparison: GridComparison) -> Iterator[tuple[str, Plan]]:
         yield f"{alternative_name(DATA_PARALLEL, data)} level3", sharded
 
 
-def _run_same_program(plan: Plan, other: Plan) -> bool:
-    """Whether both plans run the same program; their pins may still differ."""
+def _have_equal_programs(plan: Plan, other: Plan) -> bool:
+    """Whether both plans result in the same program, even if their pins differ."""
 
     def runtime_decisions(plan: Plan) -> tuple[object, ...]:
         stored = plan.storage, plan.sharding, plan.recompute, plan.pipeline
@@ -211,7 +213,7 @@ def _run_same_program(plan: Plan, other: Plan) -> bool:
 def _write_order(
     model_index: int, model_plans: _ModelPlans, folder: Path, rounds: int
 ) -> MeasureOrder:
-    """Write the graph and the plans of a model to files, which the processes read."""
+    """Write the graph and the plans of a model to files in `folder`, for the processes to read."""
     graph = folder / f"{model_index}.graph"
     graph.write_bytes(dumps(model_plans.graph))
     files = {}
@@ -223,7 +225,7 @@ def _write_order(
 
 
 def _measure_seconds(order: MeasureOrder, devices: int, logs: LogFolder) -> list[list[float]]:
-    """Launch the processes, and return the measured seconds of each plan's steps."""
+    """Launch the processes, and return the measured step seconds by plan and round."""
     request, result = logs.run / "order.json", logs.run / "seconds.json"
     request.write_text(json.dumps(asdict(order)), encoding="utf-8")
     launch(

@@ -46,13 +46,13 @@ def compare_predicted(
     devices: int | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> Comparison:
-    """Compare the automatic plan of a language model with its expert's and with a grid, predicted.
+    """Compare predictions for the automatic plan of a language model, its expert plan and a grid.
 
     The grid has all combinations of data, tensor and pipeline parallelism. All alternatives have
     the same batch, micro-batches and memory limit.
 
     Args:
-        expert: an expert configuration (`semi_auto` mode).
+        expert: path of an expert configuration (`semi_auto` mode).
         cluster: cluster for planning and prediction, a name or a YAML file.
         devices: number of devices; by default that of the configuration.
         on_progress: called before each alternative is planned.
@@ -100,11 +100,12 @@ def expert_run(file: str | Path) -> Run:
 
 
 class GridComparison:
-    """Plans the alternatives of one model on one captured graph.
+    """Plans alternative shardings of one model, from one captured graph.
 
     Args:
         run: the run of an expert configuration.
         cluster: cluster for planning and prediction.
+        devices: number of devices.
         limit: memory limit in bytes per device; None without a limit.
     """
 
@@ -137,7 +138,7 @@ class GridComparison:
         yield from self._best_of_grid(expert, planned_points)
 
     def expert(self) -> tuple[GridPoint, Plan]:
-        """Return the configuration's degrees of parallelism, and its plan."""
+        """Return the configuration's degrees of parallelism, and the plan with these degrees."""
         parallel = self.run.config.parallel
         assert parallel.expert is not None
         parts = parallel.expert.data_parallel, parallel.expert.model_parallel, int(parallel.stages)
@@ -154,8 +155,9 @@ class GridComparison:
         """Yield the fastest plan of the grid that fits, then faster ones that do not fit.
 
         Args:
-            expert: the expert's plan, which is yielded if no plan of the grid is faster.
-            planned_points: plans of the grid that have already been made.
+            expert: the expert's alternative; yielded as the best one if it fits and no plan of the
+                grid that fits is faster.
+            planned_points: plans of the grid that have already been made, by degrees.
         """
         micro_batches = self.run.config.parallel.num_micro_batches
         bounds = {
@@ -180,7 +182,7 @@ class GridComparison:
         yield from (each for each in too_large if each.tokens_per_second > best.tokens_per_second)
 
     def grid(self) -> Iterator[GridPoint]:
-        """Yield the degrees of data, tensor and pipeline parallelism by which the model divides."""
+        """Yield all degrees of data, tensor and pipeline parallelism that divide the sizes."""
         for stages in _divisors(self.devices):
             for model in _divisors(self.devices // stages):
                 parts = self.devices // stages // model, model, stages
@@ -188,7 +190,7 @@ class GridComparison:
                     yield parts
 
     def is_divisible_by(self, parts: GridPoint) -> bool:
-        """Whether micro-batch, sequence, layers and blocks are divisible by the degrees `parts`."""
+        """Whether `parts` divide the model's sizes, and the schedule can run the stages."""
         data, model, stages = parts
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
         pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._manual_schedule)
@@ -231,9 +233,9 @@ class GridComparison:
 
         Args:
             parts: degrees of parallelism.
-            seq_parallel: shard norms and residuals along the sequence; by default only with tensor
-                parallelism.
-            vocab_emb_dp: replicate the embedding over tensor-parallel devices.
+            seq_parallel: whether to shard norms and residuals along the sequence; by default only
+                with tensor parallelism.
+            vocab_emb_dp: whether to replicate the embedding over tensor-parallel devices.
             hsdp: ZeRO settings; by default those of the configuration.
         """
         data, model, stages = parts

@@ -220,8 +220,9 @@ def check_below_peak(run: MeasuredRun, cluster: Cluster) -> None:
 def model_flops_utilization(sizes: Dimensions, tokens: float, rate: float) -> float:
     """Return the model FLOPs utilization (MFU), as in PaLM (Chowdhery et al., 2022, appendix B).
 
-    A token takes 6 FLOPs per weight, plus 12 · layers · hidden · seq for attention. Attention is
-    counted as if it were not causal, experts only if they process the token, recomputation not.
+    A token takes 6 FLOPs per weight, plus 12 · layers · hidden · seq for attention. Counts
+    attention as if it were not causal, and only the experts that process the token; does not count
+    recomputation.
 
     Args:
         tokens: tokens per second and device.
@@ -258,13 +259,13 @@ def read_rows(file: str | Path, key: str) -> list[Any]:
     """Read a list of runs from a JSON file.
 
     Args:
-        key: one of `LIST_KEYS`. A file that is a list has only `rows`.
+        key: name of the list, one of `LIST_KEYS`. A file whose top level is a list is `rows`.
 
     Returns:
-        The entries of the list; [] if the file does not have it.
+        The entries of the list; [] if the file lacks the list.
 
     Raises:
-        ConfigError: none of the lists has an entry.
+        ConfigError: the file has no non-empty list, or a value that is not a list.
     """
     content = parse_json(read_text(file, ConfigError), str(file), ConfigError)
     lists = content if isinstance(content, dict) else {"rows": content}
@@ -317,7 +318,7 @@ class PlannedRun:
         if DTYPES[self.run.dtype] not in self.cluster.device.rates:
             raise ConfigError(
                 f"row {self.run.id}: the cluster {self.cluster.name} has no peak rate for"
-                f" {self.run.dtype}"
+                f" {self.run.dtype}\ncheck `dtype`, or add the rate to the cluster file"
             )
         check_below_peak(self.run, self.cluster)
 
@@ -397,9 +398,10 @@ class PlannedRun:
 def _selectively_recomputed(
     graph: Graph, blocks: Collection[str]
 ) -> Iterator[tuple[str, Recompute]]:
-    """Yield operators that torchtitan's selective checkpointing recomputes, with their segment.
+    """Yield the names of operators that selective checkpointing recomputes, with their segment.
 
-    These are all operators of a block except attention and every second matrix product.
+    As in torchtitan, these are all operators of a block except attention and every second matrix
+    product.
     """
     products = dict.fromkeys(blocks, 0)
     for op in graph.ops:
@@ -414,7 +416,7 @@ def _selectively_recomputed(
 
 
 def _result_bytes(op: Op, candidate: Candidate) -> float:
-    """Return the bytes of the result of `op` on one device."""
+    """Return the bytes of `op`'s output on one device in the plan `candidate`."""
     rule = rule_of(op)
     assert rule is not None
     shard_counts = rule.shard_counts(candidate.mesh, candidate.decisions.cuts.get(op.name, {}))

@@ -38,8 +38,8 @@ class ConfigurationRow(BaseModel, strict=True, frozen=True):
     """Published throughput of a configuration file; unknown keys are ignored.
 
     Args:
-        file: name of the configuration file, which lies next to the list of runs or below its
-            subfolder `mindformers`, there also with a prefix: `folder__file.yaml`.
+        file: name of the configuration file, in the folder of the list of runs or below its
+            subfolder `mindformers`, where the name may have a prefix: `folder__file.yaml`.
     """
 
     file: str
@@ -124,8 +124,8 @@ def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, st
     """Read the list `mindformers` of a JSON file.
 
     Returns:
-        The runs, and the reasons why runs are left out, by file name: a configuration that is
-        missing or not supported.
+        The runs, and by file name the reason why a run is left out: its configuration is missing or
+        not supported.
 
     Raises:
         ConfigError: a key is missing or invalid; the message names the file, the row and the key.
@@ -147,7 +147,7 @@ def planned_runs(
     """Read the runs of a JSON file; each is planned on first use.
 
     Args:
-        cluster: reads only runs on this cluster; by default all runs, each on its own cluster.
+        cluster: cluster to which runs are restricted; by default all runs, each on its own cluster.
 
     Returns:
         The runs, those of `rows` first, and the reasons why runs are left out, by file name.
@@ -182,7 +182,7 @@ def _read_configured_run(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
         raise ConfigError(f"{row.file}: no such file in {folder} or below {folder / 'mindformers'}")
     configuration = Run.from_file(path).for_devices(row.devices)
     if not isinstance(configuration.foreign, MindFormersRun):
-        raise ConfigError(f"{row.file}: not a configuration of MindFormers")
+        raise ConfigError(f"{row.file}: not a MindFormers configuration")
     figures = row.model_dump(exclude={"file"})
     return ConfiguredRun(
         path.stem, **figures, configuration=configuration, mindformers_run=configuration.foreign

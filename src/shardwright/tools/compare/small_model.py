@@ -28,6 +28,7 @@ class SmallSharding:
 
     Args:
         data, tensor, stages: degrees of data, tensor and pipeline parallelism.
+        micro_batches: number of micro-batches per step.
         sharded: whether parameters are stored sharded (FSDP).
         recomputed: whether all blocks are recomputed in the backward pass.
     """
@@ -52,8 +53,9 @@ class SmallSharding:
 def shardings(processes: int) -> tuple[SmallSharding, ...]:
     """Return the shardings to measure with `processes` processes.
 
-    These are replicas on one device each, with and without recomputation, data parallelism with
-    FSDP and with recomputation, and all combinations of data, tensor and pipeline parallelism.
+    These are a replica per device, with and without recomputation; data parallelism with FSDP, and
+    with recomputation; and all combinations of data, tensor and pipeline parallelism, the last one
+    also with more micro-batches.
     """
     combinations = [
         SmallSharding(processes // stages // tensor, tensor, stages)
@@ -106,7 +108,7 @@ class SmallModel:
         return net
 
     def prepare_training(self, sharding: SmallSharding, cluster: Cluster) -> SmallTraining:
-        """Plan and parallelize the model."""
+        """Plan the model on `cluster` with a sharding, and parallelize it."""
         torch.manual_seed(0)  # All processes need the same batch.
         net = self.build_pinned(sharding)
         batch = example_batch(self.sizes, sharding.samples)

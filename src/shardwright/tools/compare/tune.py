@@ -71,8 +71,8 @@ class Tuning:
     def best(self) -> Trial | None:
         """The recommended trial; None if no plan fits into memory.
 
-        It has the shortest step time; without a cluster, the fewest replicated main operators. Ties
-        go to the smallest value.
+        Of the trials that fit, it has the shortest step time or, without a cluster, the fewest
+        replicated main operators. Ties go to the smallest `mem_coeff`.
         """
 
         def sort_key(trial: Trial) -> tuple[float, float]:

@@ -50,7 +50,7 @@ class MeasureOrder:
 
 
 def measure(order: MeasureOrder, world: World, device: torch.device) -> list[list[float]]:
-    """Return the seconds of each plan's steps on the slowest process.
+    """Measure training steps; return the seconds on the slowest process, by plan and round.
 
     The plans take turns, each round in another order, so that other load on the machine affects all
     of them equally.
@@ -81,7 +81,7 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
 def _training_step(
     run: Run, plan: Plan, batch: Sequence[Tensor], device: torch.device
 ) -> Callable[[], object]:
-    """Return a function that runs a training step of a plan, as the command `train` does."""
+    """Return a function that runs one training step of `plan`, as the command `train` does."""
     net = parallelize(run.model(), plan, device)
     assert isinstance(net, ParallelModule)
     optimizer = run.optimizer(net.parameters())

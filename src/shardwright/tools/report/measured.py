@@ -17,7 +17,7 @@ BETWEEN_OPERATORS = "between operators"
 KINDS = (*COMPUTATION, EXPOSED, WAITING, BETWEEN_OPERATORS)
 
 MAX_RANKS = 16
-"""Number of ranks in the table of memory and step times."""
+"""Maximum number of ranks in the table of memory and step times."""
 
 
 def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
@@ -53,7 +53,7 @@ HEADER = ("predicted", "measured", "of predicted")
 
 
 def _busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
-    """Return the stage that computes longest, to which predictions refer, and its ranks."""
+    """Return the stage that computes longest, which predictions describe, and its ranks."""
     stages: dict[int, list[MeasuredRank]] = {}
     for rank in measured.ranks:
         stages.setdefault(rank.stage, []).append(rank)
@@ -130,7 +130,7 @@ _Totals = tuple[CollectiveTotal | None, CollectiveTotal | None]
 def _paired_totals(
     predicted: tuple[CollectiveTotal, ...], ranks: list[MeasuredRank]
 ) -> dict[tuple[str, str], _Totals]:
-    """Pair predicted totals with the mean over the ranks, by kind and mesh axes."""
+    """Pair the predicted totals with the mean over `ranks`, by kind of collective and mesh axes."""
     totals: dict[tuple[str, str], list[CollectiveTotal]] = {}
     for rank in ranks:
         for total in rank.collectives:

@@ -12,7 +12,7 @@ from shardwright.core.plan.rows import seconds_text
 from shardwright.tools.report.page import Bar, Chart, OtherPlan, Stack
 
 MAX_CHANGES = 12
-"""Number of differences listed for each plan."""
+"""Maximum number of differences listed for each plan."""
 
 THIS_PLAN = "this plan"
 
@@ -21,7 +21,7 @@ def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterato
     """Yield the plan of the page and each other plan, with bars on one scale.
 
     Args:
-        others: other plans by name, or the reason why a plan does not exist; if empty, nothing is
+        others: plan, or reason why it does not exist, by name of the plan; if empty, nothing is
             yielded.
     """
     if not others:
@@ -76,5 +76,5 @@ def _changes_table(plan: PlanData, other: PlanData) -> Chart:
         table.append((each.what, each.first, each.second, names))
     omitted = len(changes) - MAX_CHANGES
     note = f"And {omitted} more differences: `shardwright diff` lists them." if omitted > 0 else ""
-    note = note if changes else "It makes the same decisions."
+    note = note if changes else "Both plans make the same decisions."
     return Chart(note=note, header=("", THIS_PLAN, "this one", "of"), table=tuple(table))

@@ -98,7 +98,7 @@ class OperatorTensor:
 
     Args:
         picture: index of the layout's picture in `Page.pictures`.
-        stored: placement in which a parameter is stored; empty if it is `placement`.
+        stored: placement in which a parameter is stored; empty if equal to `placement`.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Pictures of sharded tensors: the last two dimensions as a grid, the others as sheets.
 
-Lengths are fractions of the whole tensor, so tensors of one layout share a picture.
+Lengths are fractions of the full tensor, so tensors of one layout share a picture.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _dimension_lines(layout: TensorLayout) -> Iterator[str]:
     mesh = layout.layout
     for dim, axes in enumerate(layout.axes):
         shards = prod(mesh.device_matrix[axis] for axis in axes)
-        yield f"dim {dim}: {shards} shards over {mesh.named(axes)}" if axes else f"dim {dim}: whole"
+        sharding = f"{shards} shards over {mesh.named(axes)}" if axes else "not sharded"
+        yield f"dim {dim}: {sharding}"
     if layout.partial:
         yield f"one term of a sum over {mesh.named(sorted(layout.partial))}"
     if layout.varying:

@@ -35,13 +35,13 @@ from shardwright.tools.report.page import (
 from shardwright.tools.report.tree import page_tree
 
 MAX_TIMELINE_PASSES = 6_000
-"""Forward and backward passes of chunks in a timeline. Each is an element of the page, and browsers
-slow down beyond some ten thousand."""
+"""Maximum number of forward and backward passes in the timeline. Each is an element of the page,
+and browsers slow down beyond some ten thousand elements."""
 
 MAX_REDISTRIBUTION_KINDS = 12
-"""Number of kinds of redistributions in the table."""
+"""Maximum number of rows in the table of redistributions, one for each kind."""
 
-OLD_FILE_NOTE = "This plan file lacks it: plan again with this version, and save the plan."
+OLD_FILE_NOTE = "Not in this plan file, which an older version wrote: plan and save it again."
 
 
 def write_page(
@@ -66,7 +66,7 @@ def plan_page(
     """Return the content of a plan's page; a note replaces anything that an old plan file lacks.
 
     Args:
-        others: other plans by name, or the reason why a plan does not exist.
+        others: plan, or reason why it does not exist, by name of the plan.
         measured: measurements of a run with this plan.
 
     Raises:

@@ -22,7 +22,7 @@ _OperatorInModules = tuple[list[str], Operator]
 
 
 def page_tree(plan: PlanData) -> tuple[tuple[Branch | Operator, ...], tuple[Picture, ...]]:
-    """Return the top modules and operators of a plan, and the pictures of all its layouts."""
+    """Return the top-level modules and operators of a plan, and pictures of all its layouts."""
     pictures: dict[TensorLayout, int] = {}
     operators_in_modules: list[_OperatorInModules] = []
     for fold in fold_rows(plan.operators):
