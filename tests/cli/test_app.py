@@ -412,7 +412,7 @@ def test_a_signal_ends_all_ranks_with_a_checkpoint_from_which_the_run_goes_on(
     _, err = process.communicate(timeout=60)
     said = re.fullmatch(
         r"error: stopped by SIGTERM; rank [01] received it, and all ranks saved a checkpoint after"
-        r" step (\d+)\nuse --resume to go on from there\n",
+        r" step (\d+)\nuse --resume to continue from this checkpoint\n",
         err,
     )
     assert said and process.returncode == 128 + signal.SIGTERM, err

@@ -117,8 +117,8 @@ def calibrate_command(
     names = sorted({each.run.hardware for each in planned})
     if len(names) > 1:
         raise typer.BadParameter(
-            f"{runs_file} has runs on several clusters: use --cluster with one of"
-            f" {', '.join(names)}"
+            f"{runs_file} has runs on several clusters\n"
+            f"use --cluster with one of {', '.join(names)}"
         )
     base = planned[0].cluster
     for why in left_out.values():

@@ -168,7 +168,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     # Training
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer` does.
+        """Run `Trainer.train`, with the same arguments and result.
 
         If checkpoints are saved, SIGTERM or Ctrl-C on any rank ends all ranks after the same step,
         with a checkpoint.
@@ -350,7 +350,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
 
 class _StopAfterStep(trainer_callback.TrainerCallback):
-    """Stops a training, with a checkpoint, after the step in which any rank received a signal."""
+    """Callback that ends training, with a checkpoint, after the step of a signal on any rank."""
 
     def __init__(self, stop: StopSignals) -> None:
         self._stop = stop

@@ -99,7 +99,9 @@ def _transformers_attention(
     has_bias, prefixes = options.get("position_bias") is not None, options.get("prefixes")
     if attention_mask is not None or has_bias or not is_causal:
         if prefixes is not None:
-            raise ConfigError("prefix tuning needs causal attention without a mask")
+            raise ConfigError(
+                "prefix tuning needs causal attention without a mask\nuse LoRA for this model"
+            )
         attended, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **options
         )

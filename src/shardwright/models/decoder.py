@@ -77,7 +77,8 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     valid_arguments = AutoConfig.for_model(model_type).to_dict()
     if unknown := sorted(set(sizes.hf) - set(valid_arguments)):
         raise ConfigError(
-            f"hf: the configuration of {model_type} has no argument {', '.join(unknown)}"
+            f"hf: the configuration of {model_type} has no argument {', '.join(unknown)}\n"
+            "remove it from `hf`"
         )
     expert_sizes = (sizes.num_experts, sizes.experts_per_token, sizes.intermediate_size)
     arguments = {

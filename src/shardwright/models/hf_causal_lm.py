@@ -43,7 +43,10 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
 
     config = hf_config(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"hf: `transformers` has no causal language model {config.model_type!r}")
+        raise ConfigError(
+            f"hf: `transformers` has no causal language model {config.model_type!r}\n"
+            "set `model_type` to one that `AutoModelForCausalLM` can build"
+        )
     if getattr(config, "num_hidden_layers", 0) > MAX_LAYERS:
         raise ConfigError(
             f"hf: the model has {config.num_hidden_layers} layers\nuse at most {MAX_LAYERS}"
@@ -89,7 +92,9 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"hf: {_first_line(error)}") from None
     if not Path(source).exists():
-        raise ConfigError(f"hf: no such file or folder: {source}")
+        raise ConfigError(
+            f"hf: no such file or folder: {source}\nset it to a `config.json` or to its folder"
+        )
     try:
         return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:

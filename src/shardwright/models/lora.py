@@ -47,7 +47,7 @@ class LoRA:
         except re.error as error:
             raise ConfigError(
                 f"LoRA: target_modules={self.target_modules!r} is not a valid regular expression:"
-                f" {error}"
+                f" {error}\nuse a Python regular expression, or a list of module names"
             ) from None
 
 

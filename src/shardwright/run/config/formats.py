@@ -37,7 +37,7 @@ class ForeignRun(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Settings that differ from the file, with reasons."""
+        """Notes on settings that differ from the file, with reasons."""
 
     @property
     def unused(self) -> tuple[str, ...]:

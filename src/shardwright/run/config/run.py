@@ -214,7 +214,9 @@ class Run:
         return plan
 
     def with_micro_batches(self, devices: int) -> Run:
-        """Return the run with the fastest number of micro-batches, if the planner chooses it.
+        """Return the run with the fastest number of micro-batches if the planner chooses it.
+
+        If the configuration sets the number, returns the run itself.
 
         Raises:
             ShardwrightError: see `plan`.
@@ -284,7 +286,9 @@ class Run:
         return model, self.capture_graph(model, batch)
 
     def capture_graph(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Graph:
-        """Capture the graph of `model`, or read it from the cache, with the tags of its modules.
+        """Capture the graph of `model`, or read it from the cache, with current module tags.
+
+        Tags are the strategies and recomputation that users attached to modules.
 
         Args:
             batch: one micro-batch; only shapes and dtypes matter.
@@ -454,7 +458,7 @@ class Run:
         return build_optimizer(self.config.optimizer, parameters)
 
     def rate(self, num_steps: int) -> Callable[[int], float] | None:
-        """Return a function from a step, counted from 0, to its rate; None for a constant rate.
+        """Return the learning rate as a function of the step, from 0; None for a constant rate.
 
         Args:
             num_steps: number of steps of the run, which scales the schedule.

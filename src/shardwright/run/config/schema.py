@@ -400,7 +400,7 @@ class Config(Section, frozen=True):
 
     @property
     def evaluation_data(self) -> DataSection:
-        """The data section of `train.evaluation`, which must be set."""
+        """Section `data` for the evaluation data; `train.evaluation` must be set."""
         assert self.train.evaluation is not None
         changes = self.train.evaluation.model_dump(include={"path", "arguments"})
         return DataSection(**{**self.data.model_dump(), **changes})

@@ -55,7 +55,7 @@ def train_rank(
         CheckpointError: the newest checkpoint belongs to another model.
         ConfigError: fewer steps remain than `profile` needs.
         ShardwrightError: planning failed on rank 0; raised on all ranks.
-        StoppedError: a rank has received a signal to stop, and all have saved a checkpoint.
+        StoppedError: a rank received a signal to stop, and all ranks have saved a checkpoint.
     """
     if isinstance(plan, Plan) and world.size != plan.devices:
         raise PlanError(
@@ -147,15 +147,15 @@ class RankTraining:
     ) -> StoppedError | None:
         """Restore the newest checkpoint, and run the remaining steps.
 
-        With checkpoints, a signal to stop that any rank receives ends all ranks after the same
-        step, with a checkpoint.
+        If `checkpoints` is not None, a signal to stop on any rank ends the run on all ranks after
+        the same step, with a checkpoint.
 
         Args:
             checkpoints: source and destination of checkpoints; None for neither.
             on_step, on_start: see `train_rank`.
 
         Returns:
-            The error to end with if a signal has ended the run before its last step.
+            The error to raise if a signal stopped the run before its last step; otherwise None.
         """
         run, net, optimizer = self.run, self.net, self.optimizer
         settings, policy, numbers = run.config.train, run.checkpoint_policy, run.numbers
@@ -209,7 +209,7 @@ class RankTraining:
         return StoppedError(
             number,
             f"rank {rank} received it, and all ranks saved a checkpoint after step {end.step}\n"
-            "use --resume to go on from there",
+            "use --resume to continue from this checkpoint",
         )
 
     def _add_throughput(self, record: StepRecord) -> StepRecord:

@@ -177,7 +177,9 @@ def _map_tokens(file: Path, dtype: str | None) -> NDArray[Any]:
             )
         array = np.memmap(file, np.dtype(token_dtype).newbyteorder("<"), "r", offset)
     except (ValueError, OSError) as error:  # Empty, truncated, or without permission.
-        raise DataError(f"{file}: not a token file: {error}") from None
+        raise DataError(
+            f"{file}: not a token file: {error}\nuse a `.npy` or `.bin` file of token ids"
+        ) from None
     # Little-endian uint32 tokens read as uint16 have their upper halves at odd positions. Those are
     # below 4 for vocabularies of up to 262,144 tokens.
     upper_halves = array[1:4096:2]

@@ -63,8 +63,8 @@ def launch(
     Raises:
         RankFailedError: a rank failed and no restarts are left; the others are terminated.
         StoppedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT, or a rank received
-            SIGINT or SIGTERM. Ranks that save checkpoints end with one, at a second signal and
-            otherwise at once.
+            SIGINT or SIGTERM; all ranks have ended. They save a checkpoint first if the run has
+            checkpoints, unless this process receives a second signal.
     """
     # One store for all restarts; `join_store` gives the keys of each restart a prefix of its own.
     with serve_store() as port, _collect_stop_signals() as stop_signals:

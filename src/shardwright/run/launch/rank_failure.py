@@ -42,7 +42,7 @@ class StoppedError(Exception):
 
     Args:
         signal_number: number of the signal.
-        outcome: what has become of the run.
+        outcome: state in which the run ended, as text.
     """
 
     def __init__(self, signal_number: int, outcome: str = "all ranks have been terminated") -> None:
@@ -70,7 +70,7 @@ class RankError:
 
     @property
     def stop(self) -> StoppedError | None:
-        """The error if the rank has ended because the run was to stop."""
+        """The StoppedError that ended the rank; None if it ended for another reason."""
         if self.exception_type != StoppedError.__name__:
             return None
         reason, _, outcome = self.text.partition("; ")
@@ -145,7 +145,7 @@ class RankEnd:
 
 
 def requested_stop(ends: Sequence[RankEnd]) -> StoppedError | None:
-    """Return the error of a run that has stopped because one of its ranks was to stop."""
+    """Return the StoppedError of the first of `ends` that has one; None if none has."""
     stops = (end.error.stop for end in ends if end.error is not None)
     return next((stop for stop in stops if stop is not None), None)
 

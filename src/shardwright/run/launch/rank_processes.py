@@ -154,18 +154,18 @@ def wait_for_ranks(
 
 
 def stop_ranks(ranks: Sequence[RankProcess], timeout: timedelta, stop_signals: Sized) -> None:
-    """Ask all ranks to stop, and wait until they have saved a checkpoint.
+    """Send SIGTERM to running ranks, and wait until they have ended.
 
-    Ranks that do not save checkpoints end at once.
+    Ranks of a run with checkpoints save one before they end. Does nothing if a rank is stopped.
 
     Args:
-        timeout: longest wait.
+        timeout: longest time to wait.
         stop_signals: stop signals that this process has received; a further one ends the wait.
     """
     received, deadline = len(stop_signals), time.monotonic() + timeout.total_seconds()
     running = [rank for rank in ranks if rank.poll()]
     if any(rank.stopped_by for rank in running):
-        return  # It would receive no signal, and the others would wait for it.
+        return  # A stopped rank would not receive the signal, and the others would wait for it.
     for rank in running:
         rank.send(signal.SIGTERM)
     while [rank for rank in ranks if rank.poll()]:

@@ -23,7 +23,7 @@ from shardwright.tools.compare.published import PlannedMeasurement
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 TOLERANCE = 0.05
-"""Relative error of published throughput, which scales the residuals."""
+"""Assumed relative error of published throughput, the unit of the residuals."""
 
 PRIOR_WEIGHT, PRIOR_WEIGHT_FEW_RUNS = 0.3, 1.0
 """Residual of a figure whose logarithm differs by `log_spread` from its initial value. The second

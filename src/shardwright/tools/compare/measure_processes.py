@@ -49,7 +49,7 @@ has weight 1. Needed for two processes: their steps have as many calls as messag
 do not determine which part of the overhead is per call and which per message."""
 
 FIGURES = ("overhead", "pass_overhead", "step_overhead", "call", "latency")
-"""Fitted fields of the device and of its links: seconds of a process that runs alone."""
+"""Fitted fields of `Device` and `LinkLevel`, in seconds of a process that runs alone."""
 
 
 def calibrate(processes: int = 2, on_progress: OnProgress = ignore_progress) -> Cluster:

@@ -182,7 +182,7 @@ class GridComparison:
         yield from (each for each in too_large if each.tokens_per_second > best.tokens_per_second)
 
     def grid(self) -> Iterator[GridPoint]:
-        """Yield all degrees of data, tensor and pipeline parallelism that divide the sizes."""
+        """Yield the degrees (data, tensor, pipeline) that divide the model's sizes."""
         for stages in _divisors(self.devices):
             for model in _divisors(self.devices // stages):
                 parts = self.devices // stages // model, model, stages

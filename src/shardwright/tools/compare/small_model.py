@@ -108,7 +108,7 @@ class SmallModel:
         return net
 
     def prepare_training(self, sharding: SmallSharding, cluster: Cluster) -> SmallTraining:
-        """Plan the model on `cluster` with a sharding, and parallelize it."""
+        """Build the model with `sharding`, plan it for `cluster`, and parallelize it."""
         torch.manual_seed(0)  # All processes need the same batch.
         net = self.build_pinned(sharding)
         batch = example_batch(self.sizes, sharding.samples)

@@ -183,7 +183,7 @@ def tiny_run(run: Run, devices: int) -> Run:
 def _scale_recomputed_blocks(
     recompute: RecomputeSection | None, layers: int, tiny_layers: int
 ) -> RecomputeSection | None:
-    """Map recomputed blocks to a tiny model, whose layer i is layer i · layers / tiny_layers."""
+    """Map recomputed blocks to those of a model with `tiny_layers` instead of `layers` blocks."""
     if recompute is None:
         return None
 

@@ -14,7 +14,7 @@ from shardwright.errors import PlanError, needs_extra
 from shardwright.tools.report.picture import Picture
 
 Size = TypeVar("Size", int, float)
-"""Bytes or seconds."""
+"""Type of bytes (int) or of seconds (float)."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class OtherPlan:
-    """A plan in the comparison, which may be the plan of the page.
+    """One plan of the comparison, possibly the plan of the page.
 
     Args:
         sentence: summary of the parallelism, or the reason why the plan does not exist.
@@ -237,7 +237,7 @@ class OtherPlan:
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a page.
+    """The content of a report page.
 
     Args:
         measured: charts of measurements next to predictions; empty without measurements.

@@ -13,7 +13,7 @@ from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 
 MAX_BLOCKS = 16
-"""Largest number of blocks along one side of the grid; more could not be distinguished."""
+"""Largest number of blocks along one side of the grid; more would be indistinguishable."""
 
 MAX_SHEETS = 4
 """Largest number of sheets behind the first one."""
@@ -44,7 +44,7 @@ class Picture:
 
 
 def picture(layout: TensorLayout) -> Picture:
-    """Draw a layout."""
+    """Return the picture of a tensor with `layout`."""
     mesh = layout.layout
     padded: tuple[Axes, ...] = ((), (), *layout.axes)
     sheet_axes = [axis for axes in padded[:-2] for axis in axes]

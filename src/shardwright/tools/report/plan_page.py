@@ -41,7 +41,7 @@ and browsers slow down beyond some ten thousand elements."""
 MAX_REDISTRIBUTION_KINDS = 12
 """Maximum number of rows in the table of redistributions, one for each kind."""
 
-OLD_FILE_NOTE = "Not in this plan file, which an older version wrote: plan and save it again."
+OLD_FILE_NOTE = "Not in this plan file of an older version: plan again, and save the plan."
 
 
 def write_page(
@@ -220,7 +220,7 @@ def _part_label(part: TimePart) -> str:
 
 
 def _memory_chart(plan: PlanData) -> Chart:
-    """Return the chart of each stage's peak memory by kind, with the limit."""
+    """Return the chart of each stage's peak memory by kind, with the memory limit."""
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
         return Chart(
@@ -282,7 +282,7 @@ def _largest_tensors_chart(plan: PlanData) -> Chart:
 
 
 def _stage_lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
-    """Return the timeline of each stage, and a note; no timeline without stages or if too large."""
+    """Return each stage's timeline, and a note; () without stages or with too many passes."""
     pipeline, chunks = plan.pipeline, plan.chunk_seconds
     if pipeline.stages == 1:
         return (), ""
