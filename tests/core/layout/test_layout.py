@@ -110,7 +110,7 @@ def test_a_device_matrix_that_cannot_be_says_why(given, text):
         (lambda: TensorLayout(CUBE, ((0,),), frozenset({0})), "'dp' is used more than once"),
         (lambda: CUBE("dp", ("sp", "mp")).shard_shape((4, 6)), "dimension 1 of size 6 .* 4 shards"),
         (lambda: CUBE("dp").shard_shape((4, 6)), r"has 1 dimensions, but the shape \(4, 6\) has 2"),
-        (lambda: CUBE("dp").slices(8, (4,)), "no rank 8\nits ranks are 0 to 7"),
+        (lambda: CUBE("dp").slices(8, (4,)), "no rank 8\nuse one of its ranks, from 0 to 7"),
         (
             lambda: CUBE("dp").ranks_of((2,)),
             r"no shard has the index \(2,\)\nuse indices .* the numbers of shards \(2,\)",

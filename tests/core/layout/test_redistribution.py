@@ -385,7 +385,7 @@ def test_a_permute_may_exchange_a_sharded_axis_for_a_replicated_one():
 
 def test_only_a_permute_has_a_permutation():
     [step] = redistribution_steps(state((1,), ()), state((), ()), (8, 8))
-    with pytest.raises(LayoutError, match="all_gather has no permutation"):
+    with pytest.raises(LayoutError, match="'all_gather' has no permutation"):
         step.permutation()
 
 

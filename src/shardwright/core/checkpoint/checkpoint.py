@@ -2,7 +2,7 @@
 
 A checkpoint is a subfolder `step-N` of the run's folder. Its keys are the parameter names of the
 original model, and every rank reads the shards of its own plan, so a model can be loaded under
-another plan than it was saved.
+another plan than the one under which it was saved.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class PlannedLoader:
         self._epoch, self._sample = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, the index of the next sample in it, and the parameters of the order."""
+        """Return the index of the epoch, the index of the next sample in its order, and the numbers
+        that determine the order."""
         return {"epoch": self._epoch, "sample": self._sample, **self._order_parameters}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -94,7 +95,7 @@ def dataloader(
         plan: the plan of the model.
         shuffle: whether to shuffle the samples in each epoch.
         seed: seed of the order; with the index of the epoch it determines the order on all ranks.
-        drop_last: whether to drop the last samples of an epoch if they are less than a batch.
+        drop_last: whether to drop the last samples of an epoch if they are fewer than a batch.
         options: options of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
 
     Raises:
@@ -132,7 +133,7 @@ def _num_samples(dataset: Any) -> int:
     if isinstance(dataset, DataLoader | Mapping):
         raise DataError(
             f"`{dataset_type.__name__}` has no numbered samples\npass a map-style dataset, such as"
-            " the one that it contains"
+            " the `dataset` of a DataLoader"
         )
     problem = "" if hasattr(dataset_type, "__getitem__") else "no numbered samples"
     try:

@@ -64,19 +64,19 @@ def match_saved_names(
         if name not in saved_name_of:
             raise CheckpointError(
                 f"{where} belongs to another model: the model has {name!r}, the checkpoint does"
-                " not\nload it into the model from which it was saved"
+                " not\nload the checkpoint into the model that saved it"
             )
         if saved[saved_name_of[name]] != value.shape:
             raise CheckpointError(
                 f"{where} belongs to another model: {name!r} has shape"
                 f" {tuple(saved[saved_name_of[name]])} in the checkpoint, {tuple(value.shape)} in"
-                " the model\nload it into the model from which it was saved"
+                " the model\nload the checkpoint into the model that saved it"
             )
     for name in saved_name_of:
         if name not in required:
             raise CheckpointError(
                 f"{where} belongs to another model: the checkpoint has {name!r}, the model does"
-                " not\nload it into the model from which it was saved"
+                " not\nload the checkpoint into the model that saved it"
             )
     return {name: saved_name_of[name] for name in required}
 
@@ -92,7 +92,7 @@ def _saved_name_by_model_name(first: dict[str, str], saved: Iterable[str]) -> di
     """Map names in the model to saved names; a saved name without a match maps to itself.
 
     Args:
-        first: the first name of each tensor of the model, by any of its names.
+        first: the first name of each tensor of the model, by any name of the tensor.
         saved: the saved names.
     """
     by_plain_name = {_name_without_peft(name): name for name in reversed(first)}

@@ -60,7 +60,7 @@ class BatchSampler(Sampler[list[int]]):
         batch_size: samples per global batch, over all ranks.
         shuffle: whether to shuffle the samples in each epoch.
         seed: seed of the order of the samples.
-        drop_last: whether to drop the last samples of an epoch if they are less than a batch;
+        drop_last: whether to drop the last samples of an epoch if they are fewer than a batch;
             otherwise the last batch is smaller.
 
     Raises:
@@ -96,7 +96,7 @@ class BatchSampler(Sampler[list[int]]):
                 f"{samples} samples are less than one batch of {batch_size}\n"
                 f"use a batch_size of at most {samples}"
             )
-        self._check_divisible(batch_size, "a batch")
+        self._check_batch_divisible(batch_size, "a batch")
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, sample: int = 0) -> None:
@@ -111,7 +111,7 @@ class BatchSampler(Sampler[list[int]]):
         """
         self.epoch, self.sample = epoch, sample
         if not self.drop_last:
-            self._check_divisible((self.samples - sample) % self.batch_size, "the last batch")
+            self._check_batch_divisible((self.samples - sample) % self.batch_size, "the last batch")
 
     def __len__(self) -> int:
         """Number of remaining batches of the epoch."""
@@ -128,8 +128,9 @@ class BatchSampler(Sampler[list[int]]):
             batch = order[index * self.batch_size : (index + 1) * self.batch_size]
             yield batch[self._layout.slices(self._rank_in_mesh, (len(batch),))].tolist()
 
-    def _check_divisible(self, samples: int, batch: str) -> None:
-        """Raise DataError unless a batch of this size can be sharded evenly."""
+    def _check_batch_divisible(self, samples: int, batch: str) -> None:
+        """Raise DataError unless a batch of `samples` samples can be sharded evenly; the error calls
+        it `batch`."""
         (num_shards,) = self._layout.shard_counts
         if samples % num_shards:
             raise DataError(

@@ -107,7 +107,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
             f"{path}: no such file or folder with .safetensors files\npass a file, or a folder as"
             " `save_pretrained` of transformers writes it"
         )
-    for file in (*_files_of_index(path), *_files_of_series(files)):
+    for file in (*_files_listed_in_index(path), *_files_in_series(files)):
         if not file.is_file():
             raise CheckpointError(
                 f"{file} is missing, but other files of the folder refer to it\n"
@@ -124,7 +124,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
                 detached_local(tensor).copy_(local_part_of(saved[names[name]], tensor))
 
 
-def _files_of_index(folder: Path) -> list[Path]:
+def _files_listed_in_index(folder: Path) -> list[Path]:
     """Return the files that the folder's `model.safetensors.index.json` lists; [] without it."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
@@ -136,7 +136,7 @@ def _files_of_index(folder: Path) -> list[Path]:
     return [folder / str(name) for name in sorted(names, key=str)]
 
 
-def _files_of_series(files: Sequence[Path]) -> Iterator[Path]:
+def _files_in_series(files: Sequence[Path]) -> Iterator[Path]:
     """Yield all files of the series to which `files` belong: `-00001-of-00006` is one of six."""
     for file in files:
         if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)", file.stem):

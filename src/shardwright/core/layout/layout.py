@@ -144,7 +144,9 @@ class Layout:
         """
         if rank not in self._positions:
             first, last = min(self.ranks), max(self.ranks)
-            raise LayoutError(f"this layout has no rank {rank}\nits ranks are {first} to {last}")
+            raise LayoutError(
+                f"this layout has no rank {rank}\nuse one of its ranks, from {first} to {last}"
+            )
         position, coordinates = self._positions[rank], []
         for size in reversed(self.device_matrix):
             position, coordinate = divmod(position, size)
@@ -411,7 +413,7 @@ def _fine_axes_of(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     if set(coarse.ranks) != set(fine.ranks):
         raise LayoutError(
             f"the device matrices {fine.device_matrix} and {coarse.device_matrix} do not have the"
-            " same ranks"
+            " same ranks\nuse device matrices with the same ranks"
         )
     strides: list[list[tuple[int, int]]] = [[] for _ in coarse.device_matrix]
     step = fine.num_devices

@@ -103,7 +103,10 @@ class RedistributionStep:
             LayoutError: if the step is not a permute.
         """
         if self.kind != "permute":
-            raise LayoutError(f"a step of kind {self.kind} has no permutation")
+            raise LayoutError(
+                f"a step of kind {self.kind!r} has no permutation\n"
+                "call `permutation` only on steps of kind 'permute'"
+            )
         receivers = self._positions_of_block(self.target)
         destinations = [0] * self.group_size
         for block, senders in self._positions_of_block(self.source).items():
@@ -219,7 +222,7 @@ def redistribution_steps(
     _check_layouts(source, target, shape)
     if source == target:
         return ()
-    translation = _Translation.of(source, target)
+    translation = _ProblemTranslation.of(source, target)
     problem = translation.problem(source, target, shape, differentiable)
     steps, current = [], source
     for move in route_search.route(problem):
@@ -308,7 +311,7 @@ def _check_layouts(source: TensorLayout, target: TensorLayout, shape: Shape) -> 
 
 
 @dataclass(frozen=True)
-class _Translation:
+class _ProblemTranslation:
     """The translation between a redistribution and the smaller problem that `route_search` solves.
 
     Args:
@@ -324,7 +327,7 @@ class _Translation:
     dims: tuple[int, ...]
 
     @classmethod
-    def of(cls, source: TensorLayout, target: TensorLayout) -> _Translation:
+    def of(cls, source: TensorLayout, target: TensorLayout) -> _ProblemTranslation:
         pairs = list(zip(source.axes, target.axes, strict=True))
         prefixes = tuple(before[: common_length(before, after)] for before, after in pairs)
         dims = tuple(dim for dim, (before, after) in enumerate(pairs) if before != after)
@@ -375,7 +378,10 @@ class _Translation:
 
 
 def _step_of_move(
-    move: route_search.Move, translation: _Translation, source: TensorLayout, target: TensorLayout
+    move: route_search.Move,
+    translation: _ProblemTranslation,
+    source: TensorLayout,
+    target: TensorLayout,
 ) -> RedistributionStep:
     """Translate a move to the step from `source` to `target`."""
     axes = translation.mesh_axes(move.axes)

@@ -261,7 +261,7 @@ def _candidate_moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
     same holds for a reduce-scatter, which is nearly always best.
     """
     local_size = problem.local_size(state.lists)
-    settled = _num_settled(state.lists, problem.target)
+    settled = _num_settled_axes(state.lists, problem.target)
     sharded = frozenset(axis for axes in state.lists for axis in axes)
     free = frozenset(range(len(problem.sizes))) - sharded - state.partial - state.varying
     sharding_moves = list(_sharding_moves(problem, state, free))
@@ -289,7 +289,7 @@ def _settles_dimension(problem: Problem, move: Move) -> bool:
     return axes == problem.target[move.dim][: len(axes)]
 
 
-def _num_settled(lists: Lists, target: Lists) -> tuple[int, ...]:
+def _num_settled_axes(lists: Lists, target: Lists) -> tuple[int, ...]:
     """Return the number of settled axes of each dimension."""
     return tuple(map(common_length, lists, target))
 
@@ -363,15 +363,17 @@ def _permuted_lists(
     fixed = tuple(dim[:length] for dim, length in zip(lists, settled, strict=True))
     unsettled = tuple(dim[length:] for dim, length in zip(lists, settled, strict=True))
     movable = axes.difference(*fixed)
-    for replacements in _equal_count_lists(problem.sizes, unsettled, movable):
+    for replacements in _assignments_of_equal_counts(problem.sizes, unsettled, movable):
         permuted = tuple(map(add, fixed, replacements))
-        settles_more = any(map(gt, _num_settled(permuted, problem.target), settled))
+        settles_more = any(map(gt, _num_settled_axes(permuted, problem.target), settled))
         if settles_more or len(problem.sizes) <= ALL_MOVES_AXES:
             yield permuted
 
 
 @lru_cache(maxsize=1 << 14)
-def _equal_count_lists(sizes: Axes, lists: Lists, axes: frozenset[int]) -> tuple[Lists, ...]:
+def _assignments_of_equal_counts(
+    sizes: Axes, lists: Lists, axes: frozenset[int]
+) -> tuple[Lists, ...]:
     """Return all assignments of axes to dimensions, other than `lists`, that have its numbers of
     shards.
 
@@ -406,7 +408,7 @@ def _plain_route(problem: Problem, state: State) -> Path:
     """Return the route of all-reduce, all-gather of axes that are not settled, and slice, which is
     always possible but rarely cheap."""
     moves, lists = [], state.lists
-    settled = _num_settled(lists, problem.target)
+    settled = _num_settled_axes(lists, problem.target)
     if state.partial:
         moves.append(Move(ALL_REDUCE, -1, -1, tuple(sorted(state.partial)), lists))
     for dim, keep in enumerate(settled):

@@ -15,8 +15,8 @@ from torch.autograd import function as functions
 from torch.autograd.function import _SingleLevelFunction
 
 Apply = Callable[[type[Function], tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
-"""Applies a custom autograd function; called with the function, its positional and its keyword
-arguments, and a function that calls PyTorch's own implementation."""
+"""Function that applies a custom autograd function, given the function, its positional and keyword
+arguments, and a callable that runs PyTorch's own implementation."""
 
 
 @contextmanager

@@ -106,7 +106,7 @@ class DynamoCapture:
 
     Args:
         output: Dynamo's graph, bytecode and the state from which guards are built.
-        function: the traced function; methods without `self`.
+        function: the traced function; for a method the underlying function.
         changes: the objects that existed before the call and are changed by it.
         cached_functions: functions under `functools.lru_cache`, whose cache Dynamo ignores.
     """
@@ -165,7 +165,7 @@ class DynamoCapture:
 
     @cached_property
     def signature(self) -> inspect.Signature:
-        """The parameters of the traced function; those of wrapped functions are not its own."""
+        """Signature of the traced function itself, not of a function that it wraps."""
         return inspect.signature(self.function, follow_wrapped=False)
 
     def scope(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -308,7 +308,8 @@ class _InputsReachedError(Exception):
 
 
 def _is_kept_guard(entry: Any, unguarded: frozenset[int]) -> bool:
-    """Whether to keep a guard: not on an unguarded tensor, nor of a type that callers check."""
+    """Whether to build a guard: not for a tensor in `unguarded`, nor a type in
+    `_CHECKED_BY_CALLER`."""
     if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
         return False
     return not {entry.guard_type, *entry.derived_guard_types} & _CHECKED_BY_CALLER

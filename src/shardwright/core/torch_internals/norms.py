@@ -1,4 +1,4 @@
-"""Extend the functions of `torch.nn.utils` that compute or apply one norm of several tensors."""
+"""Extend the functions of `torch.nn.utils` that compute or clip the total norm of tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 IMPLEMENTATION_VARIABLE = "func"
-"""Free variable of a public function that contains its implementation."""
+"""Name of the free variable of a public norm function that contains its implementation."""
 
 NON_FINITE = (
     "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be "
     "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
     "`error_if_nonfinite=False`"
 )
-"""PyTorch's message."""
+"""PyTorch's error for a non-finite total norm; `{}` stands for the order of the norm."""
 
 
 class Norms(Protocol):
@@ -34,25 +34,26 @@ class Norms(Protocol):
         source: nn.Module | None,
         norm_type: float,
     ) -> Tensor | None:
-        """Return the norm of the tensors; None to leave it to PyTorch.
+        """Return the total norm of `measured`; None to leave its computation to PyTorch.
 
         Args:
             function: name of the function of `torch.nn.utils`.
-            listed: the tensors that the function was called with.
-            measured: the tensors of which the norm is asked: `listed`, or their gradients.
-            source: the module whose `parameters()` are listed; None if unknown.
+            listed: the tensors passed to the function.
+            measured: the tensors of the norm: `listed`, or their gradients.
+            source: the module whose `parameters()` are `listed`; None if unknown.
             norm_type: the order of the norm.
         """
 
     def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the tensors in groups that one operator can scale."""
+        """Split tensors into groups, each of which one operator can scale."""
 
 
 def extend_norms(norms: Norms) -> None:
-    """Let `norms` answer `clip_grad_norm_` and `get_total_norm` of a list of tensors.
+    """Make `clip_grad_norm_` and `get_total_norm` compute the norm of several tensors by `norms`.
 
-    `clip_grads_with_norm_` then scales any tensors. Calls with a single tensor, and calls in
-    compiled functions, are PyTorch's alone. Permanent for the process; a second call is ignored.
+    Also makes `clip_grads_with_norm_` scale tensors group by group. Calls with a single tensor, and
+    calls in compiled functions, are not changed. Permanent for the process; a second call is
+    ignored.
     """
     # Whether the running call is extended: `clip_grad_norm_` calls the other two.
     running = ContextVar("running", default=False)
@@ -64,14 +65,17 @@ def extend_norms(norms: Norms) -> None:
     for function, extension in extensions:
         cell = _implementation_cell(function)
         if not hasattr(cell.cell_contents, "extends_norms"):
-            cell.cell_contents = _extended(cell.cell_contents, extension, norms, running)
+            cell.cell_contents = _extend_implementation(
+                cell.cell_contents, extension, norms, running
+            )
 
 
 CallArguments = dict[str, Any]
-"""CallArguments of a call by name, with defaults; tensors are in a list."""
+"""Arguments of a call by name, with defaults; the tensors are a list."""
 
 Extension = Callable[[Norms, CallArguments, "nn.Module | None", Callable[..., Any]], Any]
-"""Computes a call; its last argument is the implementation of PyTorch, by keywords."""
+"""Function that computes a call, given the norms, the call's arguments, the module whose
+`parameters()` are passed (None if unknown), and PyTorch's implementation, which takes keywords."""
 
 
 def _clip_grad_norm(
@@ -113,7 +117,7 @@ def _check_finite(norm: Tensor, arguments: CallArguments) -> None:
 
 
 def _implementation_cell(function: Callable[..., Any]) -> CellType:
-    """The closure cell with the implementation of a public function.
+    """Return the closure cell with the implementation of a public norm function.
 
     Replacing its content also affects code that has already imported the function, unlike replacing
     the attribute of the module.
@@ -123,13 +127,13 @@ def _implementation_cell(function: Callable[..., Any]) -> CellType:
     return closure[function.__code__.co_freevars.index(IMPLEMENTATION_VARIABLE)]
 
 
-def _extended(
+def _extend_implementation(
     implementation: Callable[..., Any],
     extension: Extension,
     norms: Norms,
     running: ContextVar[bool],
 ) -> Callable[..., Any]:
-    """Return the implementation of a function with its extension."""
+    """Wrap the implementation of a norm function, so that `extension` computes its calls."""
     signature_ = signature(implementation)
     first = next(iter(signature_.parameters))
 

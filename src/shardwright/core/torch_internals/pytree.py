@@ -45,7 +45,7 @@ def treespec_loads(text: str) -> TreeSpec:
         _check_imported_names(structure)
         return _pytree.treespec_loads(text)
     except Exception as error:  # malformed text may cause any error
-        raise ValueError(f"not the structure of a call: {error}") from error
+        raise ValueError(f"the text is not the structure of a call: {error}") from error
 
 
 def _check_imported_names(structure: dict[str, Any]) -> None:
