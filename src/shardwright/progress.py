@@ -32,11 +32,11 @@ class OnProgress(Protocol):
 
 
 def ignore_progress(phase: str, done: int = 0, total: int = 0) -> None:
-    """Do nothing; an `OnProgress`."""
+    """Ignore the report of a phase; an `OnProgress` callback that does nothing."""
 
 
 def ignore_share(share: float) -> None:
-    """Do nothing; an `OnShare`."""
+    """Ignore the completed share of a phase; an `OnShare` callback that does nothing."""
 
 
 def share_reporter(

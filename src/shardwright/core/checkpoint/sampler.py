@@ -129,8 +129,11 @@ class BatchSampler(Sampler[list[int]]):
             yield batch[self._layout.slices(self._rank_in_mesh, (len(batch),))].tolist()
 
     def _check_batch_divisible(self, samples: int, batch: str) -> None:
-        """Raise DataError unless a batch of `samples` samples can be sharded evenly; the error calls
-        it `batch`."""
+        """Raise DataError unless a batch of `samples` samples can be sharded evenly.
+
+        Args:
+            batch: name of the batch in the error.
+        """
         (num_shards,) = self._layout.shard_counts
         if samples % num_shards:
             raise DataError(

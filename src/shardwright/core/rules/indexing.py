@@ -105,7 +105,7 @@ def one_hot(op: Op) -> ShardingRule | None:
 def meshgrid(op: Op) -> ShardingRule:
     """`b, s -> b s, b s`: each input is one dimension of all outputs.
 
-    `indexing="xy"` swaps the first two.
+    `indexing="xy"` swaps the first two dimensions of the outputs.
     """
     dims = names(op.output)
     axes = list(range(len(dims)))
