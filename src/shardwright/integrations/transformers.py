@@ -160,7 +160,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         )
 
     def _global_batch_size(self, batch_size: int) -> int:
-        """Convert a batch size per process to the global one; with `split_batches` it is global."""
+        """Return the global size of a batch size per process; unchanged with `split_batches`."""
         if self.args.accelerator_config.split_batches:
             return batch_size
         return batch_size * int(self.args.world_size)
@@ -350,7 +350,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
 
 class _StopAfterStep(trainer_callback.TrainerCallback):
-    """Callback that ends training, with a checkpoint, after the step of a signal on any rank."""
+    """Callback that saves a checkpoint and ends training after a signal to stop on any rank."""
 
     def __init__(self, stop: StopSignals) -> None:
         self._stop = stop

@@ -270,7 +270,7 @@ def packed_text(
             UTF-8 text is a token.
 
     Returns:
-        Token ids [samples, seq_length], and a copy as labels, which language models shift.
+        Token ids [samples, seq_length], and a copy as labels, not shifted.
 
     Raises:
         DataError: a file does not exist or is not UTF-8 text, or the text has fewer than

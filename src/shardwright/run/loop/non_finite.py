@@ -144,7 +144,7 @@ def _training_state(
 
 
 def _tensors_changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
-    """Return by name the buffers, and the parameters that `forward` updates in place."""
+    """Return the buffers and parameters that `forward` may update in place, by name."""
     if not isinstance(net, ParallelModule):
         return dict(net.named_buffers())
     state = dict(net.named_parameters()) | dict(net.named_buffers())

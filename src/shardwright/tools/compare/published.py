@@ -314,7 +314,7 @@ class PlannedRun:
     cluster: Cluster
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if the measured throughput is above the peak of the cluster."""
+        """Raise ConfigError if the cluster has no rate for the dtype, or the run exceeds it."""
         if DTYPES[self.run.dtype] not in self.cluster.device.rates:
             raise ConfigError(
                 f"row {self.run.id}: the cluster {self.cluster.name} has no peak rate for"

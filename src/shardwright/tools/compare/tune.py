@@ -19,7 +19,7 @@ from shardwright.run.config import Run
 TUNED_MODE = "recursive_programming"
 
 UNLIMITED = {"memory_limit": NO_LIMIT, "recompute": None, "suggest_stages": False}
-"""Options that turn off decisions other than those that depend on `mem_coeff`."""
+"""Planner options that turn off all decisions that do not depend on `mem_coeff`."""
 
 
 @dataclass(frozen=True)

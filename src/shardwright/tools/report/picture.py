@@ -13,10 +13,10 @@ from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 
 MAX_BLOCKS = 16
-"""Largest number of blocks along one side of the grid; more would be indistinguishable."""
+"""Maximum number of blocks along one side of the grid; more would be indistinguishable."""
 
 MAX_SHEETS = 4
-"""Largest number of sheets behind the first one."""
+"""Maximum number of sheets drawn behind the first one."""
 
 Border = tuple[float, int]
 """Position of a border between two blocks, 0 to 1, and the index of the mesh axis."""
