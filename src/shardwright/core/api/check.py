@@ -187,7 +187,7 @@ def check(
     plan.check_fits(captured)
     if means:
         check_whole_batch(captured, plan.pipeline.micro_batches)
-    values, call = _values(net), (args, kwargs)
+    values, call = _named_values(net), (args, kwargs)
     # In float32, rounding in reductions over ranks would hide a missing term.
     leaves = pytree.tree_map_only(Tensor, in_float64, pytree.tree_leaves((args, kwargs or {})))
     # The caller's random numbers and cached tensors (tables of positions, masks) must not change.
@@ -204,7 +204,7 @@ def check(
             plan.check_fits(_capture_micro_batch(net, *call, plan, plan.computed_in))
         partitioned = plan.partition(_without_effects(graph_in_float64(captured, double_graph)))
         state = {name: in_float64(tensor) for name, tensor in values.items()}
-        return _compare(partitioned, module, state, leaves)
+        return _compare_training(partitioned, module, state, leaves)
 
 
 def _without_effects(graph: Graph) -> Graph:
@@ -236,7 +236,7 @@ def _errors_in_float64(micro_batches: int) -> Iterator[None]:
         ) from error
 
 
-def _compare(
+def _compare_training(
     partitioned: Partitioned, module: nn.Module, state: dict[str, Tensor], leaves: list[Any]
 ) -> Check:
     graph, pipeline = partitioned.graph, partitioned.pipeline
@@ -267,11 +267,13 @@ def _compare(
 
     opaque = tuple(op.name for op in graph.ops if is_opaque(op.target))
     differences = Differences.between(
-        train_program(run_planned, graph, state), eager_steps, zeros=_read_by(graph, opaque)
+        train_program(run_planned, graph, state),
+        eager_steps,
+        zeros=_parameters_read_by(graph, opaque),
     )
-    counted, bytes_planned = _bytes(partitioned, outcomes[0])
+    counted, bytes_planned = _counted_and_planned_bytes(partitioned, outcomes[0])
     result = Check(
-        loss=_loss(graph, eager_steps),
+        loss=_first_loss(graph, eager_steps),
         loss_difference=differences.output,
         gradient_difference=differences.gradient,
         worst_parameter=differences.worst_parameter,
@@ -287,7 +289,7 @@ def _compare(
         return result
     # Finding the cause takes several more training runs, so only differences are investigated.
     custom_operators = {str(op.target) for op in graph.ops if not _is_builtin(op)}
-    if custom_operators and _differ(eager, 0, 1) and not _differ(eager, 0, 0):
+    if custom_operators and _seeds_differ(eager, 0, 1) and not _seeds_differ(eager, 0, 0):
         raise PlanError(
             f"custom operator {' or '.join(f'`{each}`' for each in sorted(custom_operators))} "
             "draws random numbers, but is not tagged as random, so ranks would draw different "
@@ -311,7 +313,7 @@ def _compare(
     return result if result.passes() else replace(result, cause=cause)
 
 
-def _values(net: nn.Module) -> dict[str, Tensor]:
+def _named_values(net: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name; deferred tensors are initialized.
 
     Raises:
@@ -351,7 +353,7 @@ def _capture_micro_batch(
     return with_whole_batch(graph, count, lambda n: captured(of_micro_batches(piece, n, dims)))
 
 
-def _read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
+def _parameters_read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
     """Return the names of the parameters on which inputs of `operators` (names) depend."""
     read = {value for name in operators for value in graph.by_name[name].inputs}
     for op in reversed(graph.ops):
@@ -370,16 +372,16 @@ def _random_operators(eager: EagerTraining) -> tuple[str, ...]:
     names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _is_seeded(op))
     if not names:
         return ()
-    return names if _differ(eager, 0, 1) else ()
+    return names if _seeds_differ(eager, 0, 1) else ()
 
 
-def _differ(eager: EagerTraining, *seeds: int) -> bool:
+def _seeds_differ(eager: EagerTraining, *seeds: int) -> bool:
     """Whether two training runs with these seeds differ."""
-    first, second = (_trained(eager, seed) for seed in seeds)
+    first, second = (_train_with_seed(eager, seed) for seed in seeds)
     return Differences.between(first, second).largest > TOLERANCE
 
 
-def _trained(eager: EagerTraining, seed: int) -> TrainedSteps:
+def _train_with_seed(eager: EagerTraining, seed: int) -> TrainedSteps:
     torch.manual_seed(seed)
     steps, _ = replace(eager, module=copy.deepcopy(eager.module)).run()
     return steps
@@ -393,7 +395,9 @@ def _is_seeded(op: Op) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
-def _bytes(partitioned: Partitioned, outcome: Outcome) -> tuple[tuple[int, int], tuple[int, int]]:
+def _counted_and_planned_bytes(
+    partitioned: Partitioned, outcome: Outcome
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the bytes that one device sent and those that the plan predicts: each (forward,
     backward).
 
@@ -404,7 +408,7 @@ def _bytes(partitioned: Partitioned, outcome: Outcome) -> tuple[tuple[int, int],
     return max(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair[1])))
 
 
-def _loss(graph: Graph, steps: TrainedSteps) -> float | None:
+def _first_loss(graph: Graph, steps: TrainedSteps) -> float | None:
     if graph.loss is None:
         return None
     # The first step's loss: the second step trains changed parameters.

@@ -45,28 +45,28 @@ def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:
         yield f"number {seen[id(value)][0]}"
     else:
         seen[id(value)] = len(seen), value
-        yield _name(value)
+        yield _type_name(value)
         if isinstance(value, nn.Module):
-            yield from _module(value, seen)
-        for component in _parts(value):
+            yield from _module_lines(value, seen)
+        for component in _component_objects(value):
             yield from description_lines(component, seen)
 
 
-def _name(value: Any) -> str:
+def _type_name(value: Any) -> str:
     described_type = value if isinstance(value, (type, FunctionType)) else type(value)
     return f"{described_type.__module__}.{described_type.__qualname__}"
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _component_objects(value: Any) -> Iterator[Any]:
     """Yield the objects of which `value` consists; none if `value` is opaque."""
     if isinstance(value, (Tensor, np.ndarray)):
-        yield from _of_tensor(torch.as_tensor(value))
+        yield from _tensor_parts(torch.as_tensor(value))
     elif isinstance(value, Graph):
         yield from (value.fingerprint, value.compute_dtype, value.attributes)
         yield from (*value.constants.values(), value.module_tags, value.call_tags)
     elif isinstance(value, FunctionType):
         yield from (hash_of_code(value.__code__), value.__defaults__, value.__kwdefaults__)
-        yield from map(_of_cell, value.__closure__ or ())
+        yield from map(_cell_contents, value.__closure__ or ())
     elif isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, partial):
@@ -86,21 +86,21 @@ def _parts(value: Any) -> Iterator[Any]:
             yield value.__reduce_ex__(2)
 
 
-def _of_tensor(tensor: Tensor) -> Iterator[Any]:
+def _tensor_parts(tensor: Tensor) -> Iterator[Any]:
     yield from (tensor.dtype, tensor.shape, tensor.requires_grad, tensor.is_meta)
     # Parameters may differ between ranks until `parallelize` sends those of rank 0.
     if not (isinstance(tensor, (Deferred, FakeTensor, nn.Parameter)) or tensor.is_meta):
         yield int(content_hash(tensor))
 
 
-def _of_cell(cell: Any) -> Any:
+def _cell_contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # The variable is not assigned yet.
         return None
 
 
-def _module(module: nn.Module, seen: Seen) -> Iterator[str]:
+def _module_lines(module: nn.Module, seen: Seen) -> Iterator[str]:
     """Yield lines that describe the code that `forward` calls, the global variables that it reads,
     attributes of all submodules, and shapes and dtypes of parameters and buffers."""
     # Submodules are described by path below, and not again where attributes refer to them.
@@ -112,7 +112,7 @@ def _module(module: nn.Module, seen: Seen) -> Iterator[str]:
         yield from description_lines(globals_of(namespace)[name], seen)
     yield from map(hash_of_code, codes)
     for path, submodule in module.named_modules():
-        yield f"module {path}: {_name(submodule)}"
+        yield f"module {path}: {_type_name(submodule)}"
         for name, attribute in vars(submodule).items():
             if name not in ("_parameters", "_buffers"):
                 yield name

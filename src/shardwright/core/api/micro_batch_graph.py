@@ -56,15 +56,15 @@ class MicroBatchCapture:
         if self.count == 1:
             return self.capture(list(self.leaves)), ()
         if batch_dims is not None:
-            dims = JoinedDims(self._whole).named(batch_dims)
-            return self._graph(dims), dims
+            dims = JoinedDims(self._global_batch_graph).named(batch_dims)
+            return self._capture_with_dims(dims), dims
         graph, failure = None, None
         try:
-            graph = self._graph(())
+            graph = self._capture_with_dims(())
         except (CaptureError, PlanError) as error:
             failure = error
         if self.averages and (graph is None or isinstance(graph.whole_batch, str)):
-            found = self._other_dims()
+            found = self._capture_with_other_dims()
             if found is not None:
                 return found
         if graph is None:
@@ -72,10 +72,10 @@ class MicroBatchCapture:
             raise failure
         return graph, ()
 
-    def _other_dims(self) -> tuple[Graph, SampleDims] | None:
+    def _capture_with_other_dims(self) -> tuple[Graph, SampleDims] | None:
         tried = first_dims(self.leaves)
         try:
-            candidates = list(JoinedDims(self._whole).candidates(self.count))
+            candidates = list(JoinedDims(self._global_batch_graph).candidates(self.count))
         except CaptureError:
             return None
         found: list[tuple[Graph, SampleDims]] = []
@@ -83,14 +83,14 @@ class MicroBatchCapture:
             if dims == tried:
                 continue
             with suppress(CaptureError, PlanError):
-                graph = self._graph(dims)
+                graph = self._capture_with_dims(dims)
                 if not isinstance(graph.whole_batch, str):
                     found.append((graph, dims))
         # A tensor that is split only because of its size, such as a table, is read in full by each
         # micro-batch.
-        return min(found, key=lambda each: _num_read_whole(each[0]), default=None)
+        return min(found, key=lambda each: _num_global_elements(each[0]), default=None)
 
-    def _graph(self, dims: SampleDims) -> Graph:
+    def _capture_with_dims(self, dims: SampleDims) -> Graph:
         piece = micro_batch(self.leaves, 0, self.count, dims)
         try:
             graph = self.capture(piece)
@@ -102,17 +102,17 @@ class MicroBatchCapture:
 
         def captured(number: int) -> Graph:
             if number == self.count:
-                return self._whole
+                return self._global_batch_graph
             return self.capture(of_micro_batches(piece, number, dims))
 
         return with_whole_batch(graph, self.count, captured)
 
     @cached_property
-    def _whole(self) -> Graph:
+    def _global_batch_graph(self) -> Graph:
         return self.capture(list(self.leaves))
 
 
-def _num_read_whole(graph: Graph) -> int:
+def _num_global_elements(graph: Graph) -> int:
     """Return the number of elements of global-batch values that a micro-batch reads."""
     if not isinstance(graph.whole_batch, WholeBatch) or graph.whole_batch.prologue is None:
         return 0

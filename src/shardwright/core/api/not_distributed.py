@@ -31,10 +31,9 @@ def check_not_planned(net: object) -> None:
     for path, module in modules:
         if isinstance(module, ParallelModule):
             raise PlanError(
-                f"{_where(path, module)} is planned already, as `sw.parallelize` changes models in "
-                "place\n"
-                f"plan the whole model, once: `{EXAMPLE}`; to plan or check it again, keep the "
-                "original: `sw.parallelize(net, plan, copy=True)`"
+                f"{_describe_module(path, module)} is planned already, as `sw.parallelize` "
+                f"changes models in place\nplan the whole model, once: `{EXAMPLE}`; to plan or "
+                "check it again, keep the original: `sw.parallelize(net, plan, copy=True)`"
             )
 
 
@@ -46,7 +45,7 @@ def check_not_distributed(net: nn.Module) -> None:
     """
     check_not_planned(net)
     for path, module in wrapped_model(net).named_modules():
-        where = _where(path, module)
+        where = _describe_module(path, module)
         for distributed_class, how in DISTRIBUTED_CLASSES.items():
             if isinstance(module, distributed_class):
                 raise PlanError(
@@ -63,5 +62,5 @@ def check_not_distributed(net: nn.Module) -> None:
             )
 
 
-def _where(path: str, module: nn.Module) -> str:
+def _describe_module(path: str, module: nn.Module) -> str:
     return f"module {path!r} of the model" if path else f"the {type(module).__name__}"

@@ -117,7 +117,7 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         return capture(net, args, kwargs, compute_dtype=plan.computed_in, autocast=autocast)
 
     def captured() -> Graph:
-        example = _example(plan)
+        example = _planned_arguments(plan)
         graph = captured_for(*example)
         if not plan.pipeline.averages_micro_batches:
             return graph
@@ -184,7 +184,7 @@ def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-def _example(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _planned_arguments(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with the shapes of the planned inputs, as meta tensors.
 
     Raises:

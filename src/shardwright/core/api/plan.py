@@ -415,7 +415,7 @@ class AutoParallel(ModuleWrapper):
         Raises:
             PlanError: if the model is not planned yet.
         """
-        self._write(lambda plan: plan.save_strategies(path))
+        self._write_on_rank_0(lambda plan: plan.save_strategies(path))
 
     def save_plan(self, path: str | Path) -> None:
         """Write the plan to a file, on rank 0.
@@ -423,10 +423,10 @@ class AutoParallel(ModuleWrapper):
         Raises:
             PlanError: if the model is not planned yet.
         """
-        self._write(lambda plan: plan.save(path))
+        self._write_on_rank_0(lambda plan: plan.save(path))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._planned(args, kwargs)(*args, **kwargs)
+        return self._planned_model(args, kwargs)(*args, **kwargs)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward over all micro-batches, and accumulate gradients.
@@ -434,7 +434,7 @@ class AutoParallel(ModuleWrapper):
         Returns:
             The loss of the global batch, on every rank.
         """
-        return self._planned(args, kwargs).train_step(*args, **kwargs)
+        return self._planned_model(args, kwargs).train_step(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global gradient norm, over all devices and stages, to `max_norm`.
@@ -446,7 +446,7 @@ class AutoParallel(ModuleWrapper):
             raise PlanError(NOT_PLANNED)
         return self._parallel[0].clip_grad_norm_(max_norm)
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
+    def _planned_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
         """Return the planned model, after planning it for this call if it is not planned yet."""
         if not self._parallel:
             args, kwargs = whole_example(self.options, args, kwargs)
@@ -462,7 +462,7 @@ class AutoParallel(ModuleWrapper):
             )
         self.options = replace(self.options, **changes)
 
-    def _write(self, write: Callable[[Plan], None]) -> None:
+    def _write_on_rank_0(self, write: Callable[[Plan], None]) -> None:
         plan = self.plan
         # All ranks have the same plan, and often the same file system.
         if not dist.is_initialized() or dist.get_rank() == 0:

@@ -175,7 +175,7 @@ def rehearse_rank(
         trainee = prepare(device)
         clock.parts["process groups"] = groups.seconds
         clock.end("start")
-        step_bytes, step_ends = _observe(trainee, lone_rank, clock), list[int]()
+        step_bytes, step_ends = _measure_training(trainee, lone_rank, clock), list[int]()
         # Meta tensors have no values to write.
         checkpoints = Checkpoints(folder) if device.type == "cpu" else None
 
@@ -248,7 +248,7 @@ class _Clock:
         return call
 
 
-def _observe(trainee: Trainee, lone_rank: LoneRank, clock: _Clock) -> list[int]:
+def _measure_training(trainee: Trainee, lone_rank: LoneRank, clock: _Clock) -> list[int]:
     """Make the training of a model measure CPU time, live tensors, and bytes sent.
 
     Returns:

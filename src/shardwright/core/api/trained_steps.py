@@ -107,9 +107,9 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **(kwargs or {}))
         if any(each.alias_info is not None for each in schema_of(func).returns):
             return results
-        return pytree.tree_map_only(Tensor, self._rounded, results)
+        return pytree.tree_map_only(Tensor, self._perturb, results)
 
-    def _rounded(self, tensor: Tensor) -> Tensor:
+    def _perturb(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         signs = torch.randint(-1, 2, tensor.shape, generator=self._generator)
@@ -243,12 +243,12 @@ def _root_gradients(graph: Graph, roots: Sequence[Tensor]) -> list[Tensor | None
     loss = graph.loss
     values = list(graph.output_values) if len(roots) == len(graph.output_values) else [loss]
     for value, tensor in zip(values, roots, strict=True):
-        start = torch.ones_like(tensor) if value is loss else _distinct(tensor)
+        start = torch.ones_like(tensor) if value is loss else _distinct_gradient(tensor)
         root_gradients.append(start.detach() if tensor.requires_grad else None)
     return root_gradients
 
 
-def _distinct(like: Tensor) -> Tensor:
+def _distinct_gradient(like: Tensor) -> Tensor:
     """Return a tensor like `like` of distinct numbers with absolute values at most 1: sines of 1,
     2, 3, ... radians, or for complex dtypes points of the unit circle at these angles."""
     angles = 1 + torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape)

@@ -131,7 +131,7 @@ class Record:
     operations: list[Operation] = field(default_factory=list)
     states_after: dict[int, Tensor] = field(default_factory=dict)
     _storages: list[torch.UntypedStorage] = field(default_factory=list)
-    _numbers: dict[int, int] = field(default_factory=dict)
+    _storage_numbers: dict[int, int] = field(default_factory=dict)
     _draws_by_state: dict[torch.Generator, dict[bytes, int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
@@ -141,7 +141,7 @@ class Record:
 
     def storage_view(self, tensor: Tensor) -> StorageView:
         """Return a meta tensor as a view of its storage, which gets a number if it has none."""
-        number = self._numbers.setdefault(storage_id(tensor), len(self._storages))
+        number = self._storage_numbers.setdefault(storage_id(tensor), len(self._storages))
         if number == len(self._storages):
             # The reference keeps the storage alive, so that no other storage gets the same id.
             self._storages.append(tensor.untyped_storage())
@@ -156,7 +156,7 @@ class Record:
         )
 
     def has_storage_of(self, tensor: Tensor) -> bool:
-        return storage_id(tensor) in self._numbers
+        return storage_id(tensor) in self._storage_numbers
 
     def nbytes(self, storage: int) -> int:
         return self._storages[storage].nbytes()
@@ -177,7 +177,7 @@ class Record:
             for result in pytree.tree_leaves(results)
         )
         fills.update(view.storage for view in new_views if view is not None)
-        draw = self._draw(args, kwargs) if draws_random_numbers(function) else None
+        draw = self._record_draw(args, kwargs) if draws_random_numbers(function) else None
         # A view has the storage of its base, so it neither fills nor updates one.
         if not fills and not updates and draw is None:
             return
@@ -207,7 +207,7 @@ class Record:
             overwritten = argument.is_out or function.overloadpacket in OVERWRITING
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, Tensor) and on_meta(tensor):
-                    written_storages = fills if overwritten and _covers(tensor) else updates
+                    written_storages = fills if overwritten and _covers_storage(tensor) else updates
                     (written_storages if written else reads).add(self.storage_view(tensor).storage)
         return reads, updates, fills
 
@@ -219,7 +219,7 @@ class Record:
         state identifies the draw.
         """
         # By a digest of the state, which has 5 KB for the CPU.
-        return self._draws_by_state.get(generator, {}).get(_digest(generator.get_state()))
+        return self._draws_by_state.get(generator, {}).get(_state_digest(generator.get_state()))
 
     def generators(self) -> Iterator[torch.Generator]:
         yield from self._draws_by_state
@@ -227,13 +227,13 @@ class Record:
     def add_generator_state(self, generator: torch.Generator, draw: int) -> None:
         """Record the current state of `generator` as the state after operation `draw`."""
         states = self._draws_by_state.setdefault(generator, {})
-        states[_digest(generator.get_state())] = draw
+        states[_state_digest(generator.get_state())] = draw
 
     def forget_generator_states(self) -> None:
         """Forget the recorded generator states, so that a replay does not advance generators."""
         self._draws_by_state = {generator: {} for generator in self._draws_by_state}
 
-    def _draw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+    def _record_draw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         generators = [
             x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)
         ]
@@ -310,13 +310,13 @@ def on_meta(tensor: Tensor) -> bool:
     return underlying_device(tensor).type == "meta"
 
 
-def _covers(tensor: Tensor) -> bool:
+def _covers_storage(tensor: Tensor) -> bool:
     """Whether a tensor covers its storage, so that a write to the tensor overwrites all
     elements."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-def _digest(state: Tensor) -> bytes:
+def _state_digest(state: Tensor) -> bytes:
     return blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 

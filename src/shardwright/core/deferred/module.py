@@ -47,7 +47,7 @@ def materialize_attributes(module: nn.Module) -> None:
 def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:
     """Yield deferred tensors in attributes of `module` and its submodules that are neither
     parameters nor buffers."""
-    return (tensor for tensor in _attributes(module) if isinstance(tensor, Deferred))
+    return (tensor for tensor in _attribute_tensors(module) if isinstance(tensor, Deferred))
 
 
 def copies_of_attributes(module: nn.Module) -> dict[int, Tensor]:
@@ -58,11 +58,11 @@ def copies_of_attributes(module: nn.Module) -> dict[int, Tensor]:
     """
     return {
         id(tensor): value_of(tensor) if isinstance(tensor, Deferred) else tensor.detach()
-        for tensor in _attributes(module)
+        for tensor in _attribute_tensors(module)
     }
 
 
-def _attributes(module: nn.Module) -> Iterator[Tensor]:
+def _attribute_tensors(module: nn.Module) -> Iterator[Tensor]:
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for child in module.modules():
         for leaf in pytree.tree_leaves(list(vars(child).values())):

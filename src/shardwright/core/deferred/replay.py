@@ -45,7 +45,7 @@ def replay(
     """
     schedule = plan_replay(record, requested, ())
     if schedule.missing:
-        raise DeferredError(_no_values(record, requested))
+        raise DeferredError(_no_values_message(record, requested))
     return _run_schedule(record, schedule, requested, on_finished)
 
 
@@ -171,10 +171,12 @@ def _run_operation(record: Record, number: int, storages: dict[int, torch.Untype
         record.states_after[number] = draw.generator.get_state()
     for view, result in zip(operation.results, pytree.tree_leaves(results), strict=True):
         if view is not None:
-            storages[view.storage] = _as_recorded(operation, view, result)
+            storages[view.storage] = _checked_storage(operation, view, result)
 
 
-def _as_recorded(operation: Operation, view: StorageView, result: Tensor) -> torch.UntypedStorage:
+def _checked_storage(
+    operation: Operation, view: StorageView, result: Tensor
+) -> torch.UntypedStorage:
     """Return the storage of `result`, which later operations access by the recorded views.
 
     Raises:
@@ -209,7 +211,7 @@ def _preserve_state(record: Record) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _no_values(record: Record, requested: Mapping[str, StorageView]) -> str:
+def _no_values_message(record: Record, requested: Mapping[str, StorageView]) -> str:
     """Return the error message for the first requested tensor that cannot be initialized."""
     # One tensor at a time: a plan for all tensors does not tell which one lacks values.
     name = next(

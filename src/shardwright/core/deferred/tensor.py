@@ -186,7 +186,7 @@ def _record_or_run(
             # A write to an ordinary tensor cannot be postponed: compute the deferred arguments now.
             _check_draw(function)
         elif targets or _returns_tensors(function):
-            _check_use(record, function, tensors, targets)
+            _check_no_computation(record, function, tensors, targets)
             try:
                 return _record_call(record, function, args, kwargs)
             except NotImplementedError as error:
@@ -323,7 +323,9 @@ def _check_meta_kernel(function: Any, targets: list[Tensor], error: NotImplement
         ) from error
 
 
-def _check_use(record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]) -> None:
+def _check_no_computation(
+    record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]
+) -> None:
     """Check that an operator call after the context is no computation with deferred tensors.
 
     Copies and casts of deferred tensors, and writes to them, are allowed.

@@ -39,7 +39,7 @@ class Source:
 
     scope: dict[str, Any] = field(default_factory=lambda: {"torch": torch, "aten": torch.ops.aten})
     lines: list[Line] = field(default_factory=list)
-    _taken: set[str] = field(default_factory=set)
+    _used_names: set[str] = field(default_factory=set)
 
     def name(self, hint: str) -> str:
         """Reserve and return an unused variable name: `layers.0.mlp` → `layers_0_mlp`."""
@@ -48,9 +48,9 @@ class Source:
         if stem[0].isdigit() or keyword.iskeyword(stem):
             stem = f"_{stem}"
         candidate, number = stem, 1
-        while candidate in self._taken or candidate in self.scope:
+        while candidate in self._used_names or candidate in self.scope:
             candidate, number = f"{stem}_{number}", number + 1
-        self._taken.add(candidate)
+        self._used_names.add(candidate)
         return candidate
 
     def refer(self, hint: str, target: Any) -> str:
@@ -68,7 +68,7 @@ class Source:
                 # (`regions.py`).
                 if self.scope[candidate] is target:
                     return candidate
-            elif candidate not in self._taken:
+            elif candidate not in self._used_names:
                 self.scope[candidate] = target
                 return candidate
         raise AssertionError("no free name")

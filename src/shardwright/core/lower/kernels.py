@@ -39,10 +39,10 @@ class Kernels:
             if rule is not None and rule.kernel is not None and is_cut:
                 self._kernels[op] = rule.kernel(op, self._local(op, rule))
             if isinstance(op.target, LocalCall):
-                self._kernels[op] = self._user_code(op, op.target.name)
+                self._kernels[op] = self._user_kernel(op, op.target.name)
         return self._kernels[op]
 
-    def _user_code(self, op: Op, name: str) -> Callable[..., Any]:
+    def _user_kernel(self, op: Op, name: str) -> Callable[..., Any]:
         """Return the kernel of a `local_map` operator.
 
         Ranks along axes that do not shard the operator must return equal results, which

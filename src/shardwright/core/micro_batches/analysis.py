@@ -110,7 +110,7 @@ class Analysis:
         graph = self.pair.whole
         on_path = set() if graph.loss is None else set(_ancestors(graph, graph.loss))
         for op in graph.ops:
-            self._follow(op, op in on_path)
+            self._set_output_states(op, op in on_path)
         state = WHOLE if graph.loss is None else self.states[graph.loss]
         if graph.loss is not None and state == WHOLE:
             loss_op = graph.producer[graph.loss]
@@ -122,7 +122,7 @@ class Analysis:
                 outputs[value] = of_value
         return self.result.result(SUM if state == SUM else AVERAGE, outputs)
 
-    def _follow(self, op: Op, on_path: bool) -> None:
+    def _set_output_states(self, op: Op, on_path: bool) -> None:
         """Determine the states of an operator's outputs from the states of its inputs.
 
         Args:
@@ -135,8 +135,8 @@ class Analysis:
         if free:
             self.free.update(op.outputs)
         try:
-            self._check_known(op)
-            states = self._states(op, free)
+            self._check_input_states(op)
+            states = self._output_states(op, free)
         except UnsplittableError:
             if not free and on_path:
                 raise
@@ -150,11 +150,11 @@ class Analysis:
                 self.states[value] = WHOLE
                 self.outside.add(value)
 
-    def _check_known(self, op: Op) -> None:
+    def _check_input_states(self, op: Op) -> None:
         if any(self.states[value] == UNKNOWN for value in op.inputs):
             raise UnsplittableError(op, "reads what mixes samples")
 
-    def _states(self, op: Op, free: bool) -> list[SampleState]:
+    def _output_states(self, op: Op, free: bool) -> list[SampleState]:
         """Return the states of the outputs of an operator.
 
         Raises:
@@ -162,18 +162,18 @@ class Analysis:
         """
         read = {self.states[value] for value in op.inputs}
         if POSITIONS in read:
-            state = self._state_from_positions(op)
+            state = self._output_state_from_positions(op)
             if state is not None:
                 return [state] * len(op.outputs)
             positions = [v for v in op.inputs if self.states[v] == POSITIONS]
             self.outside.update(positions)
             read = read - {POSITIONS} | {WHOLE}
         if any(isinstance(state, int) for state in read):
-            states = self._states_from_samples(op)
+            states = self._output_states_from_sample_inputs(op)
         elif read.intersection((SUM, AVERAGE)):
-            states = self._states_from_reduced(op)
+            states = self._output_states_from_reduced_inputs(op)
         else:
-            states = self._states_from_whole(op, free)
+            states = self._output_states_from_shared_inputs(op, free)
         for value, state in zip(op.outputs, states, strict=True):
             if state != POSITIONS and self._varying_dims(value) != (
                 {state} if isinstance(state, int) else set()
@@ -192,7 +192,7 @@ class Analysis:
 
     # Operators on values that are equal for all samples
 
-    def _states_from_whole(self, op: Op, free: bool) -> list[SampleState]:
+    def _output_states_from_shared_inputs(self, op: Op, free: bool) -> list[SampleState]:
         if not self.in_full.isdisjoint(op.inputs):
             if any(value.requires_grad for value in op.outputs):
                 raise UnsplittableError(op, "reads the whole batch in every micro-batch")
@@ -253,7 +253,7 @@ class Analysis:
             for v, dims in carriers
         )
 
-    def _state_from_positions(self, op: Op) -> SampleState | None:
+    def _output_state_from_positions(self, op: Op) -> SampleState | None:
         """Return the state of the output of an operator that reads `POSITIONS`, or None if the
         operator is not supported.
 
@@ -271,7 +271,7 @@ class Analysis:
 
     # Operators on samples
 
-    def _states_from_samples(self, op: Op) -> list[SampleState]:
+    def _output_states_from_sample_inputs(self, op: Op) -> list[SampleState]:
         if any(self.states[value] in (SUM, AVERAGE) for value in op.inputs):
             raise UnsplittableError(op, "reads a sum over all samples that depends on parameters")
         rule = rule_of(op)
@@ -365,7 +365,7 @@ class Analysis:
 
     # Operators on means and sums
 
-    def _states_from_reduced(self, op: Op) -> list[SampleState]:
+    def _output_states_from_reduced_inputs(self, op: Op) -> list[SampleState]:
         if op.short_name in CONSTANT:
             self.result.emit(op, [None] * len(op.inputs), self.outside)
             return [WHOLE] * len(op.outputs)
@@ -378,7 +378,7 @@ class Analysis:
             condition = [arguments["condition"]] if name == "where" else []
             if any(value in reduced for value in condition):
                 raise nonlinear
-            state = self._add(op, [v for v in op.inputs if v not in condition])
+            state = self._state_of_sum(op, [v for v in op.inputs if v not in condition])
             return [state] * len(op.outputs)
         alone = len(reduced) == 1 and arguments.get("rounding_mode") is None
         # A quotient is linear in its numerator only, a linear layer only without bias.
@@ -389,7 +389,7 @@ class Analysis:
         self.result.emit(op, [None] * len(op.inputs), self.outside)
         return [self.states[reduced[0]]] * len(op.outputs)
 
-    def _add(self, op: Op, operands: list[Value]) -> SampleState:
+    def _state_of_sum(self, op: Op, operands: list[Value]) -> SampleState:
         """Return the state of the output of an additive operator.
 
         If it is `SUM`, terms that depend on no sample are divided by the number of micro-batches.

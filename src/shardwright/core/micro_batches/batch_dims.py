@@ -49,13 +49,15 @@ class JoinedDims:
         found: dict[tuple[int | None, ...], None] = {}
         for first in inputs:
             size = first.shape[0]
-            if size == 1 or size % count or self._is_of_parameter((first, 0)):
+            if size == 1 or size % count or self._is_joined_with_parameter((first, 0)):
                 continue
             # Inputs that operators combine only in the loss have a batch dimension too.
             others = {v: 0 for v in inputs if v.shape[0] == size}
             joined = self.of_inputs({first: 0})
-            all_joined = self.of_inputs({v: 0 for v in others if not self._is_of_parameter((v, 0))})
-            found |= dict.fromkeys(map(self._of_leaves, (all_joined, joined)))
+            all_joined = self.of_inputs(
+                {v: 0 for v in others if not self._is_joined_with_parameter((v, 0))}
+            )
+            found |= dict.fromkeys(map(self._dims_of_leaves, (all_joined, joined)))
         yield from list(found)[:MAX_CANDIDATES]
 
     def named(self, batch_dims: Mapping[str, int | None]) -> tuple[int | None, ...]:
@@ -88,7 +90,7 @@ class JoinedDims:
                 given[by_name[name]] = dim % rank
         dims = {**self.of_inputs(given), **given}
         in_full = {name for name, dim in batch_dims.items() if dim is None}
-        return self._of_leaves({v: dim for v, dim in dims.items() if v.name not in in_full})
+        return self._dims_of_leaves({v: dim for v, dim in dims.items() if v.name not in in_full})
 
     def of_inputs(self, dims: Mapping[Value, int]) -> dict[Value, int]:
         """Return, for each input with one, its first dimension in a group of one of `dims`."""
@@ -100,11 +102,11 @@ class JoinedDims:
             if self._root((value, dim)) in roots
         }
 
-    def _of_leaves(self, dims: Mapping[Value, int]) -> tuple[int | None, ...]:
+    def _dims_of_leaves(self, dims: Mapping[Value, int]) -> tuple[int | None, ...]:
         leaves = self._graph.inputs
         return tuple(dims.get(leaf) if isinstance(leaf, Value) else None for leaf in leaves)
 
-    def _is_of_parameter(self, dim: Dim) -> bool:
+    def _is_joined_with_parameter(self, dim: Dim) -> bool:
         parameters = ((v, d) for v in self._graph.parameters for d in range(len(v.shape)))
         return self._root(dim) in {self._root(each) for each in parameters}
 

@@ -57,7 +57,7 @@ class MicroBatchGraph:
             shape = list(value.shape)
             if dim is not None:
                 shape[dim] //= self.count
-            name = self._unique(f"whole_batch.{value.name}")
+            name = self._unique_name(f"whole_batch.{value.name}")
             self.taken[value, dim] = Value(name, tuple(shape), value.dtype, Kind.BUFFER)
         return self.taken[value, dim]
 
@@ -69,19 +69,21 @@ class MicroBatchGraph:
             reader: the operator that reads the result, before which it is computed.
         """
         if value not in self.shares:
-            source = self._own(value, reader)
+            source = self._value_in_micro_batch(value, reader)
             args = (source, 1 / self.count)
             dtype = source.dtype if source.dtype.is_floating_point else reader.output.dtype
-            self.shares[value] = self._after(reader, aten.mul.Tensor, args, source, dtype, "share")
+            self.shares[value] = self._insert_after(
+                reader, aten.mul.Tensor, args, source, dtype, "share"
+            )
         return self.shares[value]
 
-    def _own(self, value: Value, reader: Op) -> Value:
+    def _value_in_micro_batch(self, value: Value, reader: Op) -> Value:
         own = self.replaced.get(value, self.pair.values.get(value))
         if own is None:
             raise UnsplittableError(reader, "reads a value that a micro-batch of one sample lacks")
         return own
 
-    def _unique(self, name: str) -> str:
+    def _unique_name(self, name: str) -> str:
         while name in self._names:
             name += "_"
         self._names.add(name)
@@ -118,27 +120,29 @@ class MicroBatchGraph:
         if own is None:
             changes = {*outside, *shared, *self.replaced}.intersection(op.inputs) or numbers
             if changes or self.pair.changed_numbers(op):
-                self._insert(op, read, numbers or {})
+                self._insert_op(op, read, numbers or {})
             return
         args, kwargs, changed = merged_arguments(op, own, read)
         for name, number in (numbers or {}).items():
             args, kwargs = with_argument(own, args, kwargs, name, number)
         if changed or numbers:
-            self._replace(op, replace(own, args=args, kwargs=kwargs))
+            self._replace_op(op, replace(own, args=args, kwargs=kwargs))
 
-    def _insert(
+    def _insert_op(
         self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, float]
     ) -> None:
         """Insert an operator that the graph of a micro-batch of one sample lacks, as in
         `x / len(x)`."""
         if op.short_name not in ARITHMETIC or len(op.outputs) > 1:
             raise UnsplittableError(op, "is not called for a micro-batch of one sample")
-        args, kwargs, _ = merged_arguments(op, op, lambda v, n: read(v, n) or self._own(v, op))
+        args, kwargs, _ = merged_arguments(
+            op, op, lambda v, n: read(v, n) or self._value_in_micro_batch(v, op)
+        )
         for name, number in numbers.items():
             args, kwargs = with_argument(op, args, kwargs, name, number)
         inserted = replace(op, args=args, kwargs=kwargs)
         shape = torch.broadcast_shapes(*(value.shape for value in inserted.inputs))  # type: ignore[no-untyped-call]
-        name = self._unique(op.output.name)
+        name = self._unique_name(op.output.name)
         output = replace(op.output, name=name, shape=tuple(shape))
         self._ops.setdefault(op, []).append(replace(inserted, name=name, outputs=(output,)))
         self.replaced[op.output] = output
@@ -150,15 +154,15 @@ class MicroBatchGraph:
             raise UnsplittableError(op, "is not called for a micro-batch of one sample")
         made = self._ops[op][-1] if op in self._ops else own
         args, kwargs = with_argument(own, made.args, made.kwargs, "reduction", SUM_REDUCTION)
-        summed = self._replace(op, replace(made, args=args, kwargs=kwargs))
+        summed = self._replace_op(op, replace(made, args=args, kwargs=kwargs))
         arguments = (summed.output, self.take(count, None))
         dtype, wide = summed.output.dtype, count.dtype
-        mean = self._after(op, aten.div.Tensor, arguments, summed.output, wide, "mean")
+        mean = self._insert_after(op, aten.div.Tensor, arguments, summed.output, wide, "mean")
         if wide != dtype:
-            mean = self._after(op, aten.to.dtype, (mean, dtype), mean, dtype, "mean_cast")
+            mean = self._insert_after(op, aten.to.dtype, (mean, dtype), mean, dtype, "mean_cast")
         self.replaced[op.output] = mean
 
-    def _replace(self, op: Op, made: Op) -> Op:
+    def _replace_op(self, op: Op, made: Op) -> Op:
         outputs = tuple(replace(value) for value in self.pair.ops[op].outputs)
         made = replace(made, outputs=outputs)
         emitted = self._ops.setdefault(op, [])
@@ -167,7 +171,7 @@ class MicroBatchGraph:
         self.replaced.update(zip(op.outputs, outputs, strict=True))
         return made
 
-    def _after(
+    def _insert_after(
         self,
         op: Op,
         target: Any,
@@ -186,7 +190,7 @@ class MicroBatchGraph:
             suffix: end of the new operator's name.
         """
         near = self.pair.ops.get(op, op)
-        name = self._unique(f"{near.name}_{suffix}")
+        name = self._unique_name(f"{near.name}_{suffix}")
         output = replace(source, name=name, dtype=dtype, kind=Kind.ACTIVATION, outer_dtype=None)
         made = replace(near, name=name, target=target, args=args, kwargs={}, outputs=(output,))
         self._ops.setdefault(op, []).append(replace(made, flattened=1))
@@ -209,7 +213,7 @@ class MicroBatchGraph:
         pairs = zip(self.pair.whole.output_values, graph.output_values, strict=True)
         ends_of = {own: self.replaced.get(value, own) for value, own in pairs}
         ends = tuple(ends_of[value] for value in graph.output_values)
-        ops = list(_needed(self._in_order(), (*ends, *(new for _, new in graph.updates))))
+        ops = list(_needed_ops(self._ordered_ops(), (*ends, *(new for _, new in graph.updates))))
         ops = _with_unique_names(ops, {op for ops in self._ops.values() for op in ops})
         read = {value for op in ops for value in op.inputs} | set(ends)
         taken = {key: value for key, value in self.taken.items() if value in read}
@@ -234,7 +238,7 @@ class MicroBatchGraph:
             ),
         )
 
-    def _in_order(self) -> list[Op]:
+    def _ordered_ops(self) -> list[Op]:
         """Return the operators of the micro-batch, each followed by new operators that replace
         it."""
         following: dict[Op | None, list[Op]] = {}
@@ -247,7 +251,7 @@ class MicroBatchGraph:
 
     def _prologue(self, values: Sequence[Value]) -> Graph:
         whole = self.pair.whole
-        ops = tuple(_needed((*whole.ops, *self.counts), values))
+        ops = tuple(_needed_ops((*whole.ops, *self.counts), values))
         read = {value for op in ops for value in op.inputs} | set(values)
         return replace(
             whole,
@@ -268,7 +272,7 @@ class MicroBatchGraph:
         )
 
 
-def _needed(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
+def _needed_ops(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
     """Return the operators on which `values` depend, in order."""
     needed, kept = set(values), []
     for op in reversed(list(ops)):

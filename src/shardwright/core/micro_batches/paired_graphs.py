@@ -52,16 +52,16 @@ class PairedGraphs:
         """
         if self.micro is self.twin:
             return self.twin_ops
-        kinds = Counter(map(_kind, self.whole.ops))
-        micro_kinds = Counter(map(_kind, self.micro.ops))
+        kinds = Counter(map(_op_key, self.whole.ops))
+        micro_kinds = Counter(map(_op_key, self.micro.ops))
         pairs = ((op, self.micro.by_name.get(op.name)) for op in self.whole.ops)
         return {
             op: other
             for op, other in pairs
             if other is not None
-            and _kind(op) == _kind(other)
+            and _op_key(op) == _op_key(other)
             and len(op.inputs) == len(other.inputs)
-            and kinds[_kind(op)] == micro_kinds[_kind(op)]
+            and kinds[_op_key(op)] == micro_kinds[_op_key(op)]
         }
 
     @cached_property
@@ -74,7 +74,7 @@ class PairedGraphs:
         return numbers_in_arguments(op) != numbers_in_arguments(self.twin_ops[op])
 
 
-def _kind(op: Op) -> tuple[object, str, str]:
+def _op_key(op: Op) -> tuple[object, str, str]:
     return op.target, op.source, op.module
 
 

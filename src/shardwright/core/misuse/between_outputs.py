@@ -215,12 +215,12 @@ def _refuse_incomplete_gradients(
             requests = ((each.mark, each.gradient_request()) for each in missing)
             requested = next(((output, call) for output, call in requests if call), None)
         if requested is not None:
-            raise PlanError(_message(requested[1], requested[0], mark))
+            raise PlanError(_incomplete_gradient_message(requested[1], requested[0], mark))
 
     return refuse
 
 
-def _message(call: str, output: OutputMark, later: OutputMark) -> str:
+def _incomplete_gradient_message(call: str, output: OutputMark, later: OutputMark) -> str:
     line = current_line()
     source = f" ({output.source})" if output.source else ""
     return (
@@ -235,10 +235,10 @@ def _message(call: str, output: OutputMark, later: OutputMark) -> str:
 def refuse_gradients_of_outputs() -> None:
     """Make `torch.autograd.grad`, and `backward` with `inputs`, raise PlanError for outputs whose
     gradients would be incomplete."""
-    check_before_grad(_check_inputs)
+    check_before_grad(_check_gradient_inputs)
 
 
-def _check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+def _check_gradient_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     with without_torch_function_of_subclasses():
         marks = (_mark_of_edge(*gradient_edge_of(each)) for each in inputs)
         requested = {mark for mark in marks if mark is not None}
@@ -246,7 +246,7 @@ def _check_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     if later is not None:
         output = next(mark for mark in later.computed_from if mark in requested)
         call = "`torch.autograd.grad` (or `backward(inputs=...)`)"
-        raise PlanError(_message(call, output, later))
+        raise PlanError(_incomplete_gradient_message(call, output, later))
 
 
 def _visited_dependents(requested: set[OutputMark], outputs: Sequence[Any]) -> Iterator[OutputMark]:

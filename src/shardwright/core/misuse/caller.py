@@ -18,7 +18,7 @@ LIBRARIES = frozenset(
 def user_line() -> str:
     """Return the innermost calling line outside `LIBRARIES`, as ` (file:line)`; else empty."""
     for frame in _frames():
-        if _module(frame).partition(".")[0] not in LIBRARIES:
+        if _module_name(frame).partition(".")[0] not in LIBRARIES:
             return f" ({frame.f_code.co_filename}:{frame.f_lineno})"
     return ""
 
@@ -26,7 +26,7 @@ def user_line() -> str:
 def is_called_by(*modules: str) -> bool:
     """Whether code of one of the packages or modules named `modules` is on the call stack."""
     names = tuple(f"{module}." for module in modules)
-    return any(f"{_module(frame)}.".startswith(names) for frame in _frames())
+    return any(f"{_module_name(frame)}.".startswith(names) for frame in _frames())
 
 
 def _frames() -> Iterator[FrameType]:
@@ -36,5 +36,5 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _module(frame: FrameType) -> str:
+def _module_name(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))

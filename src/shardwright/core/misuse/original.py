@@ -57,7 +57,7 @@ class OriginalModel:
             if name not in OF_MODULES and text != SET and not path.startswith((GLOBALS, BUFFERS))
         ]
         self._calls, self._training = 0, net.training
-        self._last_state = dict(self._state(net))
+        self._last_state = dict(self._attribute_contents(net))
         self._warned_attributes: set[WatchedAttribute] = set()
         self._num_training_calls = 0
         self._stop_observing_calls = observe_calls(net, self._warn_if_trained)
@@ -75,7 +75,7 @@ class OriginalModel:
         self._calls += 1
         if net.training is not self._training or is_due(self._calls, FIRST_CALLS, PERIOD):
             self._training = net.training
-            self._compare(net, planned)
+            self._warn_if_changed(net, planned)
 
     def _warn_if_trained(self) -> None:
         """Warn, once, if the original is trained before the planned model is called.
@@ -97,8 +97,8 @@ class OriginalModel:
                 type(net).__name__,
             )
 
-    def _compare(self, net: nn.Module, planned: nn.Module) -> None:
-        current = dict(self._state(net))
+    def _warn_if_changed(self, net: nn.Module, planned: nn.Module) -> None:
+        current = dict(self._attribute_contents(net))
         previous = self._last_state
         changed = [each for each, value in current.items() if previous.get(each) != value]
         self._last_state = current
@@ -108,7 +108,8 @@ class OriginalModel:
         different = [
             each
             for each in changed
-            if each not in self._warned_attributes and not _is_equal(each, original, copy)
+            if each not in self._warned_attributes
+            and not _has_equal_attribute(each, original, copy)
         ]
         self._warned_attributes.update(different)
         if different:
@@ -118,12 +119,12 @@ class OriginalModel:
                 "on the planned copy that `sw.parallelize` returned\nchange the returned model, or "
                 "change the original before `sw.plan`; ignore this warning if you use both models, "
                 "as teacher and student",
-                _description(different[0]),
+                _describe_attribute(different[0]),
                 more,
                 type(net).__name__,
             )
 
-    def _state(self, net: nn.Module) -> Iterator[tuple[WatchedAttribute, Hashable]]:
+    def _attribute_contents(self, net: nn.Module) -> Iterator[tuple[WatchedAttribute, Hashable]]:
         """Yield each watched attribute of `net`, with its content as a value to compare."""
         modules = dict(net.named_modules())
         for path, name in self._watched:
@@ -140,7 +141,7 @@ class OriginalModel:
                 yield (path, VALUES), tuple(map(version, parameters.values()))
 
 
-def _is_equal(
+def _has_equal_attribute(
     attribute: WatchedAttribute,
     original: Mapping[str, nn.Module],
     planned: Mapping[str, nn.Module],
@@ -178,7 +179,7 @@ def _are_equal(value: Any, other: Any) -> bool:
     return content(value) == content(other)
 
 
-def _description(attribute: WatchedAttribute) -> str:
+def _describe_attribute(attribute: WatchedAttribute) -> str:
     path, name = attribute
     if name in (SUBMODULES, PARAMETERS, TRAINED, VALUES):
         return f"{name} of {path!r}" if path else name

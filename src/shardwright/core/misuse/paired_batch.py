@@ -85,7 +85,7 @@ class BatchCall:
         if not candidates:
             return ()
         rows, other_rows = self._recognizable_sizes()
-        for subset in _subsets(candidates):
+        for subset in _candidate_subsets(candidates):
             # Gathered labels must be resized with the global batch; constants of its size must not.
             for resize_global in (True, False):
                 if self._accepts_sizes(subset, rows, rows, resize_global) and not (
@@ -280,7 +280,7 @@ def _dims_with_multiples(leaf: Any, rows: int) -> BatchDims:
     return frozenset(dim for dim, size in enumerate(shape) if size and size % rows == 0)
 
 
-def _subsets(candidates: Sequence[CandidateDim]) -> Iterator[tuple[CandidateDim, ...]]:
+def _candidate_subsets(candidates: Sequence[CandidateDim]) -> Iterator[tuple[CandidateDim, ...]]:
     """Yield subsets of the candidates, the largest first."""
     count = len(candidates)
     sizes = range(count, 0, -1) if count <= MAX_CANDIDATES_FOR_ALL_SUBSETS else (count, 1)

@@ -216,9 +216,9 @@ class RankStages:
             module.program = compiler(module.program)
 
     def train(self, inputs: StepInputs) -> StepResults:
-        step = self._begin(inputs)
+        step = self._begin_step(inputs)
         if self._train_schedule is None:
-            self._train_schedule = self._make_schedule(self._weighted)
+            self._train_schedule = self._make_schedule(self._weighted_loss)
         losses: list[Tensor] = []
         # The schedule chunks its arguments on dimension 0: each micro-batch gets its index.
         indices = torch.arange(self.micro_batches)
@@ -238,7 +238,7 @@ class RankStages:
         self._reduce_shared_gradients(inputs.shards, gradients)
         # The schedule collects losses on the last stage only.
         loss = torch.stack(losses).sum().detach() if losses else self._empty_loss()
-        self._broadcast(self._last_stage, loss)
+        self._broadcast_from_stage(self._last_stage, loss)
         return loss, gradients, inputs.changed(step.buffers)
 
     def evaluate(self, inputs: StepInputs) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
@@ -249,7 +249,7 @@ class RankStages:
             micro-batches; and the new values of buffers by name.
         """
         with torch.no_grad():
-            step = self._begin(inputs)
+            step = self._begin_step(inputs)
             step.evaluated = {}
             if self._forward_schedule is None:
                 self._forward_schedule = self._make_schedule(None)
@@ -288,10 +288,10 @@ class RankStages:
         is_joined = value.shape and rows and value.shape[0] == rows[0]
         return 0 if is_joined and not self.pipeline.batch_dims else None
 
-    def _weighted(self, loss: Tensor, index: Tensor | int) -> Tensor:
+    def _weighted_loss(self, loss: Tensor, index: Tensor | int) -> Tensor:
         return loss * self._loss_weight
 
-    def _begin(self, inputs: StepInputs) -> StepContext:
+    def _begin_step(self, inputs: StepInputs) -> StepContext:
         step = StepContext.of(inputs, self.micro_batches, self._whole_batch)
         for module in self.modules:
             module.begin_step(step, inputs)
@@ -355,7 +355,7 @@ class RankStages:
             return schedule_class(self._stages[0], micro_batches, loss_fn, scale_grads=False)
         schedule = schedule_class(self._stages, micro_batches, loss_fn, scale_grads=False)
         if loss_fn is None:
-            _forward_only(schedule)
+            _skip_backward_passes(schedule)
         return schedule
 
     # Communication between stages
@@ -380,7 +380,7 @@ class RankStages:
         assert loss is not None
         return torch.empty((), dtype=loss.dtype, device=self.devices.device)
 
-    def _broadcast(self, stage: int, tensor: Tensor) -> None:
+    def _broadcast_from_stage(self, stage: int, tensor: Tensor) -> None:
         with self.devices.waits.measure():
             dist.broadcast(tensor, group=self.devices.peers_of_all_stages, group_src=stage)
 
@@ -436,7 +436,7 @@ def _no_op(*_: Any) -> None:
     return None
 
 
-def _forward_only(schedule: PipelineScheduleMulti) -> None:
+def _skip_backward_passes(schedule: PipelineScheduleMulti) -> None:
     """Make a schedule with several chunks per stage skip its backward passes.
 
     `PipelineScheduleMulti` runs its full table of actions even without a loss function;

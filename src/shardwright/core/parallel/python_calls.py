@@ -47,12 +47,12 @@ class PythonCalls:
     def __init__(self, user_module: nn.Module, device: torch.device) -> None:
         self._module = user_module
         self._device = device
-        self._numbers: frozenset[str] = frozenset()
+        self._changing_numbers: frozenset[str] = frozenset()
 
     def of_copy(self, module: nn.Module) -> PythonCalls:
         """Return a `PythonCalls` for `module`, a copy of the planned module."""
         result = PythonCalls(alias_module(module, type(self._module)), self._device)
-        result._numbers = self._numbers
+        result._changing_numbers = self._changing_numbers
         return result
 
     def holds(self, python: PythonCall | None, call: Call) -> bool:
@@ -85,10 +85,10 @@ class PythonCalls:
                 return key
             failed = python
         if failed is not None:
-            self._learn(failed, number, call)
+            self._record_changed_numbers(failed, number, call)
         return key
 
-    def _learn(self, failed: PythonCall, num_programs: int, call: Call) -> None:
+    def _record_changed_numbers(self, failed: PythonCall, num_programs: int, call: Call) -> None:
         """Record the numbers that changed since `failed`, the last of the programs, was
         captured."""
         guard = failed.guards.failing(self._module, *call).strip()
@@ -98,7 +98,7 @@ class PythonCalls:
                 f" between calls: {guard}\nkeep it in a tensor (`register_buffer`), or pass it as"
                 " an argument"
             )
-        self._numbers |= failed.guards.changed_numbers(self._module, *call)
+        self._changing_numbers |= failed.guards.changed_numbers(self._module, *call)
         log.info("another program is needed, as this no longer holds: %s", guard)
 
     def capture(self, call: Call, compute_dtype: torch.dtype | None, autocast: Autocast) -> Graph:
@@ -116,15 +116,15 @@ class PythonCalls:
         module = alias_module(self._module, type(self._module), state)
         captured = CapturedCall(module, *call, autocast)
         try:
-            return capture_python(captured, compute_dtype, self._numbers)
+            return capture_python(captured, compute_dtype, self._changing_numbers)
         except Exception as error:
-            if not self._numbers:
-                raise _refusal(error, type(module).__name__) from error
+            if not self._changing_numbers:
+                raise _capture_error(error, type(module).__name__) from error
         # A number may be a size or decide a branch: it stays a constant.
         try:
             return capture_python(captured, compute_dtype)
         except Exception as error:
-            raise _refusal(error, type(module).__name__) from error
+            raise _capture_error(error, type(module).__name__) from error
 
     def run(
         self,
@@ -139,15 +139,15 @@ class PythonCalls:
         """Return the outputs, those stored in Python objects as full tensors, and the buffers."""
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
-        kept = [_gathered(tensor, copies=True) for tensor in outputs[first:]]
+        kept = [_full_tensor(tensor, copies=True) for tensor in outputs[first:]]
         return [*outputs[:first], *kept], dict(self._module.named_buffers())
 
     def on_device(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `constants` as full tensors on the device of the programs."""
-        return {name: _gathered(tensor).to(self._device) for name, tensor in constants.items()}
+        return {name: _full_tensor(tensor).to(self._device) for name, tensor in constants.items()}
 
 
-def _gathered(tensor: Tensor, copies: bool = False) -> Tensor:
+def _full_tensor(tensor: Tensor, copies: bool = False) -> Tensor:
     if tensor.requires_grad:
         return tensor
     if isinstance(tensor, DTensor):
@@ -155,7 +155,7 @@ def _gathered(tensor: Tensor, copies: bool = False) -> Tensor:
     return tensor.clone() if copies else tensor
 
 
-def _refusal(error: Exception, model: str) -> CaptureError:
+def _capture_error(error: Exception, model: str) -> CaptureError:
     if isinstance(error, CaptureError):
         return error
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -113,7 +113,7 @@ class PythonState:
         self._find_children()
         self._names: dict[tuple[str, str], str] = {}
         self._keys: dict[Hashable, StateKey] = {}
-        self._kept: dict[int, Any] = {}
+        self._referenced_values: dict[int, Any] = {}
         self._hooks = self._hook_counts()
         self.watch(attributes)
 
@@ -137,8 +137,8 @@ class PythonState:
         ]
         result._find_children()
         result._names, result._keys = dict(self._names), dict(self._keys)
-        result._kept = dict(self._kept)
-        result._see()
+        result._referenced_values = dict(self._referenced_values)
+        result._record_state()
         return result
 
     def _find_children(self) -> None:
@@ -159,7 +159,7 @@ class PythonState:
                 self._by_path[path].__dict__[name] = SetByForward(path, name)
             else:
                 self._names[path, name] = text
-        self._see()
+        self._record_state()
 
     def key(self) -> StateKey:
         """Return the key of the current state: the same object for equal states of this module.
@@ -173,9 +173,9 @@ class PythonState:
             self._refuse_replaced()
         if num_registered_hooks() != self._registered:
             self._check_hooks()
-            self._see()
+            self._record_state()
         elif not self._is_unchanged():
-            self._see()
+            self._record_state()
         return self._key
 
     def forget_removed_hooks(self) -> None:
@@ -211,11 +211,11 @@ class PythonState:
         ):
             if children != planned:
                 raise PlanError(
-                    f"a submodule of {_where(path)} was replaced after planning, which would have "
-                    "no effect\nreplace it before `plan`"
+                    f"a submodule of {_describe_module(path)} was replaced after planning, which "
+                    "would have no effect\nreplace it before `plan`"
                 )
 
-    def _see(self) -> None:
+    def _record_state(self) -> None:
         """Record the current state, and prepare to detect changes.
 
         Most steps find no change, so the loops over all modules run in C (`map`, `itemgetter`).
@@ -239,7 +239,7 @@ class PythonState:
                 self.changed_buffers.append(f"{path.removeprefix(BUFFERS)}.{name}".lstrip("."))
             is_plain = bool(plain_text(value))
             if not is_plain and not of_buffer:
-                self._kept[id(value)] = value
+                self._referenced_values[id(value)] = value
             if name not in own:
                 self._missing[0].append(own)
                 self._missing[1].append(name)
@@ -248,8 +248,8 @@ class PythonState:
             by_module.setdefault(path, []).append(name)
             if not is_plain and not isinstance(value, nn.Module):
                 objects[id(value)] = value
-        self._hooks_left = [hooks for _, _, *pair in self._captured_hooks for hooks in pair]
-        self._counts_left = list(map(len, self._hooks_left))
+        self._watched_hooks = [hooks for _, _, *pair in self._captured_hooks for hooks in pair]
+        self._watched_hook_counts = list(map(len, self._watched_hooks))
         for path, place, of_model, mine in self._captured_hooks:
             seen.append((path, place, tuple(number for number in mine if number in of_model)))
         key = StateKey(tuple(texts), len(self._keys))
@@ -258,14 +258,16 @@ class PythonState:
         self._readers = [itemgetter(*names, names[0]) for names in by_module.values()]
         self._owners = [variables_at(self._by_path, path) for path in by_module]
         self._values = list(self._read())
-        self._unchanged = [_still_inside(value) for value in objects.values()]
-        self._unchanged += [_still_of_class(*place, value) for place, value in of_class.items()]
+        self._change_checks = [_content_check(value) for value in objects.values()]
+        self._change_checks += [
+            _class_attribute_check(*place, value) for place, value in of_class.items()
+        ]
 
     def _read(self) -> Iterable[Any]:
         return chain.from_iterable(map(call, self._readers, self._owners))
 
     def _is_unchanged(self) -> bool:
-        if list(map(len, self._hooks_left)) != self._counts_left:
+        if list(map(len, self._watched_hooks)) != self._watched_hook_counts:
             return False
         try:
             # By identity: 1 == 1.0 == True, but each needs its own program.
@@ -273,7 +275,7 @@ class PythonState:
                 return False
             if any(map(contains, *self._missing)):
                 return False
-            return all(unchanged() for unchanged in self._unchanged)
+            return all(unchanged() for unchanged in self._change_checks)
         except (
             KeyError,
             RuntimeError,
@@ -303,13 +305,13 @@ class PythonState:
         for path, counts in self._hook_counts().items():
             if any(now > before for now, before in zip(counts, self._hooks[path], strict=True)):
                 raise PlanError(
-                    f"a hook was registered on {_where(path)} after planning, which would have no "
-                    "effect\nregister forward hooks before `plan`, or register hooks on the module "
-                    "that `parallelize` returned or on its parameters"
+                    f"a hook was registered on {_describe_module(path)} after planning, which "
+                    "would have no effect\nregister forward hooks before `plan`, or register "
+                    "hooks on the module that `parallelize` returned or on its parameters"
                 )
 
 
-def _still_of_class(owner: type, name: str, before: Any) -> Callable[[], bool]:
+def _class_attribute_check(owner: type, name: str, before: Any) -> Callable[[], bool]:
     """Return a function: whether attribute `name` of class `owner` still equals `before`.
 
     Changes are detected for numbers, strings and `MISSING`.
@@ -317,7 +319,7 @@ def _still_of_class(owner: type, name: str, before: Any) -> Callable[[], bool]:
     return lambda: before in (MISSING, getattr(owner, name, MISSING))
 
 
-def _still_inside(value: Any) -> Callable[[], bool]:
+def _content_check(value: Any) -> Callable[[], bool]:
     arrays = (Tensor, np.ndarray)
     inside = vars(value).values() if hasattr(value, "__dict__") else ()
     if inside and not isinstance(value, arrays) and not any(isinstance(x, arrays) for x in inside):
@@ -330,5 +332,5 @@ def _still_inside(value: Any) -> Callable[[], bool]:
     return lambda: content(value) == before
 
 
-def _where(path: str) -> str:
+def _describe_module(path: str) -> str:
     return f"module {path!r}" if path else "the model"

@@ -126,9 +126,9 @@ class Recapture:
         def captured(count: int) -> Graph:
             batch = pytree.tree_unflatten(of_micro_batches(leaves, count, batch_dims), spec)
             of_args, of_kwargs = batch
-            return self._captured(CapturedCall(template, of_args, of_kwargs, self._autocast))
+            return self._capture_call(CapturedCall(template, of_args, of_kwargs, self._autocast))
 
-        graph = self._captured(call)
+        graph = self._capture_call(call)
         pipeline = replace(planned.pipeline, micro_batches=micro_batches)
         if pipeline.averages_micro_batches:
             graph = with_whole_batch(graph, micro_batches, captured)
@@ -147,7 +147,7 @@ class Recapture:
         partitioned = Partitioned(graph, mesh, decisions, pipeline)
         return fold_axes(partitioned, unjoined_mesh=planned.mesh)
 
-    def _captured(self, call: CapturedCall) -> Graph:
+    def _capture_call(self, call: CapturedCall) -> Graph:
         # The user's saved-tensor hooks must not see fake tensors, and `torch.func` transforms in
         # the model refuse to run under such hooks.
         with without_saved_tensor_hooks():

@@ -93,11 +93,11 @@ class _ChunkSequence:
         runs = [self._forward(number) for number in range(count)]
         losses = []
         for run in runs:
-            # As the loss function of a schedule (`RankStages._weighted`).
+            # As the loss function of a schedule (`RankStages._weighted_loss`).
             loss = run[-1].outputs[0] * weight
             losses.append(loss.detach())
             self._backward(run, loss)
-        return torch.stack(losses).sum(), self._gradients(), inputs.changed(step.buffers)
+        return torch.stack(losses).sum(), self._end_step(), inputs.changed(step.buffers)
 
     def _forward(self, micro_batch: int) -> list[_ChunkRun]:
         """Run all chunks forward for one micro-batch."""
@@ -111,7 +111,7 @@ class _ChunkSequence:
             runs.append(_ChunkRun(received, outputs if isinstance(outputs, tuple) else (outputs,)))
             # Consecutive chunks may be on one stage, as at the turn of a V-shaped schedule.
             if module.chunk.leaving and self._crosses_stages(module.chunk.number):
-                self.sent[module.chunk.stage][0] += _bytes(runs[-1].outputs)
+                self.sent[module.chunk.stage][0] += _num_bytes(runs[-1].outputs)
         return runs
 
     def _backward(self, runs: list[_ChunkRun], loss: Tensor) -> None:
@@ -125,7 +125,7 @@ class _ChunkSequence:
                     torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
             trained = [tensor for tensor in run.received if tensor.requires_grad]
             if module.chunk.number and self._crosses_stages(module.chunk.number - 1):
-                self.sent[module.chunk.stage][1] += _bytes(trained)
+                self.sent[module.chunk.stage][1] += _num_bytes(trained)
             # Real stages send zeros for a missing gradient, as the previous stage waits for one.
             gradients = tuple(
                 torch.zeros_like(t) if t.requires_grad and t.grad is None else t.grad
@@ -133,7 +133,7 @@ class _ChunkSequence:
             )
             starts = runs[module.chunk.number - 1].outputs
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def _end_step(self) -> dict[str, Tensor]:
         """Return the gradients of stored shards by name, summed over chunks and stages."""
         total: dict[str, Tensor] = {}
         for module in self.modules:
@@ -145,7 +145,7 @@ class _ChunkSequence:
             if name in total and len(stages) > 1:
                 # The stages of a shared parameter all-reduce its gradient.
                 for stage in stages:
-                    sent = 2 * (len(stages) - 1) * _bytes([total[name]])
+                    sent = 2 * (len(stages) - 1) * _num_bytes([total[name]])
                     self.sent[stage][1] += -(-sent // len(stages))
         return total
 
@@ -167,5 +167,5 @@ class _ChunkSequence:
         self.sent[chunk.stage][direction] += counter.sent
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -156,9 +156,9 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
         DeferredError: for a deferred tensor that cannot be initialized; `module` is then unchanged.
     """
     _prepare_dtensors()
-    tensors = _tensors(module)
+    tensors = _parameters_and_buffers(module)
     # Before parameters are replaced: `adopt` finds new parameters by the origins of the old ones.
-    origins, parameters = mark_origins(module, module), _staying(tensors, plan)
+    origins, parameters = mark_origins(module, module), _keep_in_place(tensors, plan)
     references = _References(module, tensors)
     for name, part in plan.shards(dict(tensors)):
         given = tensors.pop(name)
@@ -183,7 +183,7 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
         DeferredError: for a deferred tensor that cannot be initialized.
     """
     _prepare_dtensors()
-    tensors = _tensors(module)
+    tensors = _parameters_and_buffers(module)
     memo: dict[int, Any] = copies_of_attributes(module)
     parameters: dict[str, nn.Parameter] = {}
     for name, part in plan.shards(dict(tensors)):
@@ -206,7 +206,7 @@ def copied_parameters(module: nn.Module, known: Collection[int]) -> dict[int, nn
         known: ids of parameters that are already in the memo and are not copied.
     """
     return {
-        id(parameter): as_parameter(_copied(parameter), parameter)
+        id(parameter): as_parameter(_copy_of_parameter(parameter), parameter)
         for parameter in module.parameters()
         if id(parameter) not in known
     }
@@ -230,13 +230,13 @@ class _References:
                 if name not in REGISTRIES and identities & set(map(id, pytree.tree_leaves(value))):
                     self._attributes.append((vars(child), name))
         mentioned = (pytree.tree_leaves(registry[name]) for registry, name in self._attributes)
-        self._mentioned = {id(leaf) for leaves in mentioned for leaf in leaves}
+        self._tensors_in_attributes = {id(leaf) for leaves in mentioned for leaf in leaves}
 
     def replace(self, tensor: Tensor, new: Tensor | None) -> None:
         """Replace `tensor` by `new` wherever it is registered; attributes follow in `finish`."""
         for registry, name in self._registered.pop(id(tensor)):
             registry[name] = new
-        if id(tensor) in self._mentioned:
+        if id(tensor) in self._tensors_in_attributes:
             self._replaced[id(tensor)] = tensor, new
 
     def finish(self, module: nn.Module) -> None:
@@ -258,11 +258,11 @@ def _prepare_dtensors() -> None:
     accept_full_optimizer_states()
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def _parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _staying(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Parameter]:
+def _keep_in_place(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Parameter]:
     """Remove from `tensors` those that stay the same objects; return the parameters among them.
 
     Buffers that are already on the device stay and, on one device, all parameters, whose data is
@@ -288,20 +288,20 @@ def _staying(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Para
 def _register_state_hooks(module: nn.Module, plan: StoragePlan) -> None:
     if plan.initialization.names:
         # Before the hook that shards full tensors, which puts shards on the parameters' device.
-        module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-        module.register_state_dict_pre_hook(_before_state)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_allocate_before_load)  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(_replay_before_state_dict)  # type: ignore[no-untyped-call]
     if plan.devices.mesh is not None:
         module.register_load_state_dict_pre_hook(shard_full_tensors)  # type: ignore[no-untyped-call]
 
 
-def _before_load(module: nn.Module, *_: object) -> None:
+def _allocate_before_load(module: nn.Module, *_: object) -> None:
     """Load pre-hook: allocate parameters on the meta device."""
     initialization = initialization_of(module)
     if initialization is not None:
         initialization.give_memory(module)
 
 
-def _before_state(module: nn.Module, *_: object) -> None:
+def _replay_before_state_dict(module: nn.Module, *_: object) -> None:
     """State dict pre-hook: replay recorded initializations, as a state dict returns the shards."""
     initialization = initialization_of(module)
     if initialization is not None:
@@ -316,7 +316,7 @@ def as_parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
     return share_version_counter(new) if isinstance(new, DTensor) else new
 
 
-def _copied(parameter: nn.Parameter) -> Tensor:
+def _copy_of_parameter(parameter: nn.Parameter) -> Tensor:
     if isinstance(parameter, UninitializedTensor):
         return parameter.new_memory(parameter.device)
     tensor = parameter.detach()

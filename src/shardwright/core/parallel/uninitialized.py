@@ -78,7 +78,7 @@ class Initialization:
         self.names = frozenset(names)
         self.pending = PendingInit(Record(), devices.device)
         self._devices = devices
-        self._recorded = deferred_like(torch.empty(0), self.pending.record)
+        self._recorded_tensor = deferred_like(torch.empty(0), self.pending.record)
         self._replayed_alone = False
         self._depth = 0
         self._placeholders: list[Placeholder] = []
@@ -97,7 +97,7 @@ class Initialization:
         planned: dict[str, Tensor] = dict(template.named_parameters())
         planned |= dict(template.named_buffers())
         placeholders = {
-            id(planned[name]): self._placeholder(given) for name, given in left_out.items()
+            id(planned[name]): self._make_placeholder(given) for name, given in left_out.items()
         }
         for path, child in template.named_modules():
             own = module.get_submodule(path)
@@ -111,9 +111,9 @@ class Initialization:
                         registry[leaf] = placeholders[id(tensor)]
                         full_name = f"{path}.{leaf}".removeprefix(".")
                         self._placeholders.append((registry, leaf, full_name))
-        module.register_state_dict_post_hook(_without_placeholders)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(_remove_placeholders_from_state)  # type: ignore[no-untyped-call]
 
-    def _placeholder(self, given: Tensor) -> Tensor:
+    def _make_placeholder(self, given: Tensor) -> Tensor:
         if not isinstance(given, nn.Parameter):
             return given if given.is_meta else given.to(self.pending.device)
         placeholder = UninitializedTensor.of(given, self.pending)
@@ -144,7 +144,9 @@ class Initialization:
         At its end, if all parameters have been initialized, they get their values; this is
         collective.
         """
-        if not any(tensor.whole is not None for tensor in _uninitialized(module).values()):
+        if not any(
+            tensor.whole is not None for tensor in _uninitialized_parameters(module).values()
+        ):
             yield
             return
         self._depth += 1
@@ -157,7 +159,7 @@ class Initialization:
             self.take_values(module)
 
     def _all_initialized(self, module: nn.Module) -> bool:
-        tensors = _uninitialized(module)
+        tensors = _uninitialized_parameters(module)
         return all(tensors[name].is_initialized() for name in tensors.keys() & self.names)
 
     def take_values(self, module: nn.Module, *, alone: bool = False) -> None:
@@ -175,12 +177,12 @@ class Initialization:
             PlanError: if the ranks have recorded different initializations.
             DeferredError: if the record cannot be replayed.
         """
-        tensors = _uninitialized(module)
+        tensors = _uninitialized_parameters(module)
         if self._devices.is_distributed:
             if alone:
                 self._replayed_alone |= any(t.whole is not None for t in tensors.values())
             else:
-                self._agree()
+                self._check_ranks_agree()
         elsewhere = self.placeholder_names
         wholes = {name: t.whole for name, t in tensors.items() if t.is_initialized()}
         complete = self._all_initialized(module)
@@ -209,19 +211,19 @@ class Initialization:
                     own_buffers(child)[name] = value_of(buffer).to(self._devices.device)
         materialize_attributes(module)
 
-    def _agree(self) -> None:
+    def _check_ranks_agree(self) -> None:
         device = self._devices.device
-        lines = list(init_record_lines([self._recorded]))
+        lines = list(init_record_lines([self._recorded_tensor]))
         alone = gathered(torch.tensor(self._replayed_alone, device=device))
         if alone.any():
             states: dict[str, Tensor] = {}
-            share_generator_states([self._recorded], states.update)
+            share_generator_states([self._recorded_tensor], states.update)
             lines += [
                 f"{name} of the generator: {state.tolist()}" for name, state in states.items()
             ]
         check_description(lines, device)
         share_generator_states(
-            [self._recorded], lambda states: take_values_of_rank_0(states, device)
+            [self._recorded_tensor], lambda states: take_values_of_rank_0(states, device)
         )
 
     def give_memory(self, module: nn.Module) -> None:
@@ -232,7 +234,7 @@ class Initialization:
         device = self._devices.device
         with _without_weak_references(module):
             self._remove_placeholders()
-            for tensor in _uninitialized(module).values():
+            for tensor in _uninitialized_parameters(module).values():
                 tensor.give_memory()
             for parameter in module.parameters():
                 if parameter.is_meta:
@@ -256,7 +258,7 @@ class Initialization:
         program reads them."""
         with _without_weak_references(module):
             self._remove_placeholders()
-            for tensor in _uninitialized(module).values():
+            for tensor in _uninitialized_parameters(module).values():
                 tensor.become_ordinary()
 
     def mark_memory(self, module: nn.Module) -> None:
@@ -334,7 +336,7 @@ def tie_like(module: nn.Module, template: nn.Module) -> None:
             own[leaf] = registry[first_leaf]
 
 
-def _without_placeholders(
+def _remove_placeholders_from_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
     """State dict post-hook: remove the placeholders of other pipeline stages' tensors."""
@@ -366,7 +368,9 @@ def _without_weak_references(module: nn.Module) -> Iterator[None]:
         restore_flat_weights(child)
 
 
-def _uninitialized(module: nn.Module) -> dict[str, UninitializedShard | UninitializedTensor]:
+def _uninitialized_parameters(
+    module: nn.Module,
+) -> dict[str, UninitializedShard | UninitializedTensor]:
     return {
         name: tensor
         for name, tensor in module.named_parameters()

@@ -97,7 +97,9 @@ class Uninitialized(Tensor):
                 "convert the model before `sw.plan`; allocate it with `net.to_empty(device=...)`"
             )
         substituted = dict[int, Tensor]()
-        substitute = _on_meta if any(t.whole is None for t in tensors) else _recorded
+        substitute = (
+            _meta_substitute if any(t.whole is None for t in tensors) else _deferred_substitute
+        )
         args, kwargs = pytree.tree_map_only(
             Tensor, partial(substitute, substituted), (args, kwargs)
         )
@@ -126,7 +128,7 @@ class Uninitialized(Tensor):
         if take_hooks := vars(self).pop("take_hooks", None):
             take_hooks(self)
 
-    def _set(self, pending: PendingInit, whole: Deferred | None) -> Self:
+    def _set_initialization(self, pending: PendingInit, whole: Deferred | None) -> Self:
         self.pending, self.whole = pending, whole
         return self
 
@@ -139,7 +141,7 @@ class UninitializedShard(Uninitialized, DTensor):
         """Return a shard in the memory of `local` with the mesh, placements and shape of `like`."""
         result = dtensor_of_class(cls, local, spec_of(like))
         assert isinstance(result, UninitializedShard)
-        return result._set(pending, None)
+        return result._set_initialization(pending, None)
 
     def to_local(self, **kwargs: Any) -> Tensor:
         """Return this rank's shard with its recorded values; without any, values may be written to
@@ -200,7 +202,7 @@ class UninitializedShard(Uninitialized, DTensor):
         result = UninitializedShard.of(local, self, self.pending)
         # Attributes such as the marks of a parameter and of an optimizer's parameter.
         vars(result).update(vars(self))
-        return result._set(self.pending, whole)
+        return result._set_initialization(self.pending, whole)
 
 
 class UninitializedTensor(Uninitialized, Tensor):
@@ -225,7 +227,7 @@ class UninitializedTensor(Uninitialized, Tensor):
     @classmethod
     def of(cls, like: Tensor, pending: PendingInit) -> UninitializedTensor:
         on_meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        return as_subclass(cls, on_meta)._set(pending, None)
+        return as_subclass(cls, on_meta)._set_initialization(pending, None)
 
     def give_memory(self) -> None:
         """Make this an ordinary parameter with recorded values, or with uninitialized memory."""
@@ -257,7 +259,7 @@ class UninitializedTensor(Uninitialized, Tensor):
     def view_with(self, whole: Deferred | None) -> UninitializedTensor:
         result = UninitializedTensor.of(self, self.pending)
         vars(result).update(vars(self))
-        return result._set(self.pending, whole)
+        return result._set_initialization(self.pending, whole)
 
     def with_memory(self, device: torch.device) -> UninitializedTensor:
         # `nn.Module.to_empty` keeps the object, and takes the result's memory: none, as for `self`.
@@ -268,7 +270,7 @@ class UninitializedTensor(Uninitialized, Tensor):
         return self.new_memory(torch.device("meta"))
 
 
-def _on_meta(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
+def _meta_substitute(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
     """Return an ordinary meta tensor in place of an `Uninitialized`; other tensors unchanged.
 
     Args:
@@ -282,7 +284,7 @@ def _on_meta(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
     return ordinary
 
 
-def _recorded(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
+def _deferred_substitute(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
     """Return the deferred full tensor in place of an `Uninitialized`; other tensors as full tensors
     on the CPU, where the record is replayed.
 

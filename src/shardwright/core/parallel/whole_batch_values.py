@@ -44,13 +44,15 @@ class WholeBatchValues:
     ) -> None:
         self._devices, self._mesh = devices, partitioned.mesh
         self._arrivals = partitioned.decisions.arrivals
-        self._count = partitioned.pipeline.micro_batches
+        self._num_micro_batches = partitioned.pipeline.micro_batches
         whole_batch = whole_batch_of(partitioned.graph)
         names = whole_batch.names if read is None else {value.name for value in read}
         self._prologue = whole_batch.prologue if names & whole_batch.names else None
         self._values = whole_batch.values
-        self._inputs = () if self._prologue is None else _inputs(self._prologue)
-        self._rows = _shards_of_batch(partitioned) if self._prologue is not None else 1
+        self._inputs = () if self._prologue is None else _prologue_inputs(self._prologue)
+        self._num_local_batches = (
+            _count_local_batches(partitioned) if self._prologue is not None else 1
+        )
 
     def __call__(self, leaves: Sequence[Any], buffers: Mapping[str, Tensor]) -> list[Buffers]:
         """Return for each micro-batch the values of the global batch that it reads, by buffer name.
@@ -60,35 +62,35 @@ class WholeBatchValues:
             buffers: the module's buffers by name.
         """
         if self._prologue is None:
-            return [{} for _ in range(self._count)]
+            return [{} for _ in range(self._num_micro_batches)]
         with torch.no_grad():
-            outputs = self._outputs(self._prologue, leaves, buffers)
+            outputs = self._run_prologue(self._prologue, leaves, buffers)
         pairs = list(zip(self._values, outputs, strict=True))
         return [
-            {name: self._part(tensor, dim, number) for (name, dim), tensor in pairs}
-            for number in range(self._count)
+            {name: self._micro_batch_rows(tensor, dim, number) for (name, dim), tensor in pairs}
+            for number in range(self._num_micro_batches)
         ]
 
-    def _outputs(
+    def _run_prologue(
         self, graph: Graph, leaves: Sequence[Any], buffers: Mapping[str, Tensor]
     ) -> list[Tensor]:
         device = self._devices.device
-        tensors = {value: self._whole(value, leaves[index]) for index, value in self._inputs}
-        tensors |= {v: _whole_buffer(v, buffers) for v in graph.buffers}
+        tensors = {value: self._global_input(value, leaves[index]) for index, value in self._inputs}
+        tensors |= {v: _full_buffer(v, buffers) for v in graph.buffers}
         tensors = {v: t if v.outer_dtype is None else t.to(v.dtype) for v, t in tensors.items()}
         tensors |= {v: t.to(device) for v, t in graph.constants.items()}
         for op in graph.ops:
             tensors.update(zip(op.outputs, run(op, tensors, device), strict=True))
         return [tensors[value] for value in graph.output_values]
 
-    def _whole(self, value: Value, leaf: Tensor) -> Tensor:
+    def _global_input(self, value: Value, leaf: Tensor) -> Tensor:
         """Return input `value` for the global batch, gathered if `leaf` is this rank's shard."""
         for dim, axes in enumerate(self._arrivals.get(value.name, ())):
             if axes:
                 leaf = all_gather(dim, self._devices.group(axes))(leaf.detach())
         return leaf.detach()
 
-    def _part(self, tensor: Tensor, dim: int | None, number: int) -> Tensor:
+    def _micro_batch_rows(self, tensor: Tensor, dim: int | None, number: int) -> Tensor:
         """Return the rows of `tensor` that belong to micro-batch `number`.
 
         If ranks pass local batches, these are rows of each rank's local batch.
@@ -101,18 +103,20 @@ class WholeBatchValues:
         if dim is None:
             return tensor
         shape = tensor.shape
-        of_ranks = tensor.reshape(*shape[:dim], self._rows, self._count, -1, *shape[dim + 1 :])
+        of_ranks = tensor.reshape(
+            *shape[:dim], self._num_local_batches, self._num_micro_batches, -1, *shape[dim + 1 :]
+        )
         return of_ranks.select(dim + 1, number).flatten(dim, dim + 1)
 
 
-def _inputs(prologue: Graph) -> tuple[tuple[int, Value], ...]:
+def _prologue_inputs(prologue: Graph) -> tuple[tuple[int, Value], ...]:
     """Return the inputs that a prologue reads, each with its index among the leaves of a call."""
     read = {value for op in prologue.ops for value in op.inputs} | set(prologue.output_values)
     leaves = enumerate(prologue.inputs)
     return tuple((n, leaf) for n, leaf in leaves if isinstance(leaf, Value) and leaf in read)
 
 
-def _whole_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
+def _full_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
     """Return the buffer `value` as a full tensor.
 
     Raises:
@@ -127,7 +131,7 @@ def _whole_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
     return buffer
 
 
-def _shards_of_batch(partitioned: Partitioned) -> int:
+def _count_local_batches(partitioned: Partitioned) -> int:
     """Return the number of local batches that ranks pass; 1 if all pass the global batch."""
     arrivals = partitioned.decisions.arrivals
     layouts = (TensorLayout(partitioned.mesh, axes) for axes in arrivals.values() if axes)
@@ -136,7 +140,7 @@ def _shards_of_batch(partitioned: Partitioned) -> int:
 
 def prologue_axes(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
     """Return the sets of mesh axes over which inputs of the prologue are gathered."""
-    axes = (of_dim for cut, _ in _gathered(partitioned) for of_dim in cut if of_dim)
+    axes = (of_dim for cut, _ in _sharded_inputs(partitioned) for of_dim in cut if of_dim)
     return tuple(dict.fromkeys(axes))
 
 
@@ -149,16 +153,16 @@ def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
     read = {v.name for chunk in partitioned.chunks_of(stage) for v in chunk.graph.buffers}
     if read.isdisjoint(whole_batch_of(partitioned.graph).names):
         return 0
-    for cut, value in _gathered(partitioned):
+    for cut, value in _sharded_inputs(partitioned):
         shards = mesh.size(tuple(axis for axes in cut for axis in axes))
         total += value.numel * value.stored_dtype.itemsize * (shards - 1) // shards
     return total
 
 
-def _gathered(partitioned: Partitioned) -> list[tuple[CutAxes, Value]]:
+def _sharded_inputs(partitioned: Partitioned) -> list[tuple[CutAxes, Value]]:
     prologue = whole_batch_of(partitioned.graph).prologue
     pipeline, arrivals = partitioned.pipeline, partitioned.decisions.arrivals
     if prologue is None or pipeline.micro_batches == 1:
         return []
-    pairs = ((arrivals.get(value.name, ()), value) for _, value in _inputs(prologue))
+    pairs = ((arrivals.get(value.name, ()), value) for _, value in _prologue_inputs(prologue))
     return [(cut, value) for cut, value in pairs if any(cut)]

@@ -46,7 +46,7 @@ class Origin:
         for model in self.models:
             path, _, leaf = self.name.rpartition(".")
             parameter = getattr(model.get_submodule(path), leaf, None)
-            if isinstance(parameter, nn.Parameter) and _origin(parameter) is self:
+            if isinstance(parameter, nn.Parameter) and _origin_of(parameter) is self:
                 yield parameter
 
 
@@ -64,7 +64,7 @@ def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
     for name, parameter in module.named_parameters():
         # A model that was planned before, with `copy=True`, keeps its origins, which all copies
         # share.
-        origins[name] = parameter.origin = _origin(parameter) or Origin(name)  # type: ignore[attr-defined]
+        origins[name] = parameter.origin = _origin_of(parameter) or Origin(name)  # type: ignore[attr-defined]
         origins[name].models.update((module, planned))
     return origins
 
@@ -101,7 +101,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
             "optimizer before its first step, or create it from the parameters of the planned model"
         )
     planned = list(net.parameters())
-    planned_by_origin = {_origin(parameter): parameter for parameter in planned}
+    planned_by_origin = {_origin_of(parameter): parameter for parameter in planned}
     # Parameters that were registered after planning have no origin.
     planned_by_origin.pop(None, None)
     # Origins of all stages: parameters of other stages are removed, unknown parameters rejected.
@@ -110,7 +110,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
     for number, group in enumerate(optimizer.param_groups):
         parameters = []
         for index, parameter in enumerate(group["params"]):
-            origin = _origin(parameter)
+            origin = _origin_of(parameter)
             if origin not in model_origins:
                 raise PlanError(
                     f"parameter {index} of group {number} of the optimizer, of shape "
@@ -128,14 +128,14 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
     return optimizer
 
 
-def _origin(parameter: Tensor) -> Origin | None:
+def _origin_of(parameter: Tensor) -> Origin | None:
     return getattr(parameter, "origin", None)
 
 
 def is_trained_in_original(parameter: Tensor) -> bool:
     """Whether a parameter of the original model is trained there instead of in the planned
     model."""
-    origin = _origin(parameter)
+    origin = _origin_of(parameter)
     return parameter.grad is not None or (origin is not None and origin.trained_in_original)
 
 
@@ -157,7 +157,7 @@ def _refuse_steps_without_gradients() -> None:
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         first = next(parameters, None)
         # The hook runs for every optimizer of the process, also for those of other models.
-        if closure is not None or first is None or _origin(first) is None:
+        if closure is not None or first is None or _origin_of(first) is None:
             return
         _check_gradients(type(optimizer).__name__, [first, *parameters])
 
@@ -165,7 +165,7 @@ def _refuse_steps_without_gradients() -> None:
 
 
 def _check_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
-    with_origin = [(p, origin) for p in parameters if (origin := _origin(p))]
+    with_origin = [(p, origin) for p in parameters if (origin := _origin_of(p))]
     is_planned = _is_planned(with_origin[0][0])
     # One gradient suffices: parameters that a backward pass did not reach have none either.
     if any(parameter.grad is not None for parameter, _ in with_origin):

@@ -51,7 +51,7 @@ class ProgramLine:
     def __str__(self) -> str:
         lines = [line.strip() for line in self.text.splitlines()]
         shown = shorten(lines[self.line - 1].partition("; del ")[0], MAX_LENGTH, placeholder=" …")
-        return f"`{shown}` (line {self.line} of the program{self._operator(lines)})"
+        return f"`{shown}` (line {self.line} of the program{self._operator_text(lines)})"
 
     @property
     def computes(self) -> bool:
@@ -59,7 +59,7 @@ class ProgramLine:
         above = self.text.splitlines()[self.line - 2].strip()
         return above.startswith("# ") and not above.startswith("# bucket ")
 
-    def _operator(self, lines: list[str]) -> str:
+    def _operator_text(self, lines: list[str]) -> str:
         """Return the operator of the line, or the next operator, which reads the redistribution.
 
         If the line starts a redistribution, the search begins at the line that finishes it.
@@ -144,11 +144,11 @@ def _failed_collective(error: BaseException) -> str | None:
         descriptions = ["an exchange between pipeline stages"]
     # Other errors of torch.distributed, such as a wrong argument, are not communication failures.
     if not descriptions and _PEER_FAILURE.search(str(error)):
-        descriptions = [_caller(frames)]
+        descriptions = [_describe_caller(frames)]
     return ", ".join(dict.fromkeys(descriptions)) or None
 
 
-def _caller(frames: Sequence[tuple[FrameType, int]]) -> str:
+def _describe_caller(frames: Sequence[tuple[FrameType, int]]) -> str:
     """Describe the function that called torch.distributed, the innermost outside PyTorch."""
     for frame, line in reversed(frames):
         code, module = frame.f_code, frame.f_globals.get("__name__", "")

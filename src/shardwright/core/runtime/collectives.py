@@ -245,7 +245,7 @@ def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
 
 def _bind_slice(step: RedistributionStep, devices: Devices) -> BoundCollective:
     group = devices.group(step.axes)
-    return BoundCollective(_slice(step, devices), all_gather(_dim(step), group))
+    return BoundCollective(_slice_own_block(step, devices), all_gather(_step_dim(step), group))
 
 
 def _bind_vary(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -257,30 +257,30 @@ def _bind_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _bind_reduce_scatter(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group, dim = devices.group(step.axes), _dim(step)
+    group, dim = devices.group(step.axes), _step_dim(step)
     return BoundCollective(reduce_scatter(dim, group), all_gather(dim, group))
 
 
 def _bind_all_gather(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group, dim = devices.group(step.axes), _dim(step)
+    group, dim = devices.group(step.axes), _step_dim(step)
     if step.backward == "reduce_scatter":
         return BoundCollective(all_gather(dim, group), reduce_scatter(dim, group))
-    return BoundCollective(all_gather(dim, group), _slice(step, devices))
+    return BoundCollective(all_gather(dim, group), _slice_own_block(step, devices))
 
 
 def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group, dim, to_dim = devices.group(step.axes), _dim(step), step.to_dim
+    group, dim, to_dim = devices.group(step.axes), _step_dim(step), step.to_dim
     assert to_dim is not None
     return BoundCollective(all_to_all(dim, to_dim, group), all_to_all(to_dim, dim, group))
 
 
-def _slice(step: RedistributionStep, devices: Devices) -> Collective:
+def _slice_own_block(step: RedistributionStep, devices: Devices) -> Collective:
     """Return a collective that keeps this rank's block along the step's dimension."""
-    dim, parts, index = _dim(step), devices.matrix.size(step.axes), devices.index(step.axes)
+    dim, parts, index = _step_dim(step), devices.matrix.size(step.axes), devices.index(step.axes)
     return blocking(lambda x: slice_block(x, dim, index, parts))
 
 
-def _dim(step: RedistributionStep) -> int:
+def _step_dim(step: RedistributionStep) -> int:
     assert step.dim is not None
     return step.dim
 
@@ -292,10 +292,10 @@ def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    return _permute(step.permutation(), step.axes, devices)
+    return _bind_permutation(step.permutation(), step.axes, devices)
 
 
-def _permute(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
+def _bind_permutation(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
     """Bind a permutation of blocks: position i of the group over `axes`, in the order of the mesh,
     sends its block to position `to[i]`."""
     group, send, receive = _send_and_receive(to, axes, devices)
@@ -402,7 +402,7 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
         )
         target_of = {group.order[block]: group.order[to[block]] for block in blocks}
         targets = [target_of[position] for position in blocks]
-        permute = _permute(targets, axes, devices)
+        permute = _bind_permutation(targets, axes, devices)
         if kind != RING:
             return Reduce(permute, permute.forward.start, identity)
         group, send, receive = _send_and_receive(targets, axes, devices)

@@ -235,7 +235,7 @@ def from_placements(
     # From right to left, as the axes that shard a dimension before `axis` are to its right.
     for axis, placement in reversed(list(enumerate(placements))):
         if isinstance(placement, Shard | StridedShard):
-            dim = _dimension(placement, ndim)
+            dim = _checked_dim(placement, ndim)
             dims[dim] = _insert_axis(dims[dim], axis, placement, layout)
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             partial.add(axis)
@@ -248,7 +248,7 @@ def from_placements(
     return TensorLayout(layout, tuple(dims), frozenset(partial))
 
 
-def _dimension(placement: Shard | StridedShard, ndim: int) -> int:
+def _checked_dim(placement: Shard | StridedShard, ndim: int) -> int:
     dim = placement.dim
     if not -ndim <= dim < ndim:
         raise LayoutError(

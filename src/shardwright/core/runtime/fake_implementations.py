@@ -40,8 +40,8 @@ class CheckedCustomOp:
         if returned != self.expected and not self._differs_by_float64(returned):
             raise CaptureError(
                 f"the fake implementation of `{self.function}` returns "
-                f"{_describe(self.expected, returned)}, but the operator returns "
-                f"{_describe(returned, self.expected)}\ncorrect the fake implementation "
+                f"{_describe_results(self.expected, returned)}, but the operator returns "
+                f"{_describe_results(returned, self.expected)}\ncorrect the fake implementation "
                 "(`torch.library.register_fake`), so that it returns the shapes and dtypes of the "
                 "operator"
             )
@@ -61,7 +61,7 @@ class CheckedCustomOp:
         )
 
 
-def _describe(results: FakeResults, others: FakeResults) -> str:
+def _describe_results(results: FakeResults, others: FakeResults) -> str:
     """Return the shapes of `results` as text or, if they equal those of `others`, the dtypes."""
     shapes = [str(shape) for shape, _ in results]
     differ = shapes != [str(shape) for shape, _ in others]
