@@ -26,7 +26,7 @@ Buffers = dict[str, Tensor]
 
 
 def whole_batch_of(graph: Graph) -> WholeBatch:
-    """Return how to combine the micro-batches' losses; without analysis, as means over samples."""
+    """Return the relation of micro-batches to the loss of the batch; a mean if not analyzed."""
     return graph.whole_batch if isinstance(graph.whole_batch, WholeBatch) else WholeBatch()
 
 

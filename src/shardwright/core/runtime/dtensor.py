@@ -253,7 +253,7 @@ def _checked_dim(placement: Shard | StridedShard, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise LayoutError(
             f"placement {placement} shards dimension {dim} of a tensor with {ndim} dimensions\n"
-            "shard a dimension that the tensor has"
+            "use a dimension of the tensor"
         )
     return dim % ndim
 

@@ -1,8 +1,9 @@
 """Norms by `torch.nn.utils` over pipeline stages, and over tensors on several meshes.
 
-A rank has the parameters of its own stage, so a norm over its tensors is not the model's. Here it
-is computed over all stages. Tensors of several planned models, and of these and ordinary ones, are
-no arguments of one operator, so that norms are computed by mesh and then combined.
+A rank has the parameters of its own stage, so the norm of its tensors is not that of the model.
+This module computes the norm over all stages. Tensors of several planned models, or of planned and
+ordinary models, cannot be arguments of one operator, so norms are computed for each mesh and then
+combined.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class StageParameters:
 
     Args:
         parameters: the parameters of this rank, by name.
-        stages: the stages that have each parameter, by all names of all parameters of the model.
-        devices: the devices of the model.
+        stages: the stages that own each parameter of the model, by all its names.
+        devices: this rank's view of the devices.
         dtype: dtype of norms, equal on all ranks.
     """
 
@@ -49,10 +50,10 @@ class StageParameters:
 
         Args:
             module: this rank's stage of the model.
-            whole: the original model, without values.
-            stages: the stages that have each parameter, by the parameter's first name; parameters
-                that are missing are on the first stage.
-            devices: the devices of the model.
+            whole: the full model, on the meta device.
+            stages: for each parameter, by its first name, the stages that own it; a parameter that
+                is missing is owned by the first stage.
+            devices: this rank's view of the devices.
         """
         first = {id(parameter): name for name, parameter in whole.named_parameters()}
         stages_of_names = {
@@ -64,9 +65,9 @@ class StageParameters:
         return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
 
     def own_memory(self) -> dict[Hashable, bool]:
-        """Whether this stage counts a parameter, by the memory of the parameter and its gradient.
+        """Map `_memory_id` of each parameter and gradient to whether this stage counts it in norms.
 
-        The first of several stages counts a parameter that they share.
+        A parameter that several stages own is counted by the first of them.
         """
         result: dict[Hashable, bool] = {}
         for name, parameter in self.parameters.items():
@@ -77,7 +78,7 @@ class StageParameters:
         return result
 
     def stages_below(self, path: str) -> set[int]:
-        """The stages that have parameters of the submodule at `path`."""
+        """Return the stages that own parameters of the submodule at `path`."""
         prefix = f"{path}." if path else ""
         return {
             stage
@@ -89,18 +90,18 @@ class StageParameters:
 
 @cache
 def stage_models() -> WeakKeyDictionary[nn.Module, StageParameters]:
-    """The models of this process that are in pipeline stages."""
+    """Return the stage parameters of each pipelined model of this process."""
     return WeakKeyDictionary()
 
 
 @cache
 def extend_total_norms() -> None:
-    """Let `torch.nn.utils` compute norms over stages and meshes, permanently for the process."""
+    """Make norms of `torch.nn.utils` include all stages and meshes, for the rest of the process."""
     extend_norms(TotalNorms())
 
 
 class TotalNorms:
-    """The norms that `extend_norms` calls."""
+    """Computes norms in place of `torch.nn.utils`; see `extend_norms`."""
 
     def total(
         self,
@@ -110,13 +111,20 @@ class TotalNorms:
         source: nn.Module | None,
         norm_type: float,
     ) -> Tensor | None:
-        """Return the norm over all stages and meshes; None if PyTorch computes it.
+        """Return the norm over all stages and meshes; None if PyTorch can compute it.
 
-        Collective if `listed` has parameters, gradients or values of a stage, or is empty, as that
-        of a stage without such parameters: then every rank must call it.
+        Collective if `listed` has parameters or gradients of a stage, or is empty, as on a stage
+        without the requested parameters: then every rank must call the function.
+
+        Args:
+            function: name of the function of `torch.nn.utils`, for errors.
+            listed: the tensors that the user passed.
+            measured: the tensors whose norm is computed, e.g. gradients of `listed`.
+            source: the module whose parameters `listed` are; None if unknown.
+            norm_type: order of the norm.
 
         Raises:
-            PlanError: for an order that is not positive, or local tensors of a stage.
+            PlanError: if the order is not positive, or a tensor is a local shard of a stage.
         """
         models = _models_in_call(listed, source)
         groups = self.groups(measured)
@@ -124,17 +132,18 @@ class TotalNorms:
             return None
         if not norm_type > 0:
             raise PlanError(
-                f"`torch.nn.utils.{function}` with norm_type={norm_type} of a model in pipeline"
-                " stages, or of several models\nuse a positive norm_type, or math.inf"
+                f"`torch.nn.utils.{function}` with norm_type={norm_type} is not supported for "
+                "models in pipeline stages, or for several models\nuse a positive `norm_type`, or "
+                "`math.inf`"
             )
         own = {key: counts for model in models for key, counts in model.own_memory().items()}
         in_stages = [tensor for tensor in measured if _memory_id(tensor) in own]
         for tensor in in_stages:
             if models[0].devices.mesh is not None and not isinstance(tensor, DTensor):
                 raise PlanError(
-                    f"`torch.nn.utils.{function}` of local shards of a model in pipeline stages\n"
-                    "pass parameters or gradients as they are: their norm is over all devices and"
-                    " stages"
+                    f"`torch.nn.utils.{function}` was called with local shards of a model in"
+                    " pipeline stages\npass the DTensors of parameters or gradients, whose norm is"
+                    " computed over all devices and stages"
                 )
         others = [tensor for tensor in measured if _memory_id(tensor) not in own]
         norms = [_norm_of_group(group, norm_type) for group in self.groups(others)]
@@ -147,7 +156,7 @@ class TotalNorms:
         return norm.to(reduce(torch.promote_types, dtypes))
 
     def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the tensors by mesh, ordinary ones as a group of their own."""
+        """Group tensors by mesh; ordinary tensors are a group of their own."""
         groups: dict[Any, list[Tensor]] = {}
         for tensor in tensors:
             mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -156,7 +165,12 @@ class TotalNorms:
 
 
 def _models_in_call(listed: Sequence[Tensor], source: nn.Module | None) -> list[StageParameters]:
-    """The models over whose stages the norm of the tensors is computed, with all ranks."""
+    """Return the models over whose stages a norm is computed, collectively.
+
+    Args:
+        listed: the tensors that the user passed.
+        source: the module whose parameters `listed` are; None if unknown.
+    """
     models = stage_models()
     if source is not None:
         for module, model in models.items():
@@ -177,7 +191,7 @@ def _norm_of_group(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _memory_id(tensor: Tensor) -> Hashable:
-    """A key that is equal for tensors with the same memory."""
+    """Return a key that is equal for tensors with the same memory."""
     local = detached_local(tensor)
     if local.layout is not torch.strided:
         return id(tensor)
