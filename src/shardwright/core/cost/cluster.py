@@ -215,9 +215,9 @@ class Cluster:
         ranks = np.stack([mesh_ranks + first for first in first_ranks])
         # Dimension 0 is that of the stages.
         axes = range(1, 1 + len(mesh.device_matrix))
-        return tuple(self._spans(np.moveaxis(ranks, axis, -1)) for axis in axes)
+        return tuple(self._axis_spans(np.moveaxis(ranks, axis, -1)) for axis in axes)
 
-    def _spans(self, ranks: np.ndarray[Any, Any]) -> Spans:
+    def _axis_spans(self, ranks: np.ndarray[Any, Any]) -> Spans:
         """Return the link levels that an axis crosses.
 
         Args:
@@ -293,7 +293,7 @@ def read_cluster(text: str, where: str) -> Cluster:
             "for example `levels: [{name: NVLink, bandwidth: 450 GB/s, latency: 1 us}]`"
         )
     parsed = tuple(
-        _read_level(_Entries(level, where, f"levels[{i}].")) for i, level in enumerate(levels)
+        _read_link_level(_Entries(level, where, f"levels[{i}].")) for i, level in enumerate(levels)
     )
     _check_levels(parsed, where)
     return Cluster(name, device, parsed)
@@ -403,7 +403,7 @@ class _Entries:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be a positive whole number,"
-                f" not {short_repr(count)}"
+                f" not {short_repr(count)}\nuse such a number, or omit the key for no limit"
             )
         return count
 
@@ -446,7 +446,7 @@ def _read_device(entries: _Entries) -> Device:
     )
 
 
-def _read_level(entries: _Entries) -> LinkLevel:
+def _read_link_level(entries: _Entries) -> LinkLevel:
     entries.check_keys(
         "name", "bandwidth", "latency", "devices", "efficiency", "call", "collectives"
     )

@@ -62,11 +62,11 @@ class Links:
             link = self.cluster.levels[levels_of_group[-1][0]]
             return link.call + link.latency + num_bytes / link.rate
         if pattern == "pairwise":
-            return self._all_to_all(levels_of_group, num_bytes)
+            return self._all_to_all_seconds(levels_of_group, num_bytes)
         may_skip_parts = self.shared and collective == "all_reduce" and not bucketed
-        return self._hierarchical(levels_of_group, num_bytes, collective, may_skip_parts)
+        return self._hierarchical_seconds(levels_of_group, num_bytes, collective, may_skip_parts)
 
-    def _hierarchical(
+    def _hierarchical_seconds(
         self,
         levels_of_group: list[tuple[int, int]],
         num_bytes: float,
@@ -98,7 +98,9 @@ class Links:
             level_bytes, devices = level_bytes / size, devices // size
         return seconds
 
-    def _all_to_all(self, levels_of_group: list[tuple[int, int]], num_bytes: float) -> float:
+    def _all_to_all_seconds(
+        self, levels_of_group: list[tuple[int, int]], num_bytes: float
+    ) -> float:
         """Return the seconds of an all-to-all, in which each device sends an equal part of its
         tensor to every other device, over the innermost link level that joins the two."""
         devices = prod(size for _, size in levels_of_group)

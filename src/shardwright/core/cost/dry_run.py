@@ -219,7 +219,7 @@ class _MetaChunk:
             self.live.bytes_between(peak, start),
             self.live.bytes_between(end, start),
         )
-        return Phase(peak_bytes, change, self._largest(peak))
+        return Phase(peak_bytes, change, self._largest_tensors(peak))
 
     def actions(
         self, kinds: Sequence[str], has_several: bool, on_share: OnShare
@@ -227,7 +227,7 @@ class _MetaChunk:
         """Return the memory of each action of the first micro-batch and of a later one, by kind.
 
         With several micro-batches usually only a later one runs, and the first is derived from it
-        by `_first_from_later`, which halves the time of a dry run.
+        by `_first_phase_from_later`, which halves the time of a dry run.
 
         Args:
             has_several: whether a step has several micro-batches; if not, the second result is {}.
@@ -242,12 +242,12 @@ class _MetaChunk:
                 # Gathers finish in the first micro-batch, not in a later micro-batch.
                 self.module.unsharded.tensors()
             later[kind] = self.action(kind)
-            first[kind] = self._first_from_later(start, later[kind])
+            first[kind] = self._first_phase_from_later(start, later[kind])
             if kind == FORWARD:
                 self._add_gradients()
         return first, later
 
-    def _first_from_later(self, start: int, later: Phase) -> Phase:
+    def _first_phase_from_later(self, start: int, later: Phase) -> Phase:
         """Return the memory of an action of the first micro-batch, given that of a later one.
 
         A later micro-batch adds its gradients to existing gradients and then frees its own. The
@@ -272,13 +272,13 @@ class _MetaChunk:
             leaf.grad = torch.empty(leaf.shape, dtype=leaf.dtype, device=META)
             self.live.watch([leaf.grad], GRADIENTS)
             gradient = self.live.storage_of(leaf.grad)
-            # The hook runs when the gradient has been accumulated, where `_first_from_later`
+            # The hook runs when the gradient has been accumulated, where `_first_phase_from_later`
             # inserts an allocation.
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _, gradient=gradient: self.added.append((len(self.live.history), gradient))
             )
 
-    def _largest(self, num_events: int) -> tuple[tuple[str, int, int], ...]:
+    def _largest_tensors(self, num_events: int) -> tuple[tuple[str, int, int], ...]:
         """Return (kind, operator index, bytes) of the largest tensors that are alive after
         `num_events` events, summed by kind and operator."""
         sizes: dict[tuple[str, int], int] = {}

@@ -162,7 +162,7 @@ def _matmul_dims(
     if op.target is experts:
         expert_sides = _expert_matmul_dims(op)
         return tuple(
-            zip(expert_sides, (_tokens(rule), frozenset("i"), frozenset[str]()), strict=True)
+            zip(expert_sides, (_token_factors(rule), frozenset("i"), frozenset[str]()), strict=True)
         )
     left, right, out = (
         frozenset(name for name in dims if name is not None)
@@ -300,13 +300,13 @@ def _dispatched_tensors(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozense
     """Return (bytes, factors) of the tokens sorted by expert with their results, and of the hidden
     layer of experts."""
     arguments = call_arguments(op)
-    rows, factors = arguments["ids"].numel * op.output.itemsize, _tokens(rule) | {"e"}
+    rows, factors = arguments["ids"].numel * op.output.itemsize, _token_factors(rule) | {"e"}
     _, columns, hidden = _expert_matmul_dims(op)
     intermediate = int(columns) + arguments["down"].shape[-1]
     return (2 * rows * int(hidden), factors), (rows * intermediate, factors | {"i"})
 
 
-def _tokens(rule: ShardingRule) -> frozenset[str]:
+def _token_factors(rule: ShardingRule) -> frozenset[str]:
     return frozenset(name for name in rule.inputs[0] if name is not None)
 
 

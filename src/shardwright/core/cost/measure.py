@@ -76,7 +76,7 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
 
     Args:
         clock: clock of the processes that share the CPU, each with all threads of torch; by default
-            of this process only.
+            a clock of this process only.
         device: device to measure.
     """
     clock = clock or Clock()

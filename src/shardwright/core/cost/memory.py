@@ -196,7 +196,7 @@ def memory(
         }
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
         state = optimizer_bytes(optimizer, _trained_shards(chunks))
-        moments = _moments(order, dry_run_of, borders, state, pipeline.micro_batches)
+        moments = _enumerate_moments(order, dry_run_of, borders, state, pipeline.micro_batches)
         stages_memory.append(_stage_memory(number, list(moments), state, chunks))
     return Memory(tuple(stages_memory), optimizer_name(optimizer))
 
@@ -328,7 +328,7 @@ def _stage_memory(
     )
 
 
-def _moments(
+def _enumerate_moments(
     order: Sequence[Action],
     dry_run_of: Mapping[int, DryRun],
     borders: Mapping[int, BorderBytes],

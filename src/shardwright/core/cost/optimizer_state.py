@@ -84,7 +84,7 @@ def optimizer_bytes(
     measure_named = (
         partial(_named_optimizer_bytes, optimizer) if isinstance(optimizer, str) else None
     )
-    measure = measure_named or cache(partial(_parameter_bytes, _optimizer_factory(optimizer)))
+    measure = measure_named or cache(partial(_bytes_for_parameter, _optimizer_factory(optimizer)))
     state = temporary = 0
     for shape, dtype in parameters:
         measured = measure(shape, dtype)
@@ -115,10 +115,10 @@ def _optimizer_factory(optimizer: str | torch.optim.Optimizer) -> MakeOptimizer:
 
 @lru_cache(maxsize=1 << 12)
 def _named_optimizer_bytes(optimizer: str, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
-    return _parameter_bytes(_optimizer_factory(optimizer), shape, dtype)
+    return _bytes_for_parameter(_optimizer_factory(optimizer), shape, dtype)
 
 
-def _parameter_bytes(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
+def _bytes_for_parameter(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
     parameter = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     parameter.grad = torch.empty_like(parameter, requires_grad=False)
     try:
@@ -131,10 +131,10 @@ def _parameter_bytes(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> O
         return _measure_steps(optimizer, parameter)
     except Exception:
         # The step reads values, which tensors on the meta device do not have.
-        return _bytes_by_small_parameter(make, shape, dtype)
+        return _bytes_from_small_parameter(make, shape, dtype)
 
 
-def _bytes_by_small_parameter(
+def _bytes_from_small_parameter(
     make: MakeOptimizer, shape: Shape, dtype: torch.dtype
 ) -> OptimizerBytes:
     """Return the bytes for a parameter of `shape`, derived from the state for a small parameter.

@@ -211,7 +211,7 @@ class Timeline:
     @property
     def bubbles(self) -> tuple[float, ...]:
         """Fraction of the step for which each stage is idle."""
-        return tuple(1 - _busy(spans) / self.seconds for spans in self.stages)
+        return tuple(1 - _busy_seconds(spans) / self.seconds for spans in self.stages)
 
     @property
     def bubble(self) -> float:
@@ -222,7 +222,7 @@ class Timeline:
         return draw_timeline(self)
 
 
-def _busy(spans: Sequence[Span]) -> float:
+def _busy_seconds(spans: Sequence[Span]) -> float:
     return sum(span.end - span.start for span in spans)
 
 
@@ -252,7 +252,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
             spans, order = stage_spans[stage], orders[stage]
             while len(spans) < len(order):
                 action = order[len(spans)]
-                arrived = _arrival(pipeline, chunks, action, ends)
+                arrived = _arrival_seconds(pipeline, chunks, action, ends)
                 if arrived is None:
                     break
                 start = max(arrived, spans[-1].end if spans else 0.0)
@@ -264,7 +264,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
     return Timeline(pipeline, tuple(map(tuple, stage_spans)), tuple(chunks))
 
 
-def _arrival(
+def _arrival_seconds(
     pipeline: PipelineSpec,
     chunks: Sequence[ChunkSeconds],
     action: Action,

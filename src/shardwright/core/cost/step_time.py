@@ -162,13 +162,15 @@ def step_time(
         bubble: fraction of the step for which a pipeline stage is idle.
         overlaps: computation that overlaps each redistribution; by default none.
     """
-    forward, backward = _summed(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
+    forward, backward = _sum_seconds(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
     recomputed = [op for op in graph.ops if op.name in flow.recomputed_ops]
     backward += sum(model.recompute_seconds(op, cuts.get(op.name, {})) for op in recomputed)
-    forward_part, backward_part = _summed(
+    forward_part, backward_part = _sum_seconds(
         seconds for *_, seconds in activation_seconds(graph, flow, cuts, model)
     )
-    hidden = _summed(hidden_seconds(overlaps, cuts, model).values()) if overlaps else (0.0, 0.0)
+    hidden = (
+        _sum_seconds(hidden_seconds(overlaps, cuts, model).values()) if overlaps else (0.0, 0.0)
+    )
     buckets: dict[tuple[bool, int], float] = defaultdict(float)
     for _, _, once_per_step, direction, seconds in bucket_seconds(flow, model):
         buckets[once_per_step, direction] += seconds
@@ -273,7 +275,7 @@ def bucket_seconds(
             yield bucket, "parameters", False, 1, gather
 
 
-def _summed(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
+def _sum_seconds(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
     forward = backward = 0.0
     for forward_part, backward_part in pairs:
         forward, backward = forward + forward_part, backward + backward_part

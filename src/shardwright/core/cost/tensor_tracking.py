@@ -139,9 +139,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _track_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
         # A view shares a storage that is tracked already.
         if storage_id(out) not in self._storages:
-            self._track(out, WEIGHTS if self._only_weights(args) else "")
+            self._track(out, WEIGHTS if self._are_only_weights(args) else "")
 
-    def _only_weights(self, args: tuple[Any, ...]) -> bool:
+    def _are_only_weights(self, args: tuple[Any, ...]) -> bool:
         """Whether all tensors in `args` are parameters or computed only from parameters."""
         has_weights = False
         for argument in args:
@@ -315,14 +315,14 @@ class FusedAttention:
     def __enter__(self) -> None:
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         self._library.impl(  # type: ignore[no-untyped-call]
-            "scaled_dot_product_attention", _attention, "AutogradMeta"
+            "scaled_dot_product_attention", _attention_on_meta, "AutogradMeta"
         )
 
     def __exit__(self, *_: object) -> None:
         unregister(self._library)
 
 
-def _attention(*args: Any, **kwargs: Any) -> Tensor:
+def _attention_on_meta(*args: Any, **kwargs: Any) -> Tensor:
     result = _fused_attention(*args, **kwargs)
     if result is None:
         result, _ = torch.ops.aten._scaled_dot_product_attention_math.default(*args, **kwargs)

@@ -353,7 +353,7 @@ def _replicating_inputs(
 
 
 def _inputs_that_replicate(op_type: OpType, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Return for each input of an operator whether it makes the operator replicated if the input
+    """Return for each input of an operator whether the operator is replicated if the input
     is.
 
     Args:

@@ -120,7 +120,7 @@ class SearchMode(ABC):
 
     @abstractmethod
     def search(self, request: SearchRequest) -> Mapping[str, Cuts]:
-        """Return the axes that cut each factor of each operator, by name; others are not cut.
+        """Return the axes that cut each factor of each operator, by name; missing ones are not cut.
 
         Raises:
             StrategyError: if the mode finds no cuts for the model on the request's mesh.

@@ -100,7 +100,7 @@ def _axis_distributions(axes: int, factors: int) -> Iterator[tuple[int, ...]]:
 
 
 class CountedRedistributionBound:
-    """Lower bounds on the seconds of redistributions between layouts that are counts of axes."""
+    """Lower bounds on the seconds of redistributions between layouts given as axis counts."""
 
     def __init__(self, links: Links, axis_groups: Sequence[AxisGroup]) -> None:
         levels = links.cluster.levels
@@ -184,11 +184,11 @@ class CountedRedistributionBound:
     def _received_share(
         self, source: Counts, target: Counts, crossed: npt.NDArray[np.bool_]
     ) -> LayoutTable:
-        """Return the least fraction of the full value that a device receives over the crossed
-        links.
+        """Return a lower bound on the fraction of the full value that a device receives over the
+        links of some axis groups.
 
         Args:
-            crossed: for each axis group whether bytes over its links are counted.
+            crossed: for each axis group whether bytes over its links count.
         """
         log_crossing = np.where(crossed, self._log_size, 0.0)
         devices_inside = 2.0 ** (self._num_axes * (self._log_size - log_crossing)).sum()

@@ -38,7 +38,7 @@ from shardwright.core.rules import rule_of
 from shardwright.core.search.recompute.knapsack import KnapsackItem
 
 RecomputeByOp = Mapping[str, Recompute]
-"""The recomputation of each recomputed operator, by name."""
+"""The recomputation of each recomputed operator, by operator name."""
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ class ActivationEstimate:
         """Return the fraction on a device of a tensor that `op` saves besides inputs and outputs.
 
         The tensor is sharded like the output or an input of equal shape, as the softmax that a loss
-        saves. Without one it is sharded like the output if the output is at least as large, else
+        saves. If none has an equal shape, it is sharded like an output at least as large, or else
         like the largest input. A tensor larger than that, as experts save for each expert of a
         token, is sharded like the computation.
 
@@ -450,7 +450,7 @@ class ActivationEstimate:
     def _saved_result(self, value: Value, flow: Communication) -> tuple[str, object, int]:
         """Return (name of its operator, key, bytes) of the tensor that is saved for an activation.
 
-        For a view that is the tensor of which it is a view.
+        A view is saved as the tensor that it is a view of.
         """
         root = self._roots.get(value, value)
         producer = self.graph.producer.get(root)

@@ -119,8 +119,8 @@ class AxisLevel:
         return factor if divides else NO_CUT
 
     def decide_remaining(self) -> None:
-        """Decide operators that propagation has not reached: like producers, like consumers, or no
-        cut.
+        """Decide operators that propagation did not reach: from producers, else from consumers,
+        else with no cut.
 
         Inputs of the model count as sharded along the batch, so that a model without main operators
         is data parallel.
@@ -139,8 +139,8 @@ class AxisLevel:
                 self.choice[op] = NO_CUT
 
     def next_shard_counts(self) -> list[tuple[int, ...]]:
-        """Return the number of shards of each factor of each operator, with the axis of this
-        level."""
+        """Return the number of shards of each factor of each operator over all axes so far, this
+        level's included."""
         return [
             (
                 *shard_counts[:factor],
