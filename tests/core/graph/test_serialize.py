@@ -176,8 +176,8 @@ ENUM = json.dumps([{"__enum__": True, "fqn": "planted_module_of_a_structure:Kind
 @pytest.mark.parametrize(
     ("structure", "named"),
     [
-        ({"type": "collections.defaultdict", "context": FACTORY}, "the function os.abort"),
-        ({"type": "builtins.dict", "context": ENUM}, "enumeration planted_module"),
+        ({"type": "collections.defaultdict", "context": FACTORY}, "the function `os.abort`"),
+        ({"type": "builtins.dict", "context": ENUM}, "enumeration `planted_module"),
         ({"type": "builtins.dict", "context": "["}, "not the structure of a call"),
     ],
 )
