@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardwright.core.capture.annotations import preserve_tags
-from shardwright.core.capture.autocast import call_in_autocast, traced_autocast
+from shardwright.core.capture.autocast import CPU, call_in_autocast, traced_autocast
 from shardwright.core.capture.boundaries import settle_boundaries
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.cumulative_averages import average_on_tensors
@@ -85,7 +85,7 @@ def capture_python(
     """
     started = time.perf_counter()
     _check_supported(call)
-    with TRACING_LOCK, restored_transforms(), _without_caller_modes():
+    with TRACING_LOCK, restored_transforms(), _in_modes_of(call):
         traced = _TracedCall.of(call, compute_dtype, numbers)
         result = traced.result()
         leaves = pytree.tree_leaves((call.args, call.kwargs))
@@ -109,7 +109,8 @@ def capture_python(
 
 
 def _check_supported(call: CapturedCall) -> None:
-    if call.autocast.dtype is not None:
+    if call.autocast.dtype is not None and call.autocast.device_type != CPU:
+        # TorchDynamo computes dtypes by the autocast of the CPU, which casts other operators.
         raise CaptureError("a call in a region of autocast cannot be captured with its Python")
     check_hooks(call.module)
     if any(forward_hooks(call.module)):
@@ -117,11 +118,13 @@ def _check_supported(call: CapturedCall) -> None:
 
 
 @contextmanager
-def _without_caller_modes() -> Iterator[None]:
+def _in_modes_of(call: CapturedCall) -> Iterator[None]:
+    """A context without the caller's modes, except the region of autocast of the call."""
+    dtype = call.autocast.dtype
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
+        torch.autocast(CPU, dtype, enabled=dtype is not None),
         silent_tracing(),
     ):
         yield

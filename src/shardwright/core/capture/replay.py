@@ -17,6 +17,8 @@ from torch.fx import traceback
 from shardwright.core.capture.annotations import checkpoint_annotation
 from shardwright.core.capture.autograd_functions import traced
 from shardwright.core.capture.naming import line_of
+from shardwright.core.capture.number_promotion import NumberPromotion
+from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import HigherOrderOperator
 from shardwright.errors import CaptureError
 
@@ -54,8 +56,23 @@ class GraphReplay(fx.Interpreter):
         if self._annotations:
             n.meta["custom"] = {**self._annotations, **n.meta.get("custom", {})}
         self._node = n
+        numbers = {id(self._replaced[each]) for each in n.all_input_nodes if each in self._replaced}
         with traceback.set_current_meta(n):
-            return super().run_node(n)
+            return self._run_with_numbers(n, numbers) if numbers else super().run_node(n)
+
+    def _run_with_numbers(self, n: fx.Node, numbers: set[int]) -> Any:
+        """Run a node that reads Python numbers, which are tensors here.
+
+        Args:
+            numbers: their ids.
+        """
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        promotion = NumberPromotion([leaf for leaf in leaves if id(leaf) not in numbers])
+        args, kwargs = pytree.tree_map(
+            lambda leaf: promotion.argument(leaf) if id(leaf) in numbers else leaf, (args, kwargs)
+        )
+        return promotion.result(getattr(self, n.op)(n.target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = _function_name(target)

@@ -20,6 +20,7 @@ from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from torch import Tensor, fx
 from torch._dynamo import config
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
@@ -28,14 +29,9 @@ from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
-from torch._dynamo.variables import builder
+from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
-from torch._dynamo.variables.misc import NewGlobalVariable
-
-_LOGGING = tuple(
-    getattr(logging.Logger, name)
-    for name in ("debug", "info", "warning", "error", "critical", "exception")
-)
+from torch._dynamo.variables.misc import NewGlobalVariable, NumpyVariable, get_np_to_tnp_map
 
 _OPTIONS: dict[str, Any] = {
     # Every size and number is a constant of the graph, unless it was seen to change.
@@ -46,7 +42,8 @@ _OPTIONS: dict[str, Any] = {
     # Recurrent layers and numbers read from tensors are traced: the passes behind Dynamo handle or
     # refuse them with an error of this library.
     "allow_rnn": True,
-    # Gradients in `forward` would become `.grad` of parameters, and numpy's random numbers torch's.
+    # Gradients in `forward` would become `.grad` of parameters, and numpy's scalars, of which the
+    # state of a model may consist, tensors with their dtype.
     "trace_autograd_ops": False,
     "trace_numpy": False,
     "capture_scalar_outputs": True,
@@ -57,7 +54,6 @@ _OPTIONS: dict[str, Any] = {
     "side_effect_replay_policy": "silent",
     "error_on_nested_fx_trace": False,
     "reorderable_logging_functions": {print},
-    "ignore_logging_functions": {*_LOGGING, warnings.warn},
     "suppress_errors": False,
 }
 
@@ -91,6 +87,7 @@ def _tracing_options(numbers: frozenset[str]) -> Iterator[None]:
         return FrameStateSizeEntry(scalar=auto_dynamic) if name in numbers else entry
 
     options = {**_OPTIONS, **(_DYNAMIC_NUMBERS if numbers else {})}
+    options["ignore_logging_functions"] = {*_logger_methods(), warnings.warn}
     with (
         config.patch(**options),
         get_metrics_context(),
@@ -98,6 +95,32 @@ def _tracing_options(numbers: frozenset[str]) -> Iterator[None]:
         patch.object(builder, "process_automatic_dynamic", size_entry),
     ):
         yield
+
+
+_trace_numpy = NumpyVariable.call_function
+
+
+def _call_of_numpy(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Trace a call of numpy as Dynamo does, except that functions of constants are evaluated, and
+    random numbers, which Dynamo would draw from torch's generator, are refused."""
+    is_random = getattr(get_np_to_tnp_map().get(function.value), "__module__", "").endswith(
+        "random"
+    )
+    if not is_random and all(each.is_python_constant() for each in (*args, *kwargs.values())):
+        constants = {name: each.as_python_constant() for name, each in kwargs.items()}
+        result = function.value(*(each.as_python_constant() for each in args), **constants)
+        if isinstance(result, np.number | np.bool_):
+            return ConstantVariable.create(result.item())
+    with config.patch(trace_numpy=not is_random):
+        return _trace_numpy(function, tx, args, kwargs)
+
+
+def _logger_methods() -> Iterator[Callable[..., Any]]:
+    """The methods of loggers, with those that libraries have added, such as `warning_once`."""
+    for name in dir(logging.Logger):
+        method = getattr(logging.Logger, name)
+        if not name.startswith("_") and callable(method) and name != "getChild":
+            yield method
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +173,7 @@ class DynamoCapture:
             _tracing_options(numbers),
             patch.object(SideEffects, "codegen_update_mutated", recorded),
             patch.object(WrapperUserFunctionVariable, "call_function", called),
+            patch.object(NumpyVariable, "call_function", _call_of_numpy),
         ):
             output = fullgraph_capture(function, args, dict(kwargs))
         traced, _ = get_traced_fn(function)
