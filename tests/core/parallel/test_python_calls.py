@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwright as sw
 from core.parallel.python_calls_ranks import CHECKS, Counter, Returning, batches, trained
 from torchrun import checks_on_ranks
+
+log = logging.getLogger(__name__)
 
 test_python_state_changes_as_on_one_device = checks_on_ranks(CHECKS, 2)
 
@@ -172,6 +176,37 @@ def test_what_dynamo_would_compute_otherwise_is_refused_and_leaves_nothing_behin
     assert torch.func.grad(torch.sin)(torch.zeros(())) == 1
     with torch.autograd.graph.save_on_cpu():
         torch.ones(2, requires_grad=True).exp().sum().backward()
+
+
+class Weighted(Counter):
+    """Weighs its loss by a number that changes, and divides by one of numpy, after logging it."""
+
+    weight = 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight *= 0.9
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("weight %s", self.weight)
+        loss = self.hidden(x).square().mean() * self.weight / np.sqrt(x.shape[-1])
+        return loss + torch.where(loss > self.weight, self.weight, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_times_a_number_that_changes_keeps_its_dtype(dtype: torch.dtype) -> None:
+    net, eager, x = Weighted().to(dtype), Weighted().to(dtype), batches()[0].to(dtype)
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    for _ in range(3):
+        torch.testing.assert_close(planned(x), eager(x))
+    assert planned.weight == eager.weight
+
+
+def test_a_model_with_state_is_called_in_a_region_of_autocast() -> None:
+    net, eager, x = Weighted(), Weighted(), batches()[0].float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+        for _ in range(3):
+            torch.testing.assert_close(planned(x), eager(x))
+    torch.testing.assert_close(planned(x), eager(x))
 
 
 class Growing(nn.Module):

@@ -56,7 +56,8 @@ class GraphReplay(fx.Interpreter):
         if self._annotations:
             n.meta["custom"] = {**self._annotations, **n.meta.get("custom", {})}
         self._node = n
-        numbers = {id(self._replaced[each]) for each in n.all_input_nodes if each in self._replaced}
+        replaced = map(self._replaced.get, n.all_input_nodes if n.op != "output" else ())
+        numbers = {id(number) for number in replaced if number is not None}
         with traceback.set_current_meta(n):
             return self._run_with_numbers(n, numbers) if numbers else super().run_node(n)
 
