@@ -122,7 +122,7 @@ def test_the_sentence_names_what_was_chosen_in_words_of_the_field(staged: sw.Pla
 def test_axes_that_cut_nothing_are_called_copies_and_noted() -> None:
     plan = sw.plan(nn.Linear(4, 4), (torch.randn(4, 4),), devices=12)
     page = plan_page(plan)
-    assert [axis.size for axis in page.axes if axis.meaning == "equal copies"] == [3]
+    assert [axis.size for axis in page.axes if axis.meaning == "replicated"] == [3]
     assert any("groups of 3 devices compute the same result" in note for note in page.notes)
 
 

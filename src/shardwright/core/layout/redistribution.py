@@ -365,7 +365,7 @@ class _ProblemTranslation:
     def layout_after(self, current: TensorLayout, move: route_search.Move) -> TensorLayout:
         """Return the layout of a tensor after `move`, given its layout `current` before."""
         axes = list(current.axes)
-        for dim, problem_axes in zip(self.dims, move.lists, strict=True):
+        for dim, problem_axes in zip(self.dims, move.axes_by_dim, strict=True):
             axes[dim] = self.prefixes[dim] + self.mesh_axes(problem_axes)
         moved = frozenset(self.mesh_axes(move.axes))
         reduces = move.kind in (route_search.ALL_REDUCE, route_search.REDUCE_SCATTER)

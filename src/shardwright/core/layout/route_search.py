@@ -26,7 +26,7 @@ from typing import NamedTuple
 from shardwright.core.layout.axes import Axes, common_length
 from shardwright.core.layout.collective_spec import COLLECTIVES
 
-Lists = tuple[Axes, ...]
+AxesByDim = tuple[Axes, ...]
 """The axes that shard each dimension, most significant first."""
 
 KINDS = tuple(COLLECTIVES)
@@ -48,11 +48,11 @@ class State(NamedTuple):
     """A layout during the search.
 
     Args:
-        lists: the axes that shard each dimension, most significant first.
+        axes_by_dim: the axes that shard each dimension, most significant first.
         partial, varying: the partial and the varying axes.
     """
 
-    lists: Lists
+    axes_by_dim: AxesByDim
     partial: frozenset[int]
     varying: frozenset[int]
 
@@ -66,7 +66,7 @@ class Move(NamedTuple):
         dim: the dimension that is sharded or gathered; -1 without one.
         to_dim: the dimension that an all-to-all shards; -1 for other kinds.
         axes: the axes of the group; empty for a permute.
-        lists: the axes that shard each dimension after the move.
+        axes_by_dim: the axes that shard each dimension after the move.
         varying: whether the axes are varying after the move.
     """
 
@@ -74,7 +74,7 @@ class Move(NamedTuple):
     dim: int
     to_dim: int
     axes: Axes
-    lists: Lists
+    axes_by_dim: AxesByDim
     varying: bool = False
 
     def apply(self, state: State) -> State:
@@ -84,7 +84,7 @@ class Move(NamedTuple):
             partial -= axes
         elif self.varying:
             varying |= axes
-        return State(self.lists, partial, varying)
+        return State(self.axes_by_dim, partial, varying)
 
 
 Path = tuple[Move, ...]
@@ -105,8 +105,8 @@ class Problem:
     """
 
     sizes: tuple[int, ...]
-    source: Lists
-    target: Lists
+    source: AxesByDim
+    target: AxesByDim
     partial: frozenset[int]
     varying: frozenset[int]
     capacities: tuple[int, ...]
@@ -128,8 +128,8 @@ class Problem:
         return tuple(map(frozenset, self.target))
 
     @cached_property
-    def runs(self) -> tuple[Lists, ...]:
-        """The lists of axes that one move may add to each dimension, the longest first.
+    def runs(self) -> tuple[AxesByDim, ...]:
+        """Return the runs of axes that one move may add to each dimension, the longest first.
 
         These are runs of consecutive axes of the target. For problems of up to `ALL_MOVES_AXES`
         axes, single axes that do not shard the dimension in the target are added, which a later
@@ -147,8 +147,8 @@ class Problem:
     def num_shards(self, axes: Axes) -> int:
         return prod([self.sizes[axis] for axis in axes])
 
-    def local_size(self, lists: Lists) -> int:
-        return self.full_size // prod([self.num_shards(axes) for axes in lists])
+    def local_size(self, axes_by_dim: AxesByDim) -> int:
+        return self.full_size // prod([self.num_shards(axes) for axes in axes_by_dim])
 
     @property
     def start(self) -> State:
@@ -202,7 +202,7 @@ def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tupl
                 continue
             next_path, next_cost = (*path, move), path_cost + cost
             rest = _plain_route(problem, next_state)
-            total = next_cost + _total_cost(problem, next_state.lists, rest)
+            total = next_cost + _total_cost(problem, next_state.axes_by_dim, rest)
             if total < best_cost:
                 best_cost, best_path = total, next_path + rest
             heappush(queue, (total, len(next_path), next_path, next_cost, next_state))
@@ -225,7 +225,7 @@ def _exact_search(problem: Problem, limit: int) -> Path | None:
         expanded.add(state)
         for cost, move in _candidate_moves(problem, state):
             next_state = move.apply(state)
-            local_size = problem.local_size(next_state.lists)
+            local_size = problem.local_size(next_state.axes_by_dim)
             bound = path_cost + cost + _remaining_cost_bound(problem, local_size, target_size)
             if bound <= limit and next_state not in expanded:
                 heappush(queue, (bound, len(path) + 1, (*path, move), path_cost + cost, next_state))
@@ -260,9 +260,9 @@ def _candidate_moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
     makes all other moves cheaper. In differentiable problems of more than `ALL_MOVES_AXES` axes the
     same holds for a reduce-scatter, which is nearly always best.
     """
-    local_size = problem.local_size(state.lists)
-    settled = _num_settled_axes(state.lists, problem.target)
-    sharded = frozenset(axis for axes in state.lists for axis in axes)
+    local_size = problem.local_size(state.axes_by_dim)
+    settled = _num_settled_axes(state.axes_by_dim, problem.target)
+    sharded = frozenset(axis for axes in state.axes_by_dim for axis in axes)
     free = frozenset(range(len(problem.sizes))) - sharded - state.partial - state.varying
     sharding_moves = list(_sharding_moves(problem, state, free))
     greedy = problem.differentiable and len(problem.sizes) > ALL_MOVES_AXES
@@ -275,31 +275,31 @@ def _candidate_moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
     partial = sorted(state.partial)
     for length in range(1, len(partial) + 1):
         for axes in combinations(partial, length):
-            moves.append(Move(ALL_REDUCE, -1, -1, axes, state.lists))
+            moves.append(Move(ALL_REDUCE, -1, -1, axes, state.axes_by_dim))
     if varying := tuple(sorted(free & problem.varying)):
-        moves.append(Move(VARY, -1, -1, varying, state.lists, varying=True))
-    for lists in _permuted_lists(problem, state.lists, settled, sharded | free):
-        moves.append(Move(PERMUTE, -1, -1, (), lists))
+        moves.append(Move(VARY, -1, -1, varying, state.axes_by_dim, varying=True))
+    for axes_by_dim in _permuted_axes(problem, state.axes_by_dim, settled, sharded | free):
+        moves.append(Move(PERMUTE, -1, -1, (), axes_by_dim))
     return [(_move_cost(problem, move, local_size), move) for move in moves]
 
 
 def _settles_dimension(problem: Problem, move: Move) -> bool:
     """Whether all axes of the sharded dimension are settled after a slice or reduce-scatter."""
-    axes = move.lists[move.dim]
+    axes = move.axes_by_dim[move.dim]
     return axes == problem.target[move.dim][: len(axes)]
 
 
-def _num_settled_axes(lists: Lists, target: Lists) -> tuple[int, ...]:
+def _num_settled_axes(axes_by_dim: AxesByDim, target: AxesByDim) -> tuple[int, ...]:
     """Return the number of settled axes of each dimension."""
-    return tuple(map(common_length, lists, target))
+    return tuple(map(common_length, axes_by_dim, target))
 
 
 def _can_shard(problem: Problem, dim: int, axes: Axes) -> bool:
     return problem.capacities[dim] % problem.num_shards(axes) == 0
 
 
-def _replace_axes(lists: Lists, dim: int, axes: Axes) -> Lists:
-    return (*lists[:dim], axes, *lists[dim + 1 :])
+def _replace_axes(axes_by_dim: AxesByDim, dim: int, axes: Axes) -> AxesByDim:
+    return (*axes_by_dim[:dim], axes, *axes_by_dim[dim + 1 :])
 
 
 def _sharding_moves(problem: Problem, state: State, free: frozenset[int]) -> Iterator[Move]:
@@ -310,12 +310,12 @@ def _sharding_moves(problem: Problem, state: State, free: frozenset[int]) -> Ite
         state: the state before the move.
         free: the axes over which the tensor is replicated.
     """
-    for dim, axes in enumerate(state.lists):
+    for dim, axes in enumerate(state.axes_by_dim):
         for run in problem.runs[dim]:
             sliced = free.issuperset(run)
             if (sliced or state.partial.issuperset(run)) and _can_shard(problem, dim, axes + run):
-                lists = _replace_axes(state.lists, dim, axes + run)
-                yield Move(SLICE if sliced else REDUCE_SCATTER, dim, -1, run, lists)
+                axes_by_dim = _replace_axes(state.axes_by_dim, dim, axes + run)
+                yield Move(SLICE if sliced else REDUCE_SCATTER, dim, -1, run, axes_by_dim)
 
 
 def _gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[Move]:
@@ -327,41 +327,41 @@ def _gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[
         settled: number of settled axes of each dimension.
     """
     anywhere = len(problem.sizes) <= ALL_MOVES_AXES
-    for dim, axes in enumerate(state.lists):
+    for dim, axes in enumerate(state.axes_by_dim):
         for begin in range(settled[dim], len(axes)):
             suffix = axes[begin:]
-            rest = _replace_axes(state.lists, dim, axes[:begin])
+            rest = _replace_axes(state.axes_by_dim, dim, axes[:begin])
             varying = problem.varying.intersection(suffix)
             if not varying or len(varying) == len(suffix):
                 yield Move(ALL_GATHER, dim, -1, suffix, rest, bool(varying))
-            for to_dim, to_axes in enumerate(state.lists):
+            for to_dim, to_axes in enumerate(state.axes_by_dim):
                 useful = anywhere or not problem.target_axes[to_dim].isdisjoint(suffix)
                 if to_dim != dim and useful and _can_shard(problem, to_dim, to_axes + suffix):
-                    lists = _replace_axes(rest, to_dim, to_axes + suffix)
-                    yield Move(ALL_TO_ALL, dim, to_dim, suffix, lists)
+                    axes_by_dim = _replace_axes(rest, to_dim, to_axes + suffix)
+                    yield Move(ALL_TO_ALL, dim, to_dim, suffix, axes_by_dim)
 
 
-def _permuted_lists(
-    problem: Problem, lists: Lists, settled: Axes, axes: frozenset[int]
-) -> Iterator[Lists]:
+def _permuted_axes(
+    problem: Problem, axes_by_dim: AxesByDim, settled: Axes, axes: frozenset[int]
+) -> Iterator[AxesByDim]:
     """Yield other assignments of axes to dimensions with the same numbers of shards.
 
     For problems of more than `ALL_MOVES_AXES` axes, only assignments that settle more axes.
 
     Args:
         problem: the problem to solve.
-        lists: the axes that shard each dimension.
+        axes_by_dim: the axes that shard each dimension.
         settled: number of settled axes of each dimension.
         axes: the axes that may shard a dimension.
     """
     if len(problem.sizes) > EXACT_AXES:
-        counts = [problem.num_shards(dim) for dim in lists]
+        counts = [problem.num_shards(dim) for dim in axes_by_dim]
         available = axes.issuperset(axis for dim in problem.target for axis in dim)
         if available and counts == [problem.num_shards(dim) for dim in problem.target]:
             yield problem.target
         return
-    fixed = tuple(dim[:length] for dim, length in zip(lists, settled, strict=True))
-    unsettled = tuple(dim[length:] for dim, length in zip(lists, settled, strict=True))
+    fixed = tuple(dim[:length] for dim, length in zip(axes_by_dim, settled, strict=True))
+    unsettled = tuple(dim[length:] for dim, length in zip(axes_by_dim, settled, strict=True))
     movable = axes.difference(*fixed)
     for replacements in _assignments_of_equal_counts(problem.sizes, unsettled, movable):
         permuted = tuple(map(add, fixed, replacements))
@@ -372,14 +372,14 @@ def _permuted_lists(
 
 @lru_cache(maxsize=1 << 14)
 def _assignments_of_equal_counts(
-    sizes: Axes, lists: Lists, axes: frozenset[int]
-) -> tuple[Lists, ...]:
-    """Return all assignments of axes to dimensions, other than `lists`, that have its numbers of
-    shards.
+    sizes: Axes, axes_by_dim: AxesByDim, axes: frozenset[int]
+) -> tuple[AxesByDim, ...]:
+    """Return the other assignments of axes to dimensions with the numbers of shards of
+    `axes_by_dim`.
 
     Args:
         sizes: number of devices along each axis.
-        lists: the axes that shard each dimension.
+        axes_by_dim: the axes that shard each dimension.
         axes: the axes to assign.
     """
 
@@ -392,7 +392,7 @@ def _assignments_of_equal_counts(
                 for rest in sequences(count // sizes[axis], available - {axis}):
                     yield (axis, *rest)
 
-    def assignments(counts: tuple[int, ...], available: frozenset[int]) -> Iterator[Lists]:
+    def assignments(counts: tuple[int, ...], available: frozenset[int]) -> Iterator[AxesByDim]:
         if not counts:
             yield ()
             return
@@ -400,46 +400,46 @@ def _assignments_of_equal_counts(
             for rest in assignments(counts[1:], available.difference(chosen)):
                 yield (chosen, *rest)
 
-    counts = tuple(prod([sizes[axis] for axis in dim]) for dim in lists)
-    return tuple(assigned for assigned in assignments(counts, axes) if assigned != lists)
+    counts = tuple(prod([sizes[axis] for axis in dim]) for dim in axes_by_dim)
+    return tuple(assigned for assigned in assignments(counts, axes) if assigned != axes_by_dim)
 
 
 def _plain_route(problem: Problem, state: State) -> Path:
     """Return the route of all-reduce, all-gather of axes that are not settled, and slice, which is
     always possible but rarely cheap."""
-    moves, lists = [], state.lists
-    settled = _num_settled_axes(lists, problem.target)
+    moves, axes_by_dim = [], state.axes_by_dim
+    settled = _num_settled_axes(axes_by_dim, problem.target)
     if state.partial:
-        moves.append(Move(ALL_REDUCE, -1, -1, tuple(sorted(state.partial)), lists))
+        moves.append(Move(ALL_REDUCE, -1, -1, tuple(sorted(state.partial)), axes_by_dim))
     for dim, keep in enumerate(settled):
-        while len(axes := lists[dim]) > keep:
+        while len(axes := axes_by_dim[dim]) > keep:
             # One gather for consecutive axes that are all varying or all not, since the gradients
             # of the two gathers differ.
             begin, varying = len(axes) - 1, axes[-1] in problem.varying
             while begin > keep and (axes[begin - 1] in problem.varying) == varying:
                 begin -= 1
-            lists = _replace_axes(lists, dim, axes[:begin])
-            moves.append(Move(ALL_GATHER, dim, -1, axes[begin:], lists, varying))
+            axes_by_dim = _replace_axes(axes_by_dim, dim, axes[:begin])
+            moves.append(Move(ALL_GATHER, dim, -1, axes[begin:], axes_by_dim, varying))
     for dim, axes in enumerate(problem.target):
         if len(axes) > settled[dim]:
-            lists = _replace_axes(lists, dim, axes)
-            moves.append(Move(SLICE, dim, -1, axes[settled[dim] :], lists))
-    gathered = {axis for axes in state.lists for axis in axes}
+            axes_by_dim = _replace_axes(axes_by_dim, dim, axes)
+            moves.append(Move(SLICE, dim, -1, axes[settled[dim] :], axes_by_dim))
+    gathered = {axis for axes in state.axes_by_dim for axis in axes}
     if replicated := tuple(sorted(problem.varying - gathered - state.varying)):
-        moves.append(Move(VARY, -1, -1, replicated, lists, varying=True))
+        moves.append(Move(VARY, -1, -1, replicated, axes_by_dim, varying=True))
     return tuple(moves)
 
 
-def _total_cost(problem: Problem, lists: Lists, moves: Path) -> int:
+def _total_cost(problem: Problem, axes_by_dim: AxesByDim, moves: Path) -> int:
     """Return the total cost of consecutive moves.
 
     Args:
         problem: the problem to solve.
-        lists: the axes that shard each dimension before the first move.
+        axes_by_dim: the axes that shard each dimension before the first move.
         moves: the moves in order.
     """
     total = 0
     for move in moves:
-        total += _move_cost(problem, move, problem.local_size(lists))
-        lists = move.lists
+        total += _move_cost(problem, move, problem.local_size(axes_by_dim))
+        axes_by_dim = move.axes_by_dim
     return total

@@ -85,7 +85,7 @@ class BucketLines:
         # The first gather cannot overlap the use of an earlier bucket, so it starts at once.
         first = next((b.bucket for b in self._program_buckets if _can_prefetch(b.bucket)), None)
         if first is not None:
-            self._emit_start(first)
+            self._emit_gather_start(first)
 
     @cached_property
     def _program_buckets(self) -> tuple[BoundBucket, ...]:
@@ -112,13 +112,13 @@ class BucketLines:
         bucket, member = self._bucket_of[value, _ids(route[:num_bucketed])]
         if member not in self._members:
             if self._is_in_program(bucket):
-                self._emit_finish(bucket)
+                self._emit_members(bucket)
             else:
                 name = self._members[member] = self.source.name(member.name)
                 self.source.add([name], f"parameters[{used_member_key(member)!r}]", [])
         return self._members[member]
 
-    def _emit_start(self, bucket: Bucket) -> None:
+    def _emit_gather_start(self, bucket: Bucket) -> None:
         if bucket in self._started:
             return
         # Buckets without all-reduce enter just before their gather; see the class docstring.
@@ -133,15 +133,15 @@ class BucketLines:
             call = f"{self.source.refer(f'start_{number}', StartGather(bound))}({entered})"
         self.source.add([name], call, [entered], segment=bucket.segment)
 
-    def _emit_finish(self, bucket: Bucket) -> None:
+    def _emit_members(self, bucket: Bucket) -> None:
         bound, number = self.bound[bucket.number], bucket.number
         is_cached = self.unsharded and bucket.level == "level2"
         if bucket.gathers:
-            self._emit_start(bucket)
+            self._emit_gather_start(bucket)
             # Start before the wait, so that the next gather overlaps the use of this bucket.
             following = self._next_prefetch(bucket)
             if following is not None:
-                self._emit_start(following)
+                self._emit_gather_start(following)
         bucket_variable = self._started.get(bucket) or self._entered[bucket]
         if bucket.gathers and not is_cached:
             # Recomputing a segment gathers its buckets again anyway.

@@ -29,8 +29,8 @@ FIRST_CALLS, PERIOD = 8, 256
 call; `training` is compared in every call."""
 
 MIN_TRAINING_CALLS = 2
-"""Number of training calls of the original, before the first call of the planned model, that cause
-the warning; a single call may be a comparison of results."""
+"""Training calls of the original model, before the first call of the planned one, from which on a
+warning says that the original is trained. A single call may only compare results."""
 
 SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of parameters"
 TRAINED = "requires_grad of parameters"

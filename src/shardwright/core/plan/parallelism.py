@@ -43,10 +43,10 @@ COMMUNICATION_OF_LEVEL = {
 
 
 def axis_purpose(plan: PlanData, axis: int) -> str:
-    """Name the parallelism of a mesh axis, such as `tensor parallel`; `equal copies` for an axis
+    """Name the parallelism of a mesh axis, such as `tensor parallel`; `replicated` for an axis
     that shards no operator."""
     if axis in plan.unused_axes:
-        return "equal copies"
+        return "replicated"
     return _purpose_and_meaning(plan.mesh.alias_names[axis])[0]
 
 

@@ -17,7 +17,8 @@ from shardwright.core.rules import rule_of as rule_of
 from shardwright.core.rules.rule import Dims, ShardingRule, num_rules
 
 NO_CUT = -1
-"""The choice of an operator that an axis does not cut, and the dim of a tensor that is replicated.
+"""Sentinel for "not sharded along this axis": in place of the factor that an axis shards of an
+operator, and of the dimension that it shards of a tensor.
 
 It is -1 so that `input_dims[NO_CUT]` and `output_dims[NO_CUT]` are the last rows."""
 
