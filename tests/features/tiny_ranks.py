@@ -44,7 +44,7 @@ def history(name: str, lora: bool, world: int) -> list[float]:
     net = run.model()
     if world > 1:
         net = parallelize(net, run.plan(world))
-    optimizer, schedule = run.optimizer(net.parameters()), build_schedule(run.config.optimizer)
+    optimizer, schedule = run.optimizer(net), build_schedule(run.config.optimizer)
     assert schedule is not None
     batches = chain.from_iterable(run.batches.epoch(epoch) for epoch in range(STEPS))
     losses = []

@@ -328,3 +328,22 @@ def test_arguments_that_are_not_those_of_a_call_are_refused(
 ) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(nn.Linear(3, 3), args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "raised"),
+    [
+        ((torch.ones(4, 7), torch.zeros(4, dtype=torch.long)), "same reduction dim"),
+        ((torch.ones(4, 8), torch.zeros(4)), "dtype int32/int64"),
+        ((torch.ones(4, 8), torch.zeros(3, dtype=torch.long)), "to match target batch_size"),
+    ],
+)
+def test_an_error_of_the_model_itself_is_said_to_be_its_own(
+    arguments: tuple[Tensor, Tensor], raised: str
+) -> None:
+    class Classifier(nn.Linear):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+            return nn.functional.cross_entropy(super().forward(x), labels)
+
+    with pytest.raises(CaptureError, match=rf"the model itself raises \w+ for .*{raised}.*\. Pass"):
+        capture(Classifier(8, 5), arguments)

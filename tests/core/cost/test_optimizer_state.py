@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.core.cost.optimizer_state import optimizer_bytes, optimizer_name
+from shardwright.core.cost.optimizer_state import TrainedShard, optimizer_bytes, optimizer_name
 from shardwright.errors import PlanError
 
 SHAPES = [((10, 10), torch.float32), ((10, 10), torch.float32), ((50,), torch.float32)]
@@ -38,7 +38,7 @@ def test_an_optimizer_can_be_given_in_place_of_a_name() -> None:
 def test_an_unknown_name_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(
         PlanError,
-        match=r"optimizer='lion': unknown optimizer\nuse one of sgd, momentum, adam, adamw",
+        match=r"optimizer='lion': unknown optimizer\nuse one of sgd, momentum, adam, adamw, muon",
     ):
         optimizer_bytes("lion", SHAPES)
 
@@ -61,7 +61,47 @@ def test_parameters_that_an_optimizer_does_not_take_have_no_state_in_it() -> Non
     assert optimizer_bytes(torch.optim.Muon([matrix]), [((50,), torch.float32)]).state == 0
 
 
-def test_an_optimizer_that_needs_more_than_a_gradient_is_refused_with_its_name() -> None:
-    matrix = torch.nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(PlanError, match=r"optimizer=LBFGS: .*closure.*\n.*optimizer='adamw'"):
-        optimizer_bytes(torch.optim.LBFGS([matrix]), SHAPES)
+def test_lbfgs_keeps_two_histories_of_all_parameters_in_full() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(6))]
+    optimizer = torch.optim.LBFGS(parameters, lr=1e-3, history_size=3)
+    shards = [TrainedShard((2, 4), torch.float32, (4, 4)), TrainedShard((6,), torch.float32)]
+    generator = torch.Generator().manual_seed(0)
+
+    def closure() -> float:
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        return 1.0
+
+    optimizer.step(closure)
+    (state,) = optimizer.state.values()
+    lists = (v if isinstance(v, list) else [v] for v in state.values())
+    tensors = [t for values in lists for t in values if isinstance(t, torch.Tensor)]
+    held = sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1)
+    assert held <= optimizer_bytes(optimizer, shards).state == (2 * 3 + 2) * 22 * 4
+
+
+def test_parameters_have_the_options_of_their_groups_and_others_no_state() -> None:
+    matrix, bias, unused = (torch.nn.Parameter(torch.ones(s)) for s in ((8, 4), (8,), (3, 3)))
+    groups = [{"params": [matrix], "momentum": 0.9}, {"params": [bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    shards = [TrainedShard(tuple(p.shape), p.dtype) for p in (matrix, bias, unused)]
+    assert optimizer_bytes(optimizer, shards).state == 8 * 4 * 4
+    example = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
+    assert optimizer_bytes(example, shards).state == (32 + 8 + 9) * 4
+
+
+def test_muon_by_name_keeps_one_momentum_of_matrices_and_two_moments_of_others() -> None:
+    f32 = torch.float32
+    matrix, bias = TrainedShard((8, 4), f32), TrainedShard((8,), f32)
+    table = TrainedShard((16, 4), f32, None, is_table=True)
+    assert optimizer_bytes("muon", [matrix]).state == 32 * 4
+    for by_adamw in (bias, table):
+        assert optimizer_bytes("muon", [by_adamw]) == optimizer_bytes("adamw", [by_adamw])
+
+
+def test_a_device_collects_the_matrix_that_it_orthogonalizes() -> None:
+    shard = TrainedShard((16, 256), torch.float32, (64, 256))
+    shared = optimizer_bytes("muon", [shard])
+    full = optimizer_bytes("muon", [TrainedShard((64, 256), torch.float32)])
+    assert shared.state == full.state // 4
+    assert 3 * 64 * 256 * 2 < shared.temporary < full.temporary + 2 * 64 * 256 * 2

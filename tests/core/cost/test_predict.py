@@ -126,3 +126,24 @@ def test_a_plan_from_a_file_has_nothing_to_rehearse(plan: sw.Plan) -> None:
         loaded.timeline()
     with pytest.raises(PlanError, match="has no graph, which a dry run needs"):
         _ = loaded.memory
+
+
+def test_muon_takes_the_products_of_matrices_and_their_exchanges_longer_than_adamw() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4)))
+        x = torch.empty(4096, 4096)
+    cluster, devices = load_cluster("h100"), 4
+    replicated, sharded = (
+        sw.plan(net, (x,), devices=devices, mode="data_parallel", hsdp=hsdp).partitioned
+        for hsdp in (None, {"level": "level3", "threshold": 0})
+    )
+    added = {}
+    for name, partitioned in (("replicated", replicated), ("sharded", sharded)):
+        adamw, muon = (predict(partitioned, cluster, optimizer=o) for o in ("adamw", "muon"))
+        added[name] = muon.seconds - adamw.seconds
+    # 5 iterations of three products of 2 * 4096^3 FLOPs, of four matrices or of one.
+    rate = cluster.device.rate(torch.bfloat16, (4096, 4096, 4096))
+    products = 5 * 3 * 2 * 4096**3 / rate
+    assert added["replicated"] == pytest.approx(4 * products, rel=0.1)
+    exchanged = 2 * 4096 * 4096 * 2 / cluster.levels[0].rate
+    assert products < added["sharded"] < products + 1.5 * exchanged + 1e-3

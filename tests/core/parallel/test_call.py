@@ -123,3 +123,9 @@ def test_of_many_shapes_the_one_not_used_for_longest_is_forgotten_and_captured_a
         assert len(parallel.execution._forwards) <= 3
     assert caplog.text.count("captured the model") == 6
     assert parallel.program
+
+
+def test_a_sparse_argument_is_refused() -> None:
+    _, parallel = planned(X, labels=LABELS)
+    with pytest.raises(sw.PlanError, match=r"is a sparse tensor .*\n.*to_dense"):
+        parallel(X.to_sparse(), labels=LABELS)

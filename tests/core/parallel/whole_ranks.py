@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
@@ -146,7 +147,19 @@ def check_a_part_that_is_called_by_itself_says_what_to_do() -> None:
         parallel.embedding_of(batch()[0])  # type: ignore[operator]
 
 
+def check_a_model_inside_is_pickled_as_the_original() -> None:
+    net, file = planned(), io.BytesIO()
+    with sw.whole(net) as model:
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert type(loaded) is Language
+        assert torch.equal(loaded(*batch())[1], model(*batch())[1])
+    assert net(*batch())[1] is not None
+
+
 CHECKS = (
+    check_a_model_inside_is_pickled_as_the_original,
     check_methods_of_the_model_train_it_as_one_device_does,
     check_inside_of_whole_the_model_is_the_original,
     check_the_shards_are_back_and_have_what_was_written,

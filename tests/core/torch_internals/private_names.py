@@ -52,7 +52,7 @@ PYTREE = (
 OPERATORS = (
     PrivateName(
         "torch._C._dispatch_get_all_op_names",
-        "all operators, so that each says why a DTensor does not mix with an ordinary tensor",
+        "all operators, so that each mixes DTensors with ordinary tensors or says why not",
     ),
     PrivateName("torch._assert", "tells a test that only guards from others", "`assert`"),
     PrivateName("torch._pack_padded_sequence", "what modes for functions see of packed sequences"),
@@ -354,12 +354,22 @@ DTENSOR = (
         "where a rank's shard lies in the whole tensor, for single-file checkpoints",
     ),
     PrivateName(
+        "torch.optim._muon._single_tensor_muon",
+        "the step of `Muon`, which collects full matrices where they are sharded",
+    ),
+    PrivateName("torch.optim._muon._zeropower_via_newtonschulz", "orthogonalizes a full matrix"),
+    PrivateName("torch.optim._muon._adjust_lr", "its learning rate for the full shape"),
+    PrivateName(
         "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers",
         "finds views that are copies, so that writes to them are refused",
     ),
     PrivateName(
-        "torch.distributed.tensor.DTensor._op_dispatcher._dispatch_fast_path_python_tail",
-        "explains `loss += penalty`, where only the penalty is a DTensor",
+        "torch.distributed.tensor.DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path",
+        "computes operators for which DTensors have no sharding",
+    ),
+    PrivateName(
+        "torch._C._is_torch_function_enabled",
+        "whether outputs of a model wait for DTensor's own error",
     ),
     PrivateName(
         "torch.distributed.tensor.placement_types._StridedShard",
@@ -430,9 +440,7 @@ ATEN_OPERATORS = (
     "_ctc_loss_backward",
     "_flash_attention_backward",
     "_flash_attention_forward",
-    "_fused_adagrad_",
     "_fused_rms_norm",
-    "_fused_sgd_",
     "_grouped_mm",
     "_linalg_svd",
     "_local_scalar_dense",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 
 from shardwright.core.api.lone_rank import fake_process_group
-from shardwright.core.misuse.unsupported_operators import explain_unsupported_operators
+from shardwright.core.misuse.unsupported_operators import compute_unsupported_operators
 
 RANKS = 4
 
@@ -32,7 +32,7 @@ OPERATORS: dict[str, Callable[[Any, Any, Any], Any]] = {
 @pytest.fixture(scope="module", autouse=True)
 def ranks() -> Iterator[None]:
     with fake_process_group(0, RANKS):
-        explain_unsupported_operators()
+        compute_unsupported_operators()
         yield
 
 

@@ -32,7 +32,7 @@ def losses() -> list[float]:
     """Of two steps with the cached graph, if there is one."""
     run = tiny_run()
     net = parallelize(run.model(), run.plan(2))
-    optimizer = run.optimizer(net.parameters())
+    optimizer = run.optimizer(net)
     found = []
     for _, batch in zip(range(2), run.batches.epoch(0), strict=False):
         loss = net(*batch)

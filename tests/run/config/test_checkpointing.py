@@ -67,7 +67,7 @@ def never_interrupted(
     """What a run comes to whose optimizer is changed after the step of the checkpoint."""
     before, after = configured(folder, {}), configured(folder, changes)
     net = before.model()
-    optimizer = before.optimizer(net.parameters())
+    optimizer = before.optimizer(net)
     places = [BEGINNING]
     where: dict[str, Any] = {"epochs": 2, "device": torch.device("cpu"), "on_step": lambda _: None}
     where["after_step"] = places.append

@@ -126,7 +126,7 @@ def test_an_optimizer_has_what_is_said_and_only_what_is_trained() -> None:
     net = nn.Linear(2, 2)
     net.bias.requires_grad_(False)
     chosen = OptimizerSection(name="adamw", learning_rate=0.1, betas=[0.8, 0.9], eps=1e-6)
-    (group,) = build_optimizer(chosen, net.parameters()).param_groups
+    (group,) = build_optimizer(chosen, net).param_groups
     assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.8, 0.9), 1e-6)
     assert [id(p) for p in group["params"]] == [id(net.weight)]
 
@@ -135,10 +135,10 @@ def test_biases_and_norms_may_have_no_weight_decay() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     section = {"name": "adamw", "weight_decay": 0.1, "decay_vectors": False}
     chosen = OptimizerSection.model_validate(section)
-    groups = build_optimizer(chosen, net.parameters()).param_groups
+    groups = build_optimizer(chosen, net).param_groups
     assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(1, 0.1), (3, 0)]
     assert groups[0]["params"][0] is net[0].weight
-    matrices = build_optimizer(chosen, nn.Embedding(2, 2).parameters()).param_groups
+    matrices = build_optimizer(chosen, nn.Embedding(2, 2)).param_groups
     assert [len(group["params"]) for group in matrices] == [1, 0]
 
 

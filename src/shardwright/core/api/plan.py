@@ -144,7 +144,7 @@ def plan(
             plan is changed in other ways; without a limit, as far as the memory of the cluster's
             devices requires.
         optimizer: the optimizer whose state is counted as memory: `sgd`, `momentum`, `adam`,
-            `adamw`, or an instance of the class and options that will train.
+            `adamw`, `muon`, or an instance of the class and options that will train.
         on_progress: called with the name of each phase as it begins.
 
     Raises: errors of rank 0, on all ranks.

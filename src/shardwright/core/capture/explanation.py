@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardwright.core.capture.naming import line_of_error
 
 NESTED = (
@@ -10,8 +12,13 @@ NESTED = (
 )
 
 
-def explain_export(error: Exception, hint: str) -> str:
-    """A one-line message for a failure of `torch.export`; with `hint` if it depends on values."""
+def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]) -> str:
+    """A one-line message for a failure of `torch.export`.
+
+    Args:
+        hint: what to do instead if it depends on values.
+        raises_alone: whether the model raises the error on these arguments outside of it, too.
+    """
     line = line_of_error(error)
     text = str(error).strip()
     if "data-dependent" in text or "DataDependent" in type(error).__name__:
@@ -63,6 +70,12 @@ def explain_export(error: Exception, hint: str) -> str:
             ": register one by `torch.library.register_fake`"
         )
     first = (text.splitlines()[0] if text else "").removesuffix(".")
+    of_arguments = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
+    if of_arguments and "data pointer" not in text and raises_alone():
+        return (
+            f"{line}: the model itself raises {type(error).__name__} for these arguments: {first}."
+            " Pass arguments of the shapes and dtypes that it takes"
+        )
     return (
         f"{line}: torch.export cannot capture this: {type(error).__name__}: {first}. If the line is"
         " right where the model runs, write it with operators whose shapes and branches do not"

@@ -150,6 +150,18 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     )
 
 
+def _raises_alone(
+    twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> bool:
+    """Whether a model without values raises the same error outside of `torch.export`."""
+    try:
+        with torch.no_grad():
+            twin(*args, **kwargs)
+    except Exception as eager:
+        return type(eager) is type(error) and str(eager)[:80] == str(error)[:80]
+    return False
+
+
 def _export(
     call: CapturedCall,
     compute_dtype: torch.dtype | None,
@@ -199,7 +211,8 @@ def _export(
     except StrategyError:
         raise
     except Exception as error:
-        raise CaptureError(explain_export(error, hint_of_experts(module))) from error
+        alone = partial(_raises_alone, twin, fake_args, fake_kwargs, error)
+        raise CaptureError(explain_export(error, hint_of_experts(module), alone)) from error
     attributes.reads |= {(BUFFERS + path, name): None for path, name in known.read}
     if _random_states() != drawn:
         raise CaptureError(

@@ -37,6 +37,7 @@ from shardwright.core.checkpoint.manifest import (
 )
 from shardwright.core.checkpoint.parameter_names import match_saved_names
 from shardwright.core.checkpoint.position import Position
+from shardwright.core.checkpoint.shared_folder import check_shared_folder
 from shardwright.core.checkpoint.storage import (
     CheckpointReader,
     OneRankPlanner,
@@ -173,8 +174,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: if the optimizer has parameters that the model does not have, or state
-                that is not a tensor, if this or the previous checkpoint could not be written, or
-                if another process has locked the folder.
+                that is not a tensor, if this or the previous checkpoint could not be written, if
+                another process has locked the folder, or if ranks have different folders.
         """
         model_state = checkpoint_state.model_tensors(net).items()
         tensors = {k: t for k, t in model_state if only is None or k.partition(".")[2] in only}
@@ -195,9 +196,9 @@ class Checkpoints:
         )
         self.wait()
         if has_other_ranks() and self._group is None:
-            # A separate group, since an asynchronous save runs collectives in a thread while the
-            # training step runs its own. Ranks wait in it while others write their files, so its
-            # timeout is long.
+            check_shared_folder(self.folder)
+            # A separate group: asynchronous saves run collectives beside those of training steps.
+            # Ranks wait in it while others write their files, so its timeout is long.
             self._group = dist.new_group(backend=HOST_BACKEND, timeout=world_timeout())
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
         problem = value_of_rank(self._lock_and_clear_folder())

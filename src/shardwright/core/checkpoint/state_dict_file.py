@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.core.checkpoint import state as checkpoint_state
 from shardwright.core.checkpoint.parameter_names import match_saved_names
+from shardwright.core.checkpoint.shared_folder import check_shared_folder
 from shardwright.core.checkpoint.storage import CheckpointReader
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
@@ -44,13 +45,15 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
             first name, because the format does not support shared memory.
 
     Raises:
-        CheckpointError: if `path` has another suffix, or the format does not support a tensor.
+        CheckpointError: if `path` has another suffix, ranks have different folders, or the format
+            does not support a tensor.
     """
     path = _check_suffix(Path(path))
     tensors = checkpoint_state.model_tensors(net)
     if not _is_sharded_or_staged(net, tensors):
         _write_model_file(net, path, lambda name: tensors[f"{checkpoint_state.MODEL}.{name}"])
         return
+    check_shared_folder(path.parent)
     shards = path.with_name(f"{path.name}.shards")
     if dist.get_rank() == 0:
         shutil.rmtree(shards, ignore_errors=True)

@@ -33,7 +33,13 @@ from shardwright.core.cost.dry_run import (
     Kinds,
     plus,
 )
-from shardwright.core.cost.optimizer_state import OptimizerBytes, optimizer_bytes, optimizer_name
+from shardwright.core.cost.optimizer_state import (
+    OptimizerBytes,
+    TrainedShard,
+    optimizer_bytes,
+    optimizer_name,
+    table_shapes_of,
+)
 from shardwright.core.cost.pipeline_timeline import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -44,6 +50,7 @@ from shardwright.core.cost.pipeline_timeline import (
 )
 from shardwright.core.cost.tensor_tracking import PARAMETERS, WEIGHTS
 from shardwright.core.graph.graph import Value
+from shardwright.core.layout.axes import Shape
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.communication import initial_layout, storage_as_used
@@ -171,8 +178,8 @@ def memory(
     """Predict the peak memory of each stage in a training step.
 
     Args:
-        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer with the options of the
-            training.
+        optimizer: `sgd`, `momentum`, `adam`, `adamw`, `muon`, or an optimizer with the options of
+            the training.
         dry_runs: cache of dry runs; by default a new one.
         on_share: called with the completed fraction of the stages.
         stages: indices of the stages to measure; by default all.
@@ -181,7 +188,7 @@ def memory(
         PlanError: if the schedule or the optimizer is unknown.
     """
     pipeline, dry_runs = partitioned.pipeline, dry_runs or DryRunCache()
-    stages_memory = []
+    stages_memory, tables = [], table_shapes_of(partitioned.graph)
     for number, order in enumerate(actions(pipeline)):
         if stages is not None and number not in stages:
             continue
@@ -195,7 +202,7 @@ def memory(
             for n, chunk in enumerate(chunks)
         }
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
-        state = optimizer_bytes(optimizer, _trained_shards(chunks))
+        state = optimizer_bytes(optimizer, trained_shards(chunks, tables))
         moments = _enumerate_moments(order, dry_run_of, borders, state, pipeline.micro_batches)
         stages_memory.append(_stage_memory(number, list(moments), state, chunks))
     return Memory(tuple(stages_memory), optimizer_name(optimizer))
@@ -214,8 +221,8 @@ def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimize
     stages, leaves = [], {each for each in partitioned.graph.inputs if isinstance(each, Value)}
     for number in range(partitioned.pipeline.stages):
         chunks = partitioned.chunks_of(number)
-        shards = _trained_shards(chunks)
-        stored = sum(prod(shape) * dtype.itemsize for shape, dtype in shards)
+        shards = trained_shards(chunks, table_shapes_of(partitioned.graph))
+        stored = sum(prod(shard.shape) * shard.dtype.itemsize for shard in shards)
         needed = stored + optimizer_bytes(optimizer, shards).state + stored
         if partitioned.pipeline.micro_batches > 1:
             needed += sum(map(_unsharded_bytes, chunks))
@@ -273,8 +280,12 @@ def _unsharded_bytes(chunk: Chunk) -> int:
     return unsharded_bytes
 
 
-def _trained_shards(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return (local shape, dtype) of each parameter that the optimizer of a stage updates."""
+def trained_shards(chunks: Sequence[Chunk], tables: Container[Shape]) -> list[TrainedShard]:
+    """Return the shard of each parameter that the optimizer of a stage updates.
+
+    Args:
+        tables: shapes of the embeddings of the model.
+    """
     # By name: a parameter that several chunks of a stage read is stored once.
     shards = {}
     for chunk in chunks:
@@ -282,7 +293,8 @@ def _trained_shards(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...], torc
             axes = chunk.decisions.storage.get(value.name, ((),) * len(value.shape))
             if value.requires_grad:
                 shape = TensorLayout(chunk.mesh, tuple(axes)).shard_shape(value.shape)
-                shards[value.name] = (shape, value.stored_dtype)
+                is_table = value.shape in tables
+                shards[value.name] = TrainedShard(shape, value.stored_dtype, value.shape, is_table)
     return list(shards.values())
 
 

@@ -3,25 +3,48 @@
 Both are measured: two steps of the PyTorch optimizer run on the meta device for each parameter
 shape. An optimizer that reads values runs on a small parameter instead. The dims of this parameter
 have different prime sizes, from which follows the dim to which each dim of a state tensor belongs.
+The parameters of an instance have the options of its groups, and no state if they are in none.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from itertools import count
 from math import isqrt, prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwright.core.cost.tensor_tracking import LiveBytes
+from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.axes import Shape
+from shardwright.core.runtime.muon_adamw import MuonAdamW, is_orthogonalized
 from shardwright.errors import PlanError
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+class TrainedShard(NamedTuple):
+    """A device's shard of a trained parameter.
+
+    Args:
+        full_shape: shape of the parameter; None if that of the shard.
+        is_table: whether it has the shape of an embedding of the model.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    full_shape: Shape | None = None
+    is_table: bool = False
+
+    @property
+    def full(self) -> Shape:
+        """Shape of the parameter."""
+        return self.shape if self.full_shape is None else self.full_shape
 
 
 @dataclass(frozen=True)
@@ -50,6 +73,7 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
     "momentum": NamedOptimizer(torch.optim.SGD, required={"momentum": 0.9}),
     "adam": NamedOptimizer(torch.optim.Adam, keys=("betas", "eps")),
     "adamw": NamedOptimizer(torch.optim.AdamW, keys=("betas", "eps")),
+    "muon": NamedOptimizer(MuonAdamW, keys=("momentum", "betas", "eps")),
 }
 
 
@@ -67,30 +91,128 @@ class OptimizerBytes:
 
 
 def optimizer_bytes(
-    optimizer: str | torch.optim.Optimizer, parameters: Iterable[tuple[Shape, torch.dtype]]
+    optimizer: str | torch.optim.Optimizer, parameters: Iterable[tuple[Any, ...]]
 ) -> OptimizerBytes:
     """Return the bytes of state and temporary tensors of an optimizer, by measurement.
 
     Parameters are updated one after another, as PyTorch does on CPU.
 
     Args:
-        optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an optimizer with the options of the
-            training.
-        parameters: (local shape, dtype) of each parameter.
+        optimizer: name of an optimizer, or an optimizer over the parameters or over an example.
+        parameters: `TrainedShard`s, or tuples of their fields.
 
     Raises:
         PlanError: if the name of the optimizer is unknown, or its state cannot be measured.
     """
-    measure_named = (
-        partial(_named_optimizer_bytes, optimizer) if isinstance(optimizer, str) else None
-    )
-    measure = measure_named or cache(partial(_bytes_for_parameter, _optimizer_factory(optimizer)))
+    shards = [TrainedShard(*each) for each in parameters]
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return _flat_bytes(optimizer, shards)
+    makers = _makers(optimizer, shards)
+    measures = {
+        make: partial(_named_optimizer_bytes, make)
+        if isinstance(make, str)
+        else cache(partial(_bytes_for_parameter, make))
+        for make in set(makers)
+        if make
+    }
     state = temporary = 0
-    for shape, dtype in parameters:
-        measured = measure(shape, dtype)
+    for shard, make in zip(shards, makers, strict=True):
+        if make is None:
+            continue
+        measured = measures[make](shard.shape, shard.dtype)
         state += measured.state
-        temporary = max(temporary, measured.temporary)
+        needed = measured.temporary
+        if shard.full != shard.shape and is_orthogonalized_by(optimizer, shard):
+            needed = measures[make](shard.full, shard.dtype).temporary + _exchanged(shard)
+        temporary = max(temporary, needed)
     return OptimizerBytes(state, temporary)
+
+
+def is_orthogonalized_by(optimizer: str | torch.optim.Optimizer, shard: TrainedShard) -> bool:
+    """Whether an optimizer, if it updates a parameter, orthogonalizes its full matrix."""
+    if isinstance(optimizer, torch.optim.Muon):
+        return len(shard.full) == 2
+    tables: Iterable[Shape] = ()
+    if isinstance(optimizer, MuonAdamW):
+        tables = optimizer.defaults["tables"]
+    elif optimizer != "muon":
+        return False
+    return not shard.is_table and is_orthogonalized(shard.full, tuple(tables))
+
+
+def _exchanged(shard: TrainedShard) -> int:
+    """Bytes of the buffers in which a device collects a matrix in bfloat16, less what an update of
+    the full matrix has more: the momentum is a shard."""
+    buffers = 2 * prod(shard.full) * torch.bfloat16.itemsize
+    return buffers - (prod(shard.full) - prod(shard.shape)) * shard.dtype.itemsize
+
+
+def table_shapes_of(graph: Graph) -> frozenset[Shape]:
+    """The shapes of the embeddings of a model."""
+    embedding = torch.ops.aten.embedding.default
+    tables = (op.args[0] for op in graph.ops if op.target is embedding)
+    return frozenset(table.shape for table in tables if isinstance(table, Value))
+
+
+def orthogonalized_parameters(
+    optimizer: str | torch.optim.Optimizer, graph: Graph
+) -> frozenset[str]:
+    """Names of the trained parameters of which an optimizer orthogonalizes the updates."""
+    if not isinstance(optimizer, torch.optim.Muon | MuonAdamW) and optimizer != "muon":
+        return frozenset()
+    tables = table_shapes_of(graph)
+    values = [value for value in graph.parameters if value.requires_grad]
+    shards = [TrainedShard(v.shape, v.dtype, v.shape, v.shape in tables) for v in values]
+    return frozenset(
+        value.name
+        for value, shard, make in zip(values, shards, _makers(optimizer, shards), strict=True)
+        if make is not None and is_orthogonalized_by(optimizer, shard)
+    )
+
+
+Maker = str | MakeOptimizer
+
+
+def _makers(
+    optimizer: str | torch.optim.Optimizer, shards: Sequence[TrainedShard]
+) -> list[Maker | None]:
+    """What makes the optimizer of each parameter: a name, or a function; None if it has none."""
+    if isinstance(optimizer, str):
+        _optimizer_factory(optimizer)
+        by_name: list[Maker | None] = [optimizer] * len(shards)
+        if optimizer == "muon":
+            by_name = ["adamw" if shard.is_table else optimizer for shard in shards]
+        return by_name
+    groups = [_group_factory(optimizer, group) for group in optimizer.param_groups]
+    makers: dict[Shape, list[MakeOptimizer]] = {}
+    for group, make in zip(optimizer.param_groups, groups, strict=True):
+        for parameter in group["params"]:
+            makers.setdefault(tuple(parameter.shape), []).append(make)
+    # An example of the optimizer, over parameters of another shape.
+    if not any(shard.full in makers for shard in shards):
+        return [_group_factory(optimizer, {})] * len(shards)
+    return [makers[s.full].pop(0) if makers.get(s.full) else None for s in shards]
+
+
+def _group_factory(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> MakeOptimizer:
+    """Makes an optimizer with the options of a group."""
+    optimizer_class = type(optimizer)
+    signature = inspect.signature(optimizer_class).parameters
+    options = {
+        key: value
+        for key, value in {**optimizer.defaults, **group}.items()
+        if key in signature and key != "params"
+    }
+    return lambda parameters: optimizer_class(parameters, **options)
+
+
+def _flat_bytes(optimizer: torch.optim.LBFGS, shards: Sequence[TrainedShard]) -> OptimizerBytes:
+    """The state of LBFGS: a direction, a gradient, and two histories of vectors of all parameters,
+    which every device has in full."""
+    history = max(group["history_size"] for group in optimizer.param_groups)
+    vector = sum(prod(shard.full) * shard.dtype.itemsize for shard in shards)
+    # The gradient of the step, its difference to the last one, and the direction times the rate.
+    return OptimizerBytes((2 * history + 2) * vector, 3 * vector)
 
 
 def optimizer_name(optimizer: str | torch.optim.Optimizer) -> str:
@@ -98,12 +220,9 @@ def optimizer_name(optimizer: str | torch.optim.Optimizer) -> str:
     return optimizer if isinstance(optimizer, str) else type(optimizer).__name__
 
 
-def _optimizer_factory(optimizer: str | torch.optim.Optimizer) -> MakeOptimizer:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer_class = type(optimizer)
-        signature = inspect.signature(optimizer_class).parameters
-        options = {key: value for key, value in optimizer.defaults.items() if key in signature}
-        return lambda parameters: optimizer_class(parameters, **options)
+def _optimizer_factory(optimizer: Maker) -> MakeOptimizer:
+    if not isinstance(optimizer, str):
+        return optimizer
     if optimizer not in OPTIMIZERS:
         valid = ", ".join(OPTIMIZERS)
         raise PlanError(

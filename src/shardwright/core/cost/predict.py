@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.collectives import sequential_messages
 from shardwright.core.cost.flops import work_of
+from shardwright.core.cost.optimizer_state import orthogonalized_parameters
 from shardwright.core.cost.pipeline_timeline import ChunkSeconds, Timeline, timeline
 from shardwright.core.cost.step_time import StepTime, step_time
 from shardwright.core.cost.time_model import TimeModel
@@ -46,7 +49,11 @@ def _seconds_by_flops(chunk: Chunk) -> ChunkSeconds:
 
 
 def _seconds_on_cluster(
-    chunks: Sequence[Chunk], pipeline: PipelineSpec, model: TimeModel, blocking: bool = False
+    chunks: Sequence[Chunk],
+    pipeline: PipelineSpec,
+    model: TimeModel,
+    blocking: bool = False,
+    orthogonalized: Collection[str] = (),
 ) -> Iterator[tuple[StepTime, ChunkSeconds]]:
     """Yield for each chunk its seconds in a step and in a micro-batch, on the cluster of `model`.
 
@@ -65,6 +72,7 @@ def _seconds_on_cluster(
                 model,
                 micro_batches=pipeline.micro_batches,
                 overlaps=None if blocking else chunk.overlaps,
+                orthogonalized=orthogonalized,
             )
         time, send = cached_times[key], 0.0
         # A rank sends to the rank with the same position in the device matrix of another stage, so
@@ -122,7 +130,12 @@ class Predicted:
         return stage_seconds
 
 
-def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) -> Predicted:
+def predict(
+    partitioned: Partitioned,
+    cluster: Cluster,
+    blocking: bool = False,
+    optimizer: str | torch.optim.Optimizer = "adamw",
+) -> Predicted:
     """Return the predicted seconds of a training step.
 
     With pipeline stages, a step is their timeline, followed by the seconds that the slowest stage
@@ -132,13 +145,16 @@ def predict(partitioned: Partitioned, cluster: Cluster, blocking: bool = False) 
     Args:
         blocking: whether redistributions of activations do not overlap computation, as in programs
             that do not start them early.
+        optimizer: the optimizer that trains; only Muon differs from AdamW, by the matrices that it
+            orthogonalizes.
 
     Raises:
         ConfigError: if the cluster has too few devices.
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
-    times = list(_seconds_on_cluster(chunks, pipeline, model, blocking))
+    names = orthogonalized_parameters(optimizer, partitioned.graph)
+    times = list(_seconds_on_cluster(chunks, pipeline, model, blocking, names))
     steps = tuple(step for step, _ in times)
     if pipeline.stages == 1:
         return Predicted(cluster, steps, None, steps[0].seconds)

@@ -18,10 +18,11 @@ collectives. Communication overlaps computation as follows:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from shardwright.core.cost.muon_time import orthogonalization_seconds
 from shardwright.core.cost.time_model import MEMBER_OPERATORS, ForwardBackward, TimeModel
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Axes
@@ -151,6 +152,7 @@ def step_time(
     micro_batches: int = 1,
     bubble: float = 0.0,
     overlaps: Mapping[Transfer, Overlap] | None = None,
+    orthogonalized: Collection[str] = (),
 ) -> StepTime:
     """Return the predicted seconds of one training step of a partitioned graph.
 
@@ -161,6 +163,7 @@ def step_time(
         micro_batches: number of micro-batches per step.
         bubble: fraction of the step for which a pipeline stage is idle.
         overlaps: computation that overlaps each redistribution; by default none.
+        orthogonalized: names of the parameters whose updates Muon orthogonalizes.
     """
     forward, backward = _sum_seconds(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
     recomputed = [op for op in graph.ops if op.name in flow.recomputed_ops]
@@ -183,7 +186,8 @@ def step_time(
         backward_redistributions=backward_part,
         gathers=buckets[True, 0],
         gradients=buckets[True, 1],
-        update=model.update(stored, len(trained)),
+        update=model.update(stored, len(trained))
+        + orthogonalization_seconds(graph, flow, orthogonalized, model),
         gathers_per_micro_batch=buckets[False, 0],
         gradients_per_micro_batch=buckets[False, 1],
         micro_batches=micro_batches,

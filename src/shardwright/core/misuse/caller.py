@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from torch.optim import Optimizer
+
 LIBRARIES = frozenset(
     {
         *("accelerate", "lightning", "peft", "safetensors", "shardwright", "torch", "transformers"),
@@ -27,6 +29,15 @@ def is_called_by(*modules: str) -> bool:
     """Whether code of one of the packages or modules named `modules` is on the call stack."""
     names = tuple(f"{module}." for module in modules)
     return any(f"{_module_name(frame)}.".startswith(names) for frame in _frames())
+
+
+def optimizer_among_callers() -> Optimizer | None:
+    """The innermost optimizer of which a method is running."""
+    for frame in _frames():
+        variables = frame.f_code.co_varnames
+        if variables and isinstance(first := frame.f_locals.get(variables[0]), Optimizer):
+            return first
+    return None
 
 
 def _frames() -> Iterator[FrameType]:

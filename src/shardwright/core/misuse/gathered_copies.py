@@ -18,12 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import plain_torch_function
-from shardwright.core.torch_internals.dtensor import (
-    change_results,
-    local_tensor,
-    spec_of,
-    with_spec,
-)
+from shardwright.core.torch_internals.dtensor import local_tensor, spec_of, with_spec
+from shardwright.core.torch_internals.dtensor_dispatch import change_results
 from shardwright.core.torch_internals.operators import schema_of
 from shardwright.core.torch_internals.tensors import as_subclass, storage_id
 from shardwright.errors import PlanError

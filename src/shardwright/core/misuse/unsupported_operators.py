@@ -1,93 +1,193 @@
-"""Explain errors of DTensors: operators that DTensor does not support, and arithmetic with ordinary
-tensors."""
+"""Compute what DTensor does not support, and refuse what would not be what one device computes.
+
+Optimizers of the user's own mix parameters with ordinary tensors, and call operators that DTensor
+does not shard. Where autograd does not record, an ordinary tensor is one that all ranks have.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from shardwright.core.torch_internals.dtensor import (
-    explain_mixing,
+from shardwright.core.misuse.caller import is_called_by, optimizer_among_callers
+from shardwright.core.misuse.ranks import is_due
+from shardwright.core.runtime.full_tensors import (
+    can_compute_on_full_tensors,
+    compute_on_full_tensors,
+    compute_on_shards,
+)
+from shardwright.core.runtime.replicated_tensors import differs_between_ranks
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.distributed import by_rank
+from shardwright.core.torch_internals.dtensor import local_tensor
+from shardwright.core.torch_internals.dtensor_dispatch import (
+    compute_on_local_tensors,
+    handle_collectives,
+    handle_mixed_tensors,
+    handle_unsupported_operators,
+    refuse_methods,
+    run_unless_mixed,
     set_operator_handler,
 )
-from shardwright.core.torch_internals.operators import OpOverload
+from shardwright.core.torch_internals.operators import OpOverload, schema_of, written_arguments
+from shardwright.core.torch_internals.tensors import FakeTensor
 from shardwright.errors import MixedTensorsError, PlanError
 
 aten = torch.ops.aten
 
-REMEDIES: dict[OpOverload, str] = {
-    aten._fused_sgd_.default: "remove `fused=True` from `SGD`",
-    aten._fused_sgd_.tensor_lr: "remove `fused=True` from `SGD`",
-    aten._fused_adagrad_.default: "remove `fused=True` from `Adagrad`",
-    aten._fused_adagrad_.tensor_lr: "remove `fused=True` from `Adagrad`",
-    aten.pow_.Scalar: "`Adafactor` calls it: use another optimizer; in your own code, use `pow`",
-    aten.index_put_.default: (
-        "`Rprop` calls it: use another optimizer; in your own code, use `masked_fill_` or `where`"
-    ),
-}
-
-OPTIMIZER_STEP_OPERATORS = frozenset({"add_", "addcdiv_", "addcmul_", "lerp_", "mul_"})
-"""Operators that optimizers apply to each parameter in each step.
-
-Explaining their errors would take a quarter of the time of an optimizer step, so errors are
-explained only if the operator is called as a method of a DTensor. If it modifies an ordinary
-tensor, PyTorch's own error is clear enough."""
-
-
-COLLECTIVES = tuple(
-    getattr(torch.ops.c10d, name).default
-    for name in (
-        "broadcast_",
-        "allreduce_",
-        "allreduce_coalesced_",
-        "reduce_",
-        "allgather_",
-        "send",
-    )
+OPTIMIZER_STEP_METHODS = frozenset(
+    {"add_", "addcdiv_", "addcmul_", "lerp_", "mul_", "__iadd__", "__imul__", "__truediv__", "sqrt"}
 )
-"""Operators of `torch.distributed` collectives, which `DistributedDataParallel` and reductions in
-user code call."""
+"""Elementwise methods that optimizers call for each parameter in each step."""
+
+CALLS_OF_PARTS = "shardwright.core.misuse.calls_of_parts"
+
+FIRST_MIXES, PERIOD = 2, 256
+"""Ordinary tensors that meet DTensors are compared between ranks in the first 2 calls of an
+operator with equal shapes, and in one of 256."""
 
 
-def explain_unsupported_operators() -> None:
-    """Add remedies to errors of unsupported operators on DTensors, for all DTensors of this
-    process."""
-    for operator, remedy in REMEDIES.items():
-        set_operator_handler(operator, partial(_explain_errors, operator, remedy))
-    for operator in COLLECTIVES:
-        set_operator_handler(operator, partial(_refuse_collective, operator))
-    explain_mixing(_mixed_tensors_error, except_in=OPTIMIZER_STEP_OPERATORS)
+def compute_unsupported_operators() -> None:
+    """Make all DTensors of this process compute what PyTorch does not support, or say why not."""
+    set_operator_handler(aten.index_put_.default, _assign_elements)
+    handle_mixed_tensors(_compute_mixed)
+    handle_unsupported_operators(_compute_unsupported)
+    handle_collectives(_refuse_collective)
+    compute_on_local_tensors(OPTIMIZER_STEP_METHODS)
+    refuse_methods(("numpy", "tolist"), _mixed_tensors_error)
 
 
-def _explain_errors(
-    operator: OpOverload, remedy: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _assign_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`tensor[indices] = value`; PyTorch gathers a mask, which then does not fit the shards."""
+    operator, leaves = aten.index_put_.default, _tensors(args, kwargs)
+    if not any(index is not None and index.dtype == torch.bool for index in args[1]):
+        return run_unless_mixed(operator, _compute_mixed, args, kwargs)
+    if compute_on_shards(operator, args, kwargs):
+        return args[0]
+    _check_equal(operator, leaves)
+    return compute_on_full_tensors(operator, args, kwargs)
+
+
+def _compute_unsupported(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None
 ) -> Any:
-    try:
-        return operator(*args, **kwargs)
-    except RuntimeError as error:
+    if operator.namespace in ("c10d", "_c10d_functional"):
+        _refuse_collective(operator)
+    if error is not None and not all(map(_has_values, _tensors(args, kwargs))):
+        raise error
+    if compute_on_shards(operator, args, kwargs):
+        # Operators on lists return nothing, others the tensor that they write to.
+        return _written(operator, args, kwargs)[0] if schema_of(operator).returns else None
+    if not can_compute_on_full_tensors(operator):
         raise PlanError(
-            f"{operator} cannot modify parameters that are DTensors ({error})\n{remedy}"
+            f"{operator}{_in_optimizer()} is not supported for DTensors, as which a planned model"
+            f" has its parameters: {str(error).partition(chr(10))[0]}\ncall it with the full"
+            " tensor (`p.full_tensor()`); `p.copy_` of a full tensor keeps each rank's shard"
         ) from error
+    return compute_on_full_tensors(operator, args, kwargs)
+
+
+def _tensors(*arguments: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+
+
+def _written(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes to."""
+    positions = written_arguments(operator)
+    return _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in positions])
+
+
+def _has_values(tensor: Tensor) -> bool:
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return not (local.is_meta or isinstance(local, FakeTensor) or by_rank(local) is not None)
+
+
+def _compute_mixed(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None
+) -> Any:
+    """Compute with ordinary tensors as replicated ones, if autograd does not record.
+
+    Raises:
+        MixedTensorsError: if autograd records, as gradients of ordinary tensors would be DTensors.
+        PlanError: if an ordinary tensor differs between ranks.
+    """
+    leaves = _tensors(args, kwargs)
+    records = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    if records or not all(map(_has_values, leaves)) or is_called_by(CALLS_OF_PARTS):
+        raise _mixed_tensors_error(operator) from error
+    mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
+    _check_equal(operator, leaves)
+    if not all(isinstance(tensor, DTensor) for tensor in _written(operator, args, kwargs)):
+        return compute_on_full_tensors(operator, args, kwargs)
+
+    def replicated(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+            return leaf
+        return DTensor.from_local(leaf, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+
+    dtensor_args, dtensor_kwargs = pytree.tree_map(replicated, (args, kwargs))
+    return operator(*dtensor_args, **dtensor_kwargs)
+
+
+@cache
+def _mixes() -> WeakKeyDictionary[object, Counter[tuple[Any, ...]]]:
+    """How often each operator has met ordinary tensors of certain shapes, by the optimizer that
+    steps, or else the device mesh."""
+    return WeakKeyDictionary()
+
+
+def _check_equal(operator: OpOverload, tensors: Sequence[Tensor]) -> None:
+    """Compare ordinary tensors between ranks, in the first and some later calls with their shapes.
+
+    Raises:
+        PlanError: on all ranks, if one differs.
+    """
+    ordinary = [x for x in tensors if not isinstance(x, DTensor) and x.numel() > 1]
+    mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    mixes = _mixes().setdefault(optimizer_among_callers() or mesh, Counter())
+    key = operator, *(tuple(tensor.shape) for tensor in ordinary)
+    mixes[key] += 1
+    if not is_due(mixes[key], FIRST_MIXES, PERIOD):
+        return
+    for tensor in ordinary:
+        if differs_between_ranks(tensor, mesh):
+            raise PlanError(
+                f"{operator}{_in_optimizer()}: an ordinary tensor of shape {tuple(tensor.shape)}"
+                " meets parameters of a planned model, and differs between ranks, which would make"
+                " their parameters differ\nmake it alike on all ranks: `torch.manual_seed` with one"
+                " number before random draws, or draw with `torch.randn_like(p)`"
+            )
 
 
 def _mixed_tensors_error(operator: OpOverload | str) -> MixedTensorsError:
     return MixedTensorsError(
-        f"{operator}: got mixed torch.Tensor and DTensor; the parameters of a planned model, their"
-        " gradients and tensors computed from them are DTensors\nuse the full parameter"
-        " (`p.full_tensor()`, which is differentiable), or shard the ordinary tensor like the"
-        " parameter"
+        f"{operator}{_in_optimizer()}: got mixed torch.Tensor and DTensor; the parameters of a"
+        " planned model, their gradients and tensors computed from them are DTensors\nuse the full"
+        " parameter (`p.full_tensor()`, which is differentiable), or shard the ordinary tensor"
+        " like the parameter"
         " (`torch.distributed.tensor.distribute_tensor(tensor, p.device_mesh, p.placements)`);"
-        " write `loss = loss + penalty` instead of `loss += penalty`; inside"
-        " `with sw.whole(net):` all tensors are ordinary"
+        " write `loss = loss + penalty` instead of `loss += penalty`; under `torch.no_grad()`"
+        " they mix; inside `with sw.whole(net):` all tensors are ordinary"
     )
 
 
 def _refuse_collective(operator: OpOverload, *_: object) -> NoReturn:
     raise PlanError(
-        f"collective `{operator}` was called on parameters or gradients that are DTensors, but a"
-        " planned model reduces its gradients itself\nremove `DistributedDataParallel` and your own"
-        " reductions of gradients (`mode='data_parallel'` plans them); pass `p.full_tensor()` to"
-        " other collectives"
+        f"{operator}{_in_optimizer()} of parameters or gradients that are DTensors: a planned model"
+        " reduces its gradients itself\nremove `DistributedDataParallel` and your own reductions"
+        " of gradients (`mode='data_parallel'` plans them), and use the optimizer's variant for one"
+        " device, which does not communicate; pass other collectives `p.full_tensor()`"
     )
+
+
+def _in_optimizer() -> str:
+    """The name of the optimizer that is stepping, as ` in Name.step`; empty without one."""
+    optimizer = optimizer_among_callers()
+    return f" in `{type(optimizer).__name__}.step`" if optimizer is not None else ""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -14,6 +15,7 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import SampleDims, global_leaves
 from shardwright.core.torch_internals import pytree
+from shardwright.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,18 @@ class CallLeaves:
 
 
 def full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return leaves and structure of a call, with DTensors (e.g. other models' outputs)
-    gathered."""
+    """Return leaves and structure of a call, with DTensors (e.g. other models' outputs) gathered.
+
+    Raises:
+        PlanError: for a sparse tensor.
+    """
     leaves, spec = pytree.tree_flatten(call)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            raise PlanError(
+                f"an argument of the model is a sparse tensor ({leaf.layout})\npass it dense"
+                " (`x.to_dense()`), or its indices and values as two tensors"
+            )
     return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec
 
 

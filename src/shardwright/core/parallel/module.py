@@ -22,7 +22,7 @@ from shardwright.core.lower.program import Program
 from shardwright.core.misuse.calls_of_parts import explain_calls_of_parts
 from shardwright.core.misuse.gathered_copies import refuse_lost_writes
 from shardwright.core.misuse.partial_state import refuse_to_save_shards
-from shardwright.core.misuse.unsupported_operators import explain_unsupported_operators
+from shardwright.core.misuse.unsupported_operators import compute_unsupported_operators
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.pipeline_execution import PipelineExecution
 from shardwright.core.parallel.stored_tensors import (
@@ -201,7 +201,7 @@ def parallel_module(
     initialization = Initialization(devices, _names_without_values(module, devices))
     refuse_lost_writes()
     # These change functions for the DTensors of this process; further calls do nothing.
-    explain_unsupported_operators()
+    compute_unsupported_operators()
     refuse_to_save_shards()
     extend_total_norms()
     # Before the parameters are replaced. The hooks are taken as the dictionaries in which they were

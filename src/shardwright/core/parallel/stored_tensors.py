@@ -31,6 +31,7 @@ from shardwright.core.runtime.dtensor import (
     shard_full_tensors,
 )
 from shardwright.core.runtime.dtensor_results import correct_results
+from shardwright.core.runtime.muon import orthogonalize_full_matrices
 from shardwright.core.runtime.parameter_hooks import has_hooks, take_hooks
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dtensor import (
@@ -256,6 +257,7 @@ class _References:
 def _prepare_dtensors() -> None:
     correct_results()
     accept_full_optimizer_states()
+    orthogonalize_full_matrices()
 
 
 def _parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -68,6 +68,8 @@ def whole(
         _restore_original(net, execution, undo)
         # `ExitStack` undoes in reverse, also after an error: the class first, the parameters last.
         undo.callback(object.__setattr__, net, "__class__", parallel_class)
+        # So that the model can be pickled: an execution refers to process groups.
+        undo.callback(vars(net).__setitem__, "execution", vars(net).pop("execution"))
         object.__setattr__(net, "__class__", parallel_class.__bases__[-1])
         versions = {name: version(tensor) for name, tensor in parameters.items()}
         yield net

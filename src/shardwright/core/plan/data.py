@@ -339,7 +339,7 @@ class PlanData:
         """Predict the peak bytes per device of each stage in a training step with an optimizer.
 
         Args:
-            optimizer: `sgd`, `momentum`, `adam`, `adamw`, or an instance of the optimizer to use.
+            optimizer: `sgd`, `momentum`, `adam`, `adamw`, `muon`, or an instance.
 
         Raises:
             PlanError: if the optimizer is unknown, or the plan has no graph.

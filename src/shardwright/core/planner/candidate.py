@@ -125,12 +125,13 @@ class Candidate:
         if self.options.cluster is None:
             return None
         cluster, cached = self.options.resolved_cluster, self.model.predictions
-        key = (cluster, self.mesh, self.decisions, self.pipeline)
+        optimizer = self.options.optimizer
+        key = (cluster, self.mesh, self.decisions, self.pipeline, optimizer)
         # Compared one by one, as decisions have dicts and cannot be hashed; few are cached.
         predicted = next((value for cached_key, value in cached if cached_key == key), None)
         if predicted is None:
             self._report_activity("step time")
-            predicted = predict(self.partitioned, cluster)
+            predicted = predict(self.partitioned, cluster, optimizer=optimizer)
             cached.append((key, predicted))
         return predicted
 

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.torch_internals.dtensor import (
-    local_part_of,
-    local_tensor,
-    set_operator_handler,
-)
+from shardwright.core.torch_internals.dtensor import local_part_of, local_tensor
+from shardwright.core.torch_internals.dtensor_dispatch import set_operator_handler
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 aten = torch.ops.aten

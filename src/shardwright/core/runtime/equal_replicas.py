@@ -54,7 +54,7 @@ class EqualReplicas:
         # A dry run has no values, and simulated ranks run the function once for each rank.
         if any(r.is_meta or by_rank(r) is not None for r in results):
             return
-        digests = torch.stack([_result_digest(result.detach()) for result in results])
+        digests = torch.stack([result_digest(result.detach()) for result in results])
         gathered = [torch.empty_like(digests) for _ in range(self.group.size)]
         dist.all_gather(gathered, digests, group=group_named(self.group.name))
         # All ranks of the group compare all digests, so that all raise the error and none hangs.
@@ -71,7 +71,7 @@ class EqualReplicas:
                     )
 
 
-def _result_digest(result: Tensor) -> Tensor:
+def result_digest(result: Tensor) -> Tensor:
     """Return the sum, the sum of absolute values, and a sum of the first `_SAMPLE` elements
     weighted by position; shape (3,), float64."""
     values = torch.view_as_real(result) if result.is_complex() else result

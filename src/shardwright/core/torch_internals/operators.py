@@ -47,20 +47,38 @@ def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 @cache
+def operators_in_namespace(namespace: str) -> tuple[OpOverload, ...]:
+    """Return all operators of a namespace, such as `aten`."""
+    operators = []
+    for name in torch._C._dispatch_get_all_op_names():
+        of, _, qualified = name.partition("::")
+        packet, _, overload = qualified.partition(".")
+        if of == namespace:
+            packets = getattr(torch.ops, namespace)
+            operators.append(getattr(getattr(packets, packet), overload or "default"))
+    return tuple(operators)
+
+
+@cache
 def operators_of_several_tensors() -> tuple[OpOverload, ...]:
     """Return the ATen operators whose arguments are a list of tensors, or more than one tensor."""
     operators = []
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, qualified = name.partition("::")
-        packet, _, overload = qualified.partition(".")
-        if namespace != "aten":
-            continue
-        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    for operator in operators_in_namespace("aten"):
         types = [str(argument.type) for argument in schema_of(operator).arguments]
         count = sum(2 if "List[" in text else 1 for text in types if "Tensor" in text)
         if count > 1:
             operators.append(operator)
     return tuple(operators)
+
+
+@cache
+def written_arguments(overload: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operator writes to."""
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(schema_of(overload).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def unregister(library: Library) -> None:

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwright.core.constraints.recompute import recompute
 from shardwright.core.cost.optimizer_state import OPTIMIZERS
+from shardwright.core.runtime.muon_adamw import MuonAdamW, table_shapes
 from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models import Dimensions, LoRA, PrefixTuning, build, build_hf, dimensions
 from shardwright.models.expert_sharding import paths_of_blocks
@@ -254,9 +255,7 @@ def _check_token_ids(tokens: Tensor, vocab_size: int | None) -> None:
         )
 
 
-def build_optimizer(
-    section: schema.OptimizerSection, parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
+def build_optimizer(section: schema.OptimizerSection, net: nn.Module) -> torch.optim.Optimizer:
     """Build the optimizer for all parameters that require gradients."""
     options: dict[str, Any] = {"lr": section.learning_rate}
     for name in ("momentum", "weight_decay", "betas", "eps"):
@@ -264,7 +263,9 @@ def build_optimizer(
         if value is not None:
             options[name] = tuple(value) if name == "betas" else value
     constructor = OPTIMIZERS[section.name].constructor
-    trained = [p for p in parameters if p.requires_grad]
+    if constructor is MuonAdamW:
+        options["tables"] = table_shapes(net)
+    trained = [p for p in net.parameters() if p.requires_grad]
     if section.decay_vectors:
         return constructor(trained, **options)
     # Every rank creates both parameter groups, even if its stage has no parameter for one:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -453,9 +453,9 @@ class Run:
         plan.save_strategies(path)
         return path
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Build the optimizer of the configuration for `parameters`."""
-        return build_optimizer(self.config.optimizer, parameters)
+    def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
+        """Build the optimizer of the configuration for the parameters of `net`."""
+        return build_optimizer(self.config.optimizer, net)
 
     def rate(self, num_steps: int) -> Callable[[int], float] | None:
         """Return the learning rate as a function of the step, from 0; None for a constant rate.

@@ -137,7 +137,7 @@ class RankTraining:
         model = run.model_to_plan() if device.type == "meta" else run.deferred_model()
         net = parallelize(model, plan, device, named_ranges=profile is not None)
         assert isinstance(net, ParallelModule)
-        return cls(run, plan, net, run.optimizer(net.parameters()), profile)
+        return cls(run, plan, net, run.optimizer(net), profile)
 
     def train(
         self,

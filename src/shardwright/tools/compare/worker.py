@@ -84,7 +84,7 @@ def _training_step(
     """Return a function that runs one training step of `plan`, as the command `train` does."""
     net = parallelize(run.model(), plan, device)
     assert isinstance(net, ParallelModule)
-    optimizer = run.optimizer(net.parameters())
+    optimizer = run.optimizer(net)
     local_batch = [tensor.to(device) for tensor in batch]
 
     def step() -> None:

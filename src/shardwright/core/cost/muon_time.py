@@ -1,0 +1,57 @@
+"""Seconds of orthogonalizing matrices in the step of Muon.
+
+The n devices that share matrices take n of them at a time (`core/runtime/muon.py`): an all-to-all
+collects them, each device orthogonalizes one, and an all-to-all returns the shards.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from itertools import chain
+from math import prod
+
+import torch
+
+from shardwright.core.cost.time_model import TimeModel
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.axes import Axes, Shape
+from shardwright.core.partition.communication import Communication
+
+ITERATIONS = 5
+"""Newton-Schulz iterations of `torch.optim.Muon` by default."""
+
+ITERATION_OPERATORS = 3
+"""Matrix products of an iteration."""
+
+
+def orthogonalization_seconds(
+    graph: Graph, flow: Communication, names: Collection[str], model: TimeModel
+) -> float:
+    """Seconds that orthogonalizing the parameters of these names adds to a step."""
+    shapes: dict[Axes, list[Shape]] = defaultdict(list)
+    for value in graph.parameters:
+        if value.name in names and value.requires_grad:
+            axes = tuple(sorted(chain.from_iterable(flow.initial_layouts[value].axes)))
+            shapes[axes].append(value.shape)
+    seconds = 0.0
+    for axes, of_axes in shapes.items():
+        of_axes.sort(key=prod, reverse=True)
+        devices = model.mesh.size(axes)
+        for first in range(0, len(of_axes), devices):
+            taken = of_axes[first : first + devices]
+            # The largest of them takes longest.
+            seconds += _iteration_seconds(taken[0], model) * ITERATIONS
+            if devices > 1:
+                local = sum(map(prod, taken)) * torch.bfloat16.itemsize / devices
+                seconds += 2 * model.links.seconds("all_to_all", axes, local)
+    return seconds
+
+
+def _iteration_seconds(shape: Shape, model: TimeModel) -> float:
+    """Seconds of `X X^T`, its square and their product with `X`, for a matrix of m <= k."""
+    m, k = sorted(shape)
+    dtype, device = torch.bfloat16, model.device
+    wide, square = device.rate(dtype, (m, k, m)), device.rate(dtype, (m, m, m))
+    products = 4 * m * m * k / wide + 2 * m * m * m / square
+    return products + ITERATION_OPERATORS * device.overhead

@@ -1,0 +1,150 @@
+"""Operators on DTensors that PyTorch does not compute on shards.
+
+In-place elementwise operators compute on shards if all DTensors have equal layouts. Others gather
+what they read, compute on full tensors on every rank, and keep the shards of what they write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dtensor import local_tensor, spec_of
+from shardwright.core.torch_internals.dtensor_dispatch import have_same_layout
+from shardwright.core.torch_internals.operators import (
+    OpOverload,
+    operator_name,
+    schema_of,
+    written_arguments,
+)
+
+
+def can_compute_on_full_tensors(operator: OpOverload) -> bool:
+    """Whether an operator gives the same result on every rank, and no view of a gathered tensor."""
+    if torch.Tag.nondeterministic_seeded in operator.tags:
+        return False
+    returns = schema_of(operator).returns
+    return all(r.alias_info is None or r.alias_info.is_write for r in returns)
+
+
+def compute_on_shards(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Run an in-place operator on local tensors if that changes the DTensors as it should.
+
+    Returns:
+        Whether the operator has run.
+    """
+    if not _is_elementwise(operator, args) or not _have_equal_layouts([*args, *kwargs.values()]):
+        return False
+    local_args, local_kwargs = pytree.tree_map_only(DTensor, local_tensor, (args, kwargs))
+    operator(*local_args, **local_kwargs)
+    return True
+
+
+def _is_elementwise(operator: OpOverload, args: tuple[Any, ...]) -> bool:
+    name = operator_name(operator)
+    if not written_arguments(operator):
+        return False
+    if name == "index_put_":
+        return _assigns_by_mask(*args)
+    return torch.Tag.pointwise in operator.tags or name.startswith(("_foreach_", "_fused_"))
+
+
+def _assigns_by_mask(
+    tensor: Tensor, indices: Sequence[Tensor | None], value: Tensor, accumulate: bool = False
+) -> bool:
+    """Whether `tensor[mask] = value` has a mask and a value that are elementwise."""
+    mask = indices[0]
+    is_mask = mask is not None and mask.dtype == torch.bool and mask.shape == tensor.shape
+    return is_mask and len(indices) == 1 and value.numel() == 1 and not accumulate
+
+
+def _have_equal_layouts(arguments: Sequence[Any]) -> bool:
+    """Whether the DTensors of each row have equal layouts without partial sums, and all ordinary
+    tensors one element.
+
+    Rows are the tensors at equal positions of lists, and the tensors that are in no list.
+    """
+    lists = [list(each) for each in arguments if isinstance(each, list | tuple)]
+    if lists and all(isinstance(tensor, DTensor) for tensor in arguments[:1]):
+        # The indices of `index_put_`: they belong to the tensor itself.
+        return _is_row([*arguments, *(leaf for each in lists for leaf in each)])
+    return _is_row(arguments) and all(map(_is_row, _rows(lists)))
+
+
+def _rows(lists: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
+    for index in range(max(map(len, lists), default=0)):
+        yield [each[index] for each in lists if index < len(each)]
+
+
+def _is_row(row: Sequence[Any]) -> bool:
+    specs = [spec_of(leaf) for leaf in row if isinstance(leaf, DTensor)]
+    ordinary = (x for x in row if isinstance(x, Tensor) and not isinstance(x, DTensor))
+    return (
+        all(have_same_layout(spec, specs[0]) for spec in specs)
+        and not any(placement.is_partial() for spec in specs for placement in spec.placements)
+        and all(tensor.numel() == 1 for tensor in ordinary)
+    )
+
+
+def compute_on_full_tensors(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run an operator on full tensors, which all ranks gather.
+
+    Returns:
+        The results: DTensors that every rank has in full, and the arguments that it writes to.
+    """
+    gathered: dict[int, tuple[DTensor, Tensor]] = {}
+
+    def gather(tensor: DTensor) -> Tensor:
+        if id(tensor) not in gathered:
+            gathered[id(tensor)] = tensor, _full_copy(tensor)
+        return gathered[id(tensor)][1]
+
+    full_args, full_kwargs = pytree.tree_map_only(DTensor, gather, (args, kwargs))
+    results = operator(*full_args, **full_kwargs)
+    writes = written_arguments(operator)
+    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
+    by_id: dict[int, Tensor] = {}
+    for tensor in pytree.tree_leaves(written):
+        if isinstance(tensor, DTensor):
+            by_id[id(gather(tensor))] = tensor
+            _store(tensor, gather(tensor))
+        elif isinstance(tensor, Tensor):
+            by_id[id(tensor)] = tensor
+    mesh = next(iter(gathered.values()))[0].device_mesh
+    replicated = (Replicate(),) * mesh.ndim
+
+    def as_result(tensor: Tensor) -> Tensor:
+        if id(tensor) in by_id:
+            return by_id[id(tensor)]
+        return DTensor.from_local(tensor, mesh, replicated, run_check=False)
+
+    return pytree.tree_map_only(Tensor, as_result, results)
+
+
+def _full_copy(tensor: DTensor) -> Tensor:
+    """The full tensor, which may be written to."""
+    full: Tensor = tensor.full_tensor().detach()
+    return full.clone() if full.data_ptr() == local_tensor(tensor).data_ptr() else full
+
+
+def _store(tensor: DTensor, full: Tensor) -> None:
+    """Write a full tensor, which all ranks have, into the shards of a DTensor."""
+    mesh = tensor.device_mesh
+    replicated = DTensor.from_local(full, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+    sharded = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    shard = local_tensor(replicated.redistribute(placements=sharded))
+    coordinates = mesh.get_coordinate() or ()
+    # The first rank has the term of a partial sum, or of the sum in a partial norm.
+    is_first = all(
+        coordinate == 0
+        for placement, coordinate in zip(tensor.placements, coordinates, strict=True)
+        if placement.is_partial() and not placement.is_partial("avg")
+    )
+    local_tensor(tensor).copy_(shard if is_first else torch.zeros_like(shard))

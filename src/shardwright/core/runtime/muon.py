@@ -1,0 +1,219 @@
+"""`torch.optim.Muon` on DTensors, with the results of one device.
+
+Orthogonalization needs full matrices, and rounds to bfloat16 in each product, so products of shards
+would give other numbers. The n ranks that share matrices therefore take n of them at a time: each
+rank collects the shards of one, orthogonalizes it, and sends the shards back. For n matrices of N
+elements a rank sends 4 N (n - 1) / n bytes, where all-gathers send 2 N (n - 1), and each matrix is
+orthogonalized once. Replicas orthogonalize the same matrices, without sending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from shardwright.core.layout.layout import DeviceMatrix
+from shardwright.core.runtime.dtensor import detached_local, from_placements
+from shardwright.core.torch_internals.distributed import functional_collectives as c10d
+from shardwright.core.torch_internals.dtensor import StridedShard
+from shardwright.core.torch_internals.muon import (
+    MuonStep,
+    adjusted_rate,
+    orthogonalize,
+    replace_muon_step,
+)
+
+ShardSlices = tuple[slice, ...]
+
+
+def orthogonalize_full_matrices() -> None:
+    """Make all `Muon`s of this process orthogonalize full matrices of DTensors."""
+    replace_muon_step(_step)
+
+
+@dataclass(frozen=True)
+class _Owners:
+    """The ranks that have different shards of a matrix.
+
+    Args:
+        group: their process group.
+        rank: the position of this rank in it.
+        slices: the shard of each of them, in the order of the group.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    slices: tuple[ShardSlices, ...]
+
+
+def _step(
+    original: MuonStep,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    muon_momentum_bufs: Sequence[Tensor],
+    **options: Any,
+) -> None:
+    """Update matrices as `original`, sharded ones by full orthogonalized matrices."""
+    matrices = list(zip(params, grads, muon_momentum_bufs, strict=True))
+    sharded = [each for each in matrices if _is_sharded(*each)]
+    sharded_ids = {id(param) for param, *_ in sharded}
+    # Matrices that each rank has in full need nothing from others.
+    others = [
+        tuple(map(detached_local, each)) if _is_replicated(*each) else each
+        for each in matrices
+        if id(each[0]) not in sharded_ids
+    ]
+    original(*map(list, zip(*others, strict=True)) if others else ([], [], []), **options)
+    if sharded:
+        _update_shards(sharded, **options)
+
+
+def _is_sharded(*matrix: Tensor) -> bool:
+    return _have_equal_placements(matrix) and any(
+        _shards(placement) for placement in _placements(matrix[0])
+    )
+
+
+def _is_replicated(*matrix: Tensor) -> bool:
+    return _have_equal_placements(matrix) and all(
+        placement.is_replicate() for placement in _placements(matrix[0])
+    )
+
+
+def _have_equal_placements(matrix: Sequence[Tensor]) -> bool:
+    """Whether a parameter, its gradient and its momentum are DTensors of real ranks with equal
+    shards."""
+    return all(isinstance(x, DTensor) and type(detached_local(x)) is Tensor for x in matrix) and (
+        len({_placements(tensor) for tensor in matrix}) == 1
+        and not any(placement.is_partial() for placement in _placements(matrix[0]))
+    )
+
+
+def _placements(tensor: Tensor) -> tuple[Placement, ...]:
+    assert isinstance(tensor, DTensor)
+    return tuple(tensor.placements)
+
+
+def _shards(placement: Placement) -> bool:
+    return isinstance(placement, Shard | StridedShard)
+
+
+def _update_shards(
+    matrices: Sequence[tuple[Tensor, ...]],
+    *,
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+    nesterov: bool,
+    ns_coefficients: tuple[float, float, float],
+    ns_steps: int,
+    eps: float,
+    adjust_lr_fn: str | None,
+    **_: Any,
+) -> None:
+    rate = float(lr)
+    by_group: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, _Owners]]] = {}
+    for param, grad, buffer in matrices:
+        local_grad, local_buffer = detached_local(grad), detached_local(buffer)
+        local_buffer.lerp_(local_grad, 1 - momentum)
+        update = local_grad.lerp(local_buffer, momentum) if nesterov else local_buffer
+        assert isinstance(param, DTensor)
+        owners = _owners(param.device_mesh, _placements(param), tuple(param.shape))
+        by_group.setdefault(owners.group, []).append((param, update.bfloat16(), owners))
+    for group, of_group in by_group.items():
+        # Matrices of similar sizes take equally long.
+        of_group.sort(key=lambda each: -each[0].numel())
+        size = dist.get_world_size(group)
+        for first in range(0, len(of_group), size):
+            taken = of_group[first : first + size]
+            shards = _orthogonal_shards(
+                [(update, owners) for _, update, owners in taken],
+                (ns_coefficients, ns_steps, eps),
+            )
+            for (param, *_rest), shard in zip(taken, shards, strict=True):
+                local = detached_local(param)
+                local.mul_(1 - rate * weight_decay)
+                local.add_(shard, alpha=-adjusted_rate(rate, adjust_lr_fn, param.shape))
+
+
+def _orthogonal_shards(
+    matrices: Sequence[tuple[Tensor, _Owners]], options: tuple[Any, ...]
+) -> list[Tensor]:
+    """The shards of orthogonalized matrices, of which each rank takes one in full.
+
+    Args:
+        matrices: this rank's shards, at most as many as ranks share them.
+        options: arguments of `orthogonalize`.
+    """
+    owners = matrices[0][1]
+    ranks, rank = len(owners.slices), owners.rank
+    updates = [update for update, _ in matrices]
+    flat = torch.cat([update.flatten() for update in updates])
+    sent = [update.numel() for update in updates] + [0] * (ranks - len(updates))
+    received = [sent[rank]] * ranks
+    blocks = _exchange(flat, sent, received, owners.group)
+    if rank < len(updates):
+        blocks = _orthogonalized(blocks, *matrices[rank], options)
+    returned = _exchange(blocks, received, sent, owners.group)
+    shards = torch.split(returned, [size for size in sent if size])
+    return [shard.view(u.shape) for shard, u in zip(shards, updates, strict=True)]
+
+
+def _orthogonalized(
+    blocks: Tensor, shard: Tensor, owners: _Owners, options: tuple[Any, ...]
+) -> Tensor:
+    """The blocks of an orthogonalized matrix, in the order of ranks, from those of the matrix."""
+    stops = zip(*([each.stop for each in slices] for slices in owners.slices), strict=True)
+    full = blocks.new_empty([max(each) for each in stops])
+    for slices, block in zip(owners.slices, torch.split(blocks, shard.numel()), strict=True):
+        full[slices] = block.view(shard.shape)
+    orthogonal = orthogonalize(full, *options)
+    return torch.cat([orthogonal[slices].flatten() for slices in owners.slices])
+
+
+def _exchange(
+    flat: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send the leading elements of `flat` to each rank of a group by number, and receive."""
+    sending = c10d.all_to_all_single(flat, list(received), list(sent), group.group_name)
+    result: Tensor = c10d.wait_tensor(sending)
+    return result
+
+
+@cache
+def _owners(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> _Owners:
+    """The ranks that share a matrix. Collective for them at the first call."""
+    sizes = tuple(mesh.shape)
+    matrix = DeviceMatrix(sizes, tuple(f"axis{number}" for number in range(len(sizes))))
+    layout = from_placements(placements, matrix, len(shape))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    ranges = [
+        range(size) if _shards(placement) else (own,)
+        for size, placement, own in zip(sizes, placements, coordinate, strict=True)
+    ]
+    coordinates = list(product(*ranges))
+    ranks = tuple(int(mesh.mesh[each]) for each in coordinates)
+    positions = (
+        sum(c * prod(sizes[dim + 1 :]) for dim, c in enumerate(each)) for each in coordinates
+    )
+    slices = tuple(layout.slices(position, shape) for position in positions)
+    dims = [dim for dim, placement in enumerate(placements) if _shards(placement)]
+    group = mesh.get_group(dims[0]) if len(dims) == 1 else _group_of(ranks)
+    return _Owners(group, dist.get_group_rank(group, dist.get_rank()), slices)
+
+
+@cache
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group

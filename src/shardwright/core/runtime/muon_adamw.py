@@ -1,0 +1,102 @@
+"""Muon for matrices and AdamW for all other parameters, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from shardwright.core.layout.axes import Shape
+
+ORTHOGONALIZED = "orthogonalized"
+"""Option of a parameter group that Muon updates."""
+
+
+def is_orthogonalized(shape: Shape, tables: Collection[Shape]) -> bool:
+    """Whether Muon updates a parameter of a full shape: matrices, except embeddings and output
+    heads, which have the shape of one."""
+    return len(shape) == 2 and shape not in tables
+
+
+def table_shapes(net: nn.Module) -> frozenset[Shape]:
+    """The shapes of the embeddings of a model, also of those in other pipeline stages."""
+    return frozenset(
+        (module.num_embeddings, module.embedding_dim)
+        for module in net.modules()
+        if isinstance(module, nn.Embedding)
+    )
+
+
+class MuonAdamW(Optimizer):
+    """Muon for matrices and AdamW for all other parameters, with one learning rate.
+
+    Muon's updates are scaled to those of AdamW (Liu et al., "Muon is Scalable for LLM Training",
+    2025), so that learning rate and weight decay are those of AdamW.
+
+    Args:
+        params: parameters, or parameter groups with a `weight_decay` of their own.
+        momentum: of Muon.
+        betas, eps: of AdamW.
+        tables: shapes of matrices that AdamW updates: embeddings and output heads.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        tables: Collection[Shape] = (),
+    ) -> None:
+        given = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        by_kind: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for group in groups:
+            for kind, kept in by_kind.items():
+                chosen = [
+                    p
+                    for p in group["params"]  # type: ignore[index]
+                    if is_orthogonalized(tuple(p.shape), tables) is kind
+                ]
+                # Groups without parameters too: all stages have the same groups.
+                kept.append({**group, "params": chosen, ORTHOGONALIZED: kind})  # type: ignore[dict-item]
+        self._muon = Muon(
+            by_kind[True],
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self._adamw = AdamW(by_kind[False], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+        options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        defaults = {**options, "betas": betas, "eps": eps, "tables": frozenset(tables)}
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], defaults)
+        for group in self.param_groups:
+            group.pop("tables", None)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: computes the gradients and returns the loss.
+
+        Returns:
+            What `closure` returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizers: tuple[tuple[Any, bool], ...] = ((self._muon, True), (self._adamw, False))
+        for optimizer, kind in optimizers:
+            # `load_state_dict` replaces groups and state.
+            optimizer.param_groups = [g for g in self.param_groups if g[ORTHOGONALIZED] is kind]
+            optimizer.state = self.state
+            optimizer.step()
+        return loss

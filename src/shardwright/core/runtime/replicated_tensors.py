@@ -1,0 +1,21 @@
+"""Whether an ordinary tensor is equal on all ranks of a device mesh."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwright.core.runtime.equal_replicas import TOLERANCE, result_digest
+
+
+def differs_between_ranks(tensor: Tensor, mesh: DeviceMesh) -> bool:
+    """Compare digests of `tensor` over all ranks of the mesh; all of them get the answer."""
+    own = result_digest(tensor.detach())
+    # One reduction per mesh dimension reaches all ranks.
+    bounds = torch.stack([own, -own])
+    for dim in range(mesh.ndim):
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    largest, smallest = bounds[0], -bounds[1]
+    return bool((largest - smallest > TOLERANCE * largest[1].abs()).any())

@@ -1,0 +1,230 @@
+"""Optimizers that DTensors alone cannot run, on two ranks with sharded parameters, and eagerly."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.optimization import Adafactor
+
+import shardwright as sw
+from shardwright.core.runtime.muon_adamw import MuonAdamW, table_shapes
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from torchrun import run_checks
+
+STEPS = 3
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "tensor parallel": {"mem_coeff": 1e4},
+    "HSDP": {"mode": "data_parallel", "hsdp": {"level": "level3", "threshold": 0}},
+}
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(32, 16), nn.Linear(16, 24)
+        self.head = nn.Linear(24, 32, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(self.up(self.table(ids)).relu())
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+def model() -> Words:
+    torch.manual_seed(0)
+    return Words()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(32, (2, 8, 4), generator=generator)
+    return ids, labels
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """Calls `update` for each parameter, with its state."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert parameter.grad is not None
+                self.update(parameter, parameter.grad, self.state[parameter], group["lr"])
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        raise NotImplementedError
+
+
+class OrdinaryState(OwnOptimizer):
+    """Keeps ordinary tensors of the full shapes."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state["mean"], state["square"] = torch.zeros(p.shape), torch.zeros(p.shape)
+        state["mean"].mul_(0.9).add_(grad, alpha=0.1)
+        state["square"].lerp_(grad.square(), 0.1).addcmul_(grad, grad, value=0.01)
+        p.addcdiv_(state["mean"], state["square"].sqrt() + 1e-3, value=-lr)
+        p.mul_(torch.full(p.shape, 0.999))
+
+
+class Shampoo(OwnOptimizer):
+    """Roots of sums of `g g^T`, as ordinary matrices, by a decomposition."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        for dim, size in enumerate(grad.shape):
+            sums = state.setdefault(dim, torch.eye(size))
+            rows = grad.transpose(0, dim).reshape(size, -1)
+            sums.add_(rows @ rows.t())
+            values, vectors = torch.linalg.eigh(sums)
+            root = vectors @ values.pow(-0.5 / grad.ndim).diag() @ vectors.t()
+            grad = (root @ rows).reshape(grad.transpose(0, dim).shape).transpose(0, dim)
+        p.add_(grad, alpha=-lr)
+
+
+class Sparsified(OwnOptimizer):
+    """Sorts, masks, and assigns elements."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        limit = grad.abs().flatten().kthvalue(5).values
+        kept = grad.clone()
+        kept[grad.abs() < limit] = 0
+        kept[kept > 10 * limit] *= 0.5
+        p.add_(kept + kept.sort(0).values.cumsum(0), alpha=-lr)
+
+
+class ListState(OwnOptimizer):
+    """Operators on lists, whose momentum is ordinary."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        gradients = [parameter.grad for parameter in parameters]
+        state = [self.state[p].setdefault("mean", torch.zeros(p.shape)) for p in parameters]
+        torch._foreach_mul_(state, 0.9)
+        torch._foreach_add_(state, gradients)
+        torch._foreach_add_(parameters, state, alpha=-0.01)
+
+
+class Noisy(OwnOptimizer):
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        p.sub_(grad.sign() + torch.randn(p.shape), alpha=lr)
+
+
+OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "Adafactor of transformers": lambda net: Adafactor(net.parameters(), beta1=0.9),
+    "Adafactor": lambda net: torch.optim.Adafactor(net.parameters(), lr=1e-2),
+    "Rprop": lambda net: torch.optim.Rprop(net.parameters(), lr=1e-3),
+    "Rprop of lists": lambda net: torch.optim.Rprop(net.parameters(), lr=1e-3, foreach=True),
+    "fused SGD": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, fused=True),
+    "fused Adagrad": lambda net: torch.optim.Adagrad(net.parameters(), lr=0.1, fused=True),
+    "ordinary state": lambda net: OrdinaryState(net.parameters()),
+    "Shampoo": lambda net: Shampoo(net.parameters()),
+    "sparsified": lambda net: Sparsified(net.parameters()),
+    "lists": lambda net: ListState(net.parameters()),
+    "noisy": lambda net: Noisy(net.parameters()),
+    "Muon and AdamW": lambda net: MuonAdamW(net.parameters(), tables=table_shapes(net)),
+}
+TOLERANCES = {"Muon and AdamW": 1e-4}
+"""Muon amplifies the last digits of gradients: it rounds them to bfloat16."""
+
+
+def planned(**options: Any) -> nn.Module:
+    net = model()
+    net = sw.parallelize(net, sw.plan(net, batch(), devices=2, **options))
+    assert any(not p.is_replicate() for x in net.parameters() for p in x.placements)  # type: ignore[attr-defined]
+    return net
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> None:
+    torch.manual_seed(3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(*batch()).backward()
+        optimizer.step()
+
+
+def full(net: nn.Module) -> list[Tensor]:
+    """The full parameters."""
+    parameters = [p.detach() for p in net.parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
+
+
+def assert_trains_alike(net: nn.Module, name: str) -> None:
+    eager = model()
+    train(eager, OPTIMIZERS[name](eager))
+    train(net, OPTIMIZERS[name](net))
+    for got, wanted in zip(full(net), full(eager), strict=True):
+        difference = (got - wanted).abs().max().item()
+        assert difference < TOLERANCES.get(name, 3e-6), (name, difference)
+
+
+def optimizers_train_as_on_one_device() -> None:
+    for options in PLANS.values():
+        net = planned(**options)
+        start = deepcopy(net.state_dict())
+        for name in OPTIMIZERS:
+            net.load_state_dict(start)
+            assert_trains_alike(net, name)
+
+
+def an_average_of_the_users_own_follows() -> None:
+    net, eager = planned(**PLANS["HSDP"]), model()
+    averages = []
+    for trained in (net, eager):
+        average = deepcopy(model())
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            train(trained, optimizer, steps=1)
+            with torch.no_grad():
+                for mean, parameter in zip(average.parameters(), trained.parameters(), strict=True):
+                    mean.mul_(0.5).add_(parameter, alpha=0.5)
+        averages.append(full(average))
+    for got, wanted in zip(*averages, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def draws_that_differ_between_ranks_are_refused() -> None:
+    net = planned(**PLANS["HSDP"])
+    optimizer = Noisy(net.parameters())
+    net(*batch()).backward()
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(sw.PlanError, match=r"in `Noisy.step`: .* differs between ranks"):
+        optimizer.step()
+
+
+class Reducing(OwnOptimizer):
+    """Reduces gradients itself, as optimizers for `torchrun` scripts without a wrapper do."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        part = torch.empty(p.numel() // dist.get_world_size())
+        dist.reduce_scatter_tensor(part, grad.flatten())
+
+
+def an_optimizer_that_communicates_is_named() -> None:
+    net = planned(**PLANS["HSDP"])
+    net(*batch()).backward()
+    with pytest.raises(sw.PlanError, match=r"in `Reducing.step` .*\n.*variant for one device"):
+        Reducing(net.parameters()).step()
+
+
+CHECKS = [
+    optimizers_train_as_on_one_device,
+    an_average_of_the_users_own_follows,
+    draws_that_differ_between_ranks_are_refused,
+    an_optimizer_that_communicates_is_named,
+]
+
+if __name__ == "__main__":
+    run_checks(CHECKS)
