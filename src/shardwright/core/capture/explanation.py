@@ -73,8 +73,8 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
     of_arguments = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
     if of_arguments and "data pointer" not in text and raises_alone():
         return (
-            f"{line}: the model itself raises {type(error).__name__} for these arguments: {first}."
-            " Pass arguments of the shapes and dtypes that it takes"
+            f"{line}: the model itself raises an error for these arguments:"
+            f" {type(error).__name__}: {first}. Pass arguments whose shapes and dtypes it accepts"
         )
     return (
         f"{line}: torch.export cannot capture this: {type(error).__name__}: {first}. If the line is"

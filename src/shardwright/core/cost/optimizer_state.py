@@ -176,7 +176,7 @@ Maker = str | MakeOptimizer
 def _makers(
     optimizer: str | torch.optim.Optimizer, shards: Sequence[TrainedShard]
 ) -> list[Maker | None]:
-    """What makes the optimizer of each parameter: a name, or a function; None if it has none."""
+    """Return the name or the constructor of the optimizer of each parameter; None without one."""
     if isinstance(optimizer, str):
         _optimizer_factory(optimizer)
         by_name: list[Maker | None] = [optimizer] * len(shards)
