@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -190,6 +191,39 @@ def check_another_element_is_found_a_call_later() -> None:
             dist.barrier()
 
 
+def check_another_batch_is_found_in_the_same_step() -> None:
+    large = torch.randn(8, 2**16, generator=torch.Generator().manual_seed(0))
+    for inputs, steps in ((BATCH[0], 15), (large, 12)):
+        net = sw.WithLoss(nn.Linear(inputs.shape[1], 4), nn.CrossEntropyLoss())
+        parallel = sw.parallelize(net, sw.plan(net, (inputs, BATCH[1]), devices=4), copy=True)
+        for step in range(steps):
+            parallel.train_step(inputs + step, BATCH[1])
+        parallel.zero_grad()
+        shown = inputs.flip(0) if dist.get_rank() == 2 else inputs
+        with refused(DataError, f"call {steps + 1}: rank 2 passed other values"):
+            parallel(shown, BATCH[1]).backward()
+        with refused(DataError, f"call {steps + 2}: rank 2 passed other values"):
+            parallel.train_step(shown, BATCH[1])
+        assert all(p.grad is None for p in parallel.parameters())
+
+
+def check_equal_parts_are_a_warning() -> None:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwright").addHandler(handler)
+    net = perceptron()
+    plan = sw.plan(net, BATCH, devices=4, dataset_strategy="data_parallel")
+    for part, warned in ((slice(0, 2), True), (slice(2 * dist.get_rank(), None), False)):
+        parallel = sw.parallelize(net, plan, copy=True)
+        messages.clear()
+        for _ in range(3):
+            parallel.train_step(*(tensor[part][:2] for tensor in BATCH))
+        assert len(messages) == warned, messages
+        assert not warned or "call 1: all ranks passed equal values" in messages[0]
+    logging.getLogger("shardwright").removeHandler(handler)
+
+
 def check_own_parts_pass_and_holders_of_one_part_are_compared() -> None:
     for options in ({}, {"stages": 2, "micro_batches": 2}):
         net = perceptron()
@@ -232,6 +266,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     check_tensors_that_are_no_buffers_are_refused_where_they_differ,
     check_a_distributed_sampler_is_refused_in_the_first_call,
     check_another_element_is_found_a_call_later,
+    check_another_batch_is_found_in_the_same_step,
+    check_equal_parts_are_a_warning,
     check_own_parts_pass_and_holders_of_one_part_are_compared,
     check_parts_of_different_sizes_are_refused,
     check_smaller_last_batches_on_all_ranks_train,

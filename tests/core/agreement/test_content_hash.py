@@ -7,7 +7,14 @@ from itertools import product
 import pytest
 import torch
 
-from shardwright.core.agreement.content_hash import COLUMNS, content_hash
+from shardwright.core.agreement.content_hash import (
+    COLUMNS,
+    SAMPLE,
+    WORD,
+    content_hash,
+    host_hash,
+    sample_of,
+)
 
 DTYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
 
@@ -48,3 +55,21 @@ def test_views_have_the_hash_of_their_elements() -> None:
     ):
         assert content_hash(view) == content_hash(view.clone().resolve_conj())
     assert content_hash(torch.tensor(3)) != content_hash(torch.tensor(4))
+
+
+def sampled(*tensors: torch.Tensor) -> int:
+    return host_hash(map(sample_of, tensors))
+
+
+def test_a_sample_tells_other_rows_apart_and_is_of_all_elements_of_a_small_tensor() -> None:
+    large = torch.randn(64, 64, 64)
+    assert len(sample_of(large)) <= 2 * SAMPLE * WORD
+    assert sampled(large) == sampled(large.clone())
+    for other in (large.flip(0), large.roll(1, 0), large + 1):
+        assert sampled(large) != sampled(other)
+    small = torch.randn(2 * SAMPLE)
+    other = small.clone()
+    other[17] += 1
+    assert len({sampled(small), sampled(other), sampled(small, other), sampled(other, small)}) == 4
+    halves = torch.ones(3, dtype=torch.bfloat16)
+    assert sampled(halves[1:]) == sampled(halves[:2])

@@ -1,13 +1,15 @@
 """Detect ranks whose calls of the model, or whose batches, differ from those of other ranks.
 
-Each call starts an all-reduce of a few numbers per rank: a hash of the call's signature and, in the
-first calls and periodically in later calls, a hash of the inputs. The result is read when a later
-call begins, so that no call waits for it. Only the first call of each signature waits, before its
-program runs, because different programs on different ranks would deadlock.
+Each call starts an all-reduce of a few numbers per rank: a hash of the call's signature and one of
+its inputs, of large ones after the first calls only of a sample. A step reads the result before its
+gradients are used, and an evaluation when the next call begins. Only the first call of each
+signature waits, before its program runs, because different programs on different ranks would
+deadlock.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -20,7 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.core.agreement.collective import has_other_ranks
-from shardwright.core.agreement.content_hash import content_hash, text_hash
+from shardwright.core.agreement.content_hash import (
+    content_hash,
+    host_hash,
+    sample_of,
+    text_hash,
+)
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.misuse.ranks import delay_data_errors, is_due
@@ -29,11 +36,13 @@ from shardwright.core.runtime.accelerator import DeviceEvent, SideStream, pinned
 from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
+log = logging.getLogger(__name__)
+
 FIRST_CALLS = 10
-"""Number of calls, from the first, that all compare the contents of the batch."""
+"""Number of calls, from the first, that all compare the full contents of the batch."""
 
 PERIOD = 100
-"""Number of calls between comparisons of the batch's contents after `FIRST_CALLS`."""
+"""Number of calls between comparisons of the batch's full contents after `FIRST_CALLS`."""
 
 MAX_CACHED_SIGNATURES = 256
 """Largest number of cached call signatures; the least recently used is evicted."""
@@ -60,11 +69,13 @@ class SharedInputs:
         leaf_indices: indices of the inputs among the leaves of a call's arguments.
         names: names of the inputs, for errors.
         replica_groups: for each shard that several ranks must pass, these ranks.
+        shard_owners: for each shard, the first rank that passes it.
     """
 
     leaf_indices: tuple[int, ...]
     names: tuple[str, ...]
     replica_groups: tuple[tuple[int, ...], ...]
+    shard_owners: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,7 @@ class BatchGuard:
         self._inputs = _shared_inputs(devices, graph, arrivals) if self._active else ()
         self._signature_tables: dict[Hashable, Tensor] = {}
         self._calls = 0
+        self._has_warned = False
         self._pending_comparisons: deque[CallComparison] = deque()
         self._side_stream = SideStream.of(self._device) if self._active else None
 
@@ -143,9 +155,8 @@ class BatchGuard:
         self._signature_tables[signature] = table  # in order of use, for eviction
         if len(self._signature_tables) > MAX_CACHED_SIGNATURES:
             del self._signature_tables[next(iter(self._signature_tables))]
-        contents: list[Tensor] = []
-        if new or is_due(self._calls, FIRST_CALLS, PERIOD):
-            contents = self._content_hashes(dict(zip(input_indices, leaves, strict=True)))
+        is_full = new or is_due(self._calls, FIRST_CALLS, PERIOD)
+        contents = self._content_hashes(dict(zip(input_indices, leaves, strict=True)), is_full)
         self._pending_comparisons.append(self._start_comparison(table.clone(), contents))
         if new:
             self._check_pending(len(self._pending_comparisons))
@@ -170,14 +181,36 @@ class BatchGuard:
                 ) from error
             raise
 
-    def _content_hashes(self, leaves: Mapping[int | None, Any]) -> list[Tensor]:
+    def check_step(self) -> None:
+        """Check the call of this step before its gradients are used.
+
+        On an accelerator only if the comparison has arrived, as waiting for it would keep the host
+        from running ahead.
+
+        Raises:
+            DataError: on every rank, if the call differs between ranks.
+        """
+        self._check_pending(len(self._pending_comparisons) if self._side_stream is None else 0)
+
+    def _content_hashes(self, leaves: Mapping[int | None, Any], is_full: bool) -> list[Tensor]:
+        """Hash the inputs of each sharding.
+
+        Args:
+            leaves: the leaves of the arguments, by the index of the input.
+            is_full: whether to read large tensors in full, not a sample.
+        """
         hashes = []
         for inputs in self._inputs:
-            tensors = [leaves.get(index) for index in inputs.leaf_indices]
-            parts = [content_hash(t) for t in tensors if isinstance(t, Tensor) and not t.is_sparse]
+            leaves_of_inputs = [leaves.get(index) for index in inputs.leaf_indices]
+            tensors = [t for t in leaves_of_inputs if isinstance(t, Tensor) and not t.is_sparse]
+            samples = tensors if is_full else [sample_of(tensor) for tensor in tensors]
+            if not is_full and self._side_stream is None:
+                hashes.append(torch.tensor(host_hash(samples)))
+                continue
             combined = torch.zeros((), dtype=torch.int64, device=self._device)
-            for part in parts:
-                combined = combined * 31 + part  # depends on the order of the inputs
+            for sample in samples:
+                # Depends on the order of the inputs.
+                combined = combined * 31 + content_hash(sample)
             hashes.append(combined)
         return hashes
 
@@ -196,7 +229,7 @@ class BatchGuard:
 
         Args:
             rows: this rank's table, of shape (ranks, 2 + number of `SharedInputs`).
-            contents: hashes of this rank's inputs; empty if contents are not compared.
+            contents: hashes of this rank's inputs.
         """
         rank = dist.get_rank()
         if self._side_stream is None:
@@ -242,6 +275,7 @@ class BatchGuard:
         Raises:
             DataError: if signatures, batch sizes, or inputs that must be equal differ.
         """
+        self._warn_of_equal_shards(call, rows)
         if rows.count(rows[0]) == len(rows):
             return
         for rank, (signature, size, *_) in enumerate(rows):
@@ -265,12 +299,26 @@ class BatchGuard:
                             f" input {', '.join(map(repr, inputs.names))}\n{self._remedy}"
                         )
 
+    def _warn_of_equal_shards(self, call: int, rows: list[list[int]]) -> None:
+        """Warn once if ranks that should pass different shards of the batch pass equal ones."""
+        for column, inputs in enumerate(self._inputs, 2):
+            hashes = {rows[rank][column] for rank in inputs.shard_owners}
+            if len(inputs.shard_owners) > 1 and len(hashes) == 1 and hashes != {0}:
+                if not self._has_warned:
+                    log.warning(
+                        "call %d: all ranks passed equal values for input %s, but each should pass"
+                        " its own shard of the batch\n%s",
+                        call,
+                        ", ".join(map(repr, inputs.names)),
+                        SHARD_OF_BATCH,
+                    )
+                self._has_warned = True
+
 
 def _shared_inputs(
     devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]
 ) -> tuple[SharedInputs, ...]:
-    """Group the graph's inputs by sharding; leave out inputs of which no two ranks pass the same
-    shard."""
+    """Group the graph's inputs by sharding."""
     layout, world = devices.matrix, dist.get_world_size()
     indices_of_axes: dict[CutAxes, list[int]] = {}
     for index, leaf in enumerate(graph.inputs):
@@ -285,8 +333,8 @@ def _shared_inputs(
             ranks_of_shard.setdefault(shard, []).append(rank)
         names = tuple(graph.inputs[index].name for index in indices)
         replica_groups = tuple(tuple(ranks) for ranks in ranks_of_shard.values() if len(ranks) > 1)
-        if replica_groups:
-            result.append(SharedInputs(tuple(indices), names, replica_groups))
+        owners = tuple(ranks[0] for ranks in ranks_of_shard.values())
+        result.append(SharedInputs(tuple(indices), names, replica_groups, owners))
     return tuple(result)
 
 

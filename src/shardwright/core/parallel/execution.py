@@ -217,7 +217,7 @@ class Execution(Recapture):
         with self._guard.explaining_errors(), self._autocast.disabled():
             outputs, updates = bound.program(shards, buffers, inputs, seed)
         if is_distributed:
-            before_backward(outputs, checks)
+            before_backward(outputs, [*checks, self._guard.check_step])
         # After the program: its operators have read the old values.
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.tensors.write(dict(zip(names, updates, strict=True)))
@@ -250,6 +250,7 @@ class Execution(Recapture):
             # without DTensor's autograd functions in between.
             inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed, dims)
             loss, gradients, changed = bound.step.train(inputs)
+        self._guard.check_step()
         add_gradients(parameters, gradients)
         bound.tensors.write(changed)
         return loss
