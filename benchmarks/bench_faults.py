@@ -115,11 +115,15 @@ def guards() -> Table:
     table.add("a step of a LLaMA of 32 layers", f"{1e3 * costs['step']:.1f} ms")
     table.add("to see attributes, hooks and parameters change", f"{1e3 * costs['state']:.3f} ms")
     table.add("which saves reading them from their modules", f"-{1e3 * costs['read']:.3f} ms")
-    table.add("to start comparing its shapes and modes", f"{1e3 * costs['shapes']:.3f} ms")
+    shapes = "to start comparing its shapes, modes and a sample of its contents"
+    table.add(shapes, f"{1e3 * costs['shapes']:.3f} ms")
     table.add("and its contents (10 first calls, 1 of 100)", f"{1e3 * costs['contents']:.3f} ms")
+    table.add("to count it among the calls of its rank", f"{1e3 * costs['counted']:.3f} ms")
+    ratio = costs["step"] / costs["bare"]
+    table.add("a step with both, relative to one with neither", f"{ratio:.3f}")
     table.add("256 MiB of parameters that are equal", f"{costs['equal']:.2f} s")
     table.add("256 MiB of parameters that differ", f"{costs['sent']:.2f} s")
-    guarded = costs["state"] + costs["shapes"] - costs["read"]
+    guarded = costs["state"] + costs["shapes"] + costs["counted"] - costs["read"]
     if guarded > GUARD_SECONDS:
         table.missed.append(f"the guards of a step take {1e3 * guarded:.3f} ms")
     return table

@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ import shardwright as sw
 from shardwright.core.agreement.collective import take_values_of_rank_0
 from shardwright.core.misuse import batch_guard
 from shardwright.core.misuse.planned_parameters import FIRST_CALLS
+from shardwright.core.parallel import module
 from shardwright.models import Dimensions, build
 
-STEPS, CALLS, MEBIBYTES = 3, 300, 256
+STEPS, CALLS, MEBIBYTES = 15, 300, 256
 
 
 def main() -> None:
@@ -46,8 +48,12 @@ def main() -> None:
     calls: list[tuple[Any, ...]] = []
     begin = parallel.execution._guard.begin
     parallel.execution._guard.begin = lambda *call: (calls.append(call), begin(*call))
-    step = statistics.median(seconds(lambda: parallel.train_step(ids, ids), STEPS))
+    parallel.train_step(ids, ids)
     last = calls[-1]
+    parallel.execution._guard.begin = begin
+    step, bare = compared_steps(lambda: parallel.train_step(ids, ids), parallel.execution._guard)
+    devices = parallel.execution.devices
+    counted = statistics.median(seconds(lambda: count_call(devices), CALLS, pause=0.001))
     batch_guard.PERIOD = 10**9  # type: ignore[misc]
     shapes = statistics.median(seconds(lambda: begin(*last), CALLS, pause=0.001))
     batch_guard.PERIOD = 1  # type: ignore[misc]
@@ -76,8 +82,26 @@ def main() -> None:
     (sent,) = seconds(lambda: take_values_of_rank_0(tensors, device), 1)
     if dist.get_rank() == 0:
         numbers = {"step": step, "shapes": shapes, "contents": contents, "state": state}
+        numbers |= {"bare": bare, "counted": counted}
         print(json.dumps({**numbers, "read": read, "equal": equal, "sent": sent}), flush=True)
     dist.destroy_process_group()
+
+
+def compared_steps(step: Callable[[], object], guard: Any) -> tuple[float, float]:
+    """Seconds of a step as it is, and of one that neither counts calls nor compares batches, in
+    turn, as other work on the machine varies."""
+    model_call, usual, bare = module.model_call, [], []
+    for _ in range(STEPS):
+        usual += seconds(step, 1)
+        guard._active, module.model_call = False, lambda *_: nullcontext()
+        bare += seconds(step, 1)
+        guard._active, module.model_call = True, model_call
+    return statistics.median(usual), statistics.median(bare)
+
+
+def count_call(devices: Any) -> None:
+    with module.model_call("train_step", devices):
+        pass
 
 
 def seconds(call: Callable[[], object], times: int, pause: float = 0.0) -> list[float]:

@@ -50,6 +50,7 @@ from shardwright.core.parallel.uninitialized import give_memory
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.accelerator import HOST_BACKEND
 from shardwright.core.runtime.devices import world_timeout
+from shardwright.core.runtime.rank_calls import by_all_ranks
 from shardwright.errors import CheckpointError, DamagedCheckpointError, LockError
 
 # DCP warns if it runs without a process group, as a single process intentionally does.
@@ -149,6 +150,7 @@ class Checkpoints:
             )
         return candidate, info
 
+    @by_all_ranks("save_checkpoint")
     def save(
         self,
         net: nn.Module,
@@ -251,6 +253,7 @@ class Checkpoints:
             with convert_errors(path):
                 future.result()
 
+    @by_all_ranks("load_checkpoint")
     def load(
         self,
         net: nn.Module,

@@ -25,6 +25,7 @@ from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
 from shardwright.core.parallel.uninitialized import give_memory
 from shardwright.core.runtime.dtensor import detached_local
+from shardwright.core.runtime.rank_calls import by_all_ranks
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.errors import CheckpointError
 
@@ -53,6 +54,11 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
     if not _is_sharded_or_staged(net, tensors):
         _write_model_file(net, path, lambda name: tensors[f"{checkpoint_state.MODEL}.{name}"])
         return
+    _merge_shards(net, path, tensors)
+
+
+@by_all_ranks("save_state_dict")
+def _merge_shards(net: nn.Module, path: Path, tensors: dict[str, Tensor]) -> None:
     check_shared_folder(path.parent)
     shards = path.with_name(f"{path.name}.shards")
     if dist.get_rank() == 0:

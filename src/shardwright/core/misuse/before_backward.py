@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwright.core.runtime.rank_calls import begin_backward
 from shardwright.core.torch_internals.dispatch import in_backward_pass, in_transform
 from shardwright.errors import PlanError
 
@@ -71,6 +72,7 @@ def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]
                 "remove it, pass `check_nan=False`, or plan for one device; `train.non_finite`"
                 " finds the operator that computes the first NaN or infinity"
             )
+        begin_backward()
         for check in checks:
             check()
         return gradient.full_tensor() if isinstance(gradient, DTensor) else None

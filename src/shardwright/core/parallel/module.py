@@ -35,6 +35,7 @@ from shardwright.core.parallel.template import template_of
 from shardwright.core.parallel.uninitialized import Initialization, tie_like
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.rank_calls import model_call
 from shardwright.core.runtime.total_norms import extend_total_norms
 from shardwright.core.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
 from shardwright.errors import PlanError
@@ -113,7 +114,9 @@ class ParallelModule(Copyable, nn.Module):
         return self.programs[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.execution.forward(args, kwargs)
+        mode = "training" if self.training else "evaluation"
+        with model_call(f"{mode} forward pass", self.execution.devices):
+            return self.execution.forward(args, kwargs)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward over all micro-batches, and accumulate gradients.
@@ -125,7 +128,8 @@ class ParallelModule(Copyable, nn.Module):
             PlanError: if the model returns no loss or several, an argument does not match the plan,
                 or the batch cannot be split as planned.
         """
-        return self.execution.train_step(args, kwargs)
+        with model_call("train_step", self.execution.devices):
+            return self.execution.train_step(args, kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global gradient norm, over all devices and stages, to `max_norm`.
@@ -244,7 +248,7 @@ def _parallel_class(module: nn.Module, user_forward: Callable[..., Any]) -> type
 
     @functools.wraps(user_forward)
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
-        return self.execution.forward(args, kwargs)
+        return ParallelModule.forward(self, *args, **kwargs)
 
     # `functools.wraps` refers to the bound method, which would keep the full parameters alive.
     del forward.__wrapped__

@@ -16,6 +16,7 @@ from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
 from shardwright.core.runtime.dtensor import detached_local
+from shardwright.core.runtime.rank_calls import collective_call
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.core.torch_internals.hooks import add_forward_hooks, swap_forward_hooks
 from shardwright.core.torch_internals.tensors import version
@@ -58,8 +59,9 @@ def whole(
         yield net
         return
     execution, parallel_class = net.execution, type(net)
-    execution.complete_initialization()
-    parameters = _gather_parameters(execution, device, not rank0_only or _is_rank_0())
+    with collective_call("whole", execution.devices):
+        execution.complete_initialization()
+        parameters = _gather_parameters(execution, device, not rank0_only or _is_rank_0())
     # Before the context, in which `net` has the full parameters.
     shards = [(name, detached_local(parameter)) for name, parameter in net.named_parameters()]
     shard_versions = [version(shard) for _, shard in shards]

@@ -143,7 +143,7 @@ def _failed_collective(error: BaseException) -> str | None:
     if not descriptions and _STAGE_MODULES.intersection(modules):
         descriptions = ["an exchange between pipeline stages"]
     # Other errors of torch.distributed, such as a wrong argument, are not communication failures.
-    if not descriptions and _PEER_FAILURE.search(str(error)):
+    if not descriptions and PEER_FAILURE.search(str(error)):
         descriptions = [_describe_caller(frames)]
     return ", ".join(dict.fromkeys(descriptions)) or None
 
@@ -173,7 +173,7 @@ _COLLECTIVE_MODULES = {
 }
 _GUARD_MODULE = "shardwright.core.misuse.batch_guard"
 _STARTED = re.compile(r"(\w+) = start_([a-z]\w+)\(")
-_PEER_FAILURE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
+PEER_FAILURE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
 """Matches errors of gloo and of stores about a process that has ended or does not respond."""
 _STAGE_MODULES = {
     "shardwright.core.parallel.pipeline_stage",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -69,8 +69,26 @@ def check_before_grad(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> 
     Args:
         check: function of the outputs and the inputs, which are tensors or `GradientEdge`s.
     """
-    run_backward: Callable[..., Any] = graph._engine_run_backward
+    _wrap_run_backward(lambda run_backward: _checked(run_backward, check))
 
+
+def around_backward(context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run every backward pass in a context of its own. Permanent for the process."""
+
+    def wrap(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run_backward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return run_backward(*args, **kwargs)
+
+        return run
+
+    _wrap_run_backward(wrap)
+
+
+def _checked(
+    run_backward: Callable[..., Any], check: Callable[[Sequence[Any], Sequence[Any]], None]
+) -> Callable[..., Any]:
     @wraps(run_backward)
     def check_and_run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
@@ -78,5 +96,11 @@ def check_before_grad(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> 
             check(outputs, inputs)
         return run_backward(outputs, *args, **kwargs)
 
+    return check_and_run
+
+
+def _wrap_run_backward(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function through which all backward passes of Python enter the engine."""
+    wrapped = wrap(graph._engine_run_backward)
     for module in (graph, torch.autograd):
-        vars(module)["_engine_run_backward"] = check_and_run
+        vars(module)["_engine_run_backward"] = wrapped

@@ -18,6 +18,7 @@ from torch.distributed._local_tensor import (
     get_local_tensor_mode_list,
 )
 from torch.distributed._local_tensor import LocalTensorMode as LocalTensorMode
+from torch.distributed.distributed_c10d import Store
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
 FAKE = "fake"
@@ -69,6 +70,12 @@ def group_named(name: str) -> dist.ProcessGroup:
 def name_of_local_group(ranks: list[int]) -> str:
     """Return the name that PyTorch gives a process group that only its own ranks create."""
     return str(distributed_c10d._hash_ranks_to_str(ranks))
+
+
+def own_connection(group: dist.ProcessGroup) -> Store:
+    """Return the store of a group with a connection of its own, on which others do not block."""
+    store: Store = group.get_group_store().clone()  # type: ignore[attr-defined]
+    return store
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -1,0 +1,61 @@
+"""Close the connections of this process to other ranks, so that blocked collectives fail."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from shardwright.core.runtime.accelerator import HOST_BACKEND
+
+FILE_DESCRIPTORS = Path("/dev/fd")
+"""The open files of this process, on Linux and macOS."""
+
+
+def close_connections(store: Store) -> None:
+    """Shut down the connections that other ranks have opened to this process.
+
+    A collective of gloo, which cannot be interrupted otherwise, then raises an error on both ranks.
+    Between two ranks one has opened the connection, so all ranks that call this are woken.
+
+    Args:
+        store: the store, whose server's connections stay.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    server_port = getattr(store, "port", None)
+    with _own_sockets() as sockets:
+        listening = {_port(each) for each in sockets if _listens(each)} - {server_port}
+        for each in sockets:
+            if not _listens(each) and _port(each) in listening:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+    if dist.get_backend() != HOST_BACKEND and dist.group.WORLD is not None:
+        dist.group.WORLD.abort()
+
+
+@contextmanager
+def _own_sockets() -> Iterator[list[socket.socket]]:
+    """Context with copies of all internet sockets of this process."""
+    sockets = []
+    for file in [*FILE_DESCRIPTORS.iterdir()]:
+        with suppress(OSError, ValueError):  # Other files, and the descriptor of the folder.
+            sockets.append(socket.socket(fileno=os.dup(int(file.name))))
+    try:
+        yield [each for each in sockets if each.family in (socket.AF_INET, socket.AF_INET6)]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _listens(each: socket.socket) -> bool:
+    return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _port(each: socket.socket) -> int:
+    return int(each.getsockname()[1])

@@ -1,0 +1,58 @@
+"""Which ranks can never meet, from what each is doing."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwright.core.agreement.rank_states import REMEDY, RankState, difference_of_calls
+
+TRAINED = ("training forward pass 1", "backward pass 1")
+
+
+def state(rank: int, *calls: str, inside: bool = True, waits_in: str = "") -> RankState:
+    return RankState(rank, len(calls), calls, inside, waits_in, "train.py, line 7")
+
+
+def test_ranks_in_different_calls_are_named_with_their_lines() -> None:
+    states = [state(0, *TRAINED, "evaluation forward pass 1")]
+    states += [state(rank, *TRAINED, "training forward pass 2") for rank in (1, 2, 3, 5)]
+    assert difference_of_calls(states) == (
+        "the ranks wait for each other: rank 0 in evaluation forward pass 1 (train.py, line 7),"
+        f" ranks 1-3, 5 in training forward pass 2 (train.py, line 7)\n{REMEDY}"
+    )
+
+
+def test_a_call_that_others_left_out_is_found_when_they_make_the_next() -> None:
+    behind = state(1, *TRAINED, "train_step 1")
+    assert difference_of_calls([state(0, *TRAINED, "whole 1", "train_step 1"), behind])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        state(1, *TRAINED, inside=False),
+        state(1, *TRAINED, "train_step 1"),
+        state(1, *TRAINED, "train_step 1", "train_step 2"),
+        state(1, *TRAINED, "train_step 1", inside=False, waits_in="barrier"),
+    ],
+    ids=["behind", "beside", "ahead", "ahead in a barrier"],
+)
+def test_ranks_that_may_only_be_slow_are_not_named(other: RankState) -> None:
+    assert not difference_of_calls([state(0, *TRAINED, "train_step 1"), other])
+
+
+def test_a_barrier_before_a_call_that_another_rank_makes_is_named() -> None:
+    waiting = state(1, *TRAINED, inside=False, waits_in="barrier")
+    said = difference_of_calls([state(0, *TRAINED, "whole 1"), waiting])
+    assert "rank 1 in `barrier` (train.py, line 7)" in said
+
+
+def test_calls_that_are_forgotten_are_not_compared() -> None:
+    long = RankState(0, 1000, ("train_step 999", "train_step 1000"), True)
+    assert not difference_of_calls([long, state(1, *TRAINED)])
+    assert difference_of_calls([long, RankState(1, 1000, ("train_step 999", "whole 1"), True)])
+
+
+def test_a_state_is_read_as_it_is_written() -> None:
+    written = state(3, *TRAINED, waits_in="all_reduce")
+    assert RankState.from_json(written.to_json()) == written

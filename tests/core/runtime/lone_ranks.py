@@ -1,0 +1,121 @@
+"""What `test_rank_calls.py` runs on each of three ranks, of which one makes a call alone.
+
+lone_ranks.py CASE FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import shardwright as sw
+
+
+class Lone:
+    """A model that is trained on all ranks, and what one of them does alone."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+        net = sw.WithLoss(layers, nn.CrossEntropyLoss())
+        self.batch = torch.randn(12, 6), torch.arange(12) % 3
+        plan = sw.plan(net, self.batch, devices=3, mode="data_parallel")
+        self.net: Any = sw.parallelize(net, plan)
+        self.folder, self.alone = folder, dist.get_rank() == 0
+        for _ in range(3):
+            self.net(*self.batch).backward()
+
+    def evaluate(self) -> None:
+        self.net.eval()
+        with torch.no_grad():
+            self.net(*self.batch)
+        self.net.train()
+
+    def evaluates(self) -> None:
+        if self.alone:
+            self.evaluate()
+        self.net(*self.batch).backward()
+
+    def evaluates_during_a_backward_pass(self) -> None:
+        loss: Tensor = self.net(*self.batch)
+        if self.alone:
+            self.evaluate()
+        loss.backward()
+
+    def evaluates_before_a_barrier(self) -> None:
+        if self.alone:
+            self.evaluate()
+        dist.barrier()
+
+    def saves_before_a_barrier(self) -> None:
+        if self.alone:
+            sw.save_checkpoint(self.folder, self.net, position=sw.Position(step=1))
+        dist.barrier()
+
+    def saves_a_state_dict(self) -> None:
+        if self.alone:
+            sw.save_state_dict(self.net, self.folder / "net.pt")
+        self.net.train_step(*self.batch)
+
+    def gathers(self) -> None:
+        loss: Tensor = self.net(*self.batch)
+        if self.alone:
+            with sw.whole(self.net):
+                pass
+        loss.backward()
+
+    def leaves_out_a_backward_pass(self) -> None:
+        loss: Tensor = self.net(*self.batch)
+        if not self.alone:
+            loss.backward()
+        self.net.train_step(*self.batch)
+
+    def is_slow(self) -> None:
+        if self.alone:
+            time.sleep(6)
+        self.evaluate()
+        dist.barrier()
+
+    def is_refused_alone(self) -> None:
+        if self.alone:
+            try:
+                self.net(torch.ones(2))
+            except sw.PlanError:
+                print("refused alone")
+        self.evaluate()
+        self.net(*self.batch).backward()
+        with sw.whole(self.net):
+            pass
+
+
+CASES: dict[str, Callable[[Lone], None]] = {
+    name: function for name, function in vars(Lone).items() if name[0] != "_" and name != "evaluate"
+}
+
+
+def main(case: str, folder: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    torch.set_num_threads(1)
+    lone, started = Lone(folder), time.monotonic()
+    try:
+        CASES[case](lone)
+    except (sw.DataError, RuntimeError) as error:
+        kind, text = type(error).__name__, str(error).replace("\n", " / ")
+        seconds = time.monotonic() - started
+        print(f"rank {dist.get_rank()} raised {kind} in {seconds:.0f} s: {text}", flush=True)
+    else:
+        print(f"rank {dist.get_rank()} passed", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
