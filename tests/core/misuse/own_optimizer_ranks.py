@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 from transformers.optimization import Adafactor
 
 import shardwright as sw
@@ -195,6 +196,35 @@ def an_average_of_the_users_own_follows() -> None:
         torch.testing.assert_close(got, wanted)
 
 
+class Normalized(nn.Sequential):
+    """A model with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 4, bias=False), nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean(0)[0]  # type: ignore[no-any-return]
+
+
+def an_averaged_model_averages_buffers() -> None:
+    x = torch.arange(64.0).view(8, 8).sin()
+    averages = []
+    for devices in (1, 2):
+        torch.manual_seed(0)
+        net: nn.Module = Normalized()
+        if devices > 1:
+            net = sw.parallelize(net, sw.plan(net, (x,), devices=devices, **PLANS["HSDP"]))
+        average = AveragedModel(net, use_buffers=True)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            net(x).backward()
+            optimizer.step()
+            average.update_parameters(net)
+        with sw.whole(average.module) as module:
+            averages.append({name: t.detach().clone() for name, t in module.state_dict().items()})
+    torch.testing.assert_close(*averages)
+
+
 def draws_that_differ_between_ranks_are_refused() -> None:
     net = planned(**PLANS["HSDP"])
     optimizer = Noisy(net.parameters())
@@ -222,6 +252,7 @@ def an_optimizer_that_communicates_is_named() -> None:
 CHECKS = [
     optimizers_train_as_on_one_device,
     an_average_of_the_users_own_follows,
+    an_averaged_model_averages_buffers,
     draws_that_differ_between_ranks_are_refused,
     an_optimizer_that_communicates_is_named,
 ]
