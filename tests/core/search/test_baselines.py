@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import shardwright as sw
 from core.search.handmade import GraphBuilder, aten, case_a, residual_mlp
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.search.baselines import StandAlone, data_parallel
@@ -30,6 +33,26 @@ def test_data_parallel_ignores_inputs_that_have_no_batch() -> None:
     x, scale = net.input("x", 8, 4), net.input("scale", 4)
     net.op("scaled", aten.mul.Tensor, net.op("relu", aten.relu.default, scale), x)
     assert data_parallel(net.build(), prime_mesh(4)) == {"scaled": {"b": (0, 1)}}
+
+
+class Recurrent(nn.Module):
+    """Embeds tokens and reads them by an LSTM, which has samples in dimension 1 by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.rnn, self.out = nn.Embedding(32, 16), nn.LSTM(16, 16), nn.Linear(16, 5)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.out(self.rnn(self.table(ids))[0])[-1], labels)
+
+
+@pytest.mark.parametrize("steps", [6, 8, 5])
+def test_data_parallel_cuts_a_batch_in_dimension_1(steps: int) -> None:
+    net, call = Recurrent(), (torch.zeros(steps, 8).long(), torch.zeros(8).long())
+    plan = sw.plan(net, call, devices=2, mode="data_parallel")
+    assert plan.row("table").cuts and (steps == 8 or plan.mesh.alias_names == ("dp",))
+    assert all(row.cuts for row in plan.operators if row.outputs[0])
+    assert sw.check(net, call, None, plan).passes()
 
 
 def test_data_parallel_names_both_numbers_and_the_nearest_batch_sizes() -> None:

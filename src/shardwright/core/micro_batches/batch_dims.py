@@ -16,6 +16,25 @@ MAX_CANDIDATES = 6
 each."""
 
 
+def sample_dims(graph: Graph) -> dict[Value, int]:
+    """The dimension of the samples of inputs: dimension 0 of all as long as the first.
+
+    If there are no others, and another dimension of the first is joined with dimension 0 of labels
+    or lengths, as with `nn.LSTM`, all dimensions that are joined with it.
+    """
+    inputs = [value for value in graph.input_values if value.shape]
+    dims = {value: 0 for value in inputs if value.shape[0] == inputs[0].shape[0]}
+    sizes = inputs[0].shape[1:] if len(dims) == 1 else ()
+    # A floating-point input may be of features instead.
+    labels = [v for v in inputs[1:] if v.shape[0] in sizes and not v.dtype.is_floating_point]
+    if labels:
+        joined_dims = JoinedDims(graph)
+        for joined in (joined_dims.of_inputs({value: 0}) for value in labels):
+            if joined.get(inputs[0], 0) > 0:
+                return joined
+    return dims
+
+
 class JoinedDims:
     """Groups of tensor dimensions that belong to the same factor in sharding rules of operators.
 

@@ -26,6 +26,7 @@ from itertools import count, islice
 from shardwright.core.graph.custom_ops import experts
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Axes, axis_names
+from shardwright.core.micro_batches.batch_dims import sample_dims
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Dims, ShardingRule
@@ -145,16 +146,13 @@ class _MeaningTrace:
         """Return the meanings before propagation: of the batch dimension of inputs, and of
         parameters."""
         inputs = graph.input_values
-        # As in data parallelism, dim 0 of the first tensor input is the batch.
-        batch = next((value.shape[0] for value in inputs if value.shape), None)
         values: dict[Value, Meanings] = {
             value: (None,) * len(value.shape) for value in graph.values()
         }
         for value in graph.parameters:
             values[value] = (Meaning.PARAMETER,) * len(value.shape)
-        for value in inputs:
-            if value.shape[:1] == (batch,):
-                values[value] = (Meaning.BATCH, *values[value][1:])
+        for value, dim in sample_dims(graph).items():
+            values[value] = (*(None,) * dim, Meaning.BATCH, *values[value][dim + 1 :])
         data = set(inputs)
         for op in graph.ops:
             if not data.isdisjoint(op.inputs):

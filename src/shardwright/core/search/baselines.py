@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
-from shardwright.core.graph.graph import Graph
+from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import DeviceMatrix
+from shardwright.core.micro_batches.batch_dims import JoinedDims
 from shardwright.core.rules.rule import Cuts
-from shardwright.core.search.indexed_graph import IndexedGraph, index_graph
+from shardwright.core.search.indexed_graph import NO_CUT, IndexedGraph, index_graph
 from shardwright.core.search.recursive.axis_level import AxisLevel
 from shardwright.core.search.recursive.search import nearest_multiples, record_axis
 from shardwright.core.search.request import CutsOfGraph, SearchMode, SearchRequest
@@ -16,26 +18,29 @@ from shardwright.errors import StrategyError
 
 
 def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
-    """Return the cuts of data parallelism: all axes shard the batch, dim 0 of the inputs.
+    """Return the cuts of data parallelism: all axes shard the batch.
+
+    If the dims of the samples (`sample_dims`) leave operators replicated, others that shard more
+    are taken, as with samples in dim 1 and as many time steps as samples.
 
     Raises:
         StrategyError: if the model has no tensor input, or its batch size is not a multiple of the
             number of devices.
     """
-    indexed = index_graph(graph)
-    devices, batch_size = mesh.num_devices, indexed.batch_size
+    devices, batch_size = mesh.num_devices, index_graph(graph).batch_size
     if batch_size is None:
         raise StrategyError(
             "data parallel: the model has no tensor input with a batch dimension\n"
             'use another mode, such as mode="recursive_programming"'
         )
-    if batch_size % devices:
+    batched, cuts = _data_parallel_cuts(graph, mesh)
+    if batched.batch_size is not None and batched.batch_size % devices:
         valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
         raise StrategyError(
             f"data parallel: the batch size {batch_size} (dim 0 of the inputs) is not divisible by"
             f" {devices} devices\nvalid batch sizes are multiples of {devices}, such as {valid}"
         )
-    return _data_parallel_cuts(indexed, mesh)
+    return cuts
 
 
 def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> CutsOfGraph:
@@ -45,13 +50,64 @@ def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> C
     it, outermost first. Operators that do not depend on the batch are replicated. Redistributions
     connect operators with different cuts.
     """
-    cuts = _data_parallel_cuts(index_graph(graph), mesh)
+    _, cuts = _data_parallel_cuts(graph, mesh)
     # Only the pinned operators change: neighbors do not follow, unlike in sharding propagation.
     cuts.update({name: dict(factors) for name, factors in pinned.items()})
     return {name: factors for name, factors in cuts.items() if factors}
 
 
-def _data_parallel_cuts(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGraph:
+def _data_parallel_cuts(graph: Graph, mesh: DeviceMatrix) -> tuple[IndexedGraph, CutsOfGraph]:
+    """Return the graph with the batch in the dims that shard most, and the cuts along them."""
+    indexed = index_graph(graph)
+    best = indexed, _cuts_along_batch(indexed, mesh)
+    if _shards_all(*best, mesh):
+        return best
+    for dims in JoinedDims(graph).candidates(mesh.num_devices):
+        batched = _with_batch(indexed, graph, dims)
+        cuts = _cuts_along_batch(batched, mesh)
+        if _sharded_elements(graph, mesh, cuts) > _sharded_elements(graph, mesh, best[1]):
+            best = batched, cuts
+    return best
+
+
+def _shards_all(indexed: IndexedGraph, cuts: CutsOfGraph, mesh: DeviceMatrix) -> bool:
+    """Whether all devices share the work of every operator on the batch that has a cost."""
+    on_batch = {value for value, dim in enumerate(indexed.batch_dims) if dim != NO_CUT}
+    for op, name in enumerate(indexed.names):
+        if not on_batch.isdisjoint(indexed.inputs[op]):
+            on_batch.update(indexed.outputs[op])
+            has_cost = indexed.op_types[op].is_main or not indexed.main
+            if has_cost and _num_shards(cuts.get(name, {}), mesh) < mesh.num_devices:
+                return False
+    return True
+
+
+def _with_batch(indexed: IndexedGraph, graph: Graph, dims: Sequence[int | None]) -> IndexedGraph:
+    """Return the graph with the batch in other dims of the leaves of its call."""
+    dim_of = {
+        leaf: dim
+        for leaf, dim in zip(graph.inputs, dims, strict=True)
+        if isinstance(leaf, Value) and dim is not None
+    }
+    size = next(value.shape[dim] for value, dim in dim_of.items())
+    batch_dims = tuple(dim_of.get(value, NO_CUT) for value in graph.values())
+    return replace(indexed, batch_dims=batch_dims, batch_size=size)
+
+
+def _sharded_elements(graph: Graph, mesh: DeviceMatrix, cuts: CutsOfGraph) -> float:
+    """Return the number of elements of activations that a device does not compute."""
+    return sum(
+        value.numel * (1 - 1 / _num_shards(cuts.get(op.name, {}), mesh))
+        for op in graph.ops
+        for value in op.outputs
+    )
+
+
+def _num_shards(cuts: Cuts, mesh: DeviceMatrix) -> int:
+    return mesh.size(tuple(axis for axes in cuts.values() for axis in axes))
+
+
+def _cuts_along_batch(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGraph:
     # Axis by axis, so that a batch that not all devices divide is cut over as many as do.
     shard_counts = [(1,) * len(op_type.factors) for op_type in indexed.op_types]
     cuts: CutsOfGraph = {}

@@ -13,6 +13,7 @@ from math import gcd, prod
 from weakref import WeakKeyDictionary
 
 from shardwright.core.graph.graph import Graph, Op, Value
+from shardwright.core.micro_batches.batch_dims import sample_dims
 from shardwright.core.rules import rule_of as rule_of
 from shardwright.core.rules.rule import Dims, ShardingRule, num_rules
 
@@ -241,11 +242,12 @@ class IndexedGraph:
         consumers: (operator, input index) of each operator that reads the value, for each value.
         data: for each value whether it depends on an input of the model (else only on parameters,
             buffers and constants).
-        batch: for each value whether it is an input of the model whose dim 0 is the batch.
+        batch_dims: for each value the batch dimension if it is an input of the model that has one,
+            else `NO_CUT`.
         replicates_op: for each operator and input whether a replicated input makes the operator
             replicated. False for a broadcast operand, and for a parameter if another operand is
             data.
-        batch_size: size of dim 0 of the first tensor input of the model; None if it has none.
+        batch_size: size of the batch; None if the model has no tensor input.
     """
 
     names: tuple[str, ...]
@@ -256,7 +258,7 @@ class IndexedGraph:
     producer: tuple[tuple[int, int] | None, ...]
     consumers: tuple[tuple[tuple[int, int], ...], ...]
     data: tuple[bool, ...]
-    batch: tuple[bool, ...]
+    batch_dims: tuple[int, ...]
     replicates_op: tuple[tuple[bool, ...], ...]
     batch_size: int | None
 
@@ -289,13 +291,13 @@ def _build_indexed_graph(graph: Graph) -> IndexedGraph:
     value_index: dict[Value, int] = {value: i for i, value in enumerate(graph.values())}
     inputs = tuple(tuple(value_index[v] for v in op.inputs) for op in graph.ops)
     outputs = tuple(tuple(value_index[v] for v in op.outputs) for op in graph.ops)
-    batch_size = next((v.shape[0] for v in graph.input_values if v.shape), None)
-    batch = [False] * len(value_index)
+    sampled = sample_dims(graph)
+    batch_size = next((value.shape[dim] for value, dim in sampled.items()), None)
+    batch_dims = [NO_CUT] * len(value_index)
     data = [False] * len(value_index)
     for value in graph.input_values:
         data[value_index[value]] = True
-        # An input with another dim 0, such as a table of positions, has no batch to shard.
-        batch[value_index[value]] = bool(value.shape) and value.shape[0] == batch_size
+        batch_dims[value_index[value]] = sampled.get(value, NO_CUT)
     producer: list[tuple[int, int] | None] = [None] * len(value_index)
     consumers: list[list[tuple[int, int]]] = [[] for _ in value_index]
     for op, (read, written) in enumerate(zip(inputs, outputs, strict=True)):
@@ -315,7 +317,7 @@ def _build_indexed_graph(graph: Graph) -> IndexedGraph:
         producer=tuple(producer),
         consumers=tuple(tuple(uses) for uses in consumers),
         data=tuple(data),
-        batch=tuple(batch),
+        batch_dims=tuple(batch_dims),
         replicates_op=_replicating_inputs(op_types, inputs, data),
         batch_size=batch_size,
     )

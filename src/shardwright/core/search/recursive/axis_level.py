@@ -161,8 +161,8 @@ class AxisLevel:
                 if self.choice[producer] != UNDECIDED:
                     dim = graph.op_types[producer].output_dims[self.choice[producer]][output_index]
                     yield self.choice_from_input(op, input_index, dim)
-            elif graph.batch[value]:
-                factor = self._factor_on_dim(op, graph.op_types[op].inputs[input_index], 0)
+            elif (dim := graph.batch_dims[value]) != NO_CUT:
+                factor = self._factor_on_dim(op, graph.op_types[op].inputs[input_index], dim)
                 # An input whose batch is not divisible leaves the choice to the other inputs.
                 yield factor if factor != NO_CUT else UNDECIDED
 

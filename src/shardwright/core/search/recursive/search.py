@@ -225,8 +225,8 @@ def _decided_neighbors(
 
     Returns:
         (`_INPUT` or `_OUTPUT`, index among inputs or outputs, dim that the neighbor shards, number
-        of elements) for each tensor. A model input that `op` reads counts as sharded on dim 0 if
-        its batch size is divisible by the axis, else as `_CUT_SOMEWHERE`.
+        of elements) for each tensor. A model input that `op` reads counts as sharded along the
+        batch if its batch size is divisible by the axis, else as `_CUT_SOMEWHERE`.
     """
     graph, choice = level.graph, level.choice
     inputs, neighbors = graph.inputs[op], []
@@ -236,10 +236,11 @@ def _decided_neighbors(
             if graph.data[value] and choice[producer] != UNDECIDED:
                 dim = graph.op_types[producer].output_dims[choice[producer]][output_index]
                 neighbors.append((_INPUT, input_index, dim, elements[input_index]))
-        elif graph.batch[value]:
-            # The batch arrives sharded on dim 0, so that reading it in another layout costs a
+        elif (batch_dim := graph.batch_dims[value]) != NO_CUT:
+            # The batch arrives sharded, so that reading it in another layout costs a
             # redistribution, as in the published figures.
-            dim = 0 if level.choice_from_input(op, input_index, 0) >= 0 else _CUT_SOMEWHERE
+            divides = level.choice_from_input(op, input_index, batch_dim) >= 0
+            dim = batch_dim if divides else _CUT_SOMEWHERE
             neighbors.append((_INPUT, input_index, dim, elements[input_index]))
     for output_index, value in enumerate(graph.outputs[op]):
         # A set: an operator that reads a value twice in one layout needs one redistribution.
