@@ -166,7 +166,18 @@ class Op:
 
     def arguments(self, tensors: Callable[[Value], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return `args` and `kwargs` with every value replaced by `tensors(value)`."""
-        return pytree.tree_map_only(Value, tensors, (self.args, self.kwargs))  # type: ignore[no-any-return]
+        if self._nests_values:
+            return pytree.tree_map_only(Value, tensors, (self.args, self.kwargs))  # type: ignore[no-any-return]
+        # `pytree` takes longer than a small operator runs.
+        args = tuple(tensors(each) if isinstance(each, Value) else each for each in self.args)
+        kwargs = self.kwargs.items()
+        return args, {n: tensors(v) if isinstance(v, Value) else v for n, v in kwargs}
+
+    @cached_property
+    def _nests_values(self) -> bool:
+        """Whether a list or tuple among the arguments contains values."""
+        direct = (*self.args, *self.kwargs.values())
+        return sum(isinstance(each, Value) for each in direct) < len(self.inputs)
 
     def __repr__(self) -> str:
         return f"{self.name}: {target_name(self.target)}"

@@ -62,6 +62,8 @@ def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[
     if op.takes_device:
         kwargs["device"] = device
     result = op.target(*args, **kwargs)
+    if isinstance(result, Tensor):
+        return (result,)
     return tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
 
 
