@@ -163,9 +163,10 @@ def everything_in_float64() -> Iterator[None]:
 
 
 class CastsToFloat64(TorchFunctionMode):
-    """Function mode in which `x.float()`, `x.to(dtype)` and similar casts become casts to float64.
+    """Function mode in which casts (`x.float()`) and dtype arguments (`x.to(torch.float32)`,
+    `torch.zeros(3, dtype=torch.float32)`) become float64.
 
-    Needed in addition to `EverythingInFloat64` for tracing, which records the casts of a model
+    Needed in addition to `EverythingInFloat64` for tracing, which records the operators of a model
     before they reach a dispatch mode.
     """
 
@@ -175,9 +176,8 @@ class CastsToFloat64(TorchFunctionMode):
         if func in _CASTS:
             dtype = double_dtype(_CASTS[func])
             return args[0].to(dtype, *args[1:], **(kwargs or {}))
-        if func is Tensor.to:
-            args, kwargs = pytree.tree_map_only(torch.dtype, double_dtype, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(torch.dtype, double_dtype, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 _CASTS = {

@@ -147,7 +147,11 @@ def _batch_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Red
     x = op.inputs[0]
     channels = x.shape[1] // shard_counts.get("c", 1)
     # The result normalizes different shards, so its gradient is a sum over them.
-    reduction = Reduction(sharded, "sum", (channels,), accumulation_dtype(x.dtype), varying=True)
+    reduction = Reduction(
+        *(sharded, "sum", (channels,), accumulation_dtype(x.dtype)),
+        varying=True,
+        differentiable=x.requires_grad,
+    )
     return (reduction, reduction)
 
 
