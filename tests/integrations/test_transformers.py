@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import LlamaForCausalLM, TrainingArguments, set_seed
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 import shardwright as sw
 from forked import python
@@ -90,6 +90,37 @@ def small_trainer(folder: Path, steps: int) -> ShardwrightTrainer:
     )
     torch.manual_seed(0)
     return ShardwrightTrainer(language_model(), arguments, train_dataset=Sentences())
+
+
+def uneven_losses(cls: type[Trainer], folder: Path, **options: Any) -> list[dict[str, float]]:
+    """The losses and gradient norms of a run on sentences of which some tokens have no label."""
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=8,
+        num_train_epochs=1,
+        logging_steps=1,
+        learning_rate=0.1,
+        optim="sgd",
+        report_to="none",
+        use_cpu=True,
+    )
+    torch.manual_seed(0)
+    data = {"train_dataset": uneven_cases.Sentences(24), "data_collator": uneven_cases.padded}
+    trainer = cls(uneven_cases.Tagger(), arguments, **data, **options)
+    trainer.train()
+    logs = trainer.state.log_history
+    return [{key: log[key] for key in ("loss", "grad_norm")} for log in logs if "loss" in log]
+
+
+def test_a_plan_with_micro_batches_trains_the_loss_of_the_whole_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = uneven_losses(Trainer, tmp_path)
+    plan = {"devices": 1, "micro_batches": 4}
+    found = uneven_losses(ShardwrightTrainer, tmp_path, plan=plan)
+    assert len(found) == 3
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert "the plan has 4 micro-batches, but `Trainer` calls the model with" in caplog.text
 
 
 def test_a_checkpoint_holds_parameters_once_and_resumes(tmp_path: Path) -> None:

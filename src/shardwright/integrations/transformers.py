@@ -123,6 +123,13 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
                 " `dataset_strategy` expects each process's own shard\n"
                 "plan with `dataset_strategy='full_batch'`"
             )
+        if plan.pipeline.micro_batches > 1:
+            log.warning(
+                "the plan has %d micro-batches, but `Trainer` calls the model with the whole batch,"
+                " whose activations need more memory than planned: plan with one, and set"
+                " gradient_accumulation_steps",
+                plan.pipeline.micro_batches,
+            )
         parallel_model = parallelize(self.model, plan, self.args.device, release=True)
         self.model = self.model_wrapped = parallel_model
         self.callback_handler.model = self.model
