@@ -274,6 +274,41 @@ def test_gradients_of_inputs_are_counted_in_each_micro_batch(micro_batches: int)
     assert result.passes() and sum(result.counted_bytes) > 0, str(result)
 
 
+class Products(nn.Module):
+    """Matrix products of its inputs, without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = sw.shard(torch.matmul, ((4, 1), (1, 1)))
+        self.columns = sw.shard(torch.matmul, ((1, 1), (1, 4)))
+
+    def forward(self, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return self.columns(self.rows(x, w), v)
+
+
+def test_gradients_of_inputs_are_counted_without_parameters() -> None:
+    call = tuple(torch.randn(8, 8, requires_grad=trained) for trained in (False, True, True))
+    result = sw.check(
+        Products(), call, None, sw.plan(Products(), call, devices=4, mode="semi_auto")
+    )
+    assert result.passes() and result.counted_bytes[1] > 0, str(result)
+
+
+def test_statistics_of_inputs_have_no_gradient_to_reduce() -> None:
+    net, call = sw.WithLoss(nn.BatchNorm1d(8), nn.MSELoss()), (x(), x())
+    result = sw.check(net, call, None, sw.plan(net, call, devices=4, mode="data_parallel"))
+    assert result.passes() and result.counted_bytes[0] > 0, str(result)
+
+
+def test_tensors_that_a_model_makes_in_float32_are_checked_in_float64() -> None:
+    def function(net: nn.Module, x: Tensor) -> Tensor:
+        rows = torch.zeros(8, dtype=torch.int64)
+        total = torch.zeros(8, dtype=torch.float32).scatter_add_(0, rows, net.linear(x).sum(1))
+        return total.square().mean()
+
+    assert checked(Program(function)).passes()
+
+
 def test_an_operator_that_does_not_say_that_it_draws_random_numbers_is_refused_by_name() -> None:
     message = r"draws random .* check.noisy.default, .*\n.*tags=torch"
     with pytest.raises(sw.PlanError, match=message):

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import shardwright as sw
+from core.micro_batches.accumulation import BATCH_NORM_NETS, accumulated, batch
 from torchrun import run_checks
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -157,7 +158,7 @@ def check_a_pipeline_evaluates_the_loss_of_the_batch() -> None:
 
 
 def check_samples_are_split_in_another_dimension() -> None:
-    for way in WAYS[1:]:
+    for way in WAYS:
         torch.manual_seed(0)
         net, x = Recurrent().double(), torch.randn(4, 8, 6).double()
         y = torch.tensor([0, 0, 1, 2, 3, 4, 0, 1])
@@ -171,12 +172,34 @@ def check_samples_are_split_in_another_dimension() -> None:
             torch.testing.assert_close(planned(x), net(x))
 
 
+def check_batch_norms_train_as_gradient_accumulation_does() -> None:
+    names = ("ignored targets", "images", "called twice")
+    ways = ({"micro_batches": 4, "mode": "data_parallel"}, WAYS[2], WAYS[2])
+    for name, way in zip(names, ways, strict=True):
+        torch.manual_seed(0)
+        net, call = BATCH_NORM_NETS[name]().double(), batch()
+        plan = sw.plan(net, call, devices=2, batch_norm="per_micro_batch", **way)
+        planned = sw.parallelize(net, plan, copy=True)
+        for _ in range(2):
+            net.zero_grad()
+            planned.zero_grad()
+            loss = accumulated(net, call, 4)
+            torch.testing.assert_close(planned.train_step(*call), loss)
+            check_gradients(planned, net)
+        for buffer_name, buffer in planned.named_buffers():
+            torch.testing.assert_close(buffer, net.get_buffer(buffer_name))
+
+
 def check_exact(loss: Loss, way: dict[str, Any]) -> None:
     net, x, y = built(loss)
     wanted = net(x, y)
     wanted.backward()
     planned = sw.parallelize(net, sw.plan(net, (x, y), devices=2, **way), copy=True)
     torch.testing.assert_close(planned.train_step(x, y), wanted.detach())
+    check_gradients(planned, net)
+
+
+def check_gradients(planned: nn.Module, net: nn.Module) -> None:
     for name, parameter in planned.named_parameters():
         grad = parameter.grad
         grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -230,6 +253,7 @@ CHECKS = (
     check_micro_batches_train_the_loss_of_the_batch,
     check_all_schedules_train_the_loss_of_the_batch,
     check_samples_are_split_in_another_dimension,
+    check_batch_norms_train_as_gradient_accumulation_does,
     check_a_batch_of_another_size_is_weighted_too,
     check_numbers_that_depend_on_the_batch_size_are_those_of_each_batch,
     check_each_rank_may_pass_its_own_rows,

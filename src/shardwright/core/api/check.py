@@ -36,17 +36,27 @@ from shardwright.core.graph.float64 import (
 )
 from shardwright.core.graph.graph import Graph, Op
 from shardwright.core.graph.local_map import is_opaque
+from shardwright.core.micro_batches.batch_norms import PER_MICRO_BATCH
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.parallel.simulate_pipeline import simulate_stages
 from shardwright.core.parallel.simulate_ranks import Outcome, simulate, simulate_step
 from shardwright.core.parallel.train_step import check_whole_batch, loss_of, loss_weight
-from shardwright.core.parallel.whole_batch_values import WholeBatchValues
+from shardwright.core.parallel.whole_batch_values import (
+    WholeBatchValues,
+    count_local_batches,
+    micro_batches_of_ranks,
+    prologue_bytes,
+)
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.partitioned import Partitioned, random_operators
 from shardwright.core.plan import Plan
 from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.micro_batches import SPLIT_NOTE, micro_batch, of_micro_batches
+from shardwright.core.runtime.micro_batches import (
+    SPLIT_NOTE,
+    micro_batch,
+    of_micro_batches,
+)
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, PlanError
 
@@ -189,7 +199,11 @@ def check(
         check_whole_batch(captured, plan.pipeline.micro_batches)
     values, call = _named_values(net), (args, kwargs)
     # In float32, rounding in reductions over ranks would hide a missing term.
-    leaves = pytree.tree_map_only(Tensor, in_float64, pytree.tree_leaves((args, kwargs or {})))
+    # Leaves that require a gradient keep it: without parameters, nothing else has a backward pass.
+    leaves = [
+        in_float64(leaf).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in pytree.tree_leaves((args, kwargs or {}))
+    ]
     # The caller's random numbers and cached tensors (tables of positions, masks) must not change.
     with float64_by_default(), torch.random.fork_rng(), without_new_cached_tensors():
         module = module_in_float64(net, values)
@@ -248,8 +262,18 @@ def _compare_training(
     if count > 1:
         loss_of(graph)
     # The reference is the whole batch: micro-batches must not change the loss.
-    calls = micro_batch_leaves if pipeline.loss_reduction == "sum" else [leaves]
-    eager = EagerTraining(module, graph, calls, trains_loss=count > 1)
+    shards = count_local_batches(partitioned)
+    of_ranks = micro_batches_of_ranks(leaves, shards, pipeline)
+    calls = of_ranks if pipeline.loss_reduction == "sum" else [leaves]
+    splits_batch_norms = pipeline.averages_micro_batches and pipeline.batch_norm == PER_MICRO_BATCH
+    eager = EagerTraining(
+        module,
+        graph,
+        calls,
+        trains_loss=count > 1,
+        batch_norm_calls=of_ranks if splits_batch_norms else (),
+        shards=shards,
+    )
     with _errors_in_float64(len(calls)):
         random_names = _random_operators(eager)
         eager_steps, output_gradients = eager.run()
@@ -350,7 +374,12 @@ def _capture_micro_batch(
     graph = captured(piece)
     if not plan.pipeline.averages_micro_batches:
         return graph
-    return with_whole_batch(graph, count, lambda n: captured(of_micro_batches(piece, n, dims)))
+    return with_whole_batch(
+        graph,
+        count,
+        lambda n: captured(of_micro_batches(piece, n, dims)),
+        plan.pipeline.batch_norm,
+    )
 
 
 def _parameters_read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
@@ -404,7 +433,10 @@ def _counted_and_planned_bytes(
     With several stages, they are those of a stage in which both differ, if any, else of the stage
     with the most planned bytes.
     """
-    pairs = list(zip(outcome.stage_bytes, partitioned.step_bytes, strict=True))
+    # Simulated stages do not count what they gather of the global batch.
+    gathered = prologue_bytes(partitioned, 0) if partitioned.pipeline.stages == 1 else 0
+    planned = [(forward + gathered, backward) for forward, backward in partitioned.step_bytes]
+    pairs = list(zip(outcome.stage_bytes, planned, strict=True))
     return max(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair[1])))
 
 

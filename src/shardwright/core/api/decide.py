@@ -219,8 +219,10 @@ def _capture_micro_batch(
         def captured(leaves: list[Any]) -> Graph:
             return _capture_module(options, net, *pytree.tree_unflatten(leaves, spec))
 
-        micro_batches = MicroBatchCapture(captured, leaves, options.num_micro_batches, averages)
-        return micro_batches.graph(options.batch_dims)
+        micro_batch = MicroBatchCapture(
+            captured, leaves, options.num_micro_batches, averages, options.batch_norm
+        )
+        return micro_batch.graph(options.batch_dims)
     if options.compute_dtype is not None and net.compute_dtype != dtype:
         raise StrategyError(
             f"compute_dtype={options.compute_dtype!r}, but the graph was captured with"

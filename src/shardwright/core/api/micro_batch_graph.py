@@ -30,12 +30,14 @@ class MicroBatchCapture:
         leaves: leaves of the call with the global batch.
         count: number of micro-batches.
         averages: whether the micro-batches together must compute the loss of the global batch.
+        batch_norm: one of `BATCH_NORMS`.
     """
 
     capture: Callable[[list[Any]], Graph]
     leaves: Sequence[Any]
     count: int
     averages: bool
+    batch_norm: str
 
     def graph(self, batch_dims: Mapping[str, int | None] | None) -> tuple[Graph, SampleDims]:
         """Return the graph of a micro-batch, and the batch dimension of each leaf.
@@ -105,7 +107,7 @@ class MicroBatchCapture:
                 return self._global_batch_graph
             return self.capture(of_micro_batches(piece, number, dims))
 
-        return with_whole_batch(graph, self.count, captured)
+        return with_whole_batch(graph, self.count, captured, self.batch_norm)
 
     @cached_property
     def _global_batch_graph(self) -> Graph:

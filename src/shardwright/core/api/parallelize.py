@@ -130,7 +130,8 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
                 )
             )
 
-        return with_whole_batch(graph, plan.pipeline.micro_batches, of_batch)
+        pipeline = plan.pipeline
+        return with_whole_batch(graph, pipeline.micro_batches, of_batch, pipeline.batch_norm)
 
     try:
         # A plan that was made in this process has a graph, a loaded plan has none. Then rank 0

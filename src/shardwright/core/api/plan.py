@@ -66,6 +66,7 @@ def plan(
     suggest_stages: bool = False,
     schedule: str = "1f1b",
     micro_batches: int | Literal["auto"] = 1,
+    batch_norm: str = "whole_batch",
     compute_dtype: str | torch.dtype | None = None,
     memory_limit: int | str | None = None,
     dataset_strategy: DatasetStrategy = "full_batch",
@@ -118,7 +119,10 @@ def plan(
             `stages`. A graph must be captured with one micro-batch. `auto`: the divisor of the
             batch size with the shortest step; the model is captured and planned for each. The loss
             is that of the global batch (`docs/pipeline.md`); where micro-batches cannot compute it,
-            `auto` is 1.
+            or a batch norm is trained, `auto` is 1.
+        batch_norm: samples over which batch norm in training takes its statistics: `whole_batch`,
+            which is refused with several micro-batches, or `per_micro_batch`, as gradient
+            accumulation in PyTorch does, with running statistics updated by each micro-batch.
         compute_dtype: `bfloat16` (or `torch.bfloat16`) computes and communicates in bfloat16;
             parameters and optimizer state stay in float32.
         memory_limit: bytes per device, or a text like `24GiB`. A plan that needs more in a step is
@@ -186,6 +190,7 @@ def best_plans(
     suggest_stages: bool = False,
     schedule: str = "1f1b",
     micro_batches: int | Literal["auto"] = 1,
+    batch_norm: str = "whole_batch",
     compute_dtype: str | torch.dtype | None = None,
     memory_limit: int | str | None = None,
     dataset_strategy: DatasetStrategy = "full_batch",
@@ -268,6 +273,7 @@ class AutoParallel(ModuleWrapper):
         suggest_stages: bool = False,
         schedule: str = "1f1b",
         micro_batches: int | Literal["auto"] = 1,
+        batch_norm: str = "whole_batch",
         compute_dtype: str | torch.dtype | None = None,
         memory_limit: int | str | None = None,
         dataset_strategy: DatasetStrategy = "full_batch",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.core.api.eager_batch_norms import RecordedBatchNorms, SplitBatchNorms
 from shardwright.core.capture.python_capture import result_leaves
 from shardwright.core.capture.undone_effects import undone_effects
 from shardwright.core.graph.float64 import EverythingInFloat64
@@ -164,12 +166,17 @@ class EagerTraining:
         calls: leaves of the arguments of each call: one call with the global batch, or one per
             micro-batch if the plan sums the losses of micro-batches.
         trains_loss: whether only the loss is trained, instead of every output.
+        batch_norm_calls: leaves of the arguments of each micro-batch, if batch norms take their
+            statistics from it.
+        shards: number of ranks, each of which splits its own rows into micro-batches.
     """
 
     module: nn.Module
     graph: Graph
     calls: Sequence[Sequence[Any]]
     trains_loss: bool
+    batch_norm_calls: Sequence[Sequence[Any]] = ()
+    shards: int = 1
 
     def run(self) -> tuple[TrainedSteps, list[Tensor | None]]:
         """Train for `STEPS` steps.
@@ -185,9 +192,10 @@ class EagerTraining:
         optimizer = _optimizer([p for p in self.module.parameters() if p.requires_grad])
         for _ in range(STEPS):
             self.module.zero_grad()
-            roots = self._losses() if self.trains_loss else self._outputs(self.calls[0])
-            root_gradients = root_gradients or _root_gradients(self.graph, roots)
-            backward(roots, root_gradients)
+            with self._batch_norms():
+                roots = self._losses() if self.trains_loss else self._outputs(self.calls[0])
+                root_gradients = root_gradients or _root_gradients(self.graph, roots)
+                backward(roots, root_gradients)
             outputs.append([end.detach().clone() for end in roots])
             gradients_by_name = {
                 name: p.grad for name, p in parameters.items() if p.grad is not None
@@ -199,6 +207,22 @@ class EagerTraining:
                 optimizer.step()
         state = {**parameters, **dict(self.module.named_buffers())}
         return TrainedSteps(outputs, gradients, state), root_gradients
+
+    @contextmanager
+    def _batch_norms(self) -> Iterator[None]:
+        """Context in which batch norms normalize, and buffers change, as in `batch_norm_calls`."""
+        if not self.batch_norm_calls:
+            yield
+            return
+        with RecordedBatchNorms() as recorded:
+            for leaves in self.batch_norm_calls:
+                self._outputs(leaves)
+        buffers = dict(self.module.named_buffers())
+        updated = {name: buffer.clone() for name, buffer in buffers.items()}
+        with SplitBatchNorms(len(self.batch_norm_calls), self.shards, recorded.shapes):
+            yield
+        for name, buffer in buffers.items():
+            buffer.copy_(updated[name])
 
     def _outputs(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Return the tensors that the module returns for a call.

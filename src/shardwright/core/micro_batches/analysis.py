@@ -15,7 +15,12 @@ import torch
 from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Graph, Op, SampleReduction, Value
 from shardwright.core.graph.local_map import LocalCall
-from shardwright.core.micro_batches.micro_batch_graph import MicroBatchGraph, count_of_targets
+from shardwright.core.micro_batches.batch_norms import NORMALIZES_ALL, is_batch_norm
+from shardwright.core.micro_batches.micro_batch_graph import (
+    MicroBatchGraph,
+    count_of_targets,
+    is_mean_over_targets,
+)
 from shardwright.core.micro_batches.paired_graphs import PairedGraphs
 from shardwright.core.micro_batches.sample_states import (
     AVERAGE,
@@ -30,10 +35,6 @@ from shardwright.core.micro_batches.sample_states import (
 from shardwright.core.rules import is_random, rule_of
 from shardwright.core.rules.notation import call_arguments
 from shardwright.core.rules.rule import Dims, ShardingRule
-
-COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")
-"""Names of losses whose mean divides by the number of valid targets, or by the sum of their class
-weights."""
 
 CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"})
 """Names of operators whose results are equal for all samples."""
@@ -61,6 +62,7 @@ class Analysis:
     Args:
         pair: graphs of the batch and of a micro-batch.
         count: number of micro-batches.
+        per_micro_batch: whether batch norms take their statistics from each micro-batch.
         states: state of each value of the batch's graph.
         free: values that follow from inputs, buffers and constants alone, without random numbers.
         outside: values that the prologue computes for all samples.
@@ -71,6 +73,7 @@ class Analysis:
 
     pair: PairedGraphs
     count: int
+    per_micro_batch: bool = False
     states: dict[Value, SampleState] = field(default_factory=dict)
     free: set[Value] = field(default_factory=set)
     outside: set[Value] = field(default_factory=set)
@@ -84,6 +87,8 @@ class Analysis:
         arriving = (*graph.input_values, *graph.buffers, *graph.constants)
         self.states.update((value, WHOLE) for value in (*arriving, *graph.parameters))
         self.free = {v for v in arriving if not v.requires_grad and v not in updated}
+        if self.per_micro_batch:  # Running statistics differ between micro-batches.
+            self.states.update((value, UNKNOWN) for value in updated)
         for value in graph.input_values:
             dims = self._varying_dims(value)
             if len(dims) == 1:
@@ -130,7 +135,7 @@ class Analysis:
             on_path: whether the loss depends on its outputs.
         """
         # The code of a `local_map` may draw random numbers or depend on other values.
-        free = self.free.issuperset(op.inputs)
+        free = self.free.issuperset(op.inputs) and not self._is_batch_norm(op)
         free = free and not is_random(op) and not isinstance(op.target, LocalCall)
         if free:
             self.free.update(op.outputs)
@@ -151,8 +156,14 @@ class Analysis:
                 self.outside.add(value)
 
     def _check_input_states(self, op: Op) -> None:
-        if any(self.states[value] == UNKNOWN for value in op.inputs):
+        # In training, running statistics do not change what a batch norm returns.
+        read = op.inputs[:1] if self._is_batch_norm(op) else op.inputs
+        if any(self.states[value] == UNKNOWN for value in read):
             raise UnsplittableError(op, "reads what mixes samples")
+
+    def _is_batch_norm(self, op: Op) -> bool:
+        """Whether an operator normalizes each micro-batch by its own statistics."""
+        return self.per_micro_batch and is_batch_norm(op)
 
     def _output_states(self, op: Op, free: bool) -> list[SampleState]:
         """Return the states of the outputs of an operator.
@@ -174,6 +185,8 @@ class Analysis:
             states = self._output_states_from_reduced_inputs(op)
         else:
             states = self._output_states_from_shared_inputs(op, free)
+        if self._is_batch_norm(op):
+            states[1:] = [UNKNOWN] * (len(states) - 1)
         for value, state in zip(op.outputs, states, strict=True):
             if state != POSITIONS and self._varying_dims(value) != (
                 {state} if isinstance(state, int) else set()
@@ -277,7 +290,7 @@ class Analysis:
         rule = rule_of(op)
         factor = None if rule is None else self._sample_factor(op, rule)
         if rule is None or factor is None:
-            raise UnsplittableError(op, "mixes samples")
+            raise UnsplittableError(op, self._why_mixed(op))
         dims = [
             place.index(factor) if self._is_sliced(value, place, factor) else None
             for value, place in zip(op.inputs, rule.inputs, strict=True)
@@ -286,7 +299,7 @@ class Analysis:
         reduced: list[SampleState]
         if isinstance(op.target, LocalCall):
             reduced = [AVERAGE if op.target.is_mean(n) else SUM for n in range(len(op.outputs))]
-        elif all(factor in place for place in rule.outputs):
+        elif is_batch_norm(op) or all(factor in place for place in rule.outputs):
             reduced = [SUM] * len(op.outputs)
         else:
             reduced = [self._reduced_state(op, rule, factor)] * len(op.outputs)
@@ -294,6 +307,11 @@ class Analysis:
             place.index(factor) if factor in place else state
             for place, state in zip(rule.outputs, reduced, strict=True)
         ]
+
+    def _why_mixed(self, op: Op) -> str:
+        if self._is_batch_norm(op):
+            return "normalizes samples that are not in its dimension 0"
+        return NORMALIZES_ALL if is_batch_norm(op) else "mixes samples"
 
     def _sample_factor(self, op: Op, rule: ShardingRule) -> str | None:
         """Return the factor of the batch dimension in the operator's rule; None if it mixes
@@ -317,7 +335,10 @@ class Analysis:
         divides = rule.capacity.get(factor, 0) % self.count == 0
         # A reduction within the operator, as in batch norm, runs over all samples. In a mean over
         # targets it is the divisor, which the prologue computes.
-        reduces = not _is_mean_over_targets(op) and rule.reductions(op, {factor: 2})
+        if self._is_batch_norm(op):
+            reduces = self.states[op.inputs[0]] != 0
+        else:
+            reduces = bool(not is_mean_over_targets(op) and rule.reductions(op, {factor: 2}))
         return factor if divides and not reduces else None
 
     def _is_sliced(self, value: Value, place: Dims, factor: str) -> bool:
@@ -337,7 +358,7 @@ class Analysis:
         Raises:
             UnsplittableError: if the operator reduces samples in another way.
         """
-        if _is_mean_over_targets(op):
+        if is_mean_over_targets(op):
             self._record_loss_denominator(op)
             return SUM
         reduction = call_arguments(op).get("reduction")
@@ -415,14 +436,6 @@ class Analysis:
         outside = self.outside.difference(shared)
         self.result.emit(op, [None] * len(op.inputs), outside, shared, numbers)
         return SUM
-
-
-def _is_mean_over_targets(op: Op) -> bool:
-    """Whether an operator is a mean over valid (not ignored) integer targets."""
-    if op.short_name not in COUNTED_LOSSES:
-        return False
-    arguments = call_arguments(op)
-    return arguments["reduction"] == MEAN and not arguments["target"].dtype.is_floating_point
 
 
 def _ancestors(graph: Graph, value: Value) -> list[Op]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Graph, Kind, Op, SampleReduction, Value, WholeBatch
 from shardwright.core.micro_batches.paired_graphs import PairedGraphs, merged_arguments
 from shardwright.core.micro_batches.sample_states import UnsplittableError
@@ -19,6 +20,11 @@ from shardwright.core.torch_internals import pytree
 aten = torch.ops.aten
 
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow"})
+
+
+COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")
+"""Names of losses whose mean divides by the number of valid targets, or by the sum of their class
+weights."""
 
 
 class MicroBatchGraph:
@@ -314,6 +320,14 @@ def with_argument(
     if position < len(args):
         return (*args[:position], argument, *args[position + 1 :]), dict(kwargs)
     return args, {**kwargs, name: argument}
+
+
+def is_mean_over_targets(op: Op) -> bool:
+    """Whether an operator is a mean over valid (not ignored) integer targets."""
+    if op.short_name not in COUNTED_LOSSES:
+        return False
+    arguments = call_arguments(op)
+    return arguments["reduction"] == MEAN and not arguments["target"].dtype.is_floating_point
 
 
 def count_of_targets(op: Op) -> tuple[Value, list[Op]]:

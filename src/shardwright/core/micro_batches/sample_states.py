@@ -38,7 +38,8 @@ class UnsplittableError(Exception):
 
     def __str__(self) -> str:
         where = f" ({self.op.source})" if self.op.source else ""
-        return f"{target_name(self.op.target)} in {self.op.name!r}{where} {self.why}"
+        name = target_name(self.op.target).rpartition(".graph.custom_ops.")[2]
+        return f"{name} in {self.op.name!r}{where} {self.why}"
 
 
 def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | None:

@@ -7,28 +7,41 @@ from dataclasses import replace
 
 from shardwright.core.graph.graph import Graph
 from shardwright.core.micro_batches.analysis import Analysis
+from shardwright.core.micro_batches.batch_norms import (
+    PER_MICRO_BATCH,
+    WHOLE_BATCH,
+    refused_update,
+)
 from shardwright.core.micro_batches.paired_graphs import PairedGraphs, different_operator
 from shardwright.core.micro_batches.sample_states import UnsplittableError
 
 
-def with_whole_batch(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) -> Graph:
+def with_whole_batch(
+    graph: Graph,
+    micro_batches: int,
+    captured: Callable[[int], Graph],
+    batch_norm: str = WHOLE_BATCH,
+) -> Graph:
     """Return the graph of a micro-batch with `Graph.whole_batch` set, rewritten if necessary.
 
     Args:
         graph: the captured graph of a micro-batch.
         micro_batches: number of micro-batches of the batch.
         captured: captures the model for a batch of the number of micro-batches that it is passed.
+        batch_norm: one of `BATCH_NORMS`.
 
     Raises:
         CaptureError: if the model cannot be captured for the global batch.
     """
     if micro_batches == 1:
         return graph
+    per_micro_batch = batch_norm == PER_MICRO_BATCH
+    refusal = refused_update(graph, per_micro_batch)
+    if refusal is not None:
+        return replace(graph, whole_batch=refusal)
     try:
-        for value, _ in graph.updates if graph.loss is not None else ():
-            return replace(graph, whole_batch=f"each micro-batch updates {value.name!r}")
         pair = _paired(graph, micro_batches, captured)
-        return Analysis(pair, micro_batches).run()
+        return Analysis(pair, micro_batches, per_micro_batch).run()
     except UnsplittableError as mixed:
         return replace(graph, whole_batch=str(mixed))
 

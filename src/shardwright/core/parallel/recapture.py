@@ -131,7 +131,7 @@ class Recapture:
         graph = self._capture_call(call)
         pipeline = replace(planned.pipeline, micro_batches=micro_batches)
         if pipeline.averages_micro_batches:
-            graph = with_whole_batch(graph, micro_batches, captured)
+            graph = with_whole_batch(graph, micro_batches, captured, pipeline.batch_norm)
             check_whole_batch(graph, micro_batches)
         self._state.watch(graph.attributes)
         log.info(

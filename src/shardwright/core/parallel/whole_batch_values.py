@@ -18,8 +18,10 @@ from shardwright.core.graph.interpreter import run
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.collectives import all_gather
 from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.micro_batches import first_dims
 from shardwright.errors import PlanError
 
 Buffers = dict[str, Tensor]
@@ -51,7 +53,7 @@ class WholeBatchValues:
         self._values = whole_batch.values
         self._inputs = () if self._prologue is None else _prologue_inputs(self._prologue)
         self._num_local_batches = (
-            _count_local_batches(partitioned) if self._prologue is not None else 1
+            count_local_batches(partitioned) if self._prologue is not None else 1
         )
 
     def __call__(self, leaves: Sequence[Any], buffers: Mapping[str, Tensor]) -> list[Buffers]:
@@ -65,9 +67,10 @@ class WholeBatchValues:
             return [{} for _ in range(self._num_micro_batches)]
         with torch.no_grad():
             outputs = self._run_prologue(self._prologue, leaves, buffers)
-        pairs = list(zip(self._values, outputs, strict=True))
+        pairs = zip(self._values, outputs, strict=True)
+        parts_by_name = {name: self._micro_batches_of(tensor, dim) for (name, dim), tensor in pairs}
         return [
-            {name: self._micro_batch_rows(tensor, dim, number) for (name, dim), tensor in pairs}
+            {name: parts[number] for name, parts in parts_by_name.items()}
             for number in range(self._num_micro_batches)
         ]
 
@@ -90,23 +93,36 @@ class WholeBatchValues:
                 leaf = all_gather(dim, self._devices.group(axes))(leaf.detach())
         return leaf.detach()
 
-    def _micro_batch_rows(self, tensor: Tensor, dim: int | None, number: int) -> Tensor:
-        """Return the rows of `tensor` that belong to micro-batch `number`.
-
-        If ranks pass local batches, these are rows of each rank's local batch.
+    def _micro_batches_of(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
+        """Return what each micro-batch reads of a value for the global batch.
 
         Args:
-            tensor: value for the global batch.
             dim: batch dimension of `tensor`; None if all micro-batches read the full tensor.
-            number: index of the micro-batch.
         """
         if dim is None:
-            return tensor
-        shape = tensor.shape
-        of_ranks = tensor.reshape(
-            *shape[:dim], self._num_local_batches, self._num_micro_batches, -1, *shape[dim + 1 :]
-        )
-        return of_ranks.select(dim + 1, number).flatten(dim, dim + 1)
+            return [tensor] * self._num_micro_batches
+        return parts_of_ranks(tensor, dim, self._num_local_batches, self._num_micro_batches)
+
+
+def parts_of_ranks(tensor: Tensor, dim: int, shards: int, count: int) -> list[Tensor]:
+    """Return the `count` micro-batches of a tensor of the global batch, of which each of `shards`
+    ranks splits its own rows."""
+    shape = tensor.shape
+    of_ranks = tensor.reshape(*shape[:dim], shards, count, -1, *shape[dim + 1 :])
+    return [part.flatten(dim, dim + 1) for part in of_ranks.unbind(dim + 1)]
+
+
+def micro_batches_of_ranks(
+    leaves: Sequence[Any], shards: int, pipeline: PipelineSpec
+) -> list[list[Any]]:
+    """Return the leaves of each micro-batch, where each of `shards` ranks splits its own rows."""
+    count = pipeline.micro_batches
+    dims = pipeline.batch_dims or first_dims(leaves)
+    parts = [
+        [leaf] * count if dim is None else parts_of_ranks(leaf, dim, shards, count)
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    return [[each[number] for each in parts] for number in range(count)]
 
 
 def _prologue_inputs(prologue: Graph) -> tuple[tuple[int, Value], ...]:
@@ -131,7 +147,7 @@ def _full_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
     return buffer
 
 
-def _count_local_batches(partitioned: Partitioned) -> int:
+def count_local_batches(partitioned: Partitioned) -> int:
     """Return the number of local batches that ranks pass; 1 if all pass the global batch."""
     arrivals = partitioned.decisions.arrivals
     layouts = (TensorLayout(partitioned.mesh, axes) for axes in arrivals.values() if axes)

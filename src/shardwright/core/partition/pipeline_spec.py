@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shardwright.core.micro_batches.batch_norms import WHOLE_BATCH
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
 
 AUTO: Literal["auto"] = "auto"
@@ -31,6 +32,7 @@ class PipelineSpec:
         batch_dims: dimension that is split into micro-batches, for each leaf of the arguments of
             the model, or None for a leaf that is not split; empty to split dimension 0 of all
             leaves whose dimension 0 is as long as that of the first.
+        batch_norm: one of `BATCH_NORMS`.
     """
 
     stages: int = 1
@@ -40,6 +42,7 @@ class PipelineSpec:
     chunk_of: Mapping[str, int] = field(default_factory=dict)
     loss_reduction: str = "mean"
     batch_dims: tuple[int | None, ...] = ()
+    batch_norm: str = WHOLE_BATCH
 
     @property
     def schedule_spec(self) -> ScheduleSpec:

@@ -20,6 +20,7 @@ from shardwright.core.constraints import OperatorStrategy
 from shardwright.core.cost.memory import StageMemory
 from shardwright.core.cost.time_parts import KINDS, TimePart
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, interned_layout
+from shardwright.core.micro_batches.batch_norms import BATCH_NORMS
 from shardwright.core.partition.axis_meaning import Meaning
 from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.partition.pipeline_spec import REDUCTIONS, PipelineSpec
@@ -53,7 +54,7 @@ OPTIONAL_FIELDS: dict[type, tuple[str, ...]] = {
     OperatorRow: ("seconds", "meanings"),
     StepRow: ("utilization", "parts"),
     StageMemory: ("largest", "curve"),
-    PipelineSpec: ("batch_dims",),
+    PipelineSpec: ("batch_dims", "batch_norm"),
 }
 """Fields that files of earlier releases do not have, by dataclass."""
 
@@ -154,6 +155,7 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {
         "chunks": AtLeastOne,
         "loss_reduction": Literal[REDUCTIONS],
         "batch_dims": tuple[Natural | None, ...],
+        "batch_norm": Literal[BATCH_NORMS],
     },
 }
 """Annotations of fields whose limits differ from those of `_FILE_TYPES`, by dataclass and field."""

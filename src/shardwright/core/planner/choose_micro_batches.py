@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from shardwright.core.micro_batches.batch_norms import is_batch_norm
 from shardwright.core.planner.candidate import Candidate
 from shardwright.errors import (
     CaptureError,
@@ -24,7 +25,8 @@ def with_best_micro_batches(
     """Return the candidate with the shortest predicted step; ties go to the fewest micro-batches.
 
     Numbers of micro-batches with which the model cannot be planned are skipped. So are all numbers
-    but 1 if the loss cannot be computed by micro-batches (`core/micro_batches`).
+    but 1 if the loss cannot be computed by micro-batches (`core/micro_batches`), or depends on
+    their number, as with batch norm in training.
 
     Each number is planned independently, as if the user requested it, because the graph, the memory
     of activations and the best number of stages depend on it. So the result is never slower than a
@@ -45,6 +47,8 @@ def with_best_micro_batches(
     best: Candidate | None = None
     errors: list[ShardwrightError] = []
     for count in counts:
+        if best is not None and any(is_batch_norm(op) for op in best.model.graph.ops):
+            break  # With another number, statistics would be of other samples.
         try:
             candidate = plan_with(count)
         except MixedSamplesError as error:

@@ -23,6 +23,7 @@ import torch
 from shardwright.core.constraints import DatasetStrategy, check_dataset_strategy
 from shardwright.core.cost.cluster import LOCAL, Cluster
 from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.micro_batches.batch_norms import BATCH_NORMS, WHOLE_BATCH
 from shardwright.core.partition.decisions import BUCKET_BYTES, OptimizerParallel
 from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
@@ -80,6 +81,7 @@ class FileOptions:
     max_stages: Annotated[int | None, COUNT] = None
     suggest_stages: bool = False
     micro_batches: Annotated[int | Literal["auto"], COUNT_OR_AUTO] = 1
+    batch_norm: Annotated[str, one_of(BATCH_NORMS)] = WHOLE_BATCH
     schedule: Annotated[str, one_of((*SCHEDULES, AUTO))] = "1f1b"
     compute_dtype: Annotated[str | torch.dtype | None, one_of(("float32", "bfloat16"))] = None
     memory_limit: Annotated[int | str | None, SIZE_OR_NONE] = None

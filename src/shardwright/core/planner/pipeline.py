@@ -153,13 +153,17 @@ def pipeline_spec(
         # V-shaped and interleaved schedules need several chunks per stage.
         chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
         chunk_of = {}
-    count = options.num_micro_batches
+    spec = PipelineSpec(
+        stages,
+        options.num_micro_batches,
+        loss_reduction=loss_reduction,
+        batch_dims=batch_dims,
+        batch_norm=options.batch_norm,
+    )
     # A single stage needs no schedule, so plans have the default schedule.
     if stages == 1:
-        return PipelineSpec(1, count, loss_reduction=loss_reduction, batch_dims=batch_dims)
-    return PipelineSpec(
-        stages, count, options.schedule, chunks, chunk_of, loss_reduction, batch_dims
-    )
+        return spec
+    return replace(spec, schedule=options.schedule, chunks=chunks, chunk_of=chunk_of)
 
 
 def _check_pipeline_sizes(options: PlanOptions, stages: int) -> None:

@@ -302,6 +302,7 @@ class Run:
             graph,
             self.config.parallel.num_micro_batches,
             lambda count: self._capture_or_load(model, of_micro_batches(batch, count)),
+            self.config.parallel.batch_norm,
         )
 
     def _capture_or_load(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:

@@ -1,0 +1,65 @@
+"""Batch norms of each micro-batch, in a call of a module with the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardwright.core.parallel.whole_batch_values import parts_of_ranks
+
+FUNCTIONS = (F.batch_norm, torch.batch_norm)
+
+
+class RecordedBatchNorms(TorchFunctionMode):
+    """Function mode that records the shapes that batch norms normalize."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in FUNCTIONS:
+            self.shapes.add(tuple(_normalized(args, kwargs).shape))
+        return func(*args, **(kwargs or {}))
+
+
+class SplitBatchNorms(TorchFunctionMode):
+    """Function mode that normalizes each micro-batch by its own statistics.
+
+    Args:
+        count: number of micro-batches.
+        shards: number of ranks, each of which splits its own rows into micro-batches.
+        shapes: those that the batch norms of a call with one micro-batch normalize. Others, such as
+            a table that all samples share, are normalized as they are.
+    """
+
+    def __init__(self, count: int, shards: int, shapes: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._count, self._shards, self._shapes = count, shards, shapes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in FUNCTIONS:
+            return func(*args, **kwargs)
+        x = _normalized(args, kwargs)
+        rows, rest = divmod(x.shape[0], self._count)
+        if rest or (rows, *x.shape[1:]) not in self._shapes:
+            return func(*args, **kwargs)
+        others = {name: value for name, value in kwargs.items() if name != "input"}
+        parts = parts_of_ranks(x, 0, self._shards, self._count)
+        normalized = [func(part, *args[1:], **others) for part in parts]
+        of_ranks = [part.unflatten(0, (self._shards, -1)) for part in normalized]
+        return torch.stack(of_ranks, 1).reshape(x.shape)
+
+
+def _normalized(args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    tensor: Tensor = args[0] if args else kwargs["input"]
+    return tensor

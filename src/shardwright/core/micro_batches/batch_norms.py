@@ -1,0 +1,54 @@
+"""Batch norm in training: statistics of the whole batch, or of each micro-batch."""
+
+from __future__ import annotations
+
+from shardwright.core.graph.custom_ops import batch_norm_train
+from shardwright.core.graph.graph import Graph, Op, Value
+from shardwright.core.micro_batches.sample_states import UnsplittableError
+
+WHOLE_BATCH = "whole_batch"
+PER_MICRO_BATCH = "per_micro_batch"
+BATCH_NORMS = (WHOLE_BATCH, PER_MICRO_BATCH)
+"""Values of the option `batch_norm`."""
+
+NORMALIZES_ALL = "normalizes by statistics of all samples"
+
+
+def is_batch_norm(op: Op) -> bool:
+    """Whether an operator is a batch norm that normalizes by the statistics of its samples."""
+    return op.target is batch_norm_train
+
+
+def running_statistics(graph: Graph) -> set[Value]:
+    """Updated buffers, and all that follows from them and from new running statistics alone."""
+    statistics = {before for before, _ in graph.updates}
+    for op in graph.ops:
+        if is_batch_norm(op):
+            statistics.update(op.outputs[1:])
+        elif op.inputs and statistics.issuperset(op.inputs):
+            statistics.update(op.outputs)
+    return statistics
+
+
+def refused_update(graph: Graph, per_micro_batch: bool) -> str | None:
+    """Why micro-batches must not update the buffers of a graph; None if they may.
+
+    Args:
+        per_micro_batch: whether batch norms take their statistics from each micro-batch.
+    """
+    if graph.loss is None:
+        return None
+    batch_norms = [op for op in graph.ops if is_batch_norm(op) and len(op.outputs) > 1]
+    if batch_norms and not per_micro_batch:
+        return str(UnsplittableError(batch_norms[0], NORMALIZES_ALL))
+    measured = {value for op in batch_norms for value in op.outputs[1:]}
+    statistics = running_statistics(graph)
+    for op in graph.ops:
+        if statistics.issuperset(op.inputs) and not measured.isdisjoint(op.inputs):
+            measured.update(op.outputs)
+    for before, after in graph.updates:
+        # `num_batches_tracked` counts micro-batches, as in gradient accumulation.
+        is_count = before.name.rpartition(".")[2] == "num_batches_tracked" and after in statistics
+        if after not in measured and not is_count:
+            return f"each micro-batch updates {before.name!r}"
+    return None
