@@ -85,6 +85,40 @@ class Listing(Net):
         return hidden[-1].square().mean()
 
 
+class Normalized(nn.Module):
+    """Reads values in Python, and parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        rows = [row / row.norm() if row.norm() > 1 else row for row in self.inner(x)]
+        return torch.stack(rows) * scale
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x if float(x.detach().abs().sum()) > 0 else x
+
+
+doubled_locally = sw.local_map(doubled, "b _h -> b _h")
+
+
+class LocalParts(Net):
+    """Counts its calls, and has parts that are not traced."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalized = sw.local_map(Normalized(), "b _h -> b _h")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = doubled_locally(self.normalized(self.hidden(x), scale=0.5))
+        return hidden.square().mean() * self.calls
+
+
 def loss_of(result: Any) -> Tensor:
     loss: Tensor = result if isinstance(result, Tensor) else result.loss
     return loss
@@ -141,6 +175,15 @@ def tensors_in_attributes() -> None:
     check_equal(Averaging)
 
 
+def parts_that_are_not_traced() -> None:
+    planned = check_equal(LocalParts)
+    graph = planned.execution.partitioned.graph
+    assert [op.name for op in graph.ops if "local_map" in str(op.target)] == [
+        "normalized",
+        "local_map",
+    ]
+
+
 def objects_and_arguments() -> None:
     planned = check_equal(Returning)
     assert type(planned(batches()[0])) is Result
@@ -161,6 +204,7 @@ def evaluation_and_copies() -> None:
 CHECKS = (
     numbers_of_attributes,
     tensors_in_attributes,
+    parts_that_are_not_traced,
     objects_and_arguments,
     evaluation_and_copies,
 )

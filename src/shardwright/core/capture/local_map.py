@@ -8,11 +8,12 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import CodeType
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from shardwright.core.deferred import copies_of_attributes
 from shardwright.core.graph.local_declaration import Declaration, Partial
 from shardwright.core.graph.local_map import FunctionBody, ModuleBody, function_text
 from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.dynamo import ModuleCall, as_one_call
 from shardwright.core.torch_internals.modules import own_buffers
 from shardwright.errors import StrategyError
 
@@ -111,8 +113,17 @@ class LocalMapTag(ModuleTag):
     buffers: frozenset[str] = frozenset()
 
     def trace(self, module: nn.Module, place: ModulePlace) -> None:
-        named = _all_names(module)
-        names = tuple(named.values())
+        part, names = self._part(module, place), list(_all_names(module).values())
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Here, as a trace puts others in their place.
+            tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+            return part.traced(args, kwargs, [tensors[name] for name, *_ in names])
+
+        module.forward = forward
+
+    def _part(self, module: nn.Module, place: ModulePlace) -> LocalPart:
+        names = tuple(_all_names(module).values())
         sample = _without_values(module)
         text = f"{type(module).__module__}.{type(module).__qualname__} {module!r}"
         count = len({id(parameter) for parameter in module.parameters()})
@@ -123,14 +134,13 @@ class LocalMapTag(ModuleTag):
             for number, (name, *_) in enumerate(names)
             if name in self.buffers or _is_statistic(module, name)
         )
-        part = LocalPart(str(place), self.options, body, sampled, statistics)
+        return LocalPart(str(place), self.options, body, sampled, statistics)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            # Here, as a trace puts others in their place.
-            tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-            return part.traced(args, kwargs, [tensors[name] for name, *_ in names])
-
-        module.forward = forward
+    def module_call(self, module: nn.Module, place: ModulePlace) -> ModuleCall:
+        """The call of a copy of the module that TorchDynamo puts into its graph."""
+        part = self._part(module, place)
+        names = tuple(name for name, *_ in _all_names(module).values())
+        return ModuleCall(as_one_call(lambda *call: part.traced(*call)), names)
 
 
 def _known_buffers(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
@@ -148,6 +158,17 @@ def _known_buffers(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
     return frozenset(names)
 
 
+def calls_of_modules(twin: nn.Module, root: nn.Module) -> dict[int, ModuleCall]:
+    """The calls of the `local_map` modules of `twin`, a copy of the model `root`, by their id."""
+    calls: dict[int, ModuleCall] = {}
+    for path, module in twin.named_modules():
+        tag = vars(module).get("shardwright", {}).get(LocalMapTag.__name__)
+        if tag is not None:
+            place = ModulePlace(root, path, type(module).__name__)
+            calls[id(module)] = tag.module_call(module, place)
+    return calls
+
+
 def is_local_map(module: nn.Module) -> bool:
     """Whether a module is marked as a `local_map`."""
     return any(isinstance(tag, LocalMapTag) for tag in vars(module).get("shardwright", {}).values())
@@ -159,15 +180,43 @@ class LocalFunction:
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         self.function, self.options = function, options
         update_wrapper(self, function)
+        self._set_call_in_graph()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return call_locally(self, args, kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "call_in_graph"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._set_call_in_graph()
+
+    def _set_call_in_graph(self) -> None:
+        reference = weakref.ref(self)
+
+        @as_one_call
+        def call_in_graph(args: Any, kwargs: Any) -> Any:
+            function = reference()
+            assert function is not None
+            return function.traced(args, kwargs)
+
+        self.call_in_graph = call_in_graph
 
     def traced(self, args: Any, kwargs: Any) -> Any:
         """The call while a model is traced."""
         body = FunctionBody(self.function)
         where = f"{body.text} at {current_line()}"
         return LocalPart(where, self.options, body, body).traced(args, kwargs, [])
+
+
+def calls_in_graph() -> AbstractContextManager[Any]:
+    """A context in which TorchDynamo traces calls of marked functions as one call each."""
+
+    def call(self: LocalFunction, *args: Any, **kwargs: Any) -> Any:
+        return self.call_in_graph(args, kwargs)
+
+    return patch.object(LocalFunction, "__call__", call)
 
 
 def call_locally(function: LocalFunction, args: Any, kwargs: Any) -> Any:

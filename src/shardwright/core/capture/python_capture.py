@@ -40,6 +40,7 @@ from shardwright.core.capture.fake_copy import (
 from shardwright.core.capture.fx_nodes import restore_nodes
 from shardwright.core.capture.hooks import check_hooks
 from shardwright.core.capture.inline_regions import inline_regions
+from shardwright.core.capture.local_map import calls_in_graph, calls_of_modules
 from shardwright.core.capture.module_tree import ModuleTree
 from shardwright.core.capture.python_refusals import (
     assigned_buffers,
@@ -193,7 +194,9 @@ class _TracedCall:
         twin, args, kwargs = fake_copy(call.module, call.args, call.kwargs, compute_dtype)
         average_on_tensors(twin)
         make_static(call.module, twin)
-        dynamo = DynamoCapture.of(twin.forward, args, kwargs, numbers)
+        calls = calls_of_modules(twin, call.module)
+        with calls_in_graph():
+            dynamo = DynamoCapture.of(twin.forward, args, kwargs, numbers, calls)
         if dynamo.graph_module is None:
             raise CaptureError("`forward` calls no operator on tensors")
         check_changes(dynamo, dynamo.graph_module.graph)

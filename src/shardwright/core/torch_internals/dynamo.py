@@ -16,22 +16,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
-from types import FunctionType
-from typing import Any
+from types import FunctionType, MappingProxyType
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
 from torch import Tensor, fx
-from torch._dynamo import config
+from torch._dynamo import allow_in_graph, config
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture, get_traced_fn
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
-from torch._dynamo.variables import ConstantVariable, builder
+from torch._dynamo.variables import (
+    ConstantVariable,
+    ConstDictVariable,
+    ListVariable,
+    TorchInGraphFunctionVariable,
+    TupleVariable,
+    UnspecializedNNModuleVariable,
+    builder,
+)
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.misc import NewGlobalVariable, NumpyVariable, get_np_to_tnp_map
+from torch._dynamo.variables.nn_module import record_nn_module_stack
 
 _OPTIONS: dict[str, Any] = {
     # Every size and number is a constant of the graph, unless it was seen to change.
@@ -97,6 +106,44 @@ def _tracing_options(numbers: frozenset[str]) -> Iterator[None]:
         yield
 
 
+Traced = TypeVar("Traced", bound=Callable[..., Any])
+
+
+def as_one_call(function: Traced) -> Traced:
+    """Let Dynamo put calls of `function` into graphs, and call it with tensors without values
+    instead of tracing it."""
+    allowed: Traced = allow_in_graph(function)  # type: ignore[no-untyped-call]
+    return allowed
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A call of a module that is one call in a graph of Dynamo.
+
+    Args:
+        function: the result of `as_one_call`; takes the positional and the keyword arguments of the
+            module, and its tensors.
+        names: of the parameters and buffers of the module that are passed.
+    """
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+
+    def in_graph(self, module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        """Put the call into the graph that is being traced."""
+        keywords = {ConstantVariable.create(name): value for name, value in kwargs.items()}
+        tensors = []
+        for name in self.names:
+            tensor = module
+            for part in name.split("."):
+                tensor = tensor.var_getattr(tx, part)
+            tensors.append(tensor)
+        call = [TupleVariable(list(args)), ConstDictVariable(keywords), ListVariable(tensors)]
+        part, source = module.value, module.get_nn_module_stack_source()
+        with record_nn_module_stack(str(id(part)), source, tx, part):
+            return TorchInGraphFunctionVariable(self.function).call_function(tx, call, {})
+
+
 _trace_numpy = NumpyVariable.call_function
 
 
@@ -146,11 +193,13 @@ class DynamoCapture:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         numbers: frozenset[str] = frozenset(),
+        module_calls: Mapping[int, ModuleCall] = MappingProxyType({}),
     ) -> DynamoCapture:
         """Trace `function(*args, **kwargs)`; no tensor operation is executed.
 
         Args:
             numbers: sources of Python numbers that become inputs of the graph.
+            module_calls: calls of modules that are not traced, by the id of the module.
 
         Raises:
             TorchDynamoException: if Dynamo cannot trace the function as one graph.
@@ -164,6 +213,13 @@ class DynamoCapture:
             changes[:] = _changed_objects(self)  # Dynamo forgets them once the code is written.
             emit(self, *args, **kwargs)
 
+        call_module = UnspecializedNNModuleVariable.call_function
+
+        def called_module(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            if id(self.value) in module_calls:
+                return module_calls[id(self.value)].in_graph(self, tx, args, kwargs)
+            return call_module(self, tx, args, kwargs)
+
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
             if hasattr(self.wrapper_obj, "cache_info"):
                 cached.append(self.wrapper_obj)
@@ -174,6 +230,7 @@ class DynamoCapture:
             patch.object(SideEffects, "codegen_update_mutated", recorded),
             patch.object(WrapperUserFunctionVariable, "call_function", called),
             patch.object(NumpyVariable, "call_function", _call_of_numpy),
+            patch.object(UnspecializedNNModuleVariable, "call_function", called_module),
         ):
             output = fullgraph_capture(function, args, dict(kwargs))
         traced, _ = get_traced_fn(function)
