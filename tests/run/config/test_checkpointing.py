@@ -189,7 +189,7 @@ def test_the_rest_of_an_epoch_is_the_same_samples_in_batches_of_any_size() -> No
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"seed": 1}, r"data\.seed is 1, but was 0"),
+        ({"seed": 1}, r"`data\.seed` is 1, but was 0"),
         ({"arguments": {"count": 28}}, "the number of samples is 28, but was 20"),
     ],
 )
