@@ -131,7 +131,9 @@ def test_a_plan_by_hand_that_must_be_changed_is_a_warning(
 
 @pytest.mark.parametrize("options", [{"mem_coeff": "auto"}, {"recompute": "auto"}])
 def test_what_follows_from_a_limit_needs_one(options: dict[str, Any]) -> None:
-    with pytest.raises(StrategyError, match="='auto' needs a memory limit, but memory_limit='none'"):
+    with pytest.raises(
+        StrategyError, match="='auto' needs a memory limit, but memory_limit='none'"
+    ):
         plan(cluster="h100", memory_limit="none", **options)
     assert plan(cluster="h100", **options).memory.peak <= load_cluster("h100").device.memory
 
