@@ -50,7 +50,7 @@ def test_a_signal_to_the_only_rank_is_requested_once_it_is_received(number: sign
 
 @pytest.mark.usefixtures("usual_handlers")
 def test_other_signals_can_be_chosen() -> None:
-    with sw.StopSignals(signal.SIGUSR1) as stop:
+    with sw.StopSignals([signal.SIGUSR1]) as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.requested()
         with pytest.raises(UsualError, match="SIGTERM"):

@@ -38,7 +38,7 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         (
             "parallel: {xyz: 3}",
             "parallel.xyz: unknown key; valid keys: mem_coeff, cost_model, cluster, order, "
-            "log_costs, stages, max_stages, suggest_stages, micro_batches, schedule, "
+            "log_costs, stages, max_stages, suggest_stages, micro_batches, batch_norm, schedule, "
             "compute_dtype, memory_limit, mode, strategies, expert, hsdp, recompute, "
             "save_strategies",
         ),
@@ -118,7 +118,8 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "optimizer: {betas: [0.9, 0.95]}",
-            "optimizer: the key `betas` needs `name: adam` or `name: adamw`, not `name: sgd`",
+            "optimizer: the key `betas` needs `name: adam` or `name: adamw` or `name: muon`, "
+            "not `name: sgd`",
         ),
         (
             "optimizer: {name: adam, betas: [0.9]}",
@@ -130,7 +131,8 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "optimizer: {name: adam, momentum: 0.9}",
-            "optimizer: the key `momentum` needs `name: momentum`, not `name: adam`",
+            "optimizer: the key `momentum` needs `name: momentum` or `name: muon`, "
+            "not `name: adam`",
         ),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -41,8 +42,8 @@ class StopSignals:
         signals: the signals to wait with; by default SIGTERM and SIGINT (Ctrl-C).
     """
 
-    def __init__(self, *signals: signal.Signals) -> None:
-        self.signals = signals or (signal.SIGTERM, signal.SIGINT)
+    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
+        self.signals = tuple(signals)
         self.stopped_by: tuple[int, signal.Signals] | None = None
         """The rank and signal for which all ranks stop; None before `requested` returns True."""
         self._received: int | None = None

@@ -376,7 +376,7 @@ def test_an_inputs_first_dimension_that_no_product_has_is_not_said_to_be_indivis
     net = GraphBuilder()
     net.input("x", 8, 3)
     net.linear("dense", net.input("y", 3, 15), 9)
-    with pytest.raises(StrategyError, match=r"(?s)dim 0 of the inputs \(8\).*the batch come first"):
+    with pytest.raises(StrategyError, match=r"(?s)dim 0 of the inputs \(8\).*make the batch dim 0"):
         search_recursively(SearchRequest(net.build(), prime_mesh(8)))
 
 
