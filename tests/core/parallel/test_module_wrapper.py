@@ -95,5 +95,7 @@ def test_an_attribute_with_the_name_of_one_of_the_wrappers_own_is_refused(
 ) -> None:
     net = Net()
     setattr(net, attribute, 3)
-    with pytest.raises(PlanError, match=f"(?s)Net has an attribute '{attribute}', .*rename it"):
+    with pytest.raises(
+        PlanError, match=f"(?s)Net has an attribute '{attribute}', .*rename the attribute"
+    ):
         WRAPPERS[name](net)

@@ -180,7 +180,7 @@ def test_a_plan_for_another_model_is_refused_and_says_what_differs() -> None:
         sw.parallelize(other, sw.Plan.from_json(plan.to_json()), copy=True)
     with pytest.raises(sw.PlanError, match=r"parameter 'layer1.weight' has shape"):
         sw.parallelize(other, plan, copy=True)
-    with pytest.raises(sw.PlanError, match="that the model does not have"):
+    with pytest.raises(sw.PlanError, match="which the model does not have"):
         sw.parallelize(nn.Linear(2, 2), plan)
 
 

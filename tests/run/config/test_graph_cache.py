@@ -119,7 +119,7 @@ def test_a_damaged_file_is_one_warning_and_made_anew(
         again = cached_graph("one", _small)
     assert again.fingerprint == _small().fingerprint
     (line,) = _warnings(caplog)
-    assert "is damaged, capturing again" in line
+    assert "is damaged, so the model is captured again" in line
     assert "\n" not in line
     assert cached_graph("one", _never).fingerprint == again.fingerprint
     assert list(graphs_folder().iterdir()) == [file]
@@ -226,7 +226,7 @@ def test_code_in_a_file_is_not_run(tmp_path: Path, caplog: pytest.LogCaptureFixt
     (file,) = graphs_folder().iterdir()
     file.write_bytes(pickle.dumps(Planted(tmp_path / "run")))
     cached_graph("one", _small)
-    assert "capturing again" in caplog.text
+    assert "is captured again" in caplog.text
     assert not (tmp_path / "run").exists()
 
 

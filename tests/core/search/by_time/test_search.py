@@ -55,11 +55,11 @@ def test_the_tables_of_one_axis_add_up_to_the_cost_of_the_whole(model: Any) -> N
     search = searcher(captured(model), prime_mesh(2), TOY)
     choices = search._pinned_choices()
     axis = AxisTables(search.problem, search.model, 0, choices, search.weights(0.0), {})
-    sizes, factors = axis._tabulate()
+    sizes, factors = axis._build_tables()
     found = minimum(sizes, factors)
     for row, options, choice in zip(choices, axis.options, found.choices, strict=False):
         row[0] = options[choice]
-    cost = search._cost(choices)
+    cost = search._cost_of_choices(choices)
     whole = cost.forward + cost.backward + cost.redistributions + cost.update
     whole += search.seconds_per_parameter_byte * cost.parameter_bytes
     if model in (gpt2, bert):

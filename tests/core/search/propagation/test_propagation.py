@@ -233,7 +233,9 @@ def test_operators_follow_how_a_pinned_one_is_told_to_leave_its_output() -> None
 
 
 def test_without_pins_the_error_says_what_to_do() -> None:
-    with pytest.raises(StrategyError, match=r'`sw\.shard\(module.*"recursive_programming".*none'):
+    with pytest.raises(
+        StrategyError, match=r'none are pinned\n.*`sw\.shard\(module.*"recursive_programming"'
+    ):
         propagate(SearchRequest(case_f(bias=False), EIGHT, {}))
 
 
