@@ -44,6 +44,7 @@ OTHERS = {
     "_experts_implementation",
     "_from_config",
     "_getframe",
+    "_current_frames",
     "_supports_sdpa",
 }
 """Private names of transformers, and of `sys` and `os`."""
