@@ -197,7 +197,8 @@ class Case:
 
 
 def _value(tensor: Tensor) -> Value:
-    return Value("tensor", tuple(tensor.shape), tensor.dtype)
+    is_trained = _is_trained(tensor, tensor)
+    return Value("tensor", tuple(tensor.shape), tensor.dtype, requires_grad=is_trained)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -205,8 +206,11 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _leaf(tensor: Tensor, given: Tensor) -> Tensor:
-    differentiable = tensor.is_floating_point() and not isinstance(given, torch.nn.Buffer)
-    return tensor.detach().clone().requires_grad_(differentiable)
+    return tensor.detach().clone().requires_grad_(_is_trained(tensor, given))
+
+
+def _is_trained(tensor: Tensor, given: Tensor) -> bool:
+    return tensor.is_floating_point() and not isinstance(given, torch.nn.Buffer)
 
 
 def _shard(tensor: Tensor, layout: TensorLayout, rank: int) -> Tensor:

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, rand, randn
@@ -139,3 +142,17 @@ def test_groups_of_channels_may_be_cut_with_their_statistics() -> None:
     found = check(aten.native_group_norm.default, x, weight, bias, 4, 6, 5, 3, 1e-5)
     assert found.outputs == (("b", "c", None), ("b", "c"), ("b", "c"))
     assert found.capacity["c"] == 3
+
+
+def test_statistics_have_a_gradient_if_any_output_has_one_of_the_input() -> None:
+    w, b, mean, var = vectors(4, 4)
+    op = op_of(batch_norm_train, Buffer(randn(6, 4, dtype=F64)), w, b, mean, var, 0.1, 1e-5)
+    for requires_grad, requires_other_grad in product((False, True), repeat=2):
+        x = replace(
+            op.inputs[0], requires_grad=requires_grad, requires_other_grad=requires_other_grad
+        )
+        given = replace(op, args=(x, *op.args[1:]))
+        found = rule_of(given)
+        assert found is not None and found.reductions is not None
+        (reduction, *_) = found.reductions(given, {"b": 2})
+        assert reduction.differentiable == (requires_grad or requires_other_grad)

@@ -150,7 +150,7 @@ def _batch_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Red
     reduction = Reduction(
         *(sharded, "sum", (channels,), accumulation_dtype(x.dtype)),
         varying=True,
-        differentiable=x.requires_grad,
+        differentiable=x.differentiable,
     )
     return (reduction, reduction)
 
