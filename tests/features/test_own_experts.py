@@ -132,19 +132,27 @@ def test_a_number_that_is_no_experts_adds_nothing() -> None:
     assert_close(sum(parts), sw.mixture_of_experts(x, ids, weights, up, down))
 
 
+class WholeRows(nn.Module):
+    """Experts whose activation reads whole rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Parameter(torch.randn(EXPERTS, INNER, HIDDEN))
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        softmax, weights = nn.Softmax(-1), torch.ones_like(x[:, :1])
+        return sw.mixture_of_experts(x, ids, weights, self.up, self.down, softmax)
+
+
 def test_an_activation_of_whole_rows_is_that_of_a_loop_and_is_planned_as_its_operators() -> None:
-    x, weights = torch.randn(3, HIDDEN), torch.ones(3, 1)
-    up, down = torch.randn(1, INNER, HIDDEN), torch.randn(1, HIDDEN, INNER)
-
-    def mixture(x: Tensor) -> Tensor:
-        softmax = nn.Softmax(-1)
-        return sw.mixture_of_experts(x, torch.zeros(3, 1).long(), weights, up, down, softmax)
-
-    assert_close(mixture(x), (x @ up[0].T).softmax(-1) @ down[0].T)
-    graph = sw.capture(sw.Op(mixture), (x,))
-    assert all(op.target is not custom_ops.experts for op in graph.ops)
-    plan = sw.plan(sw.Op(mixture), (x,), devices=2)
-    assert sw.check(sw.Op(mixture), (x,), {}, plan).passes()
+    net, call = WholeRows(), (torch.randn(4, HIDDEN), torch.tensor([[0], [1], [1], [0]]))
+    rows = [(row @ net.up[i].T).softmax(-1) @ net.down[i].T for row, i in zip(*call, strict=True)]
+    assert_close(net(*call), torch.cat(rows))
+    plan = sw.plan(net, call, devices=2)
+    assert all(op.target is not custom_ops.experts for op in plan.graph.ops)
+    assert sw.check(net, call, {}, plan).passes()
 
 
 def test_it_compiles_on_one_device() -> None:
