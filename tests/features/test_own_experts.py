@@ -148,8 +148,9 @@ class WholeRows(nn.Module):
 
 def test_an_activation_of_whole_rows_is_that_of_a_loop_and_is_planned_as_its_operators() -> None:
     net, call = WholeRows(), (torch.randn(4, HIDDEN), torch.tensor([[0], [1], [1], [0]]))
-    rows = [(row @ net.up[i].T).softmax(-1) @ net.down[i].T for row, i in zip(*call, strict=True)]
-    assert_close(net(*call), torch.cat(rows))
+    x, ids = call[0], call[1].flatten().tolist()
+    rows = [(row @ net.up[i].T).softmax(-1) @ net.down[i].T for row, i in zip(x, ids, strict=True)]
+    assert_close(net(*call), torch.stack(rows))
     plan = sw.plan(net, call, devices=2)
     assert all(op.target is not custom_ops.experts for op in plan.graph.ops)
     assert sw.check(net, call, {}, plan).passes()
