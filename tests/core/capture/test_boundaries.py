@@ -99,7 +99,7 @@ def test_reshard_changes_nothing_in_eager_code() -> None:
 def test_a_boundary_has_an_entry_for_each_result() -> None:
     net = Layers()
     net.twice = sw.shard(twice, ((2, 2), (1, 2)), ((4, 1), (1, 1)))
-    with pytest.raises(sw.StrategyError, match=r"twice returns tensors \[8, 8\]"):
+    with pytest.raises(sw.StrategyError, match=r"twice returns tensors of shapes \[8, 8\]"):
         sw.capture(net, ARGS)
 
 
