@@ -153,8 +153,8 @@ def rehearse_rank(
             f"no rank {rank}: the plan has {plan.devices} devices\n"
             f"use a rank from 0 to {plan.devices - 1}"
         )
-    accelerator = accelerator_type()
-    valid = ["meta", "cpu", *([accelerator.type] if accelerator is not None else [])]
+    own_device = accelerator_type()
+    valid = ["meta", "cpu", *([own_device.type] if own_device is not None else [])]
     if device.type not in valid:
         raise PlanError(
             f"a rank cannot be rehearsed on {str(device)!r}\n"
