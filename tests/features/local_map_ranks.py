@@ -61,11 +61,12 @@ class Selected(nn.Module):
 
 
 class CumulativeKernel(torch.autograd.Function):
-    """A kernel whose gradient is no factor, and not that of its operators."""
+    """A kernel in place, whose gradient is not that of its operators."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.cumsum(-1)
+        ctx.mark_dirty(x)
+        return x.cumsum_(-1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:

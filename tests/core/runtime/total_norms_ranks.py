@@ -166,13 +166,13 @@ def check_what_has_no_finite_norm_is_refused_on_all_ranks() -> None:
         next(net.parameters()).grad.fill_(math.inf)
     with pytest.raises(RuntimeError, match="non-finite"):
         clip_grad_norm_(net.parameters(), 0.1, error_if_nonfinite=True)
-    with pytest.raises(sw.PlanError, match="positive norm_type"):
+    with pytest.raises(sw.PlanError, match="positive"):
         clip_grad_norm_(net.parameters(), 0.1, 0.0)
 
 
 def check_norms_of_local_shards_are_refused() -> None:
     net, _ = stages()
-    with pytest.raises(sw.PlanError, match="pass parameters or gradients as they are"):
+    with pytest.raises(sw.PlanError, match="pass the DTensors of parameters or gradients"):
         get_total_norm([p.grad.to_local() for p in net.parameters()])
 
 

@@ -26,6 +26,9 @@ COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")
 """Names of losses whose mean divides by the number of valid targets, or by the sum of their class
 weights."""
 
+ADDED_SUFFIXES = ("share", "mean", "mean_cast")
+"""Ends of the names of added operators, after the name of the operator that they follow and `_`."""
+
 
 class MicroBatchGraph:
     """Collects the changes to the graph of a micro-batch.

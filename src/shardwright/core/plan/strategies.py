@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from shardwright.core.constraints import Entry, OperatorStrategy
@@ -11,6 +11,7 @@ from shardwright.core.constraints.strategy_file import FileEntry
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.micro_batches.micro_batch_graph import ADDED_SUFFIXES
 from shardwright.core.partition.fold_axes import split_axes
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.plan.data import PlanData
@@ -24,10 +25,11 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
     Entries are by operator name or module path. Operators without a sharding rule have no entry.
     """
     on_primes = _partition_on_prime_axes(plan)
+    names = {row.name for row in plan.operators}
     entries = {
         row.name: FileEntry(plan.pins.get(row.name) or _shortest_strategy(plan, row, on_primes))
         for row in plan.operators
-        if row.rule is not None
+        if row.rule is not None and not _is_of_micro_batches(row.name, names)
     }
     for name, storage in _parameters_stored_differently(plan):
         module, _, parameter = name.rpartition(".")
@@ -35,6 +37,15 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
         parameters = {**module_entry.parameters, parameter: storage}
         entries[module] = replace(module_entry, parameters=parameters)
     return entries
+
+
+def _is_of_micro_batches(name: str, names: Collection[str]) -> bool:
+    """Whether the operator is added for micro-batches: the model, to which strategies apply, lacks
+    it."""
+    return any(
+        name.endswith(f"_{suffix}") and name.removesuffix(f"_{suffix}") in names
+        for suffix in ADDED_SUFFIXES
+    )
 
 
 def _shortest_strategy(
