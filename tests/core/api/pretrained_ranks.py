@@ -102,7 +102,7 @@ def check_what_cannot_be_written_is_one_error_on_all_ranks() -> None:
         sw.save_pretrained(net, file / "inside")
     linear = nn.Linear(4, 4)
     plan = sw.plan(linear, (torch.ones(4, 4),), devices=2)
-    with pytest.raises(sw.CheckpointError, match="Linear has no `save_pretrained`"):
+    with pytest.raises(sw.CheckpointError, match="Linear has no method `save_pretrained`"):
         sw.save_pretrained(sw.parallelize(linear, plan, copy=True), file)
 
 
