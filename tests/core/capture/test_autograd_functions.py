@@ -392,6 +392,7 @@ class Through(Function):
 
 
 LAYER = nn.Linear(8, 8)
+LAYERS = {"all": [LAYER]}
 
 
 class ThroughGlobal(Function):
@@ -404,12 +405,19 @@ class ThroughGlobal(Function):
         return gradient.clamp(-1, 1)
 
 
+class ThroughList(ThroughGlobal):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return LAYERS["all"][0](x).detach()
+
+
 @pytest.mark.parametrize(
     ("name", "apply", "why"),
     [
         ("OtherInPlace", lambda x, _: OtherInPlace.apply(x * 1), "it changes its input in place"),
         ("Through", lambda x, _: Through.apply(x, nn.Linear(8, 8)), "it takes a Linear"),
         ("ThroughGlobal", lambda x, _: ThroughGlobal.apply(x), "it reads a Linear"),
+        ("ThroughList", lambda x, _: ThroughList.apply(x), "it reads a Linear"),
     ],
 )
 def test_functions_that_change_or_train_more_than_their_arguments_are_refused(

@@ -209,6 +209,24 @@ def test_a_model_with_state_is_called_in_a_region_of_autocast() -> None:
     torch.testing.assert_close(planned(x), eager(x))
 
 
+class Turning(Counter):
+    """Branches on a value from the third call on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        loss = self.hidden(x).square().mean()
+        return 2 * loss if self.calls > 2 and loss > 0 else loss
+
+
+def test_a_later_state_that_cannot_be_captured_is_refused_with_a_way_out() -> None:
+    net, batch = Turning(), (batches()[0],)
+    planned = sw.parallelize(net, sw.plan(net, batch, devices=1))
+    planned(*batch)
+    planned(*batch)
+    with pytest.raises(sw.CaptureError, match=r"current Python state(.|\n)*sw\.local_map\(net"):
+        planned(*batch)
+
+
 class Growing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -37,6 +37,14 @@ def test_a_rank_that_calls_alone_is_named_on_all_ranks(case: str, tmp_path: Path
 
 
 @pytest.mark.distributed
+def test_a_rank_whose_others_make_no_call_waits_no_longer_than_the_time_out(tmp_path: Path) -> None:
+    printed = torchrun(SCRIPT, 3, "outlasts_the_others", str(tmp_path))
+    assert re.search(r"rank 0 raised DataError in 1\d s: rank 0 has waited 10 s for", printed), (
+        printed
+    )
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("case", ["is_slow", "is_refused_alone"])
 def test_a_rank_that_is_slow_or_refused_by_itself_goes_on(case: str, tmp_path: Path) -> None:
     printed = torchrun(SCRIPT, 3, case, str(tmp_path))

@@ -374,7 +374,7 @@ def _things_read(function: Any) -> Iterator[Any]:
         with suppress(ValueError):  # Of a variable that has no value yet.
             yield from pytree.tree_leaves(cell.cell_contents)
     for name in _global_names(function.__code__):
-        yield function.__globals__.get(name)
+        yield from pytree.tree_leaves(function.__globals__.get(name))
 
 
 def _global_names(code: CodeType) -> Iterator[str]:

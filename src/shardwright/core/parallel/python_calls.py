@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.python_capture import capture_python
+from shardwright.core.capture.way_out import naming_local_map
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import ConstantsProgram, PythonCall
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
@@ -115,16 +116,17 @@ class PythonCalls:
         state = {name: value for name, value in vars(self._module).items() if name != "execution"}
         module = alias_module(self._module, type(self._module), state)
         captured = CapturedCall(module, *call, autocast)
-        try:
-            return capture_python(captured, compute_dtype, self._changing_numbers)
-        except Exception as error:
-            if not self._changing_numbers:
+        with naming_local_map(module, *call):
+            try:
+                return capture_python(captured, compute_dtype, self._changing_numbers)
+            except Exception as error:
+                if not self._changing_numbers:
+                    raise _capture_error(error, type(module).__name__) from error
+            # A number may be a size or decide a branch: it stays a constant.
+            try:
+                return capture_python(captured, compute_dtype)
+            except Exception as error:
                 raise _capture_error(error, type(module).__name__) from error
-        # A number may be a size or decide a branch: it stays a constant.
-        try:
-            return capture_python(captured, compute_dtype)
-        except Exception as error:
-            raise _capture_error(error, type(module).__name__) from error
 
     def run(
         self,

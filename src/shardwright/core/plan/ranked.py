@@ -100,7 +100,7 @@ class LeftOut:
 
     @classmethod
     def because(cls, text: str) -> LeftOut:
-        """Make any other reason, such as the error that planning raised."""
+        """Make a reason from a text, such as the error that planning raised."""
         return cls(2, text=text)
 
 

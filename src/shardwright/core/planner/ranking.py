@@ -79,7 +79,7 @@ class Ranking:
             self.left_out[kind] = reason
 
     def ranked(self) -> RankedPlans:
-        """Return the `top` fastest plans, and the reason why each other kind is not among them."""
+        """Return the `top` fastest plans, and why plans of each other kind are not among them."""
         order = sorted(
             self.fastest.items(), key=lambda entry: (entry[1].seconds, entry[0].micro_batches)
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import re
 import sys
 import threading
@@ -34,7 +35,7 @@ from shardwright.core.runtime.collective_errors import PEER_FAILURE, PROGRAM
 from shardwright.core.runtime.connections import close_connections
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.torch_internals.autograd import around_backward
-from shardwright.core.torch_internals.distributed import own_connection
+from shardwright.core.torch_internals.distributed import group_timeout, own_connection
 from shardwright.errors import DataError, ShardwrightError
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class RankCalls:
         self.error = ""
         """Why this rank can make no more calls; empty if it can."""
         self._rank, self._size = world.rank(), world.size()
+        self._timeout = group_timeout(world)
         # A connection for each thread, as both may block in it.
         self._store, self._meetings = (
             PrefixStore(f"calls of ranks {number}", own_connection(world)) for _ in range(2)
@@ -170,11 +172,18 @@ class RankCalls:
         key = f"begun {self._count} {self._calls[-1]}"
         if self._meetings.add(key, 1) >= self._size:
             self._meetings.set(f"all have {key}", "")
-        pause = POLL / 512
+        pause, begun = POLL / 512, time.monotonic()
+        timeout = self._timeout.total_seconds() if self._timeout is not None else math.inf
         while not self.error:
             # Not `wait`, whose time-out writes to the log.
             if self._meetings.check([f"all have {key}"]):
                 return
+            if time.monotonic() - begun > timeout:
+                raise DataError(
+                    f"rank {self._rank} has waited {timeout:.0f} s for other ranks in"
+                    f" {self._calls[-1]}, the time-out of the process group\nmake this call on all"
+                    " ranks, or pass a longer `timeout` to `init_process_group`"
+                )
             time.sleep(pause)
             pause = min(2 * pause, POLL)
         raise DataError(self.error)

@@ -53,8 +53,7 @@ class MeasuredDecisions:
 
 
 class RecomputeSearch:
-    """A search, by dry runs, for the lowest recomputation level of each stage with which a plan
-    fits.
+    """Searches, by dry runs, the lowest recomputation levels of the stages at which a plan fits.
 
     Args:
         stages: recomputation levels of each stage.
