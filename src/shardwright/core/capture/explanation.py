@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwright.core.capture.naming import line_of_error
+from shardwright.core.capture.naming import NO_LINE, line_of_error
 
 NESTED = (
     "nested tensors cannot be sharded. Pad to the longest row, with a mask, or keep the rows one"
@@ -72,8 +72,10 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
     first = (text.splitlines()[0] if text else "").removesuffix(".")
     of_arguments = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
     if of_arguments and "data pointer" not in text and raises_alone():
+        # Of an operator that a module of torch calls there may be no line of the user's.
+        where = "" if line == NO_LINE else f"{line}: "
         return (
-            f"{line}: the model itself raises an error for these arguments:"
+            f"{where}the model itself raises an error for these arguments:"
             f" {type(error).__name__}: {first}. Pass arguments whose shapes and dtypes it accepts"
         )
     return (

@@ -139,6 +139,10 @@ def _describe(file: str, line: int) -> str:
     return f"{file}:{line}: `{linecache.getline(file, line).strip()}`"
 
 
+NO_LINE = "the model"
+"""In place of the line of an error that no line of the user's code has raised."""
+
+
 def line_of(node: fx.Node) -> str:
     """The user's line that calls the operator, with its text, for error messages."""
     frame = _frame(node)
@@ -154,7 +158,7 @@ def line_of_error(error: BaseException) -> str:
         if users:
             return _describe(users[-1].filename, users[-1].lineno or 0)
         cause = cause.__cause__ or cause.__context__
-    return "the model"
+    return NO_LINE
 
 
 def line_of_function(function: Any) -> str:
