@@ -79,7 +79,7 @@ class RankCalls:
         self.error = ""
         """Why this rank can make no more calls; empty if it can."""
         self._rank, self._size = world.rank(), world.size()
-        self._timeout = group_timeout(world)
+        self._longest_wait = group_timeout(world)
         # A connection for each thread, as both may block in it.
         self._store, self._meetings = (
             PrefixStore(f"calls of ranks {number}", own_connection(world)) for _ in range(2)
@@ -173,7 +173,7 @@ class RankCalls:
         if self._meetings.add(key, 1) >= self._size:
             self._meetings.set(f"all have {key}", "")
         pause, begun = POLL / 512, time.monotonic()
-        timeout = self._timeout.total_seconds() if self._timeout is not None else math.inf
+        timeout = self._longest_wait.total_seconds() if self._longest_wait is not None else math.inf
         while not self.error:
             # Not `wait`, whose time-out writes to the log.
             if self._meetings.check([f"all have {key}"]):
