@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 import shardwright as sw
 from forked import python
 from integrations import uneven_cases
+from integrations.small_trainer_ranks import DECAYING, small_trainer
 from integrations.trainer_cases import CASES, Sentences, language_model
 from shardwright.integrations.transformers import ShardwrightTrainer
 from torchrun import torchrun
@@ -76,20 +78,6 @@ def held_in_state(checkpoint: Path) -> set[str]:
         key.partition(".")[0]
         for key in FileSystemReader(folder).read_metadata().state_dict_metadata
     }
-
-
-def small_trainer(folder: Path, steps: int) -> ShardwrightTrainer:
-    arguments = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=4,
-        max_steps=steps,
-        save_steps=2,
-        lr_scheduler_type="constant",
-        report_to="none",
-        use_cpu=True,
-    )
-    torch.manual_seed(0)
-    return ShardwrightTrainer(language_model(), arguments, train_dataset=Sentences())
 
 
 def uneven_losses(cls: type[Trainer], folder: Path, **options: Any) -> list[dict[str, float]]:
@@ -289,3 +277,59 @@ def test_what_trainer_does_on_one_device_it_does_on_two(case: str, tmp_path: Pat
         torch.testing.assert_close(list(entry.values()), list(like.values()), **loose)
     states = [load_file(tmp_path / kind / "state.safetensors") for kind in ("planned", "plain")]
     torch.testing.assert_close(*states, **loose)
+
+
+def resumed_by(cls: type[Trainer], checkpoint: Path, folder: Path) -> dict[str, Any]:
+    trainer = small_trainer(folder, 4, cls, **DECAYING)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    return dict(trainer.model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint of a plain `Trainer` after 2 of 4 steps, and its model after all."""
+    folder = tmp_path_factory.mktemp("plain_run")
+    trainer = small_trainer(folder, 4, Trainer, **DECAYING)
+    trainer.train()
+    return folder / "checkpoint-2", dict(trainer.model.state_dict())
+
+
+@pytest.mark.distributed
+def test_a_plain_trainer_resumes_a_run_of_two_ranks_with_its_optimizer_and_schedule(
+    plain_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("small_trainer_ranks.py")
+    printed = torchrun(script, 2, "train", str(tmp_path / "planned"))
+    checkpoint = tmp_path / "planned" / "checkpoint-2"
+    assert checkpoint.is_dir(), printed
+    torch.testing.assert_close(resumed_by(Trainer, checkpoint, tmp_path / "out"), plain_run[1])
+
+
+@pytest.mark.distributed
+def test_two_ranks_resume_the_checkpoint_of_a_plain_trainer(
+    plain_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("small_trainer_ranks.py")
+    printed = torchrun(script, 2, "resume", str(tmp_path), str(plain_run[0]))
+    assert (tmp_path / "checkpoint-4").is_dir(), printed
+    state = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4").state_dict()
+    torch.testing.assert_close(dict(state), plain_run[1])
+
+
+def test_a_checkpoint_without_optimizer_is_named_as_one(
+    plain_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(plain_run[0], checkpoint)
+    (checkpoint / "optimizer.pt").unlink()
+    with pytest.raises(sw.CheckpointError, match="start anew from its weights"):
+        resumed_by(ShardwrightTrainer, checkpoint, tmp_path / "out")
+
+
+def test_processes_that_would_each_train_alone_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(sw.ConfigError, match="each would train a model of its own\npass `use_cpu"):
+        ShardwrightTrainer(language_model(), arguments, train_dataset=Sentences())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import signal
 from collections.abc import Iterator, Mapping
@@ -17,18 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwright.core.agreement.collective import is_rank_0, value_of_rank
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.api.plan import plan as plan_model
 from shardwright.core.api.pretrained import unchanged_configurations
-from shardwright.core.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from shardwright.core.checkpoint.parameter_names import trained_but_not_in
-from shardwright.core.checkpoint.position import Position
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.whole import whole
 from shardwright.core.plan import Plan
@@ -36,6 +32,12 @@ from shardwright.core.runtime.stop_signals import StopSignals
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import ConfigError, PlanError
 from shardwright.integrations.fused_lm_head import replace_fused_lm_heads
+from shardwright.integrations.trainer_checkpoints import (
+    SCHEDULER_FILE,
+    load_optimizer,
+    save_optimizer,
+    share_random_state,
+)
 
 try:
     from accelerate.data_loader import prepare_data_loader
@@ -59,21 +61,14 @@ if not hasattr(Trainer, "_prepare_for_training"):
         "ShardwrightTrainer needs `transformers` 5 or newer\npip install -U transformers"
     )
 
-STATE_FOLDER = "shardwright"
-"""Subfolder of a `Trainer` checkpoint for the sharded optimizer state, and for trained parameters
-that are not in `Trainer`'s model files."""
-
-SCHEDULER_FILE = "scheduler.pt"
-"""File in which `Trainer` saves the learning rate scheduler."""
-
 
 class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     """A `Trainer` that plans and shards its model over all processes of the run.
 
     The global batch has `per_device_train_batch_size` samples per process, and every process loads
     the whole global batch. The model is planned with the first batch, before training or
-    evaluation. Checkpoints have the format of `Trainer`, with the optimizer state in a subfolder,
-    and can be resumed with any plan.
+    evaluation. Checkpoints have the format of `Trainer`: it resumes those of this class, which
+    resumes its own and those of `Trainer` with any plan.
 
     To plan the model of another trainer, derive a class from both:
     `class Planned(ShardwrightTrainer, SFTTrainer): ...`.
@@ -206,6 +201,13 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
                     " the model itself\nremove it; use `bf16=True` for mixed precision, and "
                     "`trainer.model.compile()` to compile the planned model"
                 )
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.args.world_size < processes:
+            raise ConfigError(
+                f"{processes} processes were started, but TrainingArguments uses"
+                f" {self.args.world_size} and each would train a model of its own\npass"
+                " `use_cpu=True` on a machine without accelerators"
+            )
         # Every rank has all tokens of the global batch.
         self.args.average_tokens_across_devices = False
         # `Trainer` itself would save on the rank that receives a signal only.
@@ -332,20 +334,20 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        position = Position(step=self.state.global_step)
-        names = trained_but_not_in(self.model, _tensor_names_in(Path(output_dir)))
-        state = Path(output_dir, STATE_FOLDER)
-        save_checkpoint(state, self.model, self._unwrapped_optimizer, position=position, only=names)
+        step = self.state.global_step
+        save_optimizer(Path(output_dir), self.model, self._unwrapped_optimizer, step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_FILE))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.args.world_size > 1:
+            share_random_state(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        # Not strict: `Trainer` has already loaded most parameters from its own files.
-        load_checkpoint(
-            Path(checkpoint, STATE_FOLDER), self.model, self._unwrapped_optimizer, strict=False
-        )
+        load_optimizer(Path(checkpoint), self.model, self._unwrapped_optimizer)
         scheduler = torch.load(Path(checkpoint, SCHEDULER_FILE), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
 
@@ -386,15 +388,6 @@ def _peek_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
     if state is not None:
         dataset.generator.set_state(state)  # type: ignore[attr-defined]
     return samples
-
-
-def _tensor_names_in(folder: Path) -> set[str]:
-    """Return, on all ranks, the tensor names in the safetensors files in rank 0's `folder`."""
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors") if is_rank_0() else ():
-        with safe_open(file, "pt") as content:
-            names.update(content.keys())
-    return value_of_rank(names)
 
 
 def _forward_in_bfloat16(model: nn.Module, device_type: str) -> MethodType:

@@ -94,6 +94,21 @@ def check_of_peft_adapters_alone_are_written() -> None:
     torch.testing.assert_close(read(**CALL).loss, eager(**CALL).loss)
 
 
+def check_methods_of_the_model_that_cannot_follow_a_plan_say_what_to_do() -> None:
+    net, _ = planned(llama(), 4)
+    with pytest.raises(sw.PlanError, match=r"with sw\.whole\(net\): net\.generate\(\.\.\.\)"):
+        net.generate(IDS, max_new_tokens=3, pad_token_id=0)
+    net.resize_token_embeddings(64)
+    torch.testing.assert_close(net(**CALL).loss, llama()(**CALL).loss)
+    net.gradient_checkpointing_enable()
+    with pytest.raises(sw.PlanError, match="such as `gradient_checkpointing_enable`, before `plan"):
+        net(**CALL)
+    other, _ = planned(llama(), 4)
+    other.resize_token_embeddings(70, mean_resizing=False)
+    with pytest.raises(sw.PlanError, match=r"`resize_token_embeddings`\) before `sw\.plan`"):
+        other(**CALL)
+
+
 def check_what_cannot_be_written_is_one_error_on_all_ranks() -> None:
     net, _ = planned(llama(), 3)
     file = shared_folder() / "file"
@@ -108,6 +123,7 @@ def check_what_cannot_be_written_is_one_error_on_all_ranks() -> None:
 
 CHECKS = (
     check_a_model_is_written_whole_and_read_in_shards,
+    check_methods_of_the_model_that_cannot_follow_a_plan_say_what_to_do,
     check_of_peft_adapters_alone_are_written,
     check_what_cannot_be_written_is_one_error_on_all_ranks,
 )

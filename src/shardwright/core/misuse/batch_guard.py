@@ -52,8 +52,9 @@ MAX_PENDING_COMPARISONS = 2
 
 GLOBAL_BATCH = (
     "pass the same global batch on every rank: sample with the same seed on all ranks, as "
-    "`shardwright.run.BatchSampler` does, and without a `DistributedSampler`; to pass a local "
-    "batch on each rank, plan with `dataset_strategy='data_parallel'`"
+    "`shardwright.run.BatchSampler` does, and without a `DistributedSampler` or a loader from "
+    "Accelerate's `prepare`; to pass a local batch on each rank, plan with "
+    "`dataset_strategy='data_parallel'`"
 )
 SHARD_OF_BATCH = (
     "use `shardwright.run.BatchSampler` or `shardwright.run.local_batch`, which follow"

@@ -77,8 +77,8 @@ class PlannedParameters:
                 raise PlanError(
                     f"`.data` of parameter {name!r} was replaced, which has no effect on a "
                     "DTensor\ncopy the values into the parameter under `torch.no_grad()` "
-                    "(`parameter.copy_(value)`); convert a model (`to`, `half`, `double`) before "
-                    "`sw.plan`"
+                    "(`parameter.copy_(value)`); convert or resize a model (`to`, `half`, "
+                    "`resize_token_embeddings`) before `sw.plan`"
                 )
         with getters_without_overrides():
             if tuple(map(requires_grad, self._tensors)) == self._trained:

@@ -38,12 +38,16 @@ from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.rank_calls import model_call
 from shardwright.core.runtime.total_norms import extend_total_norms
 from shardwright.core.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
-from shardwright.errors import PlanError
+from shardwright.errors import CaptureError, MixedTensorsError, PlanError
 
 log = logging.getLogger(__name__)
 
 INITIALIZERS = ("init_weights", "initialize_weights", "reset_parameters", "apply")
 """Methods that initialize parameters, by the conventions of PyTorch, torchtitan and
+transformers."""
+
+DECODERS = ("generate",)
+"""Methods that call a model or its parts many times, with caches, by the convention of
 transformers."""
 
 COMPILE_REMEDY = "call `net.compile()`, which compiles the programs of a planned model"
@@ -266,6 +270,9 @@ def _parallel_class(module: nn.Module, user_forward: Callable[..., Any]) -> type
     for name in INITIALIZERS:
         if callable(getattr(user_class, name, None)):
             calls[name] = _record_initializer(getattr(user_class, name))
+    for name in DECODERS:
+        if callable(getattr(user_class, name, None)):
+            calls[name] = _explain_decoder(name, getattr(user_class, name))
     return type(user_class.__name__, (ParallelModule, user_class), {**names, **calls})
 
 
@@ -285,6 +292,27 @@ def _record_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
             return initialize(self, *args, **kwargs)
 
     return initializer
+
+
+def _explain_decoder(name: str, decode: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `decode`, a method that calls the model with caches, wrapped to name the way out.
+
+    A method that calls the model as planned, without caches, works.
+    """
+
+    @functools.wraps(decode)
+    def decoder(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return decode(self, *args, **kwargs)
+        except (CaptureError, MixedTensorsError) as error:
+            reason = str(error).partition("\n")[0]
+            raise PlanError(
+                f"`{name}` calls the planned {type(self).__name__} in another way than training: "
+                f"{reason}\ncall it on every rank with full parameters: `with sw.whole(net): "
+                f"net.{name}(...)`"
+            ) from error
+
+    return decoder
 
 
 def _exclude_from_compile(call: Callable[..., Any]) -> Callable[..., Any]:

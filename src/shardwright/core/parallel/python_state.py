@@ -306,7 +306,8 @@ class PythonState:
             if any(now > before for now, before in zip(counts, self._hooks[path], strict=True)):
                 raise PlanError(
                     f"a hook was registered on {_describe_module(path)} after planning, which "
-                    "would have no effect\nregister forward hooks before `plan`, or register "
+                    "would have no effect\nregister forward hooks, and call what registers "
+                    "them, such as `gradient_checkpointing_enable`, before `plan`; or register "
                     "hooks on the module that `parallelize` returned or on its parameters"
                 )
 

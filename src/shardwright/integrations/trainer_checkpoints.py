@@ -1,0 +1,92 @@
+"""The optimizer in checkpoints of `Trainer`: of planned and of plain runs, each read by both.
+
+A planned run writes its shards into a subfolder, from which any plan resumes, and the full state
+into the files that a plain `Trainer` reads, which without them starts its optimizer anew.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwright.core.agreement.collective import is_rank_0, value_of_rank
+from shardwright.core.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from shardwright.core.checkpoint.parameter_names import trained_but_not_in
+from shardwright.core.checkpoint.position import Position
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import CheckpointError
+
+STATE_FOLDER = "shardwright"
+"""Subfolder of a `Trainer` checkpoint for the sharded optimizer state, and for trained parameters
+that are not in `Trainer`'s model files."""
+
+OPTIMIZER_FILE, SCHEDULER_FILE, RANDOM_FILE = "optimizer.pt", "scheduler.pt", "rng_state.pth"
+"""Files from which a plain `Trainer` on one process resumes optimizer, learning rate scheduler and
+random generators."""
+
+
+def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Save the optimizer as shards, and in full as a plain `Trainer` reads it. Collective.
+
+    Args:
+        folder: checkpoint of `Trainer`, with the files of the model.
+        model: the planned model.
+        optimizer: optimizer of the model, without wrappers.
+        step: number of optimizer steps before the checkpoint.
+    """
+    names = trained_but_not_in(model, _tensor_names_in(folder))
+    position = Position(step=step)
+    save_checkpoint(folder / STATE_FOLDER, model, optimizer, position=position, only=names)
+    full_state = pytree.tree_map(_gather_on_rank_0, optimizer.state_dict())
+    if is_rank_0():
+        torch.save(full_state, folder / OPTIMIZER_FILE)
+
+
+def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Load what `save_optimizer` or a plain `Trainer` saved, in place. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint has no optimizer state.
+    """
+    if value_of_rank((folder / STATE_FOLDER).is_dir()):
+        # Not strict: `Trainer` has already loaded most parameters from its own files.
+        load_checkpoint(folder / STATE_FOLDER, model, optimizer, strict=False)
+    elif value_of_rank((folder / OPTIMIZER_FILE).is_file()):
+        file = folder / OPTIMIZER_FILE
+        optimizer.load_state_dict(torch.load(file, "cpu", weights_only=True, mmap=True))
+    else:
+        raise CheckpointError(
+            f"{folder} has neither {STATE_FOLDER}/ of a planned run nor {OPTIMIZER_FILE} of a "
+            "plain `Trainer`, so training cannot resume from it\nsave without `save_only_model`, "
+            f"or start anew from its weights: `from_pretrained({str(folder)!r})`"
+        )
+
+
+def share_random_state(folder: Path) -> None:
+    """Save the random state of rank 0 also as that of a run on one process."""
+    if is_rank_0():
+        shutil.copyfile(folder / "rng_state_0.pth", folder / RANDOM_FILE)
+
+
+def _gather_on_rank_0(value: Any) -> Any:
+    """Gather a sharded tensor; on other ranks than 0 its memory is freed at once."""
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    if not is_rank_0():
+        return None
+    return full.cpu() if isinstance(full, Tensor) else full
+
+
+def _tensor_names_in(folder: Path) -> set[str]:
+    """Return, on all ranks, the tensor names in the safetensors files in rank 0's `folder`."""
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors") if is_rank_0() else ():
+        with safe_open(file, "pt") as content:
+            names.update(content.keys())
+    return value_of_rank(names)
