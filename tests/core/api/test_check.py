@@ -309,6 +309,23 @@ def test_tensors_that_a_model_makes_in_float32_are_checked_in_float64() -> None:
     assert checked(Program(function)).passes()
 
 
+class GroupedRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.experts = nn.Linear(16, 16), nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        h = torch._grouped_mm(self.linear(x), self.experts, offs=ends)
+        return (h * torch.finfo(h.dtype).eps + h).square().mean()
+
+
+def test_grouped_products_which_have_no_float64_kernel_are_checked() -> None:
+    net, rows = GroupedRows().bfloat16(), torch.randn(32, 16, dtype=torch.bfloat16)
+    call = (rows, torch.tensor([8, 8, 30, 32], dtype=torch.int32))
+    result = sw.check(net, call, None, sw.plan(net, call, devices=2, mode="data_parallel"))
+    assert result.passes() and result.counted_bytes[1] > 0, str(result)
+
+
 def test_an_operator_that_does_not_say_that_it_draws_random_numbers_is_refused_by_name() -> None:
     message = r"`check\.noisy\.default` draws random .*\n.*tags=torch"
     with pytest.raises(sw.PlanError, match=message):

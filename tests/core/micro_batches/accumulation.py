@@ -58,6 +58,14 @@ class Image(Normalized):
         return self.norm(self.convolution(x.view(-1, 1, 2, 3))).flatten(2).mean(2)
 
 
+class Instances(Image):
+    """Normalizes each image by itself, and averages the statistics of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm2d(6, affine=True, track_running_stats=True)
+
+
 class Functional(Normalized):
     """Without running statistics, and called as a function."""
 
@@ -75,6 +83,7 @@ BATCH_NORM_NETS: dict[str, Callable[[], Normalized]] = {
     "called twice": Shared,
     "inputs": First,
     "images": Image,
+    "instances": Instances,
     "functions": Functional,
 }
 

@@ -58,6 +58,14 @@ def test_samples_in_another_dimension_are_found_through_the_loss(way: dict[str, 
     assert checked(Recurrent(), call, **way).pipeline.batch_dims == (1, 0)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_plans_count_the_samples_of_the_dimension_that_is_theirs(micro_batches: int) -> None:
+    call = torch.randn(STEPS, SAMPLES, 6), LABELS
+    plan = sw.plan(Recurrent(), call, devices=2, micro_batches=micro_batches)
+    assert plan.global_batch == SAMPLES
+    assert sw.check(Recurrent(), call, None, plan).passes()
+
+
 def test_what_no_input_has_in_dimension_0_must_be_named() -> None:
     net, call = Recurrent(), (torch.randn(STEPS, SAMPLES, 6), LABELS.repeat(STEPS, 1))
     with pytest.raises(sw.StrategyError, match=r"aten.lstm.input in 'rnn'.* mixes samples"):

@@ -21,6 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "called twice": {"stages": 2, "schedule": "zero_bubble_v"},
     "functions": {},
     "images": {"mode": "data_parallel", "dataset_strategy": "data_parallel"},
+    "instances": {"mode": "data_parallel"},
 }
 
 
@@ -58,6 +59,12 @@ def test_statistics_of_the_whole_batch_are_refused_with_the_remedy() -> None:
         sw.StrategyError, match="batch_norm='micro': must be one of whole_batch, per"
     ):
         sw.plan(Normalized().double(), batch(), devices=2, micro_batches=4, batch_norm="micro")
+
+
+def test_running_statistics_of_instances_are_refused_with_the_remedy() -> None:
+    said = r"instance_norm_train in 'norm' .*updates running.*\n.*batch_norm='per_micro_batch'"
+    with pytest.raises(sw.StrategyError, match=said):
+        sw.plan(BATCH_NORM_NETS["instances"]().double(), batch(), devices=2, micro_batches=4)
 
 
 def test_automatic_numbers_of_micro_batches_leave_the_statistics_as_they_are() -> None:

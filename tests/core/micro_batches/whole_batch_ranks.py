@@ -173,8 +173,9 @@ def check_samples_are_split_in_another_dimension() -> None:
 
 
 def check_batch_norms_train_as_gradient_accumulation_does() -> None:
-    names = ("ignored targets", "images", "called twice")
-    ways = ({"micro_batches": 4, "mode": "data_parallel"}, WAYS[2], WAYS[2])
+    names = ("ignored targets", "instances", "images", "called twice")
+    split = {"micro_batches": 4, "mode": "data_parallel"}
+    ways = (split, split, WAYS[2], WAYS[2])
     for name, way in zip(names, ways, strict=True):
         torch.manual_seed(0)
         net, call = BATCH_NORM_NETS[name]().double(), batch()

@@ -7,7 +7,7 @@ from torch import Tensor, rand, randn
 from torch.nn import Buffer
 
 from core.rules.oracle import Case, check, cuts_of, op_of
-from shardwright.core.graph.custom_ops import batch_norm_train
+from shardwright.core.graph.custom_ops import batch_norm_train, instance_norm_train
 from shardwright.core.rules import rule_of
 
 aten = torch.ops.aten
@@ -135,6 +135,14 @@ def test_instance_norm() -> None:
     assert running.factors == ("b", "c", "s", "t")
     op = op_of(aten.instance_norm.default, x, w, b, mean, var, True, *rest)
     assert rule_of(op) is None
+
+
+def test_running_statistics_of_instances_are_means_over_all_devices() -> None:
+    w, b, mean, var = vectors(4, 4)
+    x = randn(6, 4, 2, 3, dtype=F64)
+    found = check(instance_norm_train, x, w, b, mean, var, 0.1, 1e-5)
+    assert found.factors == ("b", "c")
+    assert check(instance_norm_train, x, None, None, mean, var, 0.1, 1e-5).factors == ("b", "c")
 
 
 def test_groups_of_channels_may_be_cut_with_their_statistics() -> None:

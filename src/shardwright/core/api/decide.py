@@ -19,6 +19,7 @@ from shardwright.core.constraints.shard import pins_of
 from shardwright.core.cost.cluster import LOCAL
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import ONCE_PER_BATCH
+from shardwright.core.micro_batches.batch_dims import other_sample_dims
 from shardwright.core.parallel.train_step import check_whole_batch
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import LeftOut
@@ -178,6 +179,8 @@ def _decide(
             "`dataset_strategy='full_batch'`, or make dimension 0 the batch dimension of all "
             "inputs"
         )
+    if options.num_micro_batches == 1 and options.dataset_strategy == "full_batch":
+        batch_dims = other_sample_dims(graph)
     model = CapturedModel(
         graph,
         pins_of(graph),

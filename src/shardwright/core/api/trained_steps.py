@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwright.core.api.eager_batch_norms import RecordedBatchNorms, SplitBatchNorms
 from shardwright.core.capture.python_capture import result_leaves
 from shardwright.core.capture.undone_effects import undone_effects
-from shardwright.core.graph.float64 import EverythingInFloat64
+from shardwright.core.graph.float64 import CastsToFloat64, EverythingInFloat64
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.interpreter import interpret
 from shardwright.core.parallel.simulate_ranks import Outcome
@@ -231,7 +231,7 @@ class EagerTraining:
             PlanError: if their number or shapes differ from those in the graph.
         """
         args, kwargs = pytree.tree_unflatten(leaves, self.graph.in_spec)
-        with EverythingInFloat64():  # type: ignore[no-untyped-call]
+        with EverythingInFloat64(), CastsToFloat64():  # type: ignore[no-untyped-call]
             results = self._result_leaves(args, kwargs)
         tensors = [leaf for leaf in results if isinstance(leaf, Tensor)]
         shapes = [tuple(tensor.shape) for tensor in tensors]

@@ -14,8 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.core.deferred import copies_of_attributes
 from shardwright.core.graph.graph import Graph, Op, Value, WholeBatch
+from shardwright.core.graph.segment_matmul import segment_matmul
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import TorchDispatchMode
+
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+SEGMENT_MATMUL = torch.ops.shardwright.segment_matmul.default
 
 
 def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
@@ -41,6 +45,14 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
         return double_dtype(leaf) if isinstance(leaf, torch.dtype) else leaf
 
     def convert_op(op: Op) -> Op:
+        if is_product_of_row_groups(op):
+            return replace(
+                op,
+                target=SEGMENT_MATMUL,
+                args=(*(new[value] for value in op.inputs), True),
+                kwargs={},
+                outputs=(new[op.output],),
+            )
         args, kwargs = pytree.tree_map(convert, _arguments_with_floats_of(op, twin_of.get(op, op)))
         # The target of a `local_map` contains the dtypes of its results.
         as_float64: Any = getattr(op.target, "as_float64", None)
@@ -81,9 +93,20 @@ def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
     """
     ops, twin_ops = ([op for op in g.ops if not _is_cast(op)] for g in (graph, twin))
     # A model may branch on dtypes, and then have other operators in float64.
-    if [op.target for op in ops] != [op.target for op in twin_ops]:
+    if [_target_in_float64(op) for op in ops] != [_target_in_float64(op) for op in twin_ops]:
         return {}
     return dict(zip(ops, twin_ops, strict=True))
+
+
+def is_product_of_row_groups(op: Op) -> bool:
+    """Whether an operator is `torch._grouped_mm` of rows, `[rows, k]` times `[groups, k, j]`, which
+    has no float64 kernel."""
+    ranks = [len(value.shape) for value in op.inputs]
+    return op.target == GROUPED_MM and ranks == [2, 3, 1]
+
+
+def _target_in_float64(op: Op) -> object:
+    return SEGMENT_MATMUL if is_product_of_row_groups(op) else op.target
 
 
 def _is_cast(op: Op) -> bool:
@@ -164,7 +187,8 @@ def everything_in_float64() -> Iterator[None]:
 
 class CastsToFloat64(TorchFunctionMode):
     """Function mode in which casts (`x.float()`) and dtype arguments (`x.to(torch.float32)`,
-    `torch.zeros(3, dtype=torch.float32)`) become float64.
+    `torch.zeros(3, dtype=torch.float32)`) become float64, and `torch._grouped_mm` has a kernel for
+    it.
 
     Needed in addition to `EverythingInFloat64` for tracing, which records the operators of a model
     before they reach a dispatch mode.
@@ -176,8 +200,25 @@ class CastsToFloat64(TorchFunctionMode):
         if func in _CASTS:
             dtype = double_dtype(_CASTS[func])
             return args[0].to(dtype, *args[1:], **(kwargs or {}))
+        if getattr(func, "__name__", "") == "_grouped_mm":
+            return grouped_product(*args, **(kwargs or {}))
         args, kwargs = pytree.tree_map_only(torch.dtype, double_dtype, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def grouped_product(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`torch._grouped_mm` with a float64 kernel for products of groups of rows."""
+    if offs is None or bias is not None or (mat_a.ndim, mat_b.ndim) != (2, 3):
+        product: Tensor = GROUPED_MM(mat_a, mat_b, offs, bias, out_dtype)
+    else:
+        product = segment_matmul(mat_a, mat_b, offs, True)
+    return product
 
 
 _CASTS = {

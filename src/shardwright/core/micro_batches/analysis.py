@@ -15,7 +15,7 @@ import torch
 from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Graph, Op, SampleReduction, Value
 from shardwright.core.graph.local_map import LocalCall
-from shardwright.core.micro_batches.batch_norms import NORMALIZES_ALL, is_batch_norm
+from shardwright.core.micro_batches.batch_norms import is_batch_norm, use_of_statistics
 from shardwright.core.micro_batches.micro_batch_graph import (
     MicroBatchGraph,
     count_of_targets,
@@ -311,7 +311,7 @@ class Analysis:
     def _why_mixed(self, op: Op) -> str:
         if self._is_batch_norm(op):
             return "normalizes samples that are not in its dimension 0"
-        return NORMALIZES_ALL if is_batch_norm(op) else "mixes samples"
+        return use_of_statistics(op) if is_batch_norm(op) else "mixes samples"
 
     def _sample_factor(self, op: Op, rule: ShardingRule) -> str | None:
         """Return the factor of the batch dimension in the operator's rule; None if it mixes

@@ -35,6 +35,15 @@ def sample_dims(graph: Graph) -> dict[Value, int]:
     return dims
 
 
+def other_sample_dims(graph: Graph) -> tuple[int | None, ...]:
+    """Return the batch dimension of each leaf of a call; empty if it is 0 for all inputs with
+    one."""
+    dims = sample_dims(graph)
+    if not any(dims.values()):
+        return ()
+    return tuple(dims.get(leaf) if isinstance(leaf, Value) else None for leaf in graph.inputs)
+
+
 class JoinedDims:
     """Groups of tensor dimensions that belong to the same factor in sharding rules of operators.
 

@@ -1,8 +1,8 @@
-"""Batch norm in training: statistics of the whole batch, or of each micro-batch."""
+"""Norms in training with statistics of samples: of the whole batch, or of each micro-batch."""
 
 from __future__ import annotations
 
-from shardwright.core.graph.custom_ops import batch_norm_train
+from shardwright.core.graph.custom_ops import batch_norm_train, instance_norm_train
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.micro_batches.sample_states import UnsplittableError
 
@@ -12,11 +12,19 @@ BATCH_NORMS = (WHOLE_BATCH, PER_MICRO_BATCH)
 """Values of the option `batch_norm`."""
 
 NORMALIZES_ALL = "normalizes by statistics of all samples"
+AVERAGES_ALL = "updates running statistics by those of all samples"
+"""Verb phrases of errors, which `batch_norm="per_micro_batch"` resolves."""
 
 
 def is_batch_norm(op: Op) -> bool:
-    """Whether an operator is a batch norm that normalizes by the statistics of its samples."""
-    return op.target is batch_norm_train
+    """Whether an operator takes statistics of all its samples: a batch norm in training, or an
+    instance norm with running statistics."""
+    return op.target in (batch_norm_train, instance_norm_train)
+
+
+def use_of_statistics(op: Op) -> str:
+    """Return what a norm does with the statistics of its samples, as a verb phrase for errors."""
+    return NORMALIZES_ALL if op.target is batch_norm_train else AVERAGES_ALL
 
 
 def running_statistics(graph: Graph) -> set[Value]:
@@ -40,7 +48,7 @@ def refused_update(graph: Graph, per_micro_batch: bool) -> str | None:
         return None
     batch_norms = [op for op in graph.ops if is_batch_norm(op) and len(op.outputs) > 1]
     if batch_norms and not per_micro_batch:
-        return str(UnsplittableError(batch_norms[0], NORMALIZES_ALL))
+        return str(UnsplittableError(batch_norms[0], use_of_statistics(batch_norms[0])))
     measured = {value for op in batch_norms for value in op.outputs[1:]}
     statistics = running_statistics(graph)
     for op in graph.ops:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.lower.program import Program, lower
-from shardwright.core.micro_batches.batch_norms import NORMALIZES_ALL
+from shardwright.core.micro_batches.batch_norms import AVERAGES_ALL, NORMALIZES_ALL
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.core.parallel.whole_batch_values import WholeBatchValues, whole_batch_of
 from shardwright.core.partition.partitioned import Partitioned
@@ -115,7 +115,8 @@ def check_whole_batch(graph: Graph, micro_batches: int) -> None:
     if graph.loss is None:
         return
     loss_of(graph)
-    if isinstance(graph.whole_batch, str) and graph.whole_batch.endswith(NORMALIZES_ALL):
+    reasons = (NORMALIZES_ALL, AVERAGES_ALL)
+    if isinstance(graph.whole_batch, str) and graph.whole_batch.endswith(reasons):
         raise MixedSamplesError(
             f"micro_batches={micro_batches}: {graph.whole_batch}\n"
             "plan with batch_norm='per_micro_batch', which takes the statistics from each"

@@ -206,13 +206,19 @@ class PlanData:
 
     @property
     def global_batch(self) -> int | None:
-        """Samples per step: size of dimension 0 of the first input tensor, times micro-batches.
+        """Samples per step: size of the batch dimension of the first input tensor that has one,
+        times micro-batches.
 
         None if no input has a dimension.
         """
-        shapes = (leaf["shape"] for leaf in self.inputs if isinstance(leaf, dict))
-        samples = next((shape[0] for shape in shapes if shape), None)
-        return None if samples is None else samples * self.pipeline.micro_batches
+        dims = self.pipeline.batch_dims or (0,) * len(self.inputs)
+        samples = (
+            leaf["shape"][dim]
+            for leaf, dim in zip(self.inputs, dims, strict=True)
+            if isinstance(leaf, dict) and leaf["shape"] and dim is not None
+        )
+        of_micro_batch = next(samples, None)
+        return None if of_micro_batch is None else of_micro_batch * self.pipeline.micro_batches
 
     @property
     def sequence(self) -> int | None:

@@ -19,6 +19,7 @@ from shardwright.core.rules.notation import (
     NAMES,
     aligned,
     argument,
+    call_arguments,
     from_notation,
     names,
     sharding_rule,
@@ -154,13 +155,14 @@ def einsum(op: Op) -> ShardingRule | None:
 
 
 @rule_for(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+@rule_for("shardwright.segment_matmul.default")
 def grouped_mm(op: Op) -> ShardingRule | None:
     """`b k, _ k j, _ -> b j`: rows sorted by group, each multiplied by the matrix of its group.
 
     None for other shapes, in which columns or contracted dimensions are grouped.
     """
     ranks = [len(value.shape) for value in op.inputs]
-    if ranks != [2, 3, 1] or argument(op, "bias") is not None:
+    if ranks != [2, 3, 1] or call_arguments(op).get("bias") is not None:
         return None
     notation = "b k, _ k j, _ -> b j"
     return _mark_as_main(

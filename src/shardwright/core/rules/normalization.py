@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.core.graph.custom_ops import batch_norm_train
+from shardwright.core.graph.custom_ops import batch_norm_train, instance_norm_train
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.loss import accumulation_dtype
 from shardwright.core.rules.notation import (
@@ -88,7 +88,7 @@ def instance_norm(op: Op) -> ShardingRule | None:
     """`b c _ _, c -> b c _ _`; with running statistics the spatial dimensions can be sharded, too.
 
     None if the operator uses the statistics of its input and updates the running statistics in
-    place.
+    place: `instance_norm_train` replaces it.
     """
     arguments = call_arguments(op)
     if arguments["use_input_stats"] and arguments["running_mean"] is not None:
@@ -188,6 +188,46 @@ def _batch_norm_kernel(op: Op, local: Local) -> Callable[..., Any]:
         unbiased = variance.detach() * (count / (count - 1))
         new_mean = _update_running_average(arguments["running_mean"], mean.detach(), momentum)
         return y, new_mean, _update_running_average(arguments["running_var"], unbiased, momentum)
+
+    return run
+
+
+@rule_for(instance_norm_train)
+def training_instance_norm(op: Op) -> ShardingRule:
+    """`b c _ _, c -> b c _ _, c, c`; the new running statistics are means over the instances.
+
+    If the batch dimension is sharded, the kernel all-reduces them.
+    """
+    dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
+    return sharding_rule(
+        op,
+        input_dims(op, {"x": dims, **dict.fromkeys(CHANNELS, ("c",))}),
+        (dims, ("c",), ("c",)),
+        complete=frozenset("b"),
+        kernel=_instance_norm_kernel,
+        reductions=_instance_norm_reductions,
+    )
+
+
+def _instance_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+    if shard_counts.get("b", 1) == 1:
+        return ()
+    channels = op.inputs[0].shape[1] // shard_counts.get("c", 1)
+    return tuple(
+        Reduction(("b",), "sum", (channels,), value.dtype, differentiable=False)
+        for value in op.outputs[1:]
+    )
+
+
+def _instance_norm_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    if not local.reduce:
+        return op.target
+    shards = local.shard_counts["b"]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        y, *statistics = op.target(*args, **kwargs)
+        means = (reduce(s / shards) for s, reduce in zip(statistics, local.reduce, strict=True))
+        return y, *means
 
     return run
 
