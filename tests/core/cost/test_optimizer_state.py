@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -105,3 +107,32 @@ def test_a_device_collects_the_matrix_that_it_orthogonalizes() -> None:
     full = optimizer_bytes("muon", [TrainedShard((64, 256), torch.float32)])
     assert shared.state == full.state // 4
     assert 3 * 64 * 256 * 2 < shared.temporary < full.temporary + 2 * 64 * 256 * 2
+
+
+class Averaging(torch.optim.Optimizer):
+    """Keeps a sharded and a full average of gradients, and a matrix of the number of rows."""
+
+    def __init__(self, parameters: Any, by_values: bool = False) -> None:
+        super().__init__(parameters, {"by_values": by_values})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("like", torch.zeros_like(p)).add_(p.grad)
+                full = state.setdefault("full", torch.zeros(p.shape, device=p.device))
+                full.mul_(0.9).add_(p.grad)
+                state.setdefault("rows", torch.eye(len(p), device=p.device))
+                if group["by_values"]:
+                    p.sub_(float(full.norm()))
+
+
+@pytest.mark.parametrize("by_values", [False, True])
+def test_state_that_is_made_of_a_shape_is_counted_in_full(by_values: bool) -> None:
+    optimizer = Averaging([torch.zeros(64, 32)], by_values)
+    (shard, full) = ((16, 32), (64, 32))
+    found = optimizer_bytes(optimizer, [(shard, torch.float32, full)])
+    assert found.state == 4 * (16 * 32 + 64 * 32 + 64 * 64)
+    whole = optimizer_bytes(optimizer, [(full, torch.float32)])
+    assert whole.state == 4 * (2 * 64 * 32 + 64 * 64)

@@ -4,6 +4,8 @@ Both are measured: two steps of the PyTorch optimizer run on the meta device for
 shape. An optimizer that reads values runs on a small parameter instead. The dims of this parameter
 have different prime sizes, from which follows the dim to which each dim of a state tensor belongs.
 The parameters of an instance have the options of its groups, and no state if they are in none.
+State is sharded if it is computed from the parameter or its gradient (`zeros_like(p)`), as DTensors
+are; state made of a shape (`torch.zeros(p.shape)`) is full on every device.
 """
 
 from __future__ import annotations
@@ -119,11 +121,13 @@ def optimizer_bytes(
     for shard, make in zip(shards, makers, strict=True):
         if make is None:
             continue
-        measured = measures[make](shard.shape, shard.dtype)
+        measured = measures[make](shard.shape, shard.dtype, shard.full)
         state += measured.state
         needed = measured.temporary
         if shard.full != shard.shape and is_orthogonalized_by(optimizer, shard):
-            needed = measures[make](shard.full, shard.dtype).temporary + _exchanged(shard)
+            needed = measures[make](shard.full, shard.dtype, shard.full).temporary + _exchanged(
+                shard
+            )
         temporary = max(temporary, needed)
     return OptimizerBytes(state, temporary)
 
@@ -233,11 +237,21 @@ def _optimizer_factory(optimizer: Maker) -> MakeOptimizer:
 
 
 @lru_cache(maxsize=1 << 12)
-def _named_optimizer_bytes(optimizer: str, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
-    return _bytes_for_parameter(_optimizer_factory(optimizer), shape, dtype)
+def _named_optimizer_bytes(
+    optimizer: str, shape: Shape, dtype: torch.dtype, full: Shape
+) -> OptimizerBytes:
+    # Their state is computed from parameters and gradients, so that `full` does not matter.
+    return _bytes_for_parameter(_optimizer_factory(optimizer), shape, dtype, shape)
 
 
-def _bytes_for_parameter(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> OptimizerBytes:
+class _Computed(Tensor):
+    """A parameter, or a tensor computed from one by operators, which is a DTensor on devices."""
+
+
+def _bytes_for_parameter(
+    make: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
+) -> OptimizerBytes:
+    """Return the bytes for a shard of `shape` of a parameter of shape `full`."""
     parameter = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     parameter.grad = torch.empty_like(parameter, requires_grad=False)
     try:
@@ -247,24 +261,48 @@ def _bytes_for_parameter(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) 
         # training then has another optimizer for the others.
         return OptimizerBytes(0, 0)
     try:
-        return _measure_steps(optimizer, parameter)
+        measured = _measure_steps(optimizer, parameter)
+        if full == shape:
+            return measured
+        replicated = _replicated_state(make, full, dtype) - _replicated_state(make, shape, dtype)
+        return OptimizerBytes(measured.state + replicated, measured.temporary)
     except Exception:
         # The step reads values, which tensors on the meta device do not have.
-        return _bytes_from_small_parameter(make, shape, dtype)
+        return _bytes_from_small_parameter(make, shape, dtype, full)
+
+
+def _replicated_state(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
+    """Return the bytes of the state that is not computed from a parameter of `shape`."""
+    optimizer = make([_computed_parameter(torch.empty(shape, dtype=dtype, device="meta"))])
+    optimizer.step()
+    optimizer.step()
+    tensors = _state_tensors(optimizer)
+    return sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, _Computed))
+
+
+def _computed_parameter(value: Tensor) -> Tensor:
+    parameter = value.as_subclass(_Computed)
+    parameter.grad = value.clone().as_subclass(_Computed)
+    return parameter.requires_grad_()
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for values in optimizer.state.values():
+        yield from (tensor for tensor in values.values() if isinstance(tensor, Tensor))
 
 
 def _bytes_from_small_parameter(
-    make: MakeOptimizer, shape: Shape, dtype: torch.dtype
+    make: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
 ) -> OptimizerBytes:
-    """Return the bytes for a parameter of `shape`, derived from the state for a small parameter.
+    """Return the bytes for a shard of `shape` of a parameter of shape `full`, derived from the
+    state for a small parameter.
 
     Raises:
         PlanError: if a step of the optimizer fails.
     """
     # Different primes, 5, 11, 17, ..., so that the size of a state's dim identifies the dim.
     small = tuple(next(_primes_from(5 * (index + 1))) for index in range(len(shape)))
-    parameter = torch.ones(small, dtype=dtype, requires_grad=True)
-    parameter.grad = torch.ones_like(parameter, requires_grad=False)
+    parameter = _computed_parameter(torch.ones(small, dtype=dtype))
     optimizer = make([parameter])
     try:
         measured = _measure_steps(optimizer, parameter)
@@ -274,13 +312,11 @@ def _bytes_from_small_parameter(
             "plan with an optimizer whose state has similar size, such as optimizer='adamw', and"
             " train with your own"
         ) from error
-    sizes = dict(zip(small, shape, strict=True))
-    state = sum(
-        _scaled_numel(tensor.shape, sizes, prod(small), prod(shape)) * tensor.itemsize
-        for values in optimizer.state.values()
-        for tensor in values.values()
-        if isinstance(tensor, Tensor)
-    )
+    state = 0
+    for tensor in _state_tensors(optimizer):
+        stored = shape if isinstance(tensor, _Computed) else full
+        sizes = dict(zip(small, stored, strict=True))
+        state += _scaled_numel(tensor.shape, sizes, prod(small), prod(stored)) * tensor.itemsize
     temporary = measured.temporary * prod(shape) // max(prod(small), 1)
     return OptimizerBytes(state, temporary)
 
