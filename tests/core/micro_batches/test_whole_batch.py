@@ -105,6 +105,21 @@ TERMS: dict[str, Loss] = {
     "a mean over a share": lambda parts, h, y: (
         (rows(h).mean(1) * (y > 0)).mean() / (y > 0).float().mean()
     ),
+    "means of classes": lambda parts, h, y: (
+        (torch.zeros(6).to(h).scatter_add(0, y, rows(h).exp().mean(1)))
+        / (y.bincount(minlength=6) + 1)
+    ).sum(),
+    "means of classes, counted by ones like the losses": lambda parts, h, y: (
+        parts["linear"].weight[0].index_add(0, y, rows(h).mean(1), alpha=2)
+        / torch.ones(6).to(h).index_add(0, y, torch.ones_like(h[:, 0, 0]))
+    ).mean(),
+    "tokens of classes": lambda parts, h, y: (
+        torch.ones_like(h[0]).index_add(0, y.repeat_interleave(3) % 3, h.flatten(0, 1)).mean()
+    ),
+    "a mask like the losses": lambda parts, h, y: (
+        (rows(h).mean(1) * torch.where(y > 0, torch.ones_like(rows(h)[:, 0]), 0.5)).sum()
+        / torch.where(y > 0, torch.ones_like(rows(h)[:, 0]), 0.5).sum()
+    ),
     "a root of a count": lambda parts, h, y: h.square().sum() / (y > 1).sum().sqrt(),
     "a count and a penalty": lambda parts, h, y: (
         (rows(h).mean(1) * y).sum() / y.sum() + parts["linear"].weight.square().sum()

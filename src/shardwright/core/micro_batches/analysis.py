@@ -8,6 +8,7 @@ parameters may pass through linear operators only, so that the loss is a mean or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,9 @@ from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Graph, Op, SampleReduction, Value
 from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.micro_batches.batch_norms import is_batch_norm, use_of_statistics
+from shardwright.core.micro_batches.linear_operators import ADDITIVE, LINEAR, dims_of_indexed_sum
 from shardwright.core.micro_batches.micro_batch_graph import (
+    FILLED_LIKE,
     MicroBatchGraph,
     count_of_targets,
     is_mean_over_targets,
@@ -38,19 +41,6 @@ from shardwright.core.rules.rule import Dims, ShardingRule
 
 CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"})
 """Names of operators whose results are equal for all samples."""
-
-LINEAR = frozenset(
-    {
-        *("mul", "div", "neg", "to", "_to_copy", "detach", "clone", "alias", "sum", "mean"),
-        *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "t", "transpose"),
-        *("expand", "select", "slice", "unbind", "split", "index_select", "diagonal"),
-        *("linear", "matmul", "mm", "mv", "bmm", "dot"),
-    }
-)
-"""Names of operators f with f(x + y) = f(x) + f(y) in one operand, the others being constant."""
-
-ADDITIVE = frozenset({"add", "sub", "rsub", "cat", "stack", "where"})
-"""Names of operators that are linear in all operands together."""
 
 RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "to", "_to_copy", "alias"})
 
@@ -135,7 +125,8 @@ class Analysis:
             on_path: whether the loss depends on its outputs.
         """
         # The code of a `local_map` may draw random numbers or depend on other values.
-        free = self.free.issuperset(op.inputs) and not self._is_batch_norm(op)
+        known = self.free.issuperset(op.inputs) or op.short_name in FILLED_LIKE
+        free = known and not self._is_batch_norm(op)
         free = free and not is_random(op) and not isinstance(op.target, LocalCall)
         if free:
             self.free.update(op.outputs)
@@ -289,6 +280,11 @@ class Analysis:
             raise UnsplittableError(op, "reads a sum over all samples that depends on parameters")
         rule = rule_of(op)
         factor = None if rule is None else self._sample_factor(op, rule)
+        summed_dims = dims_of_indexed_sum(op, self.states, self.outside)
+        if factor is None and summed_dims is not None:
+            shared = self._shared_values(op.inputs[:1])
+            self.result.emit(op, summed_dims, self.outside.difference(shared), shared)
+            return [SUM]
         if rule is None or factor is None:
             raise UnsplittableError(op, self._why_mixed(op))
         dims = [
@@ -423,10 +419,7 @@ class Analysis:
             # mean(x) + c is the mean of x + c.
             self.result.emit(op, [None] * len(op.inputs), self.outside)
             return AVERAGE
-        shared = [value for value in operands if self.states[value] != SUM]
-        for value in shared:
-            if value in self.outside:
-                self.result.replaced[value] = self.result.take(value, None)
+        shared = self._shared_values([v for v in operands if self.states[v] != SUM])
         arguments = call_arguments(op)
         numbers = {
             name: arguments[name] / self.count
@@ -437,11 +430,18 @@ class Analysis:
         self.result.emit(op, [None] * len(op.inputs), outside, shared, numbers)
         return SUM
 
+    def _shared_values(self, values: Sequence[Value]) -> Sequence[Value]:
+        """Return values that micro-batches divide by their number, which they take from the
+        prologue if it computes them."""
+        for value in self.outside.intersection(values):
+            self.result.replaced[value] = self.result.take(value, None)
+        return values
+
 
 def _ancestors(graph: Graph, value: Value) -> list[Op]:
     needed, ops = {value}, []
     for op in reversed(graph.ops):
         if needed.intersection(op.outputs):
             ops.append(op)
-            needed.update(op.inputs)
+            needed.update(() if op.short_name in FILLED_LIKE else op.inputs)
     return ops

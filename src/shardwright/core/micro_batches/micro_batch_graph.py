@@ -26,6 +26,9 @@ COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")
 """Names of losses whose mean divides by the number of valid targets, or by the sum of their class
 weights."""
 
+FILLED_LIKE = frozenset({"zeros_like", "ones_like", "full_like"})
+"""Names of operators that read the shape of a tensor, but not its elements."""
+
 ADDED_SUFFIXES = ("share", "mean", "mean_cast")
 """Ends of the names of added operators, after the name of the operator that they follow and `_`."""
 
@@ -260,7 +263,7 @@ class MicroBatchGraph:
 
     def _prologue(self, values: Sequence[Value]) -> Graph:
         whole = self.pair.whole
-        ops = tuple(_needed_ops((*whole.ops, *self.counts), values))
+        ops = tuple(_needed_ops((*map(_filled, whole.ops), *self.counts), values))
         read = {value for op in ops for value in op.inputs} | set(values)
         return replace(
             whole,
@@ -279,6 +282,16 @@ class MicroBatchGraph:
             call_tags=(),
             attributes=(),
         )
+
+
+def _filled(op: Op) -> Op:
+    """Return an operator without tensor inputs that computes the same as one of `FILLED_LIKE`;
+    other operators unchanged."""
+    if op.short_name not in FILLED_LIKE:
+        return op
+    number = call_arguments(op).get("fill_value", int(op.short_name == "ones_like"))
+    arguments = (list(op.output.shape), number)
+    return replace(op, target=aten.full.default, args=arguments, kwargs={"dtype": op.output.dtype})
 
 
 def _needed_ops(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
