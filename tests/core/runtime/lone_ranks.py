@@ -24,7 +24,7 @@ import shardwright as sw
 class Lone:
     """A model that is trained on all ranks, and what one of them does alone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, untrained: bool = False) -> None:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
         net = sw.WithLoss(layers, nn.CrossEntropyLoss())
@@ -32,8 +32,9 @@ class Lone:
         plan = sw.plan(net, self.batch, devices=3, mode="data_parallel")
         self.net: Any = sw.parallelize(net, plan)
         self.folder, self.alone = folder, dist.get_rank() == 0
-        for _ in range(3):
-            self.net(*self.batch).backward()
+        if not untrained:
+            for _ in range(3):
+                self.net(*self.batch).backward()
 
     def evaluate(self) -> None:
         self.net.eval()
@@ -55,6 +56,11 @@ class Lone:
     def evaluates_before_a_barrier(self) -> None:
         if self.alone:
             self.evaluate()
+        dist.barrier()
+
+    def makes_its_first_call_before_a_barrier(self) -> None:
+        if self.alone:
+            self.net(*self.batch)
         dist.barrier()
 
     def saves_before_a_barrier(self) -> None:
@@ -113,7 +119,8 @@ def main(case: str, folder: Path) -> None:
     seconds = 10 if case == "outlasts_the_others" else 120
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     torch.set_num_threads(1)
-    lone, started = Lone(folder), time.monotonic()
+    lone = Lone(folder, untrained=case == "makes_its_first_call_before_a_barrier")
+    started = time.monotonic()
     try:
         CASES[case](lone)
     except (sw.DataError, RuntimeError) as error:

@@ -18,6 +18,9 @@ NAMED = {
         r"pass 4 \(lone_ranks.py, line \d+\)"
     ),
     "evaluates_before_a_barrier": "rank 0 in evaluation forward pass 1 .*, ranks 1-2 in `barrier`",
+    "makes_its_first_call_before_a_barrier": (
+        "rank 0 in training forward pass 1 .*, ranks 1-2 in `barrier`"
+    ),
     "saves_before_a_barrier": "rank 0 in save_checkpoint 1 .*, ranks 1-2 in `barrier`",
     "saves_a_state_dict": "rank 0 in save_state_dict 1 .*, ranks 1-2 in train_step 1",
     "gathers": "rank 0 in whole 1 .*, ranks 1-2 in backward pass 4",

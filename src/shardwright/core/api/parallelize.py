@@ -27,6 +27,7 @@ from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.accelerator import device_of_group, use_device
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import of_micro_batches
+from shardwright.core.runtime.rank_calls import rank_calls
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError, ShardwrightError
 
@@ -96,6 +97,9 @@ def parallelize(
         if sync and devices.is_distributed:
             take_state_of_rank_0(net, rank_device)
         parallel = parallel_module(net, partitioned, devices, copy=copy, release=release)
+    if devices.is_distributed:
+        # From here on: a rank that never calls the model is named by those that wait for it.
+        rank_calls()
     # The copy was made while `net` was in the planned mode.
     if parallel.training != net.training:
         parallel.train(net.training)

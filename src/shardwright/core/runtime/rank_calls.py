@@ -214,7 +214,7 @@ class RankCalls:
 
     def _look(self) -> None:
         """Write what this rank is doing, and read whether the ranks can never meet."""
-        is_idle = time.monotonic() - self._changed > PATIENCE and self._count > 0
+        is_idle = time.monotonic() - self._changed > PATIENCE
         text = f"{self._store.add('requests', 0)} {self._state().to_json()}" if is_idle else ""
         if text != self._written:
             self._store.set(f"rank {self._rank}", text)
