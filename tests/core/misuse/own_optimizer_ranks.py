@@ -118,6 +118,33 @@ class ListState(OwnOptimizer):
         torch._foreach_add_(parameters, state, alpha=-0.01)
 
 
+class ScheduleFree(OwnOptimizer):
+    """Interpolates towards a copy of the parameters, by operators on lists."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        gradients = [parameter.grad for parameter in parameters]
+        copies = [self.state[p].setdefault("copy", p.clone()) for p in parameters]
+        squares = [self.state[p].setdefault("square", torch.zeros_like(p)) for p in parameters]
+        torch._foreach_mul_(squares, 0.9)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=0.1)
+        scaled = torch._foreach_div(gradients, torch._foreach_add(squares, 1e-2))
+        torch._foreach_lerp_(parameters, copies, weight=0.5)
+        torch._foreach_sub_(copies, scaled, alpha=1e-3)
+
+
+class Distance(OwnOptimizer):
+    """Learns its rate from the distance to the first parameters, and keeps gradients in a list."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        first = state.setdefault("first", p.flatten().clone())
+        gradients = state.setdefault("gradients", [])
+        gradients.append(grad.clone())
+        distance = torch.dot(grad.flatten(), first - p.flatten()).abs().item()
+        p.sub_(torch.stack(gradients[-3:]).median(0).values, alpha=lr * (1 + distance))
+
+
 class Noisy(OwnOptimizer):
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
         p.sub_(grad.sign() + torch.randn(p.shape), alpha=lr)
@@ -134,6 +161,8 @@ OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "Shampoo": lambda net: Shampoo(net.parameters()),
     "sparsified": lambda net: Sparsified(net.parameters()),
     "lists": lambda net: ListState(net.parameters()),
+    "schedule-free": lambda net: ScheduleFree(net.parameters()),
+    "distance": lambda net: Distance(net.parameters()),
     "noisy": lambda net: Noisy(net.parameters()),
     "Muon and AdamW": lambda net: MuonAdamW(net.parameters(), tables=table_shapes(net)),
 }
