@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+import os
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -119,6 +123,45 @@ class LocalParts(Net):
         return hidden.square().mean() * self.calls
 
 
+SCALE = ContextVar("SCALE", default=1.0)
+
+
+def scaled(factors: dict[str, float], x: Tensor) -> Tensor:
+    return x * factors["now"]
+
+
+class Reaching(Net):
+    """Reads state that is in no attribute of a module."""
+
+    per_class = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = {"now": 1.0}
+        self.scaled = functools.partial(scaled, self.factors)
+        enclosed = [1.0]
+        self.enclosed, self.shifted = enclosed, lambda x: x + enclosed[0]
+        SCALE.set(1.0)
+        Reaching.per_class = 1.0
+        os.environ["SHIFT_OF_TEST"] = "0"
+
+    def change(self, place: int, value: float) -> None:
+        if place == 0:
+            self.factors["now"] = value
+        elif place == 1:
+            self.enclosed[0] = value
+        elif place == 2:
+            SCALE.set(value)
+        elif place == 3:
+            os.environ["SHIFT_OF_TEST"] = str(value)
+        else:
+            Reaching.per_class = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.shifted(self.scaled(self.hidden(x))) * SCALE.get() * self.per_class
+        return (hidden + float(os.environ["SHIFT_OF_TEST"])).square().mean()
+
+
 def loss_of(result: Any) -> Tensor:
     loss: Tensor = result if isinstance(result, Tensor) else result.loss
     return loss
@@ -201,7 +244,53 @@ def evaluation_and_copies() -> None:
     assert (planned.calls, copied.calls) == (STEPS + 1, STEPS + 2)
 
 
+def state_that_is_in_no_attribute() -> None:
+    for place in range(5):
+        eager, net, (x, *_) = Reaching(), Reaching(), batches()
+        sw.shard(net.first, in_strategy=((1, 1), (2, 1)))
+        planned = sw.parallelize(net, sw.plan(net, (x,), devices=2))
+        for value in (1.0, 2.0, 2.0, 3.0):
+            for each in (planned, eager):
+                each.change(place, value)
+                each.zero_grad()
+            losses = [full(planned(x)), eager(x)]
+            torch.testing.assert_close(*losses)
+            for loss in losses:
+                loss.backward()
+            for wanted, own in zip(eager.parameters(), planned.parameters(), strict=True):
+                torch.testing.assert_close(full(own.grad), wanted.grad)
+
+
+class History:
+    def __init__(self) -> None:
+        self.scale, self.losses = 2.0, [0.0]
+
+
+class Recording(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        history = self.history = History()
+        self.scaled = lambda x: x * history.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.hidden(x)).square().mean()
+
+
+def state_of_one_rank_that_is_not_read() -> None:
+    eager, net, (x, *_) = Recording(), Recording(), batches()
+    sw.shard(net.first, in_strategy=((1, 1), (2, 1)))
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=2))
+    for _ in range(3):
+        loss = full(planned(x))
+        torch.testing.assert_close(loss, eager(x))
+        loss.backward()
+        if dist.get_rank() == 0:
+            net.history.losses.append(loss.item())
+
+
 CHECKS = (
+    state_that_is_in_no_attribute,
+    state_of_one_rank_that_is_not_read,
     numbers_of_attributes,
     tensors_in_attributes,
     parts_that_are_not_traced,

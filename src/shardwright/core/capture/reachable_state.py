@@ -7,6 +7,7 @@ A captured program has none of it: `forward` runs once, on the rank that capture
 from __future__ import annotations
 
 import functools
+import os
 import random
 import sys
 from collections import deque
@@ -97,14 +98,26 @@ class ReachableState:
     Attributes of the module and its submodules, their parameters and buffers are not compared, but
     what these attributes hold.
 
+    Args:
+        alias: another object with the attributes of `module`.
+        max_parts: number of parts that are compared, those nearest to the module; 1,000 bytes of
+            an array count as one.
+
     Attributes:
         codes: of the functions that may run.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        alias: nn.Module | None = None,
+        max_parts: int = sys.maxsize,
+    ) -> None:
+        self._parts_left = max_parts
         self.codes: dict[CodeType, None] = {}
         self._holders: list[_Holder] = []
-        self._seen: dict[int, Any] = {id(each): each for each in _GENERATORS_OF_LIBRARIES}
+        known = (*_GENERATORS_OF_LIBRARIES, alias)
+        self._seen: dict[int, Any] = {id(each): each for each in known}
         self._names: set[str] = {"forward"}
         self._classes: dict[type, None] = {}
         self._waiting: deque[tuple[Any, StateLocation]] = deque()
@@ -172,6 +185,10 @@ class ReachableState:
         self, value: Any, place: StateLocation, read: Callable[[Any], Parts] = contents_of
     ) -> None:
         parts = read(value)
+        sizes = (len(part) for part in parts.values() if isinstance(part, bytes))
+        self._parts_left -= len(parts) + sum(sizes) // 1_000
+        if self._parts_left < 0:
+            return
         self._holders.append(_Holder(value, place, read, parts))
         if len(parts) <= _MOST_PARTS:
             for key, part in parts.items():
@@ -230,6 +247,9 @@ class ReachableState:
         which it may also import itself."""
         names = frozenset(names_in(function.__code__))
         self._names |= names
+        if names & {"environ", "getenv"} and id(os.environ) not in self._seen:
+            self._seen[id(os.environ)] = os.environ
+            self._hold(os.environ, StateLocation("environment variable {}"), dict)
         if "globals" in names:
             names |= function.__globals__.keys()
         read = _Variables(names)
@@ -294,6 +314,9 @@ def _write(value: Any, read: Callable[[Any], Parts], before: Parts, now: Parts) 
             del value.cell_contents
         else:
             value.cell_contents = before[STATE]
+    elif value is os.environ:
+        os.environ.clear()
+        os.environ.update(before)
     elif isinstance(value, (list, deque)):
         value.clear()
         value.extend([part for key, part in before.items() if isinstance(key, int)])

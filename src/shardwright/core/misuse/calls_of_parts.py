@@ -23,8 +23,13 @@ def explain_calls_of_parts(net: nn.Module) -> None:
 def leave_calls_of_parts(net: nn.Module) -> None:
     """Undo `explain_calls_of_parts` for the submodules of `net`."""
     for part in net.modules():
-        if getattr(vars(part).get("forward"), "__func__", None) is _forward_of_part:
+        if explains_calls(vars(part).get("forward")):
             del vars(part)["forward"]
+
+
+def explains_calls(forward: object) -> bool:
+    """Whether `forward`, of a submodule, was set by `explain_calls_of_parts`."""
+    return getattr(forward, "__func__", None) is _forward_of_part
 
 
 def _forward_of_part(part: nn.Module, *args: Any, **kwargs: Any) -> Any:

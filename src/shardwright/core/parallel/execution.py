@@ -61,6 +61,7 @@ from shardwright.core.runtime.micro_batches import (
 )
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import HooksOfModules
+from shardwright.core.torch_internals.modules import alias_module
 from shardwright.errors import PlanError
 
 log = logging.getLogger(__name__)
@@ -97,8 +98,7 @@ class Execution(Recapture):
     ) -> None:
         super().__init__(module, template, partitioned, devices, hooks)
         partitioned, graph = self.partitioned, self.partitioned.graph
-        is_split = partitioned.pipeline.micro_batches * partitioned.pipeline.stages > 1
-        if is_split and graph.python is not None and graph.python.depends_on_calls:
+        if self._is_split and graph.python is not None and graph.python.depends_on_calls:
             raise PlanError(ONCE_PER_BATCH)
         self.captured_hooks = nn.Module()
         """Holds the forward hooks, and a `forward` set on the instance, that programs contain."""
@@ -162,7 +162,7 @@ class Execution(Recapture):
         # and wait for each other in their collectives.
         self._guard.begin(call_key, inputs, planned_indices)
         call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
-        key = self._python.matching(self._forwards, situation, call)
+        key = self._python.matching(self._forwards, self._reachable.key(situation), call)
         if key not in self._forwards:
             # Tensors made in inference mode cannot be saved for backward, and a later call may
             # train this program.
@@ -238,7 +238,9 @@ class Execution(Recapture):
                 or the batch cannot be split as planned.
         """
         python = self.partitioned.graph.python
-        if python is not None and python.depends_on_calls:
+        depends_on_calls = python is not None and python.depends_on_calls
+        # The program of a later Python state may change objects.
+        if depends_on_calls or (not self._is_split and self._reachable.key(())):
             return self._train_with_python(args, kwargs)
         bound, leaves, dims = self._step_for(args, kwargs)
         loss_of(bound.step.partitioned.graph)
@@ -331,6 +333,8 @@ class Execution(Recapture):
         result._guard = BatchGuard(self.devices, graph, self.partitioned.decisions.arrivals)
         result._state = self._state.of_copy(module, result.captured_hooks)
         result._python = self._python.of_copy(module)
+        user_module = alias_module(module, type(self._user_module))
+        result._reachable = self._reachable.of_copy(user_module, module)
         result._bind_tensors()
         return result
 
@@ -397,7 +401,7 @@ class Execution(Recapture):
         key = (*situation, micro_batches)
         inputs = self._leaves.on_device(leaves)
         self._guard.begin(key, inputs, planned_indices)
-        key = self._python.matching(self._train_steps, key, call)
+        key = self._python.matching(self._train_steps, self._reachable.key(key), call)
         if key not in self._train_steps:
             partitioned = self.partitioned
             is_planned = key == (*self._planned_situation, micro_batches)

@@ -6,11 +6,11 @@ Each call first checks cheaply whether anything has changed, and only then compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
-from operator import call, contains, is_, itemgetter
+from operator import call, contains, is_, itemgetter, methodcaller
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,6 +28,7 @@ from shardwright.core.capture.attributes import (
     variables_at,
 )
 from shardwright.core.capture.global_variables import GLOBALS
+from shardwright.core.misuse.calls_of_parts import explains_calls
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import (
     HooksOfModules,
@@ -148,6 +149,8 @@ class PythonState:
             if (children := own_modules(child))
         }
         self._parents = list(self._children.values())
+        self._modules = [vars(child) for path, child in self._by_path.items() if path]
+        self._forwards = list(map(_forward_of, self._modules))
         self._planned_children = list(map(dict, self._parents))
 
     def watch(self, attributes: Attributes) -> None:
@@ -171,6 +174,8 @@ class PythonState:
         """
         if self._parents != self._planned_children:
             self._refuse_replaced()
+        if list(map(_forward_of, self._modules)) != self._forwards:
+            self._refuse_patched()
         if num_registered_hooks() != self._registered:
             self._check_hooks()
             self._record_state()
@@ -214,6 +219,18 @@ class PythonState:
                     f"a submodule of {_describe_module(path)} was replaced after planning, which "
                     "would have no effect\nreplace it before `plan`"
                 )
+
+    def _refuse_patched(self) -> None:
+        """Refuse a `forward` set on a submodule, except those that explain calls of parts."""
+        paths = [path for path in self._by_path if path]
+        for place, own in enumerate(self._modules):
+            now = _forward_of(own)
+            if now != self._forwards[place] and not (now is None or explains_calls(now)):
+                raise PlanError(
+                    f"`forward` of {_describe_module(paths[place])} was replaced after planning,"
+                    " which would have no effect\nreplace it before `plan`"
+                )
+        self._forwards = list(map(_forward_of, self._modules))
 
     def _record_state(self) -> None:
         """Record the current state, and prepare to detect changes.
@@ -331,6 +348,10 @@ def _content_check(value: Any) -> Callable[[], bool]:
         return lambda: vars(value) == copies
     before = content(value)
     return lambda: content(value) == before
+
+
+_forward_of: Callable[[Mapping[str, Any]], Any] = methodcaller("get", "forward")
+"""The `forward` set on a module itself, from its attributes; None without one."""
 
 
 def _describe_module(path: str) -> str:

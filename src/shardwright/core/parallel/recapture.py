@@ -15,11 +15,13 @@ from shardwright.core.capture.shapes import Captures
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.local_map import bind_modules
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
+from shardwright.core.misuse.calls_of_parts import leave_calls_of_parts
 from shardwright.core.misuse.original import OriginalModel
 from shardwright.core.misuse.planned_parameters import PlannedParameters
 from shardwright.core.parallel.call import PlannedCall
 from shardwright.core.parallel.python_calls import PythonCalls
 from shardwright.core.parallel.python_state import PythonState
+from shardwright.core.parallel.reachable_python import ReachablePython
 from shardwright.core.parallel.train_step import check_whole_batch
 from shardwright.core.partition.decisions import adapt_decisions
 from shardwright.core.partition.fold_axes import fold_axes, split_axes
@@ -30,6 +32,7 @@ from shardwright.core.runtime.micro_batches import SampleDims, of_micro_batches
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
 from shardwright.core.torch_internals.modules import alias_module
+from shardwright.errors import CaptureError
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +70,17 @@ class Recapture:
         graph = self.partitioned.graph
         self._parameters_as_planned = PlannedParameters(module, graph.frozen)
         self._state = PythonState(module, graph.attributes, hooks)
+        self._reachable = ReachablePython(self._user_module, module)
+        # Guards know what the call of the plan has read.
+        self._reachable.is_guarded = graph.python is not None
         self._planned_call = PlannedCall(template.forward, graph)
-        self._captures = Captures(graph, (self._state.key(), (), None))
+        self._captures = Captures(graph, ((self._state.key(), (), None), 0))
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether several calls of the program, each for a part of the batch, make a step."""
+        pipeline = self.partitioned.pipeline
+        return pipeline.micro_batches * pipeline.stages > 1
 
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """Return the cache key of the current situation.
@@ -152,13 +164,34 @@ class Recapture:
         # the model refuse to run under such hooks.
         with without_saved_tensor_hooks():
             graph = self.partitioned.graph
+            if self._reachable.version and (guarded := self._guarded_graph(call)) is not None:
+                return guarded
             if graph.python is None:
-                graph = self._captures.graph(call, graph.compute_dtype, self._module_state())
+                state = self._module_state(), self._reachable.version
+                graph = self._captures.graph(call, graph.compute_dtype, state)
             if graph.python is not None:
                 # The guards must refer to the objects of the model itself, not of the template.
                 of_model = (call.args, call.kwargs)
                 graph = self._python.capture(of_model, graph.compute_dtype, call.autocast)
             return graph
+
+    def _guarded_graph(self, call: CapturedCall) -> Graph | None:
+        """Capture the model with guards on all Python state that it reads; None if that fails.
+
+        A model whose batch is split is not captured so, as its Python would run several times.
+        """
+        if self._is_split:
+            return None
+        dtype = self.partitioned.graph.compute_dtype
+        # Guards would see the attributes by which these are explained.
+        leave_calls_of_parts(self.module)
+        try:
+            graph = self._python.capture((call.args, call.kwargs), dtype, call.autocast)
+        except CaptureError as error:
+            log.debug("the model is captured without guards: %s", error)
+            return None
+        self._reachable.is_guarded = True
+        return graph
 
     def _bind_local_maps(self, partitioned: Partitioned) -> Partitioned:
         """Return `partitioned` with `sw.local_map` operators bound to the submodules of
