@@ -149,8 +149,8 @@ class PythonState:
             if (children := own_modules(child))
         }
         self._parents = list(self._children.values())
-        self._modules = [vars(child) for path, child in self._by_path.items() if path]
-        self._forwards = list(map(_forward_of, self._modules))
+        self._parts = [vars(child) for path, child in self._by_path.items() if path]
+        self._forwards = list(map(_forward_of, self._parts))
         self._planned_children = list(map(dict, self._parents))
 
     def watch(self, attributes: Attributes) -> None:
@@ -174,7 +174,7 @@ class PythonState:
         """
         if self._parents != self._planned_children:
             self._refuse_replaced()
-        if list(map(_forward_of, self._modules)) != self._forwards:
+        if list(map(_forward_of, self._parts)) != self._forwards:
             self._refuse_patched()
         if num_registered_hooks() != self._registered:
             self._check_hooks()
@@ -223,14 +223,14 @@ class PythonState:
     def _refuse_patched(self) -> None:
         """Refuse a `forward` set on a submodule, except those that explain calls of parts."""
         paths = [path for path in self._by_path if path]
-        for place, own in enumerate(self._modules):
+        for place, own in enumerate(self._parts):
             now = _forward_of(own)
             if now != self._forwards[place] and not (now is None or explains_calls(now)):
                 raise PlanError(
                     f"`forward` of {_describe_module(paths[place])} was replaced after planning,"
                     " which would have no effect\nreplace it before `plan`"
                 )
-        self._forwards = list(map(_forward_of, self._modules))
+        self._forwards = list(map(_forward_of, self._parts))
 
     def _record_state(self) -> None:
         """Record the current state, and prepare to detect changes.

@@ -36,8 +36,8 @@ class ReachablePython:
     """
 
     def __init__(self, user_module: nn.Module, module: nn.Module) -> None:
-        self._modules = user_module, module
-        self._state = ReachableState(*self._modules, max_parts=MAX_PARTS)
+        self._aliases = user_module, module
+        self._state = ReachableState(*self._aliases, max_parts=MAX_PARTS)
         self.version, self.is_guarded = 0, False
 
     def of_copy(self, user_module: nn.Module, module: nn.Module) -> ReachablePython:
@@ -57,7 +57,7 @@ class ReachablePython:
         if change is None:
             return
         self.version += 1
-        self._state = ReachableState(*self._modules, max_parts=MAX_PARTS)
+        self._state = ReachableState(*self._aliases, max_parts=MAX_PARTS)
         log.info("%s has changed since the capture", change.place)
         if self.version == MAX_CHANGES:
             _warn_of_last_change(change)
