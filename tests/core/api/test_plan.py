@@ -42,6 +42,23 @@ def test_a_plan_by_time_runs_as_one_device_does() -> None:
     assert sw.check(net, args, kwargs, plan).passes()
 
 
+@pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode])
+def test_a_plan_is_the_same_in_a_region_without_gradients(region: Callable[[], Any]) -> None:
+    net, args, kwargs = mlp(batch=8, sizes=(16, 16))
+    options: dict[str, Any] = {"devices": 2, "optimizer": torch.optim.AdamW(net.parameters())}
+    wanted = sw.plan(net, args, kwargs, **options)
+    with region():
+        plan = sw.plan(net, args, kwargs, **options)
+    assert (plan.cuts, plan.memory) == (wanted.cuts, wanted.memory)
+
+
+def test_a_class_of_optimizers_is_refused() -> None:
+    net, args, kwargs = mlp(batch=8, sizes=(16, 16))
+    optimizer: Any = torch.optim.AdamW
+    with pytest.raises(sw.PlanError, match=r"AdamW.*: unknown optimizer\n.*an instance of"):
+        sw.plan(net, args, kwargs, devices=2, optimizer=optimizer)
+
+
 def test_exact_finds_a_plan_and_says_how_near_the_optimum_it_is(
     model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:

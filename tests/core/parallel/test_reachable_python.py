@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.core.parallel.reachable_python import MAX_CHANGES
+from shardwright.core.parallel.reachable_python import MAX_UNREAD
 
 
 class Tracker:
@@ -49,7 +49,7 @@ def planned_and_eager(make: type[Tracked], **options: Any) -> tuple[Any, Tracked
 
 def test_state_that_is_not_read_is_captured_with_its_guards_once() -> None:
     planned, _, x = planned_and_eager(Tracked)
-    for _ in range(2 * MAX_CHANGES):
+    for _ in range(2 * MAX_UNREAD):
         planned.tracker.losses.append(float(planned(x).detach()))
     assert len(planned.execution._forwards) == 2
 
@@ -70,16 +70,39 @@ def test_a_training_step_reads_the_state_of_its_call(
         torch.testing.assert_close(planned.linear.weight.grad, eager.linear.weight.grad)
 
 
-def test_a_state_that_guards_cannot_watch_and_changes_all_the_time_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_changes_all_the_time_and_is_not_read_is_ignored_with_a_warning(
+    micro_batches: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    planned, _, x = planned_and_eager(Untraceable)
+    planned, _, x = planned_and_eager(Untraceable, micro_batches=micro_batches)
     with caplog.at_level(logging.WARNING):
-        for _ in range(MAX_CHANGES + 2):
-            planned(x)
+        for _ in range(MAX_UNREAD + 4):
+            planned.train_step(x)
             planned.tracker.losses.append(0.0)
-    (warning,) = [r.getMessage() for r in caplog.records if "further changes" in r.getMessage()]
-    assert "losses" in warning and "a buffer" in warning
+    (warning,) = [r.getMessage() for r in caplog.records if "are ignored" in r.getMessage()]
+    assert "losses" in warning and "in a buffer" in warning
+
+
+def test_what_is_read_takes_effect_as_often_as_it_changes() -> None:
+    planned, eager, x = planned_and_eager(Untraceable)
+    for step in range(MAX_UNREAD + 4):
+        for each in (planned, eager):
+            each.tracker.scales.append(float(step))
+        torch.testing.assert_close(planned(x), eager(x))
+
+
+def test_an_attribute_that_is_set_on_the_class_of_the_planned_model_takes_effect() -> None:
+    class Scaled(Tracked):
+        factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.factor
+
+    planned, eager, x = planned_and_eager(Scaled)
+    for factor in (2.0, 3.0):
+        type(planned).factor = factor
+        torch.testing.assert_close(planned(x), eager(x))
+        assert Scaled.factor == factor
 
 
 def test_a_copy_has_a_state_of_its_own() -> None:

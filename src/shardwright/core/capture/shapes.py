@@ -95,7 +95,7 @@ class _Kind:
             self._tries_left = 0
             return None
         found = [(known, trace.graph(_call_of(known, call))) for known in self._known]
-        same = {_are_equal(known, graph) for known, graph in found if graph is not None}
+        same = {are_equal(known, graph) for known, graph in found if graph is not None}
         self._tries_left = 0 if False in same else self._tries_left - 1
         if same != {True}:
             return None
@@ -103,7 +103,7 @@ class _Kind:
         return trace.graph(call)
 
 
-def _are_equal(known: Graph, graph: Graph) -> bool:
+def are_equal(known: Graph, graph: Graph) -> bool:
     pairs = zip(known.constants.values(), graph.constants.values(), strict=True)
     return known.fingerprint == graph.fingerprint and all(torch.equal(a, b) for a, b in pairs)
 

@@ -113,7 +113,8 @@ def dry_run_chunk(
         on_share: called with the completed fraction of lowering and actions.
     """
     run = _MetaChunk.of(partitioned, chunk, BACKWARD_INPUT in kinds, cached_results)
-    with run.live, FusedAttention():
+    # The caller may plan in a region without gradients.
+    with torch.inference_mode(False), torch.enable_grad(), run.live, FusedAttention():
         stock = run.live.bytes_between(run.label_live_tensors(BUFFERS))
         begin = run.phase(run.begin, WEIGHTS)
         runs = subrange(on_share, 1, 1 + len(kinds), size=len(kinds))

@@ -187,6 +187,8 @@ def _makers(
         if optimizer == "muon":
             by_name = ["adamw" if shard.is_table else optimizer for shard in shards]
         return by_name
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise _unknown_optimizer(optimizer)
     groups = [_group_factory(optimizer, group) for group in optimizer.param_groups]
     makers: dict[Shape, list[MakeOptimizer]] = {}
     for group, make in zip(optimizer.param_groups, groups, strict=True):
@@ -228,12 +230,16 @@ def _optimizer_factory(optimizer: Maker) -> MakeOptimizer:
     if not isinstance(optimizer, str):
         return optimizer
     if optimizer not in OPTIMIZERS:
-        valid = ", ".join(OPTIMIZERS)
-        raise PlanError(
-            f"optimizer={optimizer!r}: unknown optimizer\n"
-            f"use one of {valid}, or an instance of torch.optim.Optimizer"
-        )
+        raise _unknown_optimizer(optimizer)
     return OPTIMIZERS[optimizer].example
+
+
+def _unknown_optimizer(optimizer: object) -> PlanError:
+    valid = ", ".join(OPTIMIZERS)
+    return PlanError(
+        f"optimizer={optimizer!r}: unknown optimizer\n"
+        f"use one of {valid}, or an instance of torch.optim.Optimizer"
+    )
 
 
 @lru_cache(maxsize=1 << 12)

@@ -187,8 +187,8 @@ def everything_in_float64() -> Iterator[None]:
 
 class CastsToFloat64(TorchFunctionMode):
     """Function mode in which casts (`x.float()`) and dtype arguments (`x.to(torch.float32)`,
-    `torch.zeros(3, dtype=torch.float32)`) become float64, and `torch._grouped_mm` has a kernel for
-    it.
+    `torch.zeros(3, dtype=torch.float32)`) become float64, and `torch._grouped_mm` computes in
+    float64.
 
     Needed in addition to `EverythingInFloat64` for tracing, which records the operators of a model
     before they reach a dispatch mode.

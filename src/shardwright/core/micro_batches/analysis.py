@@ -16,7 +16,7 @@ import torch
 from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Graph, Op, SampleReduction, Value
 from shardwright.core.graph.local_map import LocalCall
-from shardwright.core.micro_batches.batch_norms import is_batch_norm, use_of_statistics
+from shardwright.core.micro_batches.batch_norms import takes_statistics, use_of_statistics
 from shardwright.core.micro_batches.linear_operators import ADDITIVE, LINEAR, dims_of_indexed_sum
 from shardwright.core.micro_batches.micro_batch_graph import (
     FILLED_LIKE,
@@ -126,7 +126,7 @@ class Analysis:
         """
         # The code of a `local_map` may draw random numbers or depend on other values.
         known = self.free.issuperset(op.inputs) or op.short_name in FILLED_LIKE
-        free = known and not self._is_batch_norm(op)
+        free = known and not self._keeps_statistics(op)
         free = free and not is_random(op) and not isinstance(op.target, LocalCall)
         if free:
             self.free.update(op.outputs)
@@ -148,13 +148,13 @@ class Analysis:
 
     def _check_input_states(self, op: Op) -> None:
         # In training, running statistics do not change what a batch norm returns.
-        read = op.inputs[:1] if self._is_batch_norm(op) else op.inputs
+        read = op.inputs[:1] if self._keeps_statistics(op) else op.inputs
         if any(self.states[value] == UNKNOWN for value in read):
             raise UnsplittableError(op, "reads what mixes samples")
 
-    def _is_batch_norm(self, op: Op) -> bool:
+    def _keeps_statistics(self, op: Op) -> bool:
         """Whether an operator normalizes each micro-batch by its own statistics."""
-        return self.per_micro_batch and is_batch_norm(op)
+        return self.per_micro_batch and takes_statistics(op)
 
     def _output_states(self, op: Op, free: bool) -> list[SampleState]:
         """Return the states of the outputs of an operator.
@@ -176,7 +176,7 @@ class Analysis:
             states = self._output_states_from_reduced_inputs(op)
         else:
             states = self._output_states_from_shared_inputs(op, free)
-        if self._is_batch_norm(op):
+        if self._keeps_statistics(op):
             states[1:] = [UNKNOWN] * (len(states) - 1)
         for value, state in zip(op.outputs, states, strict=True):
             if state != POSITIONS and self._varying_dims(value) != (
@@ -295,7 +295,7 @@ class Analysis:
         reduced: list[SampleState]
         if isinstance(op.target, LocalCall):
             reduced = [AVERAGE if op.target.is_mean(n) else SUM for n in range(len(op.outputs))]
-        elif is_batch_norm(op) or all(factor in place for place in rule.outputs):
+        elif takes_statistics(op) or all(factor in place for place in rule.outputs):
             reduced = [SUM] * len(op.outputs)
         else:
             reduced = [self._reduced_state(op, rule, factor)] * len(op.outputs)
@@ -305,9 +305,9 @@ class Analysis:
         ]
 
     def _why_mixed(self, op: Op) -> str:
-        if self._is_batch_norm(op):
+        if self._keeps_statistics(op):
             return "normalizes samples that are not in its dimension 0"
-        return use_of_statistics(op) if is_batch_norm(op) else "mixes samples"
+        return use_of_statistics(op) if takes_statistics(op) else "mixes samples"
 
     def _sample_factor(self, op: Op, rule: ShardingRule) -> str | None:
         """Return the factor of the batch dimension in the operator's rule; None if it mixes
@@ -331,7 +331,7 @@ class Analysis:
         divides = rule.capacity.get(factor, 0) % self.count == 0
         # A reduction within the operator, as in batch norm, runs over all samples. In a mean over
         # targets it is the divisor, which the prologue computes.
-        if self._is_batch_norm(op):
+        if self._keeps_statistics(op):
             reduces = self.states[op.inputs[0]] != 0
         else:
             reduces = bool(not is_mean_over_targets(op) and rule.reductions(op, {factor: 2}))
@@ -431,8 +431,8 @@ class Analysis:
         return SUM
 
     def _shared_values(self, values: Sequence[Value]) -> Sequence[Value]:
-        """Return values that micro-batches divide by their number, which they take from the
-        prologue if it computes them."""
+        """Return `values`, which each micro-batch divides by the number of micro-batches, and
+        replace those that the prologue computes by inputs from it."""
         for value in self.outside.intersection(values):
             self.result.replaced[value] = self.result.take(value, None)
         return values

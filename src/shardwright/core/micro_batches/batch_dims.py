@@ -36,8 +36,8 @@ def sample_dims(graph: Graph) -> dict[Value, int]:
 
 
 def other_sample_dims(graph: Graph) -> tuple[int | None, ...]:
-    """Return the batch dimension of each leaf of a call; empty if it is 0 for all inputs with
-    one."""
+    """Return the batch dimension of each leaf of a call, None where there is none; empty if no
+    batch dimension is other than 0."""
     dims = sample_dims(graph)
     if not any(dims.values()):
         return ()

@@ -16,7 +16,7 @@ AVERAGES_ALL = "updates running statistics by those of all samples"
 """Verb phrases of errors, which `batch_norm="per_micro_batch"` resolves."""
 
 
-def is_batch_norm(op: Op) -> bool:
+def takes_statistics(op: Op) -> bool:
     """Whether an operator takes statistics of all its samples: a batch norm in training, or an
     instance norm with running statistics."""
     return op.target in (batch_norm_train, instance_norm_train)
@@ -31,7 +31,7 @@ def running_statistics(graph: Graph) -> set[Value]:
     """Updated buffers, and all that follows from them and from new running statistics alone."""
     statistics = {before for before, _ in graph.updates}
     for op in graph.ops:
-        if is_batch_norm(op):
+        if takes_statistics(op):
             statistics.update(op.outputs[1:])
         elif op.inputs and statistics.issuperset(op.inputs):
             statistics.update(op.outputs)
@@ -46,7 +46,7 @@ def refused_update(graph: Graph, per_micro_batch: bool) -> str | None:
     """
     if graph.loss is None:
         return None
-    batch_norms = [op for op in graph.ops if is_batch_norm(op) and len(op.outputs) > 1]
+    batch_norms = [op for op in graph.ops if takes_statistics(op) and len(op.outputs) > 1]
     if batch_norms and not per_micro_batch:
         return str(UnsplittableError(batch_norms[0], use_of_statistics(batch_norms[0])))
     measured = {value for op in batch_norms for value in op.outputs[1:]}

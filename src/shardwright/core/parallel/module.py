@@ -234,7 +234,9 @@ def parallel_module(
     if initialization.names and other_stages:
         initialization.add_placeholders(stored, template, other_stages)
     # Not by assignment, which a `__setattr__` of the model may intercept.
-    object.__setattr__(stored, "__class__", _parallel_class(stored, user_forward))
+    parallel_class = _parallel_class(stored, user_forward)
+    execution.class_names = frozenset(vars(parallel_class))
+    object.__setattr__(stored, "__class__", parallel_class)
     assert isinstance(stored, ParallelModule)
     # Guards on the user's Python see the attribute by which calls of parts are explained.
     if devices.mesh is not None and partitioned.graph.python is None:

@@ -223,11 +223,11 @@ class PythonState:
     def _refuse_patched(self) -> None:
         """Refuse a `forward` set on a submodule, except those that explain calls of parts."""
         paths = [path for path in self._by_path if path]
-        for place, own in enumerate(self._parts):
+        for path, own, planned in zip(paths, self._parts, self._forwards, strict=True):
             now = _forward_of(own)
-            if now != self._forwards[place] and not (now is None or explains_calls(now)):
+            if now != planned and not (now is None or explains_calls(now)):
                 raise PlanError(
-                    f"`forward` of {_describe_module(paths[place])} was replaced after planning,"
+                    f"`forward` of {_describe_module(path)} was replaced after planning,"
                     " which would have no effect\nreplace it before `plan`"
                 )
         self._forwards = list(map(_forward_of, self._parts))

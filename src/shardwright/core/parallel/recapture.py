@@ -18,7 +18,7 @@ from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.misuse.calls_of_parts import leave_calls_of_parts
 from shardwright.core.misuse.original import OriginalModel
 from shardwright.core.misuse.planned_parameters import PlannedParameters
-from shardwright.core.parallel.call import PlannedCall
+from shardwright.core.parallel.call import PlannedCall, argument_key
 from shardwright.core.parallel.python_calls import PythonCalls
 from shardwright.core.parallel.python_state import PythonState
 from shardwright.core.parallel.reachable_python import ReachablePython
@@ -50,6 +50,8 @@ class Recapture:
 
     original: OriginalModel | None = None
     """The user's model, of which `module` is a copy (`copy=True`); None if there is no copy."""
+    class_names: frozenset[str] = frozenset()
+    """The names that the class of the planned model defines, besides the user's class."""
 
     def __init__(
         self,
@@ -82,6 +84,14 @@ class Recapture:
         pipeline = self.partitioned.pipeline
         return pipeline.micro_batches * pipeline.stages > 1
 
+    def _set_on_user_class(self) -> None:
+        """Set on the user's class what was set on that of the planned model, as `type(net)`."""
+        planned, user_class = type(self.module), type(self._user_module)
+        names = vars(planned).keys() - self.class_names
+        for name in (name for name in names if not name.startswith(("__", "_abc_"))):
+            setattr(user_class, name, vars(planned)[name])
+            delattr(planned, name)
+
     def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """Return the cache key of the current situation.
 
@@ -94,6 +104,8 @@ class Recapture:
         """
         if self.original is not None:
             self.original.check(self.module)
+        if len(vars(type(self.module))) != len(self.class_names):
+            self._set_on_user_class()
         return *self._module_state(), spec, tuple(leaves)
 
     def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
@@ -169,6 +181,9 @@ class Recapture:
             if graph.python is None:
                 state = self._module_state(), self._reachable.version
                 graph = self._captures.graph(call, graph.compute_dtype, state)
+                if self._reachable.version:
+                    inputs = tuple(argument_key(leaf) for leaf in graph.inputs)
+                    self._reachable.compare((state[0], graph.in_spec, inputs), graph)
             if graph.python is not None:
                 # The guards must refer to the objects of the model itself, not of the template.
                 of_model = (call.args, call.kwargs)

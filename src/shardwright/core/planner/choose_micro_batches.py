@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from shardwright.core.micro_batches.batch_norms import is_batch_norm
+from shardwright.core.micro_batches.batch_norms import takes_statistics
 from shardwright.core.planner.candidate import Candidate
 from shardwright.errors import (
     CaptureError,
@@ -47,7 +47,7 @@ def with_best_micro_batches(
     best: Candidate | None = None
     errors: list[ShardwrightError] = []
     for count in counts:
-        if best is not None and any(is_batch_norm(op) for op in best.model.graph.ops):
+        if best is not None and any(takes_statistics(op) for op in best.model.graph.ops):
             break  # With another number, statistics would be of other samples.
         try:
             candidate = plan_with(count)
