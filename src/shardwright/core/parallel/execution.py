@@ -162,6 +162,7 @@ class Execution(Recapture):
         # and wait for each other in their collectives.
         self._guard.begin(call_key, inputs, planned_indices)
         call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
+        self._reachable.update()
         key = self._python.matching(self._forwards, self._reachable.key(situation), call)
         if key not in self._forwards:
             # Tensors made in inference mode cannot be saved for backward, and a later call may
@@ -239,8 +240,9 @@ class Execution(Recapture):
         """
         python = self.partitioned.graph.python
         depends_on_calls = python is not None and python.depends_on_calls
+        self._reachable.update()
         # The program of a later Python state may change objects.
-        if depends_on_calls or (not self._is_split and self._reachable.key(())):
+        if depends_on_calls or (self._reachable.version and not self._is_split):
             return self._train_with_python(args, kwargs)
         bound, leaves, dims = self._step_for(args, kwargs)
         loss_of(bound.step.partitioned.graph)

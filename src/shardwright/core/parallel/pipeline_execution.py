@@ -72,6 +72,7 @@ class PipelineExecution(Execution):
                 " with `net.train_step(*args)`, which runs forward and backward; evaluate it under"
                 " `torch.no_grad()`"
             )
+        self._reachable.update()
         bound, leaves, dims = self._step_for(args, kwargs)
         stages = bound.step
         assert isinstance(stages, RankStages)

@@ -47,7 +47,7 @@ class ReachablePython:
         self._state = ReachableState(*self._aliases, max_parts=MAX_PARTS)
         self.version, self.is_guarded = 0, False
         self._changed: StateLocation | None = None
-        self._captured: dict[Hashable, Graph] = {}
+        self._captured: dict[Hashable, tuple[int, Graph]] = {}
         self._unread_versions: set[int] = set()
         self._is_read = False
 
@@ -59,8 +59,6 @@ class ReachablePython:
 
     def key(self, situation: tuple[object, ...]) -> tuple[object, ...]:
         """Return `situation` with the version of the state, if that is not the plan's."""
-        if not (self.is_guarded or self._is_ignored):
-            self._update()
         return (*situation, "Python state", self.version) if self.version else situation
 
     def compare(self, situation: Hashable, graph: Graph) -> None:
@@ -69,11 +67,11 @@ class ReachablePython:
         Args:
             situation: equal for calls that differ in nothing but the state.
         """
-        before = self._captured.pop(situation, None)
-        self._captured[situation] = graph
+        version, before = self._captured.pop(situation, (self.version, graph))
+        self._captured[situation] = self.version, graph
         for oldest in list(self._captured)[:-MAX_SITUATIONS]:
             del self._captured[oldest]
-        if before is None:
+        if version == self.version:
             return
         was_ignored = self._is_ignored
         self._is_read |= not are_equal(before, graph)
@@ -90,7 +88,10 @@ class ReachablePython:
     def _is_ignored(self) -> bool:
         return len(self._unread_versions) >= MAX_UNREAD and not self._is_read
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """Count a new version if the state has changed since the last call."""
+        if self.is_guarded or self._is_ignored:
+            return
         change = next(self._state.changes(_are_equal), None)
         if change is None:
             return
