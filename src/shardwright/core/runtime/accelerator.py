@@ -165,6 +165,22 @@ def set_generator_states(states: Mapping[str, Tensor], device: torch.device) -> 
             torch.get_device_module(device).set_rng_state(state, device)
 
 
+@contextmanager
+def forked_generators() -> Iterator[Callable[[int], object]]:
+    """Yield a function that seeds the default generators of the CPU and of the current accelerator,
+    whose states are restored at the end of the block."""
+    # `torch.manual_seed` and `fork_rng()` would take all accelerators, and the former formats a
+    # stack trace for each type that is not initialized, which takes longer than many operators.
+    available = torch.accelerator.is_available()
+    with torch.random.fork_rng([torch.accelerator.current_device_index()] if available else []):
+        yield _seed_current if available else torch.default_generator.manual_seed
+
+
+def _seed_current(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    torch.get_device_module().manual_seed(seed)
+
+
 def pinned(tensor: Tensor) -> Tensor:
     """Return a copy in pinned host memory, from and to which copies are asynchronous."""
     return tensor.pin_memory()

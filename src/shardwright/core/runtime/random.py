@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.core.runtime.accelerator import forked_generators
 from shardwright.core.runtime.devices import Index
 
 _STRIDE = 1_000_003
@@ -60,30 +61,16 @@ class Seeded:
 
     def __call__(self, seed: int, *args: Any, **kwargs: Any) -> Any:
         stream = (seed * _SEEDS + self.number) * _STRIDE % 2**62
-        devices = _current_device()
         # Forked, so that draws outside the program do not depend on the plan.
-        with torch.random.fork_rng(devices):
-            _seed_generators(self.shard + stream, devices)
+        with forked_generators() as seed_generators:
+            shard_seed = self.shard + stream
+            # Simulated ranks differ in their seeds, and only `torch.manual_seed` knows their
+            # generators.
+            if isinstance(shard_seed, torch.SymInt):
+                torch.manual_seed(shard_seed)
+            else:
+                seed_generators(shard_seed)
             return self.function(*args, **kwargs)
-
-
-def _current_device() -> list[int]:
-    """Return the index of the current accelerator; empty on CPU."""
-    return [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-
-
-def _seed_generators(seed: Index, devices: list[int]) -> None:
-    """Seed the generators of the CPU and of the current accelerator.
-
-    `torch.manual_seed` would seed all accelerators, and format a stack trace for each type that has
-    not been initialized, which takes longer than many operators.
-    """
-    if isinstance(seed, torch.SymInt):  # In a simulation, whose ranks have generators of their own.
-        torch.manual_seed(seed)
-        return
-    torch.default_generator.manual_seed(seed)
-    if devices:
-        torch.get_device_module().manual_seed(seed)
 
 
 def recompute_segment(function: Callable[..., Any], *args: Any) -> Any:
