@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -419,3 +420,20 @@ def test_a_registered_module_may_be_reached_from_elsewhere() -> None:
     net = Net(lambda net, y: net.norm(y), norm=norm, same=[norm])
     plan = sw.plan(net, (BATCH,), devices=1)
     assert plan.graph is not None and len(plan.graph.updates) == 3
+
+
+@cache
+def _registry() -> dict[str, int]:
+    return {}
+
+
+class _CountsInACache(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        counts = _registry()
+        counts["calls"] = counts.get("calls", 0) + 1
+        return x * counts["calls"]
+
+
+def test_a_change_of_what_a_cached_function_returned_is_refused() -> None:
+    with pytest.raises(sw.CaptureError, match=r"result of `_registry` under `functools.lru_cache`"):
+        sw.capture(_CountsInACache(), (torch.ones(4, 4),))

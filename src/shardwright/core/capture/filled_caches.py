@@ -62,9 +62,14 @@ def _is_of_torch(cache: Any) -> bool:
 
 
 def _held_tensors(cache: Any) -> list[Tensor]:
-    """Results that are tensors, and those in tuples, lists and dicts."""
-    found, held = [], gc.get_referents(cache)
-    for _ in range(3):  # An unbounded cache has a dict in between.
+    # An unbounded cache has a dict in between.
+    return tensors_in(gc.get_referents(cache), depth=3)
+
+
+def tensors_in(held: list[Any], depth: int = 2) -> list[Tensor]:
+    """Return the tensors in `held`, and those in tuples, lists and dicts, `depth` levels deep."""
+    found: list[Tensor] = []
+    for _ in range(depth):
         found += [x for x in held if issubclass(type(x), Tensor)]
         held = gc.get_referents(*(x for x in held if type(x) in (tuple, list, dict)))
     return found

@@ -199,7 +199,7 @@ class _TracedCall:
             dynamo = DynamoCapture.of(twin.forward, args, kwargs, numbers, calls)
         if dynamo.graph_module is None:
             raise CaptureError("`forward` calls no operator on tensors")
-        check_changes(dynamo, dynamo.graph_module.graph)
+        check_changes(dynamo)
         drop_assertions(dynamo.graph_module)
         inputs = dynamo.inputs(twin, args, kwargs)
         host = HostNumbers.of(dynamo.graph_module.graph)

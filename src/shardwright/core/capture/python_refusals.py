@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from shardwright.core.torch_internals.dynamo import DynamoCapture
 from shardwright.core.torch_internals.modules import own_buffers, own_modules, own_parameters
@@ -43,24 +43,19 @@ def assigned_buffers(
     return {name: made[id(after[name])] for name in changed}
 
 
-def check_changes(dynamo: DynamoCapture, graph: fx.Graph) -> None:
+def check_changes(dynamo: DynamoCapture) -> None:
     """Raises:
     CaptureError: if TorchDynamo would replay the changes of a call otherwise than Python.
     """
-    # Without its cache, what a function draws or changes once would be drawn or changed each time.
-    impure = bool(dynamo.changes) or any(map(_draws, graph.nodes))
-    if dynamo.cached_functions and impure:
-        raise CaptureError("`forward` calls a function under `functools.lru_cache`")
+    for name in dynamo.impure_caches:
+        raise CaptureError(
+            f"`forward` calls {name!r} under `functools.lru_cache`, which draws random numbers, or"
+            " changes an object, or whose result is changed"
+        )
     for change in dynamo.changes:
         if isinstance(change.value, deque) and change.value.maxlen is not None:
             # TorchDynamo 2.13 appends to it without dropping what no longer fits.
             raise CaptureError("`forward` appends to a `deque` with `maxlen`")
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether a node of Dynamo's graph makes a tensor of random numbers."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return name.startswith(("rand", "normal", "bernoulli", "multinomial"))
 
 
 def check_state(tensor: Any) -> None:

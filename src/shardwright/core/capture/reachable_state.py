@@ -28,6 +28,7 @@ from shardwright.core.capture.state_contents import (
     STATE,
     Cache,
     Parts,
+    cached_results,
     contents_of,
     is_same,
 )
@@ -208,6 +209,9 @@ class ReachableState:
             self._wait(value.__self__, place)
         elif kind is Cache:
             self._wait(value.__wrapped__, place)
+            if self._is_of_user(str(value.__module__)):
+                kept = f"result of `{value.__qualname__}` under `functools.lru_cache`"
+                self._hold(value, StateLocation(kept), cached_results)
         elif issubclass(kind, type):
             self._add_class(value)
         elif issubclass(kind, ModuleType):
@@ -307,8 +311,8 @@ class _Variables:
 
 def _write(value: Any, read: Callable[[Any], Parts], before: Parts, now: Parts) -> None:
     """Gives a holder the parts that `read` read of it."""
-    if read is _defaults:
-        return  # Changed by `__defaults__` alone; their contents are holders themselves.
+    if read in (_defaults, cached_results):
+        return  # Their contents are holders themselves; Python changes the rest alone.
     if isinstance(value, CellType):
         if before[STATE] is MISSING:
             del value.cell_contents

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import itertools
 import pickle
 import random
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwright.core.capture.filled_caches import tensors_in
 from shardwright.core.torch_internals.tensors import storage_id, version
 
 MISSING = "<missing>"
@@ -78,6 +80,19 @@ def attributes_of(value: Any) -> Parts:
     except (AttributeError, TypeError):  # It has slots only.
         return held
     return held
+
+
+def cached_results(cache: Any) -> Parts:
+    """What a function under `functools.lru_cache` has returned, by its id.
+
+    Not tensors, nor what holds them: what a trace puts there is replaced (`filled_caches.py`).
+    """
+    own = {id(each) for each in (cache.__wrapped__, vars(cache), type(cache))}
+    held = [each for each in gc.get_referents(cache) if id(each) not in own]
+    if cache.cache_parameters()["maxsize"] is None:
+        # A dictionary that nobody else sees, by arguments.
+        held = [value for each in held if type(each) is dict for value in each.values()]
+    return {id(each): each for each in held if not tensors_in([each])}
 
 
 def _slot(slot: Any, value: Any) -> Any:

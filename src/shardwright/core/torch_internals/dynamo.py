@@ -38,9 +38,10 @@ from torch._dynamo.variables import (
     UnspecializedNNModuleVariable,
     builder,
 )
-from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.misc import NewGlobalVariable, NumpyVariable, get_np_to_tnp_map
 from torch._dynamo.variables.nn_module import record_nn_module_stack
+
+from shardwright.core.torch_internals.dynamo_caches import CachedFunctionCalls
 
 _OPTIONS: dict[str, Any] = {
     # Every size and number is a constant of the graph, unless it was seen to change.
@@ -178,13 +179,14 @@ class DynamoCapture:
         output: Dynamo's graph, bytecode and the state from which guards are built.
         function: the traced function; for a method the underlying function.
         changes: the objects that existed before the call and are changed by it.
-        cached_functions: functions under `functools.lru_cache`, whose cache Dynamo ignores.
+        impure_caches: names of functions under `functools.lru_cache` that act otherwise without
+            their cache, which Dynamo ignores.
     """
 
     output: CaptureOutput
     function: FunctionType
     changes: tuple[ChangedObject, ...]
-    cached_functions: tuple[object, ...]
+    impure_caches: tuple[str, ...]
 
     @classmethod
     def of(
@@ -205,9 +207,8 @@ class DynamoCapture:
             TorchDynamoException: if Dynamo cannot trace the function as one graph.
         """
         changes: list[ChangedObject] = []
-        cached: list[object] = []
+        cached = CachedFunctionCalls()
         emit = SideEffects.codegen_update_mutated
-        call = WrapperUserFunctionVariable.call_function
 
         def recorded(self: SideEffects, *args: Any, **kwargs: Any) -> None:
             changes[:] = _changed_objects(self)  # Dynamo forgets them once the code is written.
@@ -220,15 +221,10 @@ class DynamoCapture:
                 return module_calls[id(self.value)].in_graph(self, tx, args, kwargs)
             return call_module(self, tx, args, kwargs)
 
-        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if hasattr(self.wrapper_obj, "cache_info"):
-                cached.append(self.wrapper_obj)
-            return call(self, *args, **kwargs)
-
         with (
             _tracing_options(numbers),
             patch.object(SideEffects, "codegen_update_mutated", recorded),
-            patch.object(WrapperUserFunctionVariable, "call_function", called),
+            cached.recording(),
             patch.object(NumpyVariable, "call_function", _call_of_numpy),
             patch.object(UnspecializedNNModuleVariable, "call_function", called_module),
         ):
@@ -236,7 +232,7 @@ class DynamoCapture:
         traced, _ = get_traced_fn(function)
         variables = traced.__globals__
         located = [replace(c, value=variables) if c.value is None else c for c in changes]
-        return cls(output, traced, tuple(located), tuple(cached))
+        return cls(output, traced, tuple(located), tuple(cached.impure))
 
     @property
     def graph_module(self) -> fx.GraphModule | None:

@@ -1,0 +1,103 @@
+"""Calls of functions under `functools.lru_cache` in a trace of TorchDynamo, which has no caches.
+
+A function computed anew in each call equals a cached one if it draws no random numbers, changes
+nothing, and nothing changes its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+
+
+@dataclass
+class CachedFunctionCalls:
+    """The calls of cached functions in one trace.
+
+    Args:
+        impure: names of the functions that would act otherwise without their cache, in order.
+        running: names of the cached functions that are being traced, the outermost first.
+        results: objects that cached functions have made, by id, with the name of the function.
+    """
+
+    impure: dict[str, None] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+    results: dict[int, tuple[VariableTracker, str]] = field(default_factory=dict)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context of the trace."""
+        call = WrapperUserFunctionVariable.call_function
+        check = SideEffects.check_allowed_side_effect
+
+        def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            if hasattr(variable.wrapper_obj, "cache_info"):
+                with self.call_of(str(variable.wrapper_obj.__qualname__), tx.output.graph):
+                    result = call(variable, tx, args, kwargs)
+                self.record_result(result, str(variable.wrapper_obj.__qualname__), tx)
+                return result
+            return call(variable, tx, args, kwargs)
+
+        def checked(effects: SideEffects, item: VariableTracker) -> bool:
+            # Dynamo asks before each change of an object.
+            self.record_change(item)
+            return check(effects, item)
+
+        with (
+            patch.object(WrapperUserFunctionVariable, "call_function", called),
+            patch.object(SideEffects, "check_allowed_side_effect", checked),
+        ):
+            yield
+
+    @contextmanager
+    def call_of(self, name: str, graph: fx.Graph) -> Iterator[None]:
+        """Context of a call of the function `name`."""
+        num_nodes = len(graph.nodes)
+        self.running.append(name)
+        try:
+            yield
+        finally:
+            self.running.pop()
+        if any(map(_draws, islice(graph.nodes, num_nodes, None))):
+            self.impure[name] = None
+
+    def record_result(self, result: Any, name: str, tx: Any) -> None:
+        """Note the objects that a cached function has made and returned."""
+
+        def record(variable: VariableTracker) -> None:
+            if _is_new(variable):
+                self.results[id(variable)] = variable, name
+
+        VariableTracker.visit(record, result, side_effects=tx.output.side_effects)
+
+    def record_change(self, item: VariableTracker) -> None:
+        """Note the function that changes an object, or whose result is changed."""
+        if self.running and not _is_new(item):
+            self.impure[self.running[-1]] = None
+        elif id(item) in self.results:
+            self.impure[self.results[id(item)][1]] = None
+
+
+def _is_new(variable: VariableTracker) -> bool:
+    """Whether the trace has made the object itself."""
+    return type(variable.mutation_type).__name__.endswith("New")
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph, a function or method of torch, draws random numbers."""
+    name = str(getattr(node.target, "__name__", node.target))
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if packet is None or node.op not in ("call_function", "call_method"):
+        return False
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
