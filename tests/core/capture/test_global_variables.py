@@ -59,6 +59,19 @@ class Counting(Reading):
         global DEPTH
         DEPTH += 1
         return super().forward(x)
+
+FACTORS = {}
+
+class ByType(Reading):
+    def forward(self, x):
+        if type(x) not in FACTORS:
+            FACTORS[type(x)] = 3.0
+        return super().forward(x) * FACTORS[type(x)]
+
+class Growing(Reading):
+    def forward(self, x):
+        FACTORS[len(FACTORS)] = 3.0
+        return super().forward(x) * len(FACTORS)
 """
 
 
@@ -124,3 +137,14 @@ def test_one_that_forward_changes_is_changed_in_each_call(
     for each in wanted:
         torch.testing.assert_close(planned(BATCH).detach(), each)
     assert getattr(model, name) in ([1, 1], 4)
+
+
+def test_a_table_that_the_first_call_fills_is_a_cache(model: ModuleType) -> None:
+    net = model.ByType()
+    assert sw.capture(net, (BATCH,)).python is None
+    planned: Any = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
+    torch.testing.assert_close(planned(BATCH), net(BATCH))
+
+
+def test_a_table_that_each_call_fills_is_none(model: ModuleType) -> None:
+    assert sw.capture(model.Growing(), (BATCH,)).python is not None

@@ -114,6 +114,25 @@ def test_a_buffer_that_is_assigned_to_itself_is_updated() -> None:
     assert planned.steps.item() == eager.steps.item() == planned.calls
 
 
+class PartlyTrained(Counter):
+    """Computes gradients in a region inside of one without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.hidden(x)
+        with torch.inference_mode():
+            norm = hidden.norm()
+            with torch.inference_mode(False):
+                trained = hidden.tanh()
+        return (trained + norm).square().mean()
+
+
+def test_regions_of_inference_mode_have_no_gradients() -> None:
+    net, eager = PartlyTrained(), PartlyTrained()
+    planned = sw.parallelize(net, sw.plan(net, (batches()[0],), devices=1))
+    torch.testing.assert_close(trained(planned), trained(eager))
+
+
 class WrongScale(torch.autograd.Function):
     """Has another derivative than its operators."""
 

@@ -25,7 +25,7 @@ from shardwright.core.capture.global_variables import GLOBALS, globals_of, globa
 from shardwright.core.capture.hooks import count_hooks
 from shardwright.core.capture.known_values import KnownValues
 from shardwright.core.capture.naming import LocatedError, current_line, located
-from shardwright.core.capture.reachable_state import Change, ReachableState
+from shardwright.core.capture.reachable_state import Change, ReachableState, StateLocation
 from shardwright.core.capture.state_contents import OF_TORCH, contents_of
 from shardwright.core.torch_internals.dispatch import without_dispatch_modes, without_torch_function
 from shardwright.core.torch_internals.hooks import forward_hooks
@@ -94,6 +94,12 @@ def _only_completed(before: Any, after: Any) -> bool:
             for (_, old), (_, new) in zip(before[2:], after[2:], strict=True)
         )
     )
+
+
+def _only_added(before: Any, after: Any) -> bool:
+    """Whether a dictionary got entries, as a cache does."""
+    kinds = {each[0] for each in (before, after) if each is not None}
+    return kinds == {"dict"} and set(before[1:]) <= set(after[1:])
 
 
 def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
@@ -255,7 +261,7 @@ class TracedAttributes:
         handles = (
             root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
             root.register_forward_hook(lambda _, args, result: registered.update(result)),
-            root.register_forward_hook(lambda *_: self._check_unchanged()),
+            root.register_forward_hook(lambda *_: self._check_unchanged(known)),
             root.register_forward_hook(lambda *_: self._check_arguments_and_hooks()),
             root.register_forward_hook(lambda *_: self._check_reachable(known)),
         )
@@ -294,13 +300,19 @@ class TracedAttributes:
         except Exception as error:
             raise self._changed_state(self._filled[0]) from error
 
-    def _check_unchanged(self) -> None:
+    def _check_unchanged(self, known: KnownValues) -> None:
         for path, name in self.reads:
             own = variables_at(self._by_path, path)
             if name in own:
                 before, after = self._before[path].get(name), content(own[name])
-                if before != after and not _only_completed(before, after):
+                if before == after or _only_completed(before, after):
+                    continue
+                is_cache = path.startswith(GLOBALS) and _only_added(before, after)
+                if self._is_second or not is_cache or _has_unknown(own[name], known):
                     raise self._changed(path, name)
+                kind = f"global variable {{}} of {path.removeprefix(GLOBALS)}"
+                self._filled.append(Change(StateLocation(kind, name), own[name], adds=True))
+                self._before[path][name] = after
         for path, before_call in self._at_begin.items():
             attributes = vars(self._by_path[path])
             for name in before_call.keys() - OF_TORCH:
@@ -333,8 +345,7 @@ class TracedAttributes:
             return _equal(known.value_of(one), known.value_of(other))
 
         for change in self._reachable.changes(equal):
-            unknown = any(known.value_of(tensor) is None for tensor in _tensors(change.value))
-            if self._is_second or unknown or not change.adds:
+            if self._is_second or not change.adds or _has_unknown(change.value, known):
                 raise self._changed_state(change)
             self._filled.append(change)
         if self._is_second:
@@ -383,6 +394,11 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
         return False
     with without_dispatch_modes(), without_torch_function():
         return torch.equal(one, other)
+
+
+def _has_unknown(value: Any, known: KnownValues) -> bool:
+    """Whether an object holds a tensor whose values depend on inputs or parameters."""
+    return any(known.value_of(tensor) is None for tensor in _tensors(value))
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:

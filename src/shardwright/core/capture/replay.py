@@ -93,7 +93,12 @@ class GraphReplay(fx.Interpreter):
             region = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
             region.__enter__()  # type: ignore[no-untyped-call]
             return region
-        if name == "_exit_autocast":
+        if name == "_enter_inference_mode":
+            # A region without gradients during capture (`fake_copy.py`), unlike Dynamo's function.
+            inference = torch.inference_mode(*args)
+            inference.__enter__()
+            return inference
+        if name in ("_exit_autocast", "_exit_inference_mode"):
             args[0].__exit__(None, None, None)
             return None
         if isinstance(target, HigherOrderOperator):
