@@ -148,3 +148,33 @@ def test_a_table_that_the_first_call_fills_is_a_cache(model: ModuleType) -> None
 
 def test_a_table_that_each_call_fills_is_none(model: ModuleType) -> None:
     assert sw.capture(model.Growing(), (BATCH,)).python is not None
+
+
+class ByMode(nn.Module):
+    """Depends on whether gradients are enabled; `counts` calls in an attribute or not."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.counts, self.calls = nn.Linear(4, 4), counts, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.calls += 1
+        hidden = self.linear(x) + self.calls
+        with torch.no_grad():
+            scale = 2.0 if torch.is_grad_enabled() else 3.0
+        if torch.is_grad_enabled():
+            hidden = hidden * scale
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode])
+def test_the_mode_of_gradients_is_that_of_each_call(region: Any, counts: bool) -> None:
+    net, eager = ByMode(counts), ByMode(counts)
+    planned = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    for _ in range(2):
+        torch.testing.assert_close(planned(BATCH), eager(BATCH))
+        with region():
+            torch.testing.assert_close(planned(BATCH), eager(BATCH))

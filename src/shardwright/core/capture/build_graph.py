@@ -20,6 +20,7 @@ from shardwright.core.capture.fx_nodes import (
     node_shape,
     tensor,
 )
+from shardwright.core.capture.global_variables import reads_gradient_mode
 from shardwright.core.capture.naming import name_operators, source_of
 from shardwright.core.capture.signature import (
     Signature,
@@ -35,12 +36,26 @@ from shardwright.errors import CaptureError
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """The module and the arguments that were captured, and what autocast does there."""
+    """The module and the arguments that were captured, and the modes around the call.
+
+    Args:
+        autocast: what autocast does there.
+        gradients: whether `torch.is_grad_enabled()` is true there; only where the module reads it.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: Autocast = ON_CPU
+    gradients: bool = True
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast
+    ) -> CapturedCall:
+        """Return the call in the caller's mode."""
+        gradients = torch.is_grad_enabled() or not reads_gradient_mode(module)
+        return cls(module, args, kwargs, autocast, gradients)
 
 
 def build_graph(

@@ -60,7 +60,7 @@ def capture(
     check_capturable(module, args, kwargs)
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
-    call = CapturedCall(module, args, dict(kwargs or {}), autocast)
+    call = CapturedCall.of(module, args, dict(kwargs or {}), autocast)
     with TRACING_LOCK, naming_local_map(module, args, call.kwargs), _restored_generators():
         try:
             with isolate_capture():

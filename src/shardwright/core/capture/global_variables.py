@@ -9,10 +9,14 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 GLOBALS = "globals of "
 """Where a variable stands is this and the name of its file as a module; paths of models differ."""
+
+GRADIENT_MODE = (GLOBALS + "torch", "is_grad_enabled")
+"""Place and name of the mode that `torch.no_grad` changes, which has the form of a variable."""
 
 _LIBRARIES = {*sys.stdlib_module_names, "numpy", "peft", "shardwright", "torch", "transformers"} - {
     "__main__"
@@ -21,8 +25,28 @@ _VARIABLES = (bool, int, float, complex, str, bytes, type(None), Tensor, np.ndar
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
+class _GradientMode(dict[str, Any]):
+    """Whether gradients are enabled now, by the name in `GRADIENT_MODE`."""
+
+    def __getitem__(self, name: str) -> bool:
+        return torch.is_grad_enabled()
+
+    def get(self, name: str, default: object = None) -> bool:
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name == GRADIENT_MODE[1]
+
+
+def reads_gradient_mode(model: nn.Module) -> bool:
+    """Whether the user's code names `torch.is_grad_enabled`."""
+    return GRADIENT_MODE in globals_read(model)
+
+
 def globals_of(place: str) -> dict[str, Any]:
     """The variables of a place; none if its file is not there."""
+    if place == GRADIENT_MODE[0]:
+        return _GradientMode()
     file = sys.modules.get(place.removeprefix(GLOBALS))
     return {} if file is None else vars(file)
 
@@ -53,6 +77,8 @@ def _read_by(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterator[
         return
     seen[function.__code__] = None
     names = set(names_in(function.__code__))
+    if GRADIENT_MODE[1] in names:
+        yield GRADIENT_MODE
     for name in sorted(names):
         for base in kind.__mro__:  # `super()` may call any of them.
             yield from _read_by(vars(base).get(name), kind, seen)

@@ -38,6 +38,7 @@ from shardwright.core.capture.fake_copy import (
     silent_tracing,
 )
 from shardwright.core.capture.fx_nodes import restore_nodes
+from shardwright.core.capture.global_variables import GRADIENT_MODE, reads_gradient_mode
 from shardwright.core.capture.hooks import check_hooks
 from shardwright.core.capture.inline_regions import inline_regions
 from shardwright.core.capture.local_map import calls_in_graph, calls_of_modules
@@ -124,7 +125,7 @@ def _in_modes_of(call: CapturedCall) -> Iterator[None]:
     dtype = call.autocast.dtype
     with (
         torch.inference_mode(False),
-        torch.enable_grad(),
+        torch.set_grad_enabled(call.gradients),
         torch.autocast(CPU, dtype, enabled=dtype is not None),
         silent_tracing(),
     ):
@@ -374,7 +375,8 @@ def _second_trace(
         signature.constants |= dict(zip(placeholders, constants.values(), strict=True))
     inline_regions(exported.graph_module)
     settle_boundaries(exported.graph)
-    trace = Trace(exported.graph, signature, (), (), regions.device_type, compute_dtype)
+    reads = (GRADIENT_MODE,) if reads_gradient_mode(call.module) else ()
+    trace = Trace(exported.graph, signature, reads, (), regions.device_type, compute_dtype)
     graph = canonical(trace, call)
     named = {id(tensor): value.name for value, tensor in graph.constants.items()}
     names = {name: named[id(t)] for name, t in constants.items() if id(t) in named}

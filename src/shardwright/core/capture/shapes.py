@@ -144,4 +144,4 @@ def _call_of(graph: Graph, like: CapturedCall) -> CapturedCall:
         for leaf in graph.inputs
     ]
     args, kwargs = pytree.tree_unflatten(leaves, graph.in_spec)
-    return CapturedCall(like.module, args, kwargs, like.autocast)
+    return replace(like, args=args, kwargs=kwargs)

@@ -95,7 +95,8 @@ def trace(
     Raises:
         CaptureError, StrategyError: as `capture`.
     """
-    exported, attributes, autocast_on = _export(call, compute_dtype, varying, on_progress)
+    with torch.set_grad_enabled(call.gradients):
+        exported, attributes, autocast_on = _export(call, compute_dtype, varying, on_progress)
     restore_nodes(exported.graph_module)
     for node in exported.graph.nodes:
         check_node(node)
@@ -139,12 +140,14 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     _check_buffers(module, captured, traced.reads)
     read = {value.name for value in (*captured.parameters, *captured.buffers)}
     tied = {name: first for name, first in tied.items() if first in read}
+    with torch.set_grad_enabled(call.gradients):
+        attributes = attribute_texts(module, traced.reads, traced.writes)
     return replace(
         captured,
         tied=tied,
         module_tags=module_tags(module),
         call_tags=calls,
-        attributes=attribute_texts(module, traced.reads, traced.writes),
+        attributes=attributes,
         compute_dtype=traced.compute_dtype,
         autocast_on=traced.autocast_on,
     )

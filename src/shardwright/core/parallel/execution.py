@@ -167,7 +167,8 @@ class Execution(Recapture):
         if key not in self._forwards:
             # Tensors made in inference mode cannot be saved for backward, and a later call may
             # train this program.
-            with torch.inference_mode(False):
+            gradients = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 captured = self._capture(*pytree.tree_unflatten(global_leaves, spec))
                 self._evict_programs(self._forwards)
                 self._forwards[key] = self._compiled(self._bind_program(captured))

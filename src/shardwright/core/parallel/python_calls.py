@@ -115,7 +115,7 @@ class PythonCalls:
         """
         state = {name: value for name, value in vars(self._module).items() if name != "execution"}
         module = alias_module(self._module, type(self._module), state)
-        captured = CapturedCall(module, *call, autocast)
+        captured = CapturedCall.of(module, *call, autocast)
         with naming_local_map(module, *call):
             try:
                 return capture_python(captured, compute_dtype, self._changing_numbers)

@@ -139,7 +139,7 @@ class Recapture:
             MixedSamplesError: if the loss of the batch is no sum or mean over its micro-batches.
         """
         planned, template = self.partitioned, self.template
-        call = CapturedCall(template, args, kwargs, self._autocast)
+        call = CapturedCall.of(template, args, kwargs, self._autocast)
         self._planned_call.check(args, kwargs)
         # The template still has the state of planning time.
         self._state.copy_to(template)
@@ -150,7 +150,7 @@ class Recapture:
         def captured(count: int) -> Graph:
             batch = pytree.tree_unflatten(of_micro_batches(leaves, count, batch_dims), spec)
             of_args, of_kwargs = batch
-            return self._capture_call(CapturedCall(template, of_args, of_kwargs, self._autocast))
+            return self._capture_call(CapturedCall.of(template, of_args, of_kwargs, self._autocast))
 
         graph = self._capture_call(call)
         pipeline = replace(planned.pipeline, micro_batches=micro_batches)
