@@ -161,7 +161,7 @@ class ByMode(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.counts:
             self.calls += 1
-        hidden = self.linear(x) + self.calls
+        hidden: Tensor = self.linear(x) + self.calls
         with torch.no_grad():
             scale = 2.0 if torch.is_grad_enabled() else 3.0
         if torch.is_grad_enabled():
