@@ -53,7 +53,7 @@ def token(h: Tensor, token: Tensor) -> Tensor:
     return torch.cat([token.expand(h.shape[0], 1, 6), h], 1)
 
 
-CLASSES = torch.arange(1.0, 7)
+CLASSES, ONES = torch.arange(1.0, 7), torch.ones(6).double()
 MEANS: dict[str, Loss] = {
     "a mean": lambda parts, h, y: h.square().mean(),
     "a mean of means": lambda parts, h, y: h.square().mean(2).mean(0).mean(),
@@ -180,6 +180,11 @@ TERMS: dict[str, Loss] = {
     "a weight by rank in the batch": lambda parts, h, y: (
         rows(h).mean(1) * y.argsort().argsort()
     ).mean(),
+    "samples in another order": lambda parts, h, y: (
+        rows(h).mean(1)
+        * parts["linear"](torch.stack([y, y], 1).flip(0).sort(0).values[:, :1] + ONES).mean(1)
+    ).mean(),
+    "a divisor of 1 in micro-batches of two": lambda parts, h, y: h.exp().sum() / (len(h) - 1),
     "a quotient unless there is nothing to divide by": lambda parts, h, y: (
         torch.where((y > 3).sum() > 0, h.square().sum() / (y > 3).sum(), torch.zeros_like(h.sum()))
         + h.exp().mean()
@@ -231,6 +236,31 @@ OTHERS: dict[str, Loss] = {
     ),
     "sums of a class": lambda parts, h, y: (F.one_hot(y, 6).to(h.dtype).t() @ rows(h)).exp().mean(),
 }
+
+
+Branch = Callable[[nn.ModuleDict, Tensor, bool], Tensor]
+BRANCHES: dict[str, Branch] = {
+    "other operators": lambda parts, h, part: (h.sin() if part else h.square()).mean(),
+    "an operator more": lambda parts, h, part: (h * 3 if part else h).sin().mean(),
+    "an operator less": lambda parts, h, part: (h if part else h * 3).sin().mean(),
+    "swapped operands": lambda parts, h, part: (
+        torch.stack([h.sin(), h.cos()][:: 1 if part else -1]) * torch.arange(2)[:, None, None, None]
+    ).mean(),
+    "another parameter": lambda parts, h, part: (
+        (F.linear(h, parts["linear"].weight if part else parts["attention"].out_proj.weight))
+        .square()
+        .mean()
+    ),
+    "an operand more": lambda parts, h, part: F.cross_entropy(
+        rows(h), h.argmax(2)[:, 0], CLASSES.to(h) if part else None
+    ).mean(),
+    "a text": lambda parts, h, part: F.gelu(h, approximate="none" if part else "tanh").mean(),
+    "a dtype": lambda parts, h, part: h.to(torch.float32 if part else torch.bfloat16).mean(),
+    "an order": lambda parts, h, part: (
+        (h[:, :, :3] if part else h[:, :, :3].mT) * torch.arange(3)
+    ).mean(),
+}
+"""Losses that differ for parts of the batch."""
 
 
 def with_gradient(model: Model, x: Tensor, y: Tensor) -> Tensor:
@@ -302,6 +332,14 @@ def test_a_mean_over_samples_leaves_the_graph_as_it_is(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_mixes_samples_is_refused(name: str) -> None:
     assert isinstance(of_micro_batch(model_of(name), 4).whole_batch, str)
+
+
+@pytest.mark.parametrize("samples", [4, 1])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_what_depends_on_the_batch_size_is_refused(name: str, samples: int) -> None:
+    loss = BRANCHES[name]
+    model = Model(lambda parts, h, y: loss(parts, h, len(h) < 8)).double()
+    assert isinstance(of_micro_batch(model, samples).whole_batch, str)
 
 
 def test_what_mixes_samples_is_named_with_its_line() -> None:

@@ -65,8 +65,8 @@ class MicroBatchCapture:
             graph = self._capture_with_dims(())
         except (CaptureError, PlanError) as error:
             failure = error
-        if self.averages and (graph is None or isinstance(graph.whole_batch, str)):
-            found = self._capture_with_other_dims()
+        if self.averages and (graph is None or _may_read_less(graph)):
+            found = self._capture_with_other_dims(graph)
             if found is not None:
                 return found
         if graph is None:
@@ -74,13 +74,15 @@ class MicroBatchCapture:
             raise failure
         return graph, ()
 
-    def _capture_with_other_dims(self) -> tuple[Graph, SampleDims] | None:
+    def _capture_with_other_dims(self, default: Graph | None) -> tuple[Graph, SampleDims] | None:
         tried = first_dims(self.leaves)
         try:
             candidates = list(JoinedDims(self._global_batch_graph).candidates(self.count))
         except CaptureError:
             return None
         found: list[tuple[Graph, SampleDims]] = []
+        if default is not None and not isinstance(default.whole_batch, str):
+            found.append((default, ()))
         for dims in candidates:
             if dims == tried:
                 continue
@@ -112,6 +114,15 @@ class MicroBatchCapture:
     @cached_property
     def _global_batch_graph(self) -> Graph:
         return self.capture(list(self.leaves))
+
+
+def _may_read_less(graph: Graph) -> bool:
+    """Whether other batch dimensions may be better: micro-batches do not compute the loss, or read
+    slices of what is computed for the global batch, such as rows of a table that is split."""
+    of_batch = graph.whole_batch
+    if not isinstance(of_batch, WholeBatch):
+        return isinstance(of_batch, str)
+    return any(dim is not None for _, dim in of_batch.values)
 
 
 def _num_global_elements(graph: Graph) -> int:

@@ -170,6 +170,8 @@ class Analysis:
             positions = [v for v in op.inputs if self.states[v] == POSITIONS]
             self.outside.update(positions)
             read = read - {POSITIONS} | {WHOLE}
+        if not free:
+            read |= self._split_values_of_prologue(op)
         if any(isinstance(state, int) for state in read):
             states = self._output_states_from_sample_inputs(op)
         elif read.intersection((SUM, AVERAGE)):
@@ -184,6 +186,23 @@ class Analysis:
             ):
                 raise UnsplittableError(op, "makes a shape that depends on the batch size")
         return states
+
+    def _split_values_of_prologue(self, op: Op) -> set[SampleState]:
+        """Split the inputs that the prologue computes for all samples, such as `x[permutation]`.
+
+        Returns:
+            Their batch dimensions.
+        """
+        split: set[SampleState] = set()
+        for value in self.outside.intersection(op.inputs):
+            dims = self._varying_dims(value)
+            if len(dims) == 1 and -1 not in dims and value.shape[min(dims)] % self.count == 0:
+                (dim,) = dims
+                self.outside.remove(value)
+                self.states[value] = dim
+                self.result.replaced[value] = self.result.take(value, dim)
+                split.add(dim)
+        return split
 
     def _varying_dims(self, value: Value) -> set[int]:
         """Return the dimensions whose size depends on the batch size; {-1} if the number of

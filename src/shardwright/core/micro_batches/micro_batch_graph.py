@@ -10,7 +10,12 @@ import torch
 
 from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Graph, Kind, Op, SampleReduction, Value, WholeBatch
-from shardwright.core.micro_batches.paired_graphs import PairedGraphs, merged_arguments
+from shardwright.core.micro_batches.paired_graphs import (
+    ARITHMETIC,
+    OTHER_ARGUMENTS,
+    PairedGraphs,
+    merged_arguments,
+)
 from shardwright.core.micro_batches.sample_states import UnsplittableError
 from shardwright.core.rules.loss import SUM as SUM_REDUCTION
 from shardwright.core.rules.loss import accumulation_dtype
@@ -18,9 +23,6 @@ from shardwright.core.rules.notation import call_arguments, schema_parameters
 from shardwright.core.torch_internals import pytree
 
 aten = torch.ops.aten
-
-ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow"})
-
 
 COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")
 """Names of losses whose mean divides by the number of valid targets, or by the sum of their class
@@ -222,15 +224,19 @@ class MicroBatchGraph:
                 batch dimension.
         """
         graph = self.pair.micro
-        pairs = zip(self.pair.whole.output_values, graph.output_values, strict=True)
+        pairs = list(zip(self.pair.whole.output_values, graph.output_values, strict=True))
         ends_of = {own: self.replaced.get(value, own) for value, own in pairs}
         ends = tuple(ends_of[value] for value in graph.output_values)
         ops = list(_needed_ops(self._ordered_ops(), (*ends, *(new for _, new in graph.updates))))
+        if self.pair.micro is not self.pair.twin:
+            self.pair.check_operators(ops)
+            for value, own in pairs:
+                if ends_of[own] is own and not self.pair.are_paired(value, own):
+                    raise UnsplittableError(self.pair.whole.producer[value], OTHER_ARGUMENTS)
         ops = _with_unique_names(ops, {op for ops in self._ops.values() for op in ops})
         read = {value for op in ops for value in op.inputs} | set(ends)
         taken = {key: value for key, value in self.taken.items() if value in read}
-        pairs = zip(self.pair.whole.output_values, ends, strict=False)
-        names = {value: end.name for value, end in pairs}
+        names = {value: ends_of[own].name for value, own in pairs}
         constants = {v: t for v, t in graph.constants.items() if v in read}
         return replace(
             graph,

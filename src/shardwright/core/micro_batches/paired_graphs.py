@@ -7,17 +7,25 @@ which constants depend on the batch size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from shardwright.core.graph.graph import Graph, Op, Value
+from shardwright.core.micro_batches.paired_views import keeps_elements, read_equal_elements, viewed
+from shardwright.core.micro_batches.sample_states import UnsplittableError
 from shardwright.core.rules.notation import call_arguments, schema_parameters
 from shardwright.core.torch_internals import pytree
 
 SIZES = frozenset({"size", "sizes", "shape", "end", "repeats", "output_size", "split_sizes"})
 """Names of arguments that may depend on the batch size; shapes of results are checked instead."""
+
+ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow"})
+"""Names of operators that are not captured where a number makes them do nothing."""
+
+OTHER_ARGUMENTS = "is called with other arguments for a micro-batch: they depend on its size"
+"""Verb phrase for errors."""
 
 
 @dataclass(frozen=True)
@@ -54,24 +62,112 @@ class PairedGraphs:
             return self.twin_ops
         kinds = Counter(map(_op_key, self.whole.ops))
         micro_kinds = Counter(map(_op_key, self.micro.ops))
-        pairs = ((op, self.micro.by_name.get(op.name)) for op in self.whole.ops)
-        return {
-            op: other
-            for op, other in pairs
-            if other is not None
-            and _op_key(op) == _op_key(other)
-            and len(op.inputs) == len(other.inputs)
-            and kinds[_op_key(op)] == micro_kinds[_op_key(op)]
-        }
+        ops: dict[Op, Op] = {}
+        values = dict(_paired_values(self.whole, self.micro, ops))
+        for op in self.whole.ops:
+            own = self.micro.by_name.get(op.name)
+            if own is None or _op_key(op) != _op_key(own) or len(op.inputs) != len(own.inputs):
+                continue
+            views = _Views(self, ops, values)
+            read = zip(map(views.source_of_inserted, op.inputs), own.inputs, strict=True)
+            equally_often = kinds[_op_key(op)] == micro_kinds[_op_key(own)]
+            if equally_often and all(views.are_paired(*pair) for pair in read):
+                ops[op] = own
+                values.update(zip(op.outputs, own.outputs, strict=True))
+        return ops
 
     @cached_property
     def values(self) -> Mapping[Value, Value]:
         """The value of `micro` for each value of `whole`, if it exists."""
         return dict(_paired_values(self.whole, self.micro, self.ops))
 
+    def are_paired(self, value: Value, own: Value) -> bool:
+        """Whether a value of `micro` is that of `whole`, up to dimensions of size 1."""
+        return _Views(self, self.ops, self.values).are_paired(value, own)
+
+    def check_operators(self, ops: Iterable[Op]) -> None:
+        """Check that the operators of a rewritten `micro` are those of `whole`.
+
+        Raises:
+            UnsplittableError: for the first other one.
+        """
+        whole_ops = {own: op for op, own in self.ops.items()}
+        for made in ops:
+            own = self.micro.by_name.get(made.name)
+            op = None if own is None else whole_ops.get(own)
+            if own is None or (op is None and keeps_elements(own)):
+                continue
+            if op is None:
+                raise UnsplittableError(
+                    own, "is not called for the batch: operators depend on its size"
+                )
+            read = zip(op.inputs, own.inputs, made.inputs, strict=True)
+            paired = all(mine is not arg or self.are_paired(v, mine) for v, mine, arg in read)
+            if not paired or not _have_equal_options(op, own):
+                raise UnsplittableError(op, OTHER_ARGUMENTS)
+
+    def shape_of_micro_batch(self, value: Value) -> Sequence[int]:
+        """The shape of a value of one of the graphs in a micro-batch."""
+        twin = self.twin_values.get(value)
+        if twin is None or len(twin.shape) != len(value.shape):
+            return value.shape
+        pairs = zip(value.shape, twin.shape, strict=True)
+        return [size if size == other else size // self._count for size, other in pairs]
+
+    @cached_property
+    def _count(self) -> int:
+        """The number of micro-batches."""
+        inputs = zip(self.whole.input_values, self.micro.input_values, strict=True)
+        pairs = (pair for a, b in inputs for pair in zip(a.shape, b.shape, strict=True))
+        return max((size // own for size, own in pairs if own), default=1)
+
     def changed_numbers(self, op: Op) -> bool:
         """Whether numbers in the arguments of an operator of `whole` depend on the batch size."""
         return numbers_in_arguments(op) != numbers_in_arguments(self.twin_ops[op])
+
+
+@dataclass(frozen=True)
+class _Views:
+    """Values of the graphs of a pair up to views that only one graph has.
+
+    Args:
+        pair: the graphs.
+        ops, values: operators and values of `pair.micro` for those of `pair.whole`.
+    """
+
+    pair: PairedGraphs
+    ops: Mapping[Op, Op]
+    values: Mapping[Value, Value]
+
+    def are_paired(self, value: Value, own: Value) -> bool:
+        """Whether a value of `micro` is that of `whole`, up to dimensions of size 1."""
+        if self.values.get(value) is own:
+            return True
+        whole, micro = self.pair.whole, self.pair.micro
+        of_batch = viewed(value, whole, self.ops)
+        of_micro_batch = viewed(own, micro, set(self.ops.values()))
+        source, own_source = of_batch.source, of_micro_batch.source
+        if self.values.get(source) is not own_source and not (
+            source not in self.values
+            and source in whole.constants
+            and own_source in micro.constants
+        ):
+            return False
+        return read_equal_elements(of_batch, of_micro_batch, self.pair.shape_of_micro_batch)
+
+    def source_of_inserted(self, value: Value) -> Value:
+        """Return the value from which arithmetic that a micro-batch lacks, as `x / len(x)`,
+        computes `value`."""
+        op = self.pair.whole.producer.get(value)
+        while (
+            op is not None
+            and op not in self.ops
+            and op.short_name in ARITHMETIC
+            and self.pair.changed_numbers(op)
+        ):
+            value = op.inputs[0]
+            op = self.pair.whole.producer.get(value)
+        return value
 
 
 def _op_key(op: Op) -> tuple[object, str, str]:
@@ -95,20 +191,52 @@ def _paired_values(
 
 
 def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
-    """Return the first operator that only one of two graphs calls, and a verb phrase for errors;
-    None if the graphs call the same operators.
+    """Return the first operator in which two graphs differ other than in sizes and numbers, and a
+    verb phrase for errors; None if they differ in none.
 
     Args:
         graph: graph of a micro-batch.
         larger: graph of a larger batch.
     """
+    paired = dict(_paired_values(larger, graph, {}))
+    constants = len(graph.constants) != len(larger.constants)
     for op, larger_op in zip(graph.ops, larger.ops, strict=False):
         if op.target != larger_op.target:
             return larger_op, "is not called for a micro-batch: operators depend on its size"
+        if len(op.outputs) != len(larger_op.outputs):
+            return larger_op, "returns fewer tensors for a micro-batch than for the batch"
+        pairs = list(zip(larger_op.inputs, op.inputs, strict=False))
+        same = len(op.inputs) == len(larger_op.inputs) and all(
+            paired.get(value) is own
+            or (constants and value in larger.constants and own in graph.constants)
+            for value, own in pairs
+        )
+        if not same or not _have_equal_options(larger_op, op):
+            return larger_op, OTHER_ARGUMENTS
+        paired.update(zip(larger_op.outputs, op.outputs, strict=True))
     if len(graph.ops) != len(larger.ops):
         longer_ops = max(graph.ops, larger.ops, key=len)
         return longer_ops[-1], "is called for one batch size only: operators depend on it"
     return None
+
+
+def _have_equal_options(op: Op, other: Op) -> bool:
+    """Whether two calls of an operator have equal arguments except tensors, numbers and sizes."""
+    arguments, others = call_arguments(op), call_arguments(other)
+    if arguments.keys() != others.keys():
+        return False
+    pairs = ((arguments[name], others[name]) for name in arguments.keys() - SIZES)
+    return all(_have_equal_leaves(*map(pytree.tree_leaves, pair)) for pair in pairs)
+
+
+def _have_equal_leaves(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
+    def kind(leaf: Any) -> Any:
+        kinds = (Value, (int, float, complex))
+        return next((each for each in kinds if isinstance(leaf, each)), leaf)
+
+    # The dimensions of a permutation are fewer where views drop those of size 1.
+    numbers = {*map(kind, (*leaves, *others))} == {(int, float, complex)}
+    return numbers or [*map(kind, leaves)] == [*map(kind, others)]
 
 
 def numbers_in_arguments(op: Op) -> dict[str, object]:

@@ -49,17 +49,11 @@ def with_whole_batch(
 def _paired(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) -> PairedGraphs:
     whole = captured(micro_batches)
     twin, different = graph, different_operator(graph, whole)
-    if different is not None and _has_one_sample(graph, whole, micro_batches):
-        # Dimensions of size 1 are captured differently: they are broadcast, or dropped from views.
-        # So the batch is compared with a batch of another size.
-        twin = captured(4 if micro_batches == 2 else 2)
-        different = different_operator(twin, whole)
     if different is not None:
-        raise UnsplittableError(*different)
+        # Dimensions of size 1 are captured differently: they are broadcast, or dropped from views.
+        # So are numbers such as `len(x) - 1` if they are 0 or 1. So the batch is compared with one
+        # of another size.
+        twin = captured(4 if micro_batches == 2 else 2)
+        if different_operator(twin, whole) is not None:
+            raise UnsplittableError(*different)
     return PairedGraphs(whole, graph, twin)
-
-
-def _has_one_sample(graph: Graph, whole: Graph, micro_batches: int) -> bool:
-    pairs = zip(graph.input_values, whole.input_values, strict=True)
-    sizes = (pair for a, b in pairs for pair in zip(a.shape, b.shape, strict=True))
-    return any(pair == (1, micro_batches) for pair in sizes)
