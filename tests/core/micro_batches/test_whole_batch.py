@@ -15,6 +15,7 @@ import shardwright as sw
 from core.micro_batches.whole_batch_ranks import CHECKS
 from shardwright.core.graph.graph import Graph, WholeBatch
 from shardwright.core.graph.interpreter import interpret
+from shardwright.core.graph.segment_matmul import segment_matmul
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.parallel.whole_batch_values import WholeBatchValues
 from shardwright.core.partition.decisions import Decisions
@@ -234,6 +235,9 @@ OTHERS: dict[str, Loss] = {
     "a branch on the batch size": lambda parts, h, y: (
         h.square().mean() if len(h) < 8 else h.sin().mean()
     ),
+    "rows of groups that end at given rows": lambda parts, h, y: segment_matmul(
+        rows(h), h.new_ones(2, 6, 6), torch.tensor([3, 8], dtype=torch.int32), False
+    ).mean(),
     "sums of a class": lambda parts, h, y: (F.one_hot(y, 6).to(h.dtype).t() @ rows(h)).exp().mean(),
 }
 
@@ -332,6 +336,21 @@ def test_a_mean_over_samples_leaves_the_graph_as_it_is(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_mixes_samples_is_refused(name: str) -> None:
     assert isinstance(of_micro_batch(model_of(name), 4).whole_batch, str)
+
+
+def test_groups_of_samples_are_as_large_in_a_micro_batch() -> None:
+    model = Model(lambda parts, h, y: F.group_norm(rows(h)[None], 4).exp().mean()).double()
+    (x, y), graph = batch(), of_micro_batch(model, 4)
+    found = in_micro_batches(graph, model, [x.double(), y], 2)
+    torch.testing.assert_close(found, with_gradient(model, x.double(), y))
+
+
+def test_check_casts_what_is_computed_of_the_batch() -> None:
+    model = Model(
+        lambda parts, h, y: F.cross_entropy(rows(h), y, (y.bincount(minlength=6) + 1.0).to(h.dtype))
+    ).double()
+    call = batch()[0].double(), batch()[1]
+    assert sw.check(model, call, None, sw.plan(model, call, devices=2, micro_batches=4)).passes()
 
 
 @pytest.mark.parametrize("samples", [4, 1])

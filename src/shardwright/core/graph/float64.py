@@ -76,14 +76,17 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
         updates=tuple((new[a], new[b]) for a, b in graph.updates),
         loss=None if graph.loss is None else new[graph.loss],
         other_losses=tuple(new[v] for v in graph.other_losses),
-        whole_batch=_in_float64((twin or graph).whole_batch),
+        whole_batch=_in_float64(graph.whole_batch, None if twin is None else twin.whole_batch),
     )
 
 
-def _in_float64(whole_batch: WholeBatch | str | None) -> WholeBatch | str | None:
+def _in_float64(
+    whole_batch: WholeBatch | str | None, twin: WholeBatch | str | None
+) -> WholeBatch | str | None:
     if not isinstance(whole_batch, WholeBatch) or whole_batch.prologue is None:
         return whole_batch
-    return replace(whole_batch, prologue=graph_in_float64(whole_batch.prologue))
+    prologue = twin.prologue if isinstance(twin, WholeBatch) else None
+    return replace(whole_batch, prologue=graph_in_float64(whole_batch.prologue, prologue))
 
 
 def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -36,8 +37,8 @@ from shardwright.core.micro_batches.sample_states import (
     sample_dim_of_index,
 )
 from shardwright.core.rules import is_random, rule_of
-from shardwright.core.rules.notation import call_arguments
-from shardwright.core.rules.rule import Dims, ShardingRule
+from shardwright.core.rules.notation import WithArguments, call_arguments
+from shardwright.core.rules.rule import Dims, Local, ShardingRule
 
 CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"})
 """Names of operators whose results are equal for all samples."""
@@ -194,7 +195,7 @@ class Analysis:
             Their batch dimensions.
         """
         split: set[SampleState] = set()
-        for value in self.outside.intersection(op.inputs):
+        for value in [each for each in dict.fromkeys(op.inputs) if each in self.outside]:
             dims = self._varying_dims(value)
             if len(dims) == 1 and -1 not in dims and value.shape[min(dims)] % self.count == 0:
                 (dim,) = dims
@@ -310,7 +311,7 @@ class Analysis:
             place.index(factor) if self._is_sliced(value, place, factor) else None
             for value, place in zip(op.inputs, rule.inputs, strict=True)
         ]
-        self.result.emit(op, dims, self.outside)
+        self.result.emit(op, dims, self.outside, numbers=self._local_numbers(op, rule, factor))
         reduced: list[SampleState]
         if isinstance(op.target, LocalCall):
             reduced = [AVERAGE if op.target.is_mean(n) else SUM for n in range(len(op.outputs))]
@@ -355,6 +356,34 @@ class Analysis:
         else:
             reduces = bool(not is_mean_over_targets(op) and rule.reductions(op, {factor: 2}))
         return factor if divides and not reduces else None
+
+    def _local_numbers(self, op: Op, rule: ShardingRule, factor: str) -> dict[str, Any]:
+        """Return the numbers that an operator has on a shard of the batch, such as the groups of a
+        norm, by argument name if they differ.
+
+        Raises:
+            UnsplittableError: if the operator depends on which shard it reads.
+        """
+        reduces = is_mean_over_targets(op) or takes_statistics(op)
+        if rule.kernel is None or reduces or isinstance(op.target, LocalCall):
+            return {}
+
+        def index(factor: str) -> int:
+            raise UnsplittableError(op, "depends on the positions of samples in the batch")
+
+        factors = {name for place in (*rule.inputs, *rule.outputs) for name in place if name}
+        counts = {name: self.count if name == factor else 1 for name in factors}
+        pairs = zip(op.outputs, rule.outputs, strict=True)
+        shapes = tuple(
+            tuple(n // counts.get(name or "", 1) for n, name in zip(v.shape, place, strict=True))
+            for v, place in pairs
+        )
+        kernel = rule.kernel(op, Local(counts, index, shapes))
+        if not isinstance(kernel, WithArguments):
+            return {}
+        arguments = call_arguments(op)
+        replaced = kernel.replacements.items()
+        return {name: number for name, number in replaced if number != arguments[name]}
 
     def _is_sliced(self, value: Value, place: Dims, factor: str) -> bool:
         """Whether a micro-batch reads a slice of a value that depends on no sample.
@@ -452,7 +481,7 @@ class Analysis:
     def _shared_values(self, values: Sequence[Value]) -> Sequence[Value]:
         """Return `values`, which each micro-batch divides by the number of micro-batches, and
         replace those that the prologue computes by inputs from it."""
-        for value in self.outside.intersection(values):
+        for value in [each for each in values if each in self.outside]:
             self.result.replaced[value] = self.result.take(value, None)
         return values
 

@@ -111,7 +111,7 @@ class MicroBatchGraph:
         dims: Sequence[int | None],
         outside: Iterable[Value] = (),
         shared: Iterable[Value] = (),
-        numbers: Mapping[str, float] | None = None,
+        numbers: Mapping[str, Any] | None = None,
     ) -> None:
         """Compute `op` in each micro-batch, with the micro-batch's sizes and the batch's numbers.
 
@@ -143,7 +143,7 @@ class MicroBatchGraph:
             self._replace_op(op, replace(own, args=args, kwargs=kwargs))
 
     def _insert_op(
-        self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, float]
+        self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, Any]
     ) -> None:
         """Insert an operator that the graph of a micro-batch of one sample lacks, as in
         `x / len(x)`."""

@@ -173,16 +173,18 @@ def grouped_mm(op: Op) -> ShardingRule | None:
 def _grouped_mm_kernel(op: Op, local: Local) -> Callable[..., Any]:
     """Local kernel of `grouped_mm` sharded by rows: translates `offs`, the ends of the groups, to
     the rows of this device."""
+    if local.shard_counts.get("b", 1) == 1:
+        return op.target
     rows = local.output_shapes[0][0]
+    first: Any = local.index("b") * rows
 
     def multiply(x: Tensor, weight: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Any:
-        first: Any = local.index("b") * rows
         # Rows are sorted by group, so a device has a range of groups. Groups before the range end
         # at row 0, groups after it at the last row; both have no rows here.
         ends = (offs - first).clamp(0, rows).to(offs.dtype)
         return op.target(x, weight, ends, *args, **kwargs)
 
-    return multiply if local.shard_counts.get("b", 1) > 1 else op.target
+    return multiply
 
 
 def _equation_labels(op: Op) -> tuple[list[Dims], Dims]:

@@ -50,6 +50,7 @@ def _experts_kernel(op: Op, local: Local) -> Callable[..., Any]:
     total = call_arguments(op)["gate_up"].shape[0]
     num_local = total // local.shard_counts.get("e", 1)
     inner_shards = local.shard_counts.get("i", 1)
+    first = local.index("e") * num_local if num_local < total else 0
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -57,7 +58,6 @@ def _experts_kernel(op: Op, local: Local) -> Callable[..., Any]:
         if arguments["down_bias"] is not None:
             # The devices that share an expert sum their outputs, so the bias must be split.
             arguments["down_bias"] = arguments["down_bias"] / inner_shards
-        first = local.index("e") * num_local if num_local < total else 0
         return experts(**{**arguments, "first": first, "total": total})
 
     return run

@@ -251,17 +251,29 @@ def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, A
     return bind
 
 
-def with_arguments(op: Op, **replacements: Any) -> Callable[..., Any]:
+class WithArguments:
+    """The target of an operator with some arguments overridden.
+
+    Args:
+        op: the operator.
+        replacements: arguments by name.
+    """
+
+    def __init__(self, op: Op, replacements: Mapping[str, Any]) -> None:
+        self.replacements = replacements
+        names = list(schema_parameters(op.target))
+        # By position where the call passes the argument by position, as kernels get the call's own
+        # arguments.
+        by_index = {names.index(name): value for name, value in replacements.items()}
+        self._target = op.target
+        self._positional = {i: value for i, value in by_index.items() if i < len(op.args)}
+        self._keywords = {names[i]: value for i, value in by_index.items() if i >= len(op.args)}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        positional = (self._positional.get(i, value) for i, value in enumerate(args))
+        return self._target(*positional, **{**kwargs, **self._keywords})
+
+
+def with_arguments(op: Op, **replacements: Any) -> WithArguments:
     """Return the target of `op` with the arguments in `replacements` overridden."""
-    names = list(schema_parameters(op.target))
-    # By position where the call passes the argument by position, as kernels get the call's own
-    # arguments.
-    by_index = {names.index(name): value for name, value in replacements.items()}
-    positional = {i: value for i, value in by_index.items() if i < len(op.args)}
-    keywords = {names[i]: value for i, value in by_index.items() if i >= len(op.args)}
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        positional_args = (positional.get(i, value) for i, value in enumerate(args))
-        return op.target(*positional_args, **{**kwargs, **keywords})
-
-    return run
+    return WithArguments(op, replacements)

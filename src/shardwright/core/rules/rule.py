@@ -155,7 +155,7 @@ class Local:
     Args:
         shard_counts: the number of shards of each factor of the rule (1 if it is not sharded).
         index: function from a factor to the index of this device's shard: an int, or a `SymInt` if
-            many ranks are simulated at once.
+            many ranks are simulated at once. A kernel that depends on it calls it when it is built.
         output_shapes: shapes of the local outputs.
         reduce: one bound collective per entry of the rule's `reductions`, in order.
     """
