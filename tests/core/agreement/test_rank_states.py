@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.core.agreement.rank_states import REMEDY, RankState, difference_of_calls
+from shardwright.core.agreement.rank_states import (
+    REMEDY,
+    RankState,
+    difference_of_calls,
+    ended_too_early,
+)
 
 TRAINED = ("training forward pass 1", "backward pass 1")
 
@@ -51,6 +56,21 @@ def test_calls_that_are_forgotten_are_not_compared() -> None:
     long = RankState(0, 1000, ("train_step 999", "train_step 1000"), True)
     assert not difference_of_calls([long, state(1, *TRAINED)])
     assert difference_of_calls([long, RankState(1, 1000, ("train_step 999", "whole 1"), True)])
+
+
+def test_the_rank_that_ended_first_is_named_with_its_exception() -> None:
+    waiting = state(0, *TRAINED, "train_step 1")
+    first = RankState(2, 1, TRAINED[:1], False, exception="OSError: record 17")
+    other = RankState(1, 2, TRAINED, False, exception="KeyError: 1")
+    assert ended_too_early(waiting, [other, first]).startswith(
+        "rank 2 ended after training forward pass 1 with OSError: record 17, but rank 0 waits in"
+        " train_step 1 (train.py, line 7)"
+    )
+
+
+def test_a_rank_that_ended_after_the_call_is_not_named() -> None:
+    calls = (*TRAINED, "train_step 1")
+    assert not ended_too_early(state(0, *calls), [RankState(1, 3, calls, False)])
 
 
 def test_a_state_is_read_as_it_is_written() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 import shardwright as sw
@@ -35,11 +36,15 @@ X = torch.ones(8, 4)
         (Net(), [X], None, "are a list", r"write `tuple\(args\)`"),
         (Net(), {"x": X}, None, "are a dict", r"plan\(net, \(\), dict\(batch\), ...\)"),
         (Net(), BatchEncoding({"x": X}), None, "are a BatchEncoding", r"dict\(batch\)"),
+        (Net(), DataLoader([X]), None, "are a DataLoader", r"next\(iter\(loader\)\)"),
+        (Net(), iter((X,)), None, "are a tuple_iterator", r"tuple\(next\(batches\)\)"),
         (Net(), (), None, "missing a required argument: 'x'", "what the training loop passes"),
         (Net(), (X, X), None, "with 2 positional and 0 named arguments", "training loop"),
         (Net(), (X,), {"masks": X}, "unexpected keyword argument 'masks'", "training loop"),
         (Net(), (X.to_sparse(),), None, r"argument args\[0\] is a sparse tensor", "to_dense"),
         (Net(), (X,), {"mask": X.to_sparse()}, r"argument kwargs\['mask'\] is a", "to_dense"),
+        (Net(), (X.numpy(),), None, r"args\[0\] is a numpy array", "from_numpy"),
+        (Net(), (BatchEncoding({"x": X}),), None, "is a BatchEncoding", r"net\(\*\*batch\)"),
     ],
 )
 def test_a_call_of_another_form_is_refused_with_what_to_pass(

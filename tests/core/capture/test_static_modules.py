@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.ao import quantization
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
 from random_cases import random_cases
 from random_plans import check_random_plan, random_plan
 from shardwright.core.capture.capture import capture
+from shardwright.core.graph.graph import Graph
 from shardwright.errors import CaptureError
 
 
@@ -52,3 +57,23 @@ def test_a_quantizer_trains_once_it_no_longer_observes(kind: type[nn.Module]) ->
         capture(net, (x,))
     net.apply(quantization.disable_observer)
     assert sw.check(net, (x,), None, sw.plan(net, (x,), devices=4)).passes()
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_sync_batch_norm_over_all_ranks_is_a_batch_norm_and_over_some_is_refused() -> None:
+    def graph(group: dist.ProcessGroup | None) -> Graph:
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        return capture(nn.SyncBatchNorm.convert_sync_batchnorm(net, group), (torch.randn(8, 4),))
+
+    assert [op.name for op in graph(dist.new_group([0, 1])).ops] == [
+        op.name for op in graph(None).ops
+    ]
+    with pytest.raises(CaptureError, match=r"1 is a SyncBatchNorm over 1 of 2 ranks"):
+        graph(dist.new_group([0]))

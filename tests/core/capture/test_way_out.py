@@ -70,3 +70,9 @@ def test_the_whole_model_is_named_where_it_is_refused_itself() -> None:
 def test_a_module_of_which_traced_operators_are_refused_is_named() -> None:
     net = nn.Sequential(nn.Linear(4, 4), Selecting())
     assert remedy(net, ARGS[0]).startswith("sw.local_map(net.get_submodule('1')")
+
+
+def test_an_error_of_the_model_itself_names_no_local_map() -> None:
+    with pytest.raises(sw.CaptureError, match="the model itself raises") as raised:
+        sw.capture(nn.Sequential(nn.Linear(4, 4)), (torch.randn(8, 5),))
+    assert "local_map" not in str(raised.value)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -278,7 +279,18 @@ def an_optimizer_that_communicates_is_named() -> None:
         Reducing(net.parameters()).step()
 
 
+def numbers_of_parameters_are_formatted_and_shards_not_saved() -> None:
+    words: Any = Words()
+    plan = sw.plan(words, batch(), devices=2, mode="data_parallel")
+    for net in (sw.parallelize(words, plan), planned(**PLANS["HSDP"])):
+        weight: Any = net.up.weight
+        assert f"{weight.norm():.3f}" == f"{weight.full_tensor().norm():.3f}"
+        with pytest.raises(sw.PlanError, match=r"`safetensors`.*\n.*sw.save_state_dict"):
+            save({"weight": weight})
+
+
 CHECKS = [
+    numbers_of_parameters_are_formatted_and_shards_not_saved,
     optimizers_train_as_on_one_device,
     an_average_of_the_users_own_follows,
     an_averaged_model_averages_buffers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -125,7 +126,18 @@ def test_of_many_shapes_the_one_not_used_for_longest_is_forgotten_and_captured_a
     assert parallel.program
 
 
-def test_a_sparse_argument_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("argument", "problem", "remedy"),
+    [
+        (X.to_sparse(), "is a sparse tensor", "to_dense"),
+        (X.numpy(), "is a numpy array", "from_numpy"),
+        (UserDict(x=X), "is a UserDict", r"net\(\*\*batch\)"),
+        (bytearray(2), r"is an object \(bytearray\)", "pass its fields"),
+    ],
+)
+def test_an_argument_that_is_no_dense_tensor_is_refused(
+    argument: Any, problem: str, remedy: str
+) -> None:
     _, parallel = planned(X, labels=LABELS)
-    with pytest.raises(sw.PlanError, match=r"is a sparse tensor .*\n.*to_dense"):
-        parallel(X.to_sparse(), labels=LABELS)
+    with pytest.raises(sw.PlanError, match=f"an argument of the model {problem}.*\n.*{remedy}"):
+        parallel(argument, labels=LABELS)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import shardwright as sw
+from shardwright.core.runtime import rank_calls
 
 
 class Lone:
@@ -29,7 +30,8 @@ class Lone:
         layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
         net = sw.WithLoss(layers, nn.CrossEntropyLoss())
         self.batch = torch.randn(12, 6), torch.arange(12) % 3
-        plan = sw.plan(net, self.batch, devices=3, mode="data_parallel")
+        storage = sw.OptimizerParallel(level="level3", threshold=0)
+        plan = sw.plan(net, self.batch, devices=3, mode="data_parallel", hsdp=storage)
         self.net: Any = sw.parallelize(net, plan)
         self.folder, self.alone = folder, dist.get_rank() == 0
         if not untrained:
@@ -80,6 +82,35 @@ class Lone:
                 pass
         loss.backward()
 
+    def calls_once_more(self) -> None:
+        if self.alone:
+            self.net(*self.batch)
+        self.net(*self.batch).backward()
+
+    def clips(self) -> None:
+        if self.alone:
+            self.net.clip_grad_norm_(1.0)
+        self.net(*self.batch).backward()
+
+    def prints_a_norm(self) -> None:
+        if self.alone:
+            print(next(self.net.parameters()).norm().item())
+        self.net(*self.batch).backward()
+
+    def reduces_a_number(self) -> None:
+        if self.alone:
+            dist.all_reduce(torch.ones(3))
+        self.net(*self.batch).backward()
+
+    def ends(self) -> None:
+        if self.alone:
+            raise OSError("record 17 is damaged")
+        self.net(*self.batch).backward()
+
+    def ends_before_a_checkpoint(self) -> None:
+        if not self.alone:
+            sw.save_checkpoint(self.folder, self.net, position=sw.Position(step=1))
+
     def leaves_out_a_backward_pass(self) -> None:
         loss: Tensor = self.net(*self.batch)
         if not self.alone:
@@ -88,7 +119,7 @@ class Lone:
 
     def is_slow(self) -> None:
         if self.alone:
-            time.sleep(6)
+            time.sleep(3)
         self.evaluate()
         dist.barrier()
 
@@ -96,7 +127,7 @@ class Lone:
         if self.alone:
             self.evaluate()
         else:
-            time.sleep(18)
+            time.sleep(9)
 
     def is_refused_alone(self) -> None:
         if self.alone:
@@ -116,7 +147,10 @@ CASES: dict[str, Callable[[Lone], None]] = {
 
 
 def main(case: str, folder: Path) -> None:
-    seconds = 10 if case == "outlasts_the_others" else 120
+    # Seconds would pass in each case.
+    for name, value in (("PATIENCE", 1.0), ("POLL", 0.1), ("FAREWELL", 1.0)):
+        setattr(rank_calls, name, value)
+    seconds = 5 if case == "outlasts_the_others" else 120
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     torch.set_num_threads(1)
     lone = Lone(folder, untrained=case == "makes_its_first_call_before_a_barrier")
@@ -127,6 +161,8 @@ def main(case: str, folder: Path) -> None:
         kind, text = type(error).__name__, str(error).replace("\n", " / ")
         seconds = time.monotonic() - started
         print(f"rank {dist.get_rank()} raised {kind} in {seconds:.0f} s: {text}", flush=True)
+    except OSError as error:
+        sys.last_value = error  # As Python sets it for an exception that ends a process.
     else:
         print(f"rank {dist.get_rank()} passed", flush=True)
 

@@ -343,6 +343,14 @@ DTENSOR = (
         "a rank's shard",
         "`to_local()`, at the price of an autograd function for every parameter and step",
     ),
+    *(
+        PrivateName(
+            f"torch.distributed.tensor.{module}.redistribute_local_tensor",
+            "counts DTensors that communicate",
+            "`CommDebugMode`, which is no hook before the communication",
+        )
+        for module in ("_api", "_dispatch", "_redistribute")
+    ),
     PrivateName("torch.distributed.tensor.DTensor._spec", "makes gradients like their parameters"),
     PrivateName(
         "torch.distributed.tensor._dtensor_spec.DTensorSpec",

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 
+WAITING = "the ranks wait for each other"
+"""Beginning of the error of ranks that are all there."""
+
 REMEDY = (
     "make the same calls in the same order on all ranks: train, evaluate, save and gather on all of"
     " them, and only then let rank 0 write or print"
@@ -25,6 +28,7 @@ class RankState:
         waits_in: the collective of all ranks in which its own code waits, such as "barrier"; empty
             without one.
         line: the line of the user's program from which it waits; empty if it does not.
+        exception: the exception that ended the rank; empty if it runs, or has ended without one.
     """
 
     rank: int
@@ -33,6 +37,7 @@ class RankState:
     is_inside: bool
     waits_in: str = ""
     line: str = ""
+    exception: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -67,7 +72,33 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
     ordered = sorted(states, key=lambda state: (str(state), state.rank))
     groups = [([state.rank for state in group], text) for text, group in groupby(ordered, key=str)]
     places = [f"{_name_ranks(ranks)} {text}" for ranks, text in sorted(groups)]
-    return f"the ranks wait for each other: {', '.join(places)}\n{REMEDY}"
+    return f"{WAITING}: {', '.join(places)}\n{REMEDY}"
+
+
+def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
+    """Describe ranks that have ended before a call in which another waits; empty without any.
+
+    Args:
+        waiting: the rank that waits.
+        ended: the last states of ranks that have ended.
+    """
+    missing = [state for state in ended if state.count < waiting.count]
+    if not missing:
+        return ""
+    count = min(state.count for state in missing)
+    first = [state for state in missing if state.count == count]
+    exception = next((state.exception for state in first if state.exception), "")
+    calls = f"after {first[0].calls[-1]}" if first[0].calls else "before its first call"
+    has_ended = f"{_name_ranks([state.rank for state in first])} ended {calls}"
+    if exception:
+        has_ended += f" with {exception}"
+    remedy = (
+        "see the log of that rank for its error"
+        if exception
+        else "make the same calls on all ranks: as many batches and evaluations on each, and saving"
+        " and gathering on all"
+    )
+    return f"{has_ended}, but rank {waiting.rank} waits {waiting}\n{remedy}"
 
 
 def _pairs(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:

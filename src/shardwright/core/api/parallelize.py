@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.accelerator import device_of_group, use_device
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import of_micro_batches
-from shardwright.core.runtime.rank_calls import rank_calls
+from shardwright.core.runtime.rank_calls import collective_call
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError, ShardwrightError
 
@@ -81,6 +81,21 @@ def parallelize(
         )
     check_not_distributed(net)
     net = net.net if isinstance(net, Pipeline) else net
+    # From here on a rank that calls alone is named by those that wait for it.
+    is_collective = are_all_ranks(plan.devices)
+    with collective_call("parallelize") if is_collective else nullcontext():
+        return _parallelize(net, plan, device, copy, sync, release, named_ranges)
+
+
+def _parallelize(
+    net: nn.Module,
+    plan: Plan,
+    device: str | torch.device | None,
+    copy: bool,
+    sync: bool,
+    release: bool,
+    named_ranges: bool,
+) -> nn.Module:
     rank_device = torch.device(device) if device is not None else device_of_group()
     use_device(rank_device)
     with _in_mode(net, plan.training):
@@ -97,9 +112,6 @@ def parallelize(
         if sync and devices.is_distributed:
             take_state_of_rank_0(net, rank_device)
         parallel = parallel_module(net, partitioned, devices, copy=copy, release=release)
-    if devices.is_distributed:
-        # From here on: a rank that never calls the model is named by those that wait for it.
-        rank_calls()
     # The copy was made while `net` was in the planned mode.
     if parallel.training != net.training:
         parallel.train(net.training)

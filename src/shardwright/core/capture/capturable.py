@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
@@ -18,7 +20,7 @@ def check_capturable(module: object, args: object, kwargs: object) -> None:
 
     Raises:
         CaptureError: if `module` is no `nn.Module`, `args` no tuple, `kwargs` no mapping of names,
-            `forward` has other parameters, or a tensor is sparse.
+            `forward` has other parameters, or an argument is no dense tensor or plain value.
     """
     check_module(module)
     check_arguments(args, kwargs)
@@ -45,11 +47,16 @@ def check_module(module: object) -> None:
 def check_arguments(args: object, kwargs: object) -> None:
     """
     Raises:
-        CaptureError: if `args` is not a tuple, `kwargs` not a mapping of names, or a tensor sparse.
+        CaptureError: if `args` is not a tuple, `kwargs` not a mapping of names, or an argument is
+            sparse, quantized, a numpy array or a mapping of a class of its own.
     """
     if not isinstance(args, tuple):
         remedy = "write `(x,)` for one argument"
-        if isinstance(args, list):
+        if isinstance(args, DataLoader):
+            remedy = "pass one batch of it: `tuple(next(iter(loader)))`"
+        elif isinstance(args, Iterator):
+            remedy = "pass one batch: `tuple(next(batches))`, or `tuple(args)` of its arguments"
+        elif isinstance(args, list):
             remedy = "write `tuple(args)`, or `(args,)` if the list is one argument"
         elif isinstance(args, Mapping):
             remedy = (
@@ -71,11 +78,30 @@ def check_arguments(args: object, kwargs: object) -> None:
             f"the keyword arguments of a call have names, not {unnamed[0]!r}\n{together}"
         )
     for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs or {})))[0]:
-        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and not leaf.is_nested:
-            raise CaptureError(
-                f"argument {_described(path)} is a sparse tensor ({leaf.layout})\n"
-                "pass it dense (`x.to_dense()`), or its indices and values as two tensors"
-            )
+        if not (isinstance(leaf, Tensor) and leaf.is_nested):
+            check_argument(f"argument {_described(path)}", leaf)
+
+
+def check_argument(name: str, leaf: object) -> None:
+    """Check a leaf of a call's arguments.
+
+    Raises:
+        CaptureError: if it is sparse, quantized, a numpy array or a mapping of a class of its own.
+    """
+    if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+        raise CaptureError(
+            f"{name} is a sparse tensor ({leaf.layout})\n"
+            "pass it dense (`x.to_dense()`), or its indices and values as two tensors"
+        )
+    if isinstance(leaf, Tensor) and leaf.is_quantized:
+        raise CaptureError(f"{name} is a quantized tensor\npass `x.dequantize()`")
+    if isinstance(leaf, np.ndarray):
+        raise CaptureError(f"{name} is a numpy array\npass a tensor: `torch.from_numpy(x)`")
+    if isinstance(leaf, Mapping):
+        raise CaptureError(
+            f"{name} is a {type(leaf).__name__}\n"
+            "pass its entries by name, `net(**batch)`, or `dict(batch)` for one argument"
+        )
 
 
 def _check_signature(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

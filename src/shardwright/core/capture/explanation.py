@@ -11,6 +11,8 @@ NESTED = (
     " after the other with the number of the sample that each belongs to"
 )
 
+OWN_ERROR = "the model itself raises an error for these arguments"
+
 
 def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]) -> str:
     """A one-line message for a failure of `torch.export`.
@@ -75,7 +77,7 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
         # Of an operator that a module of torch calls there may be no line of the user's.
         where = "" if line == NO_LINE else f"{line}: "
         return (
-            f"{where}the model itself raises an error for these arguments:"
+            f"{where}{OWN_ERROR}:"
             f" {type(error).__name__}: {first}. Pass arguments whose shapes and dtypes it accepts"
         )
     return (

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
@@ -69,7 +70,13 @@ def fake_copy(
                 "code to capture. Use the module of which it was made."
             )
     mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
+    # Process groups cannot be copied.
+    memo: dict[int, Any] = {
+        id(value): value
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, dist.ProcessGroup)
+    }
     cast = cast_parameters(module, compute_dtype)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):

@@ -7,6 +7,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,7 +19,8 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
     """Prepares `twin`, a copy of a model, for the trace.
 
     Raises:
-        CaptureError: for quantizers that observe their inputs.
+        CaptureError: for quantizers that observe their inputs, and for a `SyncBatchNorm` over some
+            of the ranks.
     """
     quantization: Any = sys.modules.get("torch.ao.quantization.fake_quantize")
     originals = dict(module.named_modules())
@@ -26,6 +28,13 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
         if type(part) is nn.AdaptiveLogSoftmaxWithLoss:
             vars(part)["forward"] = MethodType(_adaptive_log_softmax, part)
         if isinstance(part, nn.SyncBatchNorm):
+            group = part.process_group
+            if group is not None and group.size() < dist.get_world_size():
+                raise CaptureError(
+                    f"{path or 'the model'} is a SyncBatchNorm over {group.size()} of"
+                    f" {dist.get_world_size()} ranks, but batch norm of a planned model takes the"
+                    " statistics of the whole batch. Convert it without `process_group`"
+                )
             # A batch norm of a planned model takes the statistics of the whole batch anyway, and
             # `SyncBatchNorm` runs on accelerators and in process groups only.
             vars(part)["forward"] = MethodType(nn.BatchNorm1d.forward, part)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from shardwright.core.capture.explanation import OWN_ERROR
 from shardwright.core.capture.fx_nodes import module_path
 from shardwright.core.capture.local_trace import example_entries
 from shardwright.core.torch_internals import pytree
@@ -29,6 +30,8 @@ def naming_local_map(
     try:
         yield
     except CaptureError as error:
+        if OWN_ERROR in str(error):  # On shards too.
+            raise
         inner = _refused_part(error, module)
         call = _call_of_model(args, kwargs) if inner is None else _call_of_part(*inner)
         raise type(error)(f"{error}\n{REMEDY}: `{call}`") from error

@@ -2,7 +2,7 @@
 
 Each call starts an all-reduce of a few numbers per rank: a hash of the call's signature and one of
 its inputs, of large ones after the first calls only of a sample. A step reads the result before its
-gradients are used, and an evaluation when the next call begins. Only the first call of each
+gradients are used, and an evaluation before it returns. Only the first call of each
 signature waits, before its program runs, because different programs on different ranks would
 deadlock.
 """

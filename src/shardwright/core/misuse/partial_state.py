@@ -52,6 +52,12 @@ def _check_complete(tensor: DTensor) -> None:
         _refuse_saving(SHARD)
     elif stages > 1:
         _refuse_saving(STAGE)
+    elif is_called_by("safetensors"):
+        raise PlanError(
+            f"`safetensors`{user_line()} cannot save DTensors, as which a planned model has its"
+            " parameters\ncall `sw.save_pretrained(net, folder)` or"
+            " `sw.save_state_dict(net, path)` on every rank, or save inside `with sw.whole(net):`"
+        )
 
 
 def _refuse_saving(part: str) -> None:

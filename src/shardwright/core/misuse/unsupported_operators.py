@@ -29,6 +29,7 @@ from shardwright.core.torch_internals.distributed import by_rank
 from shardwright.core.torch_internals.dtensor import local_tensor
 from shardwright.core.torch_internals.dtensor_dispatch import (
     compute_on_local_tensors,
+    format_values,
     handle_collectives,
     handle_mixed_tensors,
     handle_unsupported_operators,
@@ -61,6 +62,7 @@ def compute_unsupported_operators() -> None:
     handle_unsupported_operators(_compute_unsupported)
     handle_collectives(_refuse_collective)
     compute_on_local_tensors(OPTIMIZER_STEP_METHODS)
+    format_values()
     refuse_methods(("numpy", "tolist"), _mixed_tensors_error)
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwright.core.capture.capturable import check_argument
 from shardwright.core.misuse.whole_batch import to_plain_tensor, to_plain_tensors
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import SampleDims, global_leaves
 from shardwright.core.torch_internals import pytree
-from shardwright.errors import PlanError
+from shardwright.errors import CaptureError, PlanError
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,18 @@ def full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Return leaves and structure of a call, with DTensors (e.g. other models' outputs) gathered.
 
     Raises:
-        PlanError: for a sparse tensor.
+        PlanError: for an argument that is no dense tensor or plain value.
     """
     leaves, spec = pytree.tree_flatten(call)
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+        try:
+            check_argument("an argument of the model", leaf)
+        except CaptureError as error:
+            raise PlanError(str(error)) from None
+        if not isinstance(leaf, Hashable):
             raise PlanError(
-                f"an argument of the model is a sparse tensor ({leaf.layout})\npass it dense"
-                " (`x.to_dense()`), or its indices and values as two tensors"
+                f"an argument of the model is an object ({type(leaf).__name__})\n"
+                "pass its fields, or tensors, numbers, tuples, lists and dicts"
             )
     return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec
 

@@ -220,6 +220,9 @@ class Execution(Recapture):
             outputs, updates = bound.program(shards, buffers, inputs, seed)
         if is_distributed:
             before_backward(outputs, [*checks, self._guard.check_step])
+        if not torch.is_grad_enabled():
+            # No backward pass of an evaluation will check the call.
+            self._guard.check_step()
         # After the program: its operators have read the old values.
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.tensors.write(dict(zip(names, updates, strict=True)))

@@ -141,7 +141,8 @@ class ParallelModule(Copyable, nn.Module):
         Returns:
             The norm before clipping, on every rank.
         """
-        return self.execution.clip_grad_norm_(max_norm)
+        with model_call("clip_grad_norm_", self.execution.devices):
+            return self.execution.clip_grad_norm_(max_norm)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ParallelModule:
         """Allocate parameters and buffers that are on the meta device; each rank only its shards.

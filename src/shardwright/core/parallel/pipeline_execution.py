@@ -80,6 +80,7 @@ class PipelineExecution(Execution):
         seed = self.random_seed + self.random_step
         inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed, dims)
         local_outputs, changed = stages.evaluate(inputs)
+        self._guard.check_step()
         bound.tensors.write(changed)
         graph = stages.partitioned.graph
         outputs = [

@@ -4,39 +4,54 @@ Every rank counts its collective calls. Once it has made none for `PATIENCE` sec
 its own writes to the store of the process group what the rank is doing, and rank 0 compares. If the
 ranks can never meet, all raise the same error: a rank that is blocked in a collective is woken by
 closing its connections to other ranks. Until then no call touches the store, except one that waits
-for all ranks before it communicates, as one rank may make it alone by mistake.
+for all ranks before it communicates: one that a rank may make alone by mistake, or that the calls
+before it did not lead to expect.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
-import re
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import cache, wraps
 from itertools import count
-from pathlib import Path
-from types import FrameType
+from multiprocessing.util import Finalize
 from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shardwright.core.agreement.collective import has_other_ranks
-from shardwright.core.agreement.rank_states import RankState, difference_of_calls
-from shardwright.core.runtime.collective_errors import PEER_FAILURE, PROGRAM
+from shardwright.core.agreement.expected_calls import ExpectedCalls
+from shardwright.core.agreement.rank_states import (
+    WAITING,
+    RankState,
+    difference_of_calls,
+    ended_too_early,
+)
+from shardwright.core.runtime.collective_errors import (
+    PEER_FAILURE,
+    naming_redistributions,
+)
 from shardwright.core.runtime.connections import close_connections
-from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.devices import Devices, stages_of_plan
+from shardwright.core.runtime.place_in_program import last_exception, place_of
 from shardwright.core.torch_internals.autograd import around_backward
-from shardwright.core.torch_internals.distributed import group_timeout, own_connection
-from shardwright.errors import DataError, ShardwrightError
+from shardwright.core.torch_internals.distributed import (
+    around_world_collectives,
+    group_timeout,
+    own_connection,
+)
+from shardwright.core.torch_internals.dtensor import around_redistributions
+from shardwright.errors import CommunicationError, DataError, ShardwrightError
 
 log = logging.getLogger(__name__)
 
@@ -49,21 +64,17 @@ PATIENCE = 3.0
 POLL = 0.5
 """Seconds between two looks of the thread of a rank."""
 
+WARN_AFTER = 20.0
+"""Seconds in one call after which a rank that waits for others to begin it says so once."""
+
 FAREWELL = 4 * POLL
 """Seconds for which a rank that knows the error stays, so that the others learn it too."""
 
 MAX_CALLS = 64
 """Number of last calls that a rank remembers."""
 
-WORLD_COLLECTIVES = {
-    *("barrier", "monitored_barrier", "all_reduce", "reduce", "broadcast", "all_gather"),
-    *("all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all"),
-    *("all_to_all_single", "all_gather_object", "broadcast_object_list"),
-}
-"""Functions of `torch.distributed` in which every rank of a group waits for the others."""
-
-LIBRARIES = re.compile(r"(torch|shardwright|contextlib|functools|threading|runpy|importlib)\b")
-"""Modules that are not the user's program."""
+BACKWARD = "backward pass"
+"""Name of the call that is a backward pass through a model."""
 
 
 class RankCalls:
@@ -88,7 +99,8 @@ class RankCalls:
         self._count, self._counts = 0, Counter[str]()
         self._depth, self._changed = 0, time.monotonic()
         self._in_backward = False
-        self._last_mode = ""
+        self._expected = ExpectedCalls()
+        self._last_meeting = ""
         self._written, self._seen_changes = "", 0
         self._request = 0
         """Number of the request for fresh states that rank 0 has made; 0 without a suspicion."""
@@ -96,51 +108,47 @@ class RankCalls:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(ref(world),), daemon=True)
         self._thread.start()
-        atexit.register(self.end)
+        # Not `atexit`, whose functions processes of `multiprocessing` do not call.
+        Finalize(None, self.end, exitpriority=0)
 
     def end(self) -> None:
-        """Stop to watch."""
+        """Stop to watch, and tell other ranks that this one makes no more calls."""
         self._ended.set()
         self._thread.join(FAREWELL)
+        with suppress(RuntimeError):  # The store is gone, and with it the run.
+            if not self.error:
+                state = replace(self._state(), is_inside=False, exception=last_exception())
+                self._store.set(f"ended {self._rank}", state.to_json())
+                self._store.set("a rank has ended", "")
 
     @contextmanager
-    def call(self, kind: str, *, meets: bool = False) -> Iterator[None]:
+    def call(self, kind: str, *, meets: bool | None = None) -> Iterator[None]:
         """Context of a collective call; calls within it do not count.
 
         Args:
             kind: name of the call, equal on all ranks.
-            meets: whether to wait for the other ranks before the call communicates.
+            meets: whether to wait for the other ranks before the call communicates; by default if
+                it is not the call that was expected.
 
         Raises:
             DataError: on all ranks, if they wait for each other in different calls.
+            CommunicationError: another rank has ended, or does not respond.
         """
         if self._depth:
             yield
             return
         self._thread_id = threading.get_ident()
-        self._begin(kind)
+        is_expected = self._begin(kind)
         try:
             with self.explaining_errors():
-                if meets:
+                if meets or (meets is None and not is_expected):
                     self._meet()
                 yield
         except BaseException:
-            # A call that was refused on this rank only must not count.
-            self._count, self._last_mode = self._count - 1, ""
-            self._counts[kind] -= 1
-            self._calls.pop()
+            self._undo(kind)
             raise
         finally:
             self._depth, self._changed = 0, time.monotonic()
-
-    @contextmanager
-    def model_call(self, kind: str) -> Iterator[None]:
-        """Context of a call of a model; one of another kind than the last waits for all ranks."""
-        meets = kind != self._last_mode
-        if not self._depth:
-            self._last_mode = kind
-        with self.call(kind, meets=meets):
-            yield
 
     @contextmanager
     def backward_passes(self) -> Iterator[None]:
@@ -149,6 +157,10 @@ class RankCalls:
         try:
             with self.explaining_errors():
                 yield
+        except BaseException:
+            if self._in_backward:
+                self._undo(BACKWARD)
+            raise
         finally:
             if self._in_backward:
                 self._depth, self._changed = 0, time.monotonic()
@@ -157,22 +169,41 @@ class RankCalls:
     def begin_backward(self) -> None:
         """Count the backward pass that enters a model, unless within a call or counted already."""
         if not self._depth:
-            self._begin("backward pass")
+            is_expected = self._begin(BACKWARD)
             self._in_backward = True
+            if not is_expected:
+                self._meet()
 
-    def _begin(self, kind: str) -> None:
+    def _begin(self, kind: str) -> bool:
+        """Count a call, and return whether it was expected."""
         if self.error:
-            raise DataError(self.error)
+            raise self._exception()
         self._counts[kind] += 1
         self._calls.append(f"{kind} {self._counts[kind]}")
         self._depth, self._count, self._changed = 1, self._count + 1, time.monotonic()
+        return self._expected.begin(kind)
+
+    def _undo(self, kind: str) -> None:
+        """Do not count the last call, which was refused, perhaps on this rank only."""
+        self._count, self._counts[kind] = self._count - 1, self._counts[kind] - 1
+        self._calls.pop()
+        self._expected.undo()
+
+    def _exception(self) -> Exception:
+        is_of_all = self.error.startswith(WAITING)
+        return DataError(self.error) if is_of_all else CommunicationError(self.error)
 
     def _meet(self) -> None:
         """Wait until all ranks have begun this call."""
         key = f"begun {self._count} {self._calls[-1]}"
         if self._meetings.add(key, 1) >= self._size:
             self._meetings.set(f"all have {key}", "")
+            if self._last_meeting not in ("", key):  # Else a call that was refused on all ranks.
+                self._meetings.delete_key(self._last_meeting)
+                self._meetings.delete_key(f"all have {self._last_meeting}")
+        self._last_meeting = key
         pause, begun = POLL / 512, time.monotonic()
+        warns_at: float | None = begun + WARN_AFTER
         timeout = self._longest_wait.total_seconds() if self._longest_wait is not None else math.inf
         while not self.error:
             # Not `wait`, whose time-out writes to the log.
@@ -184,28 +215,53 @@ class RankCalls:
                     f" {self._calls[-1]}, the time-out of the process group\nmake this call on all"
                     " ranks, or pass a longer `timeout` to `init_process_group`"
                 )
+            if pause == POLL:
+                self._look_for_ended()
+            if warns_at is not None and time.monotonic() > warns_at:
+                log.warning(
+                    "rank %d has waited %.0f s for other ranks in %s: make this call on all ranks",
+                    *(self._rank, WARN_AFTER, self._calls[-1]),
+                )
+                warns_at = None
             time.sleep(pause)
             pause = min(2 * pause, POLL)
-        raise DataError(self.error)
+        raise self._exception()
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
         """Raise the error of all ranks in place of one of a connection that it has closed."""
         try:
             yield
-        except DataError:
+        except (ShardwrightError, CommunicationError):
             if self.error:
                 time.sleep(FAREWELL)
             raise
         except RuntimeError as error:
-            if isinstance(error, ShardwrightError) or not PEER_FAILURE.search(str(error)):
+            if not PEER_FAILURE.search(str(error)):
                 raise
-            # Another rank may have closed the connection first.
-            self._ended.wait(0 if self.error else FAREWELL)
+            deadline = time.monotonic() + FAREWELL
+            while not self.error and time.monotonic() < deadline:
+                # Another rank may have closed the connection first, knowing the reason.
+                with suppress(RuntimeError):  # The store may be gone.
+                    self._look_for_ended()
+                self._ended.wait(POLL / 8)
             if not self.error:
-                raise
+                with naming_redistributions():
+                    raise
             time.sleep(FAREWELL)
-            raise DataError(self.error) from error
+            raise self._exception() from error
+
+    def _look_for_ended(self) -> None:
+        """Read the error of all ranks, or find a rank that has ended before this call."""
+        if self._meetings.check(["error"]):
+            self.error = self._meetings.get("error").decode()
+        elif self._meetings.check(["a rank has ended"]):
+            keys = [f"ended {rank}" for rank in range(self._size)]
+            ended = [self._meetings.get(key) for key in keys if self._meetings.check([key])]
+            states = [RankState.from_json(text.decode()) for text in ended]
+            self.error = ended_too_early(self._state(), states)
+            if self.error:
+                self._meetings.set("error", self.error)
 
     def _watch(self, world: ref[dist.ProcessGroup]) -> None:
         with suppress(RuntimeError):  # The store is gone, and with it the run.
@@ -250,31 +306,19 @@ class RankCalls:
 
     def _state(self) -> RankState:
         frame = sys._current_frames().get(self._thread_id)
-        waits_in, line = _place_of(frame)
+        waits_in, line = place_of(frame)
         is_inside = self._depth > 0
         line = line if is_inside or waits_in else ""
         waits_in = "" if is_inside else waits_in
         return RankState(self._rank, self._count, tuple(self._calls), is_inside, waits_in, line)
 
 
-def _place_of(frame: FrameType | None) -> tuple[str, str]:
-    """The collective of all ranks in which a thread waits, or "", and its line of the program."""
-    waits_in = ""
-    while frame is not None:
-        module, code = frame.f_globals.get("__name__", ""), frame.f_code
-        if module == "torch.distributed.distributed_c10d" and code.co_name in WORLD_COLLECTIVES:
-            group = frame.f_locals.get("group")
-            waits_in = code.co_name if group in (None, dist.group.WORLD) else ""
-        elif code.co_filename != PROGRAM and not LIBRARIES.match(module):
-            return waits_in, f"{Path(code.co_filename).name}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return waits_in, ""
-
-
 @cache
 def _calls_of_groups() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
     """The calls of this rank, by default process group."""
     around_backward(_backward_passes)
+    around_world_collectives(_world_collective)
+    around_redistributions(_redistribution)
     return WeakKeyDictionary()
 
 
@@ -284,7 +328,10 @@ def _numbers() -> Iterator[int]:
 
 
 def rank_calls() -> RankCalls | None:
-    """The calls of this rank; None without other ranks."""
+    """The calls of this rank, which count from now on; None without other ranks.
+
+    Every rank must call this at the same point of its program.
+    """
     if not has_other_ranks():
         return None
     groups, world = _calls_of_groups(), dist.group.WORLD
@@ -327,14 +374,13 @@ def by_all_ranks(
 
 
 def model_call(kind: str, devices: Devices) -> AbstractContextManager[None]:
-    """Return the context of a call of a model, which waits for all ranks if the last call of a
-    model was of another kind.
+    """Return the context of a call of a model, which waits for all ranks unless it was expected.
 
     Raises:
         DataError: on all ranks, if they wait for each other in different calls.
     """
     calls = rank_calls() if devices.is_distributed else None
-    return nullcontext() if calls is None else calls.model_call(kind)
+    return nullcontext() if calls is None else calls.call(kind)
 
 
 def begin_backward() -> None:
@@ -347,3 +393,35 @@ def begin_backward() -> None:
 def _backward_passes() -> AbstractContextManager[None]:
     calls = rank_calls()
     return nullcontext() if calls is None else calls.backward_passes()
+
+
+def counted_call(kind: str, *, meets: bool | None = None) -> AbstractContextManager[None]:
+    """Return the context of a call of all ranks, if calls of the main thread count yet.
+
+    Args:
+        kind: name of the call, equal on all ranks.
+        meets: see `RankCalls.call`.
+    """
+    world = dist.group.WORLD
+    if threading.current_thread() is not threading.main_thread() or world is None:
+        return nullcontext()
+    calls = _calls_of_groups().get(world)
+    return nullcontext() if calls is None else calls.call(kind, meets=meets)
+
+
+def _world_collective(name: str, waits: bool) -> AbstractContextManager[None]:
+    """Context of a collective of all ranks, which may be of the user's own.
+
+    Args:
+        name: name of the function of `torch.distributed`.
+        waits: whether it returns on no rank before all have called it.
+    """
+    return counted_call(f"`{name}`", meets=None if waits else False)
+
+
+def _redistribution(mesh: DeviceMesh) -> AbstractContextManager[None]:
+    """Context of a redistribution of a DTensor, such as in `full_tensor()`."""
+    # Stages have different parameters, so not all ranks redistribute.
+    if stages_of_plan(mesh) != 1:
+        return nullcontext()
+    return counted_call("DTensor redistribution")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardwright.core.agreement.collective import has_other_ranks
 from shardwright.core.runtime.accelerator import device_of_few_numbers
+from shardwright.core.runtime.rank_calls import counted_call
 
 REPEAT_SECONDS = 2.0
 """Seconds within which a further signal counts as the same: a terminal signals each process of a
@@ -86,7 +87,8 @@ class StopSignals:
         rank, base = dist.get_rank(), signal.NSIG
         code = 0 if self._received is None else (rank + 1) * base + self._received
         box = torch.tensor(code, device=device_of_few_numbers())
-        dist.all_reduce(box, dist.ReduceOp.MAX)
+        with counted_call("StopSignals.requested"):
+            dist.all_reduce(box, dist.ReduceOp.MAX)
         rank_plus_1, number = divmod(int(box), base)
         return None if number == 0 else (rank_plus_1 - 1, signal.Signals(number))
 

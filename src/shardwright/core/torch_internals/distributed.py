@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import wraps
+from inspect import isfunction, signature
 from typing import Any
 
 import torch
@@ -89,6 +91,64 @@ def supports_split_group(group: dist.ProcessGroup) -> bool:
     `group`."""
     device = group.bound_device_id
     return device is not None and group._get_backend(device).supports_splitting
+
+
+WAITING_COLLECTIVES = (
+    *("barrier", "all_reduce", "all_gather", "all_gather_object", "all_gather_single"),
+    *("reduce_scatter", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
+)
+"""Functions that return on no rank before all ranks have called them, unless asynchronous."""
+
+ROOTED_COLLECTIVES = (
+    *("broadcast", "broadcast_object_list", "reduce", "gather", "gather_object", "scatter"),
+    "scatter_object_list",
+)
+"""Functions that may return on one rank before others have called them."""
+
+
+def around_world_collectives(context: Callable[[str, bool], AbstractContextManager[None]]) -> None:
+    """Run the collectives of the default process group in a context of their own.
+
+    Also where they were imported before. Permanent for the process; a second call is ignored.
+
+    Args:
+        context: called with the name of the function, and whether it returns on no rank before all
+            have called it.
+    """
+    for name in (*WAITING_COLLECTIVES, *ROOTED_COLLECTIVES):
+        function = getattr(dist, name, None)  # Names differ between versions.
+        closure = getattr(function, "__closure__", None) or ()
+        cells = (cell for cell in closure if isfunction(cell.cell_contents))
+        cell = next(cells, None)
+        if cell is not None and not hasattr(cell.cell_contents, "counts_calls"):
+            waits = name in WAITING_COLLECTIVES
+            cell.cell_contents = _in_context(cell.cell_contents, name, waits, context)
+
+
+def _in_context(
+    function: Callable[..., Any],
+    name: str,
+    waits: bool,
+    context: Callable[[str, bool], AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    names = list(signature(function).parameters)
+    group_index = names.index("group")
+    async_index = names.index("async_op") if "async_op" in names else len(names)
+
+    def argument(index: int, keyword: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[index] if index < len(args) else kwargs.get(keyword)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        group = argument(group_index, "group", args, kwargs)
+        if group is not None and group is not dist.group.WORLD:
+            return function(*args, **kwargs)
+        is_async = bool(argument(async_index, "async_op", args, kwargs))
+        with context(name, waits and not is_async):
+            return function(*args, **kwargs)
+
+    vars(call)["counts_calls"] = True
+    return call
 
 
 def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -74,6 +77,31 @@ def dtensor_of_class(tensor_class: type[DTensor], local: Tensor, spec: DTensorSp
     result = with_spec(local, spec)
     result.__class__ = tensor_class
     return result
+
+
+def around_redistributions(context: Callable[[DeviceMesh], AbstractContextManager[None]]) -> None:
+    """Run redistributions of DTensors that communicate in a context of their own.
+
+    Those of operators too (`p.norm().item()`). Permanent for the process; a second call is ignored.
+
+    Args:
+        context: called with the mesh of the DTensor.
+    """
+    redistribute = _redistribute.redistribute_local_tensor
+
+    @wraps(redistribute)
+    def call(local: Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any) -> Tensor:
+        pairs = zip(source.placements, target.placements, strict=True)
+        communicates = any(old != new and not old.is_replicate() for old, new in pairs)
+        # Other classes are those of tracing, and of simulated ranks.
+        if not communicates or type(local) not in (Tensor, nn.Parameter):
+            return redistribute(local, source, target, **options)
+        with context(source.mesh):
+            return redistribute(local, source, target, **options)
+
+    if not hasattr(redistribute, "__wrapped__"):
+        for module in (_api, _dispatch, _redistribute):
+            vars(module)[redistribute.__name__] = call
 
 
 def refuse_pickling(check: Callable[[DTensor], None]) -> None:

@@ -161,6 +161,18 @@ def refuse_methods(names: Collection[str], error: Callable[[str], Exception]) ->
         setattr(DTensor, name, partialmethod(partial(refuse, name)))
 
 
+def format_values() -> None:
+    """Format DTensors of one element with a format as their number (`f"{p.norm():.3f}"`), as
+    ordinary tensors are. Permanent for the process."""
+
+    def format_value(tensor: DTensor, specification: str) -> str:
+        if tensor.ndim or not specification:
+            return object.__format__(tensor, specification)
+        return format(tensor.full_tensor().item(), specification)
+
+    setattr(DTensor, "__format__", format_value)  # noqa: B010
+
+
 def compute_on_local_tensors(names: Collection[str]) -> None:
     """Make elementwise methods of DTensors compute on local tensors where all have equal layouts.
 

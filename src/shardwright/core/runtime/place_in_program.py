@@ -1,0 +1,44 @@
+"""Where in the user's program a thread waits, and the exception that ends the process."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from textwrap import shorten
+from types import FrameType
+
+import torch.distributed as dist
+
+from shardwright.core.runtime.collective_errors import PROGRAM
+
+WORLD_COLLECTIVES = {
+    *("barrier", "monitored_barrier", "all_reduce", "reduce", "broadcast", "all_gather"),
+    *("all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all"),
+    *("all_to_all_single", "all_gather_object", "broadcast_object_list"),
+}
+"""Functions of `torch.distributed` in which every rank of a group waits for the others."""
+
+LIBRARIES = re.compile(r"(torch|shardwright|contextlib|functools|threading|runpy|importlib)\b")
+"""Modules that are not the user's program."""
+
+
+def place_of(frame: FrameType | None) -> tuple[str, str]:
+    """The collective of all ranks in which a thread waits, or "", and its line of the program."""
+    waits_in = ""
+    while frame is not None:
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if module == "torch.distributed.distributed_c10d" and code.co_name in WORLD_COLLECTIVES:
+            group = frame.f_locals.get("group")
+            waits_in = code.co_name if group in (None, dist.group.WORLD) else ""
+        elif code.co_filename != PROGRAM and not LIBRARIES.match(module):
+            return waits_in, f"{Path(code.co_filename).name}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return waits_in, ""
+
+
+def last_exception() -> str:
+    """The exception that ends this process; empty without one."""
+    error = getattr(sys, "last_value", None)
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return shorten(text, 200, placeholder=" …") if error is not None else ""
