@@ -51,7 +51,22 @@ def one_folder_may_have_two_names() -> None:
         dist.barrier()
 
 
+def ranks_that_save_another_position_or_no_optimizer_are_refused() -> None:
+    net = planned()
+    optimizer = torch.optim.SGD(net.parameters())
+    first = dist.get_rank() == 0
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(value_of_rank(own))
+        with pytest.raises(sw.CheckpointError, match=r"rank 1 saves .*step=2.* rank 0 .*step=1"):
+            sw.save_checkpoint(folder, net, position=sw.Position(1 if first else 2))
+        with pytest.raises(sw.CheckpointError, match=r"with no optimizer, but rank 0 .* with SGD"):
+            sw.save_checkpoint(folder, net, optimizer if first else None, position=sw.Position(1))
+        dist.barrier()
+        assert not list(Path(own).iterdir())
+
+
 CHECKS = [
+    ranks_that_save_another_position_or_no_optimizer_are_refused,
     folders_that_differ_between_ranks_are_refused_before_anything_is_written,
     one_folder_may_have_two_names,
 ]

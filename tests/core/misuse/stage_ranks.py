@@ -149,7 +149,17 @@ def check_ranks_collect_their_stages() -> None:
     assert all(type(value) is Tensor for value in merged.values())
 
 
+def check_an_optimizer_of_other_parameters_does_not_load_that_of_a_stage() -> None:
+    net, other = in_stages(), sharded()
+    of_stage, of_all = trained(net), trained(other)
+    for optimizer, state in ((of_all, of_stage.state_dict()), (of_stage, of_all.state_dict())):
+        with pytest.raises(sw.PlanError, match=r"AdamW has \d, as a rank .*\n.*load_checkpoint"):
+            optimizer.load_state_dict(state)
+    of_stage.load_state_dict(of_stage.state_dict())
+
+
 CHECKS = (
+    check_an_optimizer_of_other_parameters_does_not_load_that_of_a_stage,
     check_the_state_of_one_rank_is_not_saved,
     check_the_complete_model_is_saved,
     check_a_wrapper_of_the_model_is_like_it,

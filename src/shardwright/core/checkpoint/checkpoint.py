@@ -37,7 +37,7 @@ from shardwright.core.checkpoint.manifest import (
 )
 from shardwright.core.checkpoint.parameter_names import match_saved_names
 from shardwright.core.checkpoint.position import Position
-from shardwright.core.checkpoint.shared_folder import check_shared_folder
+from shardwright.core.checkpoint.shared_folder import check_saves_agree, check_shared_folder
 from shardwright.core.checkpoint.storage import (
     CheckpointReader,
     OneRankPlanner,
@@ -177,7 +177,8 @@ class Checkpoints:
         Raises:
             CheckpointError: if the optimizer has parameters that the model does not have, or state
                 that is not a tensor, if this or the previous checkpoint could not be written, if
-                another process has locked the folder, or if ranks have different folders.
+                another process has locked the folder, or if ranks have different folders,
+                positions or optimizers.
         """
         model_state = checkpoint_state.model_tensors(net).items()
         tensors = {k: t for k, t in model_state if only is None or k.partition(".")[2] in only}
@@ -197,6 +198,7 @@ class Checkpoints:
             run=run,
         )
         self.wait()
+        check_saves_agree(position, info.optimizer)
         if has_other_ranks() and self._group is None:
             check_shared_folder(self.folder)
             # A separate group: asynchronous saves run collectives beside those of training steps.

@@ -1,4 +1,4 @@
-"""Checks, before anything is written, that all ranks have one folder."""
+"""Checks, before anything is written, that all ranks save the same into one folder."""
 
 from __future__ import annotations
 
@@ -44,6 +44,27 @@ def check_shared_folder(folder: Path) -> None:
                 f"rank {rank} does not write to the folder of rank 0, {path}, but to {other}\npass"
                 " the same path on every rank, in a file system that all nodes share; a temporary"
                 " folder is made by one rank, which sends its path to the others"
+            )
+
+
+def check_saves_agree(position: object, optimizer: str | None) -> None:
+    """Check that all ranks save a checkpoint of one position and optimizer. Collective.
+
+    Args:
+        position: the position of the run in its data.
+        optimizer: the class of the optimizer; None without one.
+
+    Raises:
+        CheckpointError: on all ranks, if one differs from rank 0.
+    """
+    saved = values_of_ranks((repr(position), optimizer))
+    for rank, other in enumerate(saved):
+        if other != saved[0]:
+            (first_position, first), (position, with_optimizer) = saved[0], other
+            raise CheckpointError(
+                f"rank {rank} saves {position} with {with_optimizer or 'no optimizer'}, but rank 0"
+                f" {first_position} with {first or 'no optimizer'}\n"
+                "pass the same position and the optimizer on every rank"
             )
 
 

@@ -313,8 +313,9 @@ def _bytes_from_small_parameter(
     try:
         measured = _measure_steps(optimizer, parameter)
     except Exception as error:
+        reason = str(error) or type(error).__name__
         raise PlanError(
-            f"optimizer={type(optimizer).__name__}: its memory cannot be measured: {error}\n"
+            f"optimizer={type(optimizer).__name__}: its memory cannot be measured: {reason}\n"
             "plan with an optimizer whose state has similar size, such as optimizer='adamw', and"
             " train with your own"
         ) from error

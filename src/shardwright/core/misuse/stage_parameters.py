@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, wraps
 from itertools import chain
+from typing import Any
 from weakref import WeakSet
 
 from torch.optim import LBFGS, Optimizer
@@ -17,7 +18,8 @@ from shardwright.errors import PlanError
 
 @cache
 def watch_optimizers_of_stages() -> None:
-    """Reject LBFGS on a stage, and pickling the state dict of any optimizer of a stage.
+    """Reject LBFGS on a stage, pickling the state dict of any optimizer of a stage, and loading it
+    into one of other parameters.
 
     Applies to all optimizers of this process, from their first step on.
     """
@@ -41,3 +43,24 @@ def watch_optimizers_of_stages() -> None:
             optimizer.register_state_dict_post_hook(mark_stage_state)
 
     register_optimizer_step_pre_hook(before_step)
+    load = Optimizer.load_state_dict
+
+    @wraps(load)
+    def load_or_explain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        try:
+            load(optimizer, state_dict)
+        except ValueError as error:
+            counts = [
+                sum(len(group["params"]) for group in groups)
+                for groups in (state_dict["param_groups"], optimizer.param_groups)
+            ]
+            if counts[0] == counts[1] or not stage_models():
+                raise
+            raise PlanError(
+                f"`load_state_dict`{user_line()}: the state is of {counts[0]} parameters, but"
+                f" {type(optimizer).__name__} has {counts[1]}, as a rank of a model in pipeline"
+                " stages has those of its own stage only\nsave with `sw.save_checkpoint` and load"
+                " with `sw.load_checkpoint`, which reads it with any plan"
+            ) from error
+
+    setattr(Optimizer, load.__name__, load_or_explain)
