@@ -56,11 +56,12 @@ def main(where: str, folder: Path) -> None:
             time.sleep(100)
         if where == "stages":
             parallel.train_step(x)
-        if where == "forward":
-            parallel(x)
+        for _ in range(3):  # Unexpected calls wait for all ranks before they communicate.
+            parallel(x).backward()
         if world.rank == 1 and where in ("call", "forward"):
             time.sleep(100)
-        loss = parallel(x)
+        # Calls of new shapes are compared before they run.
+        loss = parallel(x[:2] if where == "call" else x)
         if world.rank == 1:
             time.sleep(100)
         loss.backward()

@@ -210,7 +210,7 @@ class RankCalls:
             if self._meetings.check([f"all have {key}"]):
                 return
             if time.monotonic() - begun > timeout:
-                raise DataError(
+                raise CommunicationError(
                     f"rank {self._rank} has waited {timeout:.0f} s for other ranks in"
                     f" {self._calls[-1]}, the time-out of the process group\nmake this call on all"
                     " ranks, or pass a longer `timeout` to `init_process_group`"
