@@ -51,12 +51,14 @@ def main(where: str, folder: Path) -> None:
     meet(world.rank, folder)
     with process_group(world, timeout=timedelta(seconds=10)) as device:
         parallel = sw.parallelize(net, plan, device, copy=True)
-        parallel.train_step(x)
+        # Unexpected calls wait for all ranks before they communicate.
+        for _ in range(3):
+            parallel.train_step(x)
         if world.rank == 1 and where == "stages":
             time.sleep(100)
         if where == "stages":
             parallel.train_step(x)
-        for _ in range(3):  # Unexpected calls wait for all ranks before they communicate.
+        for _ in range(3):
             parallel(x).backward()
         if world.rank == 1 and where in ("call", "forward"):
             time.sleep(100)
