@@ -114,6 +114,14 @@ TERMS: dict[str, Loss] = {
         parts["linear"].weight[0].index_add(0, y, rows(h).mean(1), alpha=2)
         / torch.ones(6).to(h).index_add(0, y, torch.ones_like(h[:, 0, 0]))
     ).mean(),
+    "sums of classes": lambda parts, h, y: (
+        (CLASSES.to(h).scatter_reduce(0, y, rows(h).mean(1), "sum") * CLASSES).mean()
+        + CLASSES.to(h).index_put((y,), rows(h).exp().mean(1), accumulate=True).mean()
+    ),
+    "scattered means": lambda parts, h, y: sum(
+        (CLASSES.to(h).scatter_reduce(0, y, rows(h).mean(1), "mean", include_self=own)).sum()
+        for own in (False, True)
+    ),
     "tokens of classes": lambda parts, h, y: (
         torch.ones_like(h[0]).index_add(0, y.repeat_interleave(3) % 3, h.flatten(0, 1)).mean()
     ),
@@ -229,6 +237,11 @@ OTHERS: dict[str, Loss] = {
         .log_softmax(1)[torch.arange(len(h)), torch.arange(len(h))]
         .mean()
     ),
+    "chunks of the batch": lambda parts, h, y: sum(
+        F.cross_entropy(z, t, reduction="sum")
+        for z, t in zip(rows(h).chunk(4), y.chunk(4), strict=True)
+    ),
+    "samples one by one": lambda parts, h, y: sum(z.exp().mean() for z in rows(h)),
     "the labelled half": lambda parts, h, y: h[torch.arange(len(h) // 2)].square().mean(),
     "a mean for each sample": lambda parts, h, y: h.square().mean().expand(len(h)).sum(),
     "a part of a mean": lambda parts, h, y: h.square().mean(0).flatten()[: len(h)].sum(),
@@ -336,6 +349,13 @@ def test_a_mean_over_samples_leaves_the_graph_as_it_is(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_mixes_samples_is_refused(name: str) -> None:
     assert isinstance(of_micro_batch(model_of(name), 4).whole_batch, str)
+
+
+def test_a_loop_over_samples_or_parts_of_the_batch_is_refused_with_what_to_do() -> None:
+    for name in ("chunks of the batch", "samples one by one"):
+        x, y = batch()
+        with pytest.raises(sw.StrategyError, match=r"\n.*in one call instead of a loop"):
+            sw.plan(model_of(name), (x.double(), y), devices=2, micro_batches=4)
 
 
 def test_groups_of_samples_are_as_large_in_a_micro_batch() -> None:

@@ -1,19 +1,22 @@
 """Operators without rules become those that ATen composes them of, which have rules.
 
 `torch._foreach_*`, which does the same to each tensor of a list, becomes one operator for each, so
-that each tensor keeps its own layout.
+that each tensor keeps its own layout. The mean of `scatter_reduce` becomes a sum divided by a
+count, as sums of parts add up.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardwright.core.capture.fx_nodes import ORIGIN, is_tensor, tensor
+from shardwright.core.capture.fx_nodes import ORIGIN, is_tensor, node_arguments, tensor
 from shardwright.core.torch_internals.operators import (
     OpOverload,
     call_composite,
@@ -38,8 +41,9 @@ COMPOSED = frozenset(
 def decompose(graph: fx.Graph) -> None:
     """Replaces the operators in place, before any are made functional."""
     for node in list(graph.nodes):
-        if isinstance(node.target, OpOverload) and _is_composed(operator_name(node.target)):
-            results = _composed(node, node.target)
+        function = _composition(node)
+        if function is not None:
+            results = _composed(node, function)
             users = list(node.users)
             if is_tensor(node):
                 node.replace_all_uses_with(results)
@@ -50,23 +54,52 @@ def decompose(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _is_composed(name: str) -> bool:
-    return name in COMPOSED or name.startswith("_foreach_")
+def _composition(node: fx.Node) -> Callable[..., Any] | None:
+    """Returns the function that an operator becomes; None if it stays."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return None
+    if target is torch.ops.aten.scatter_reduce.two:
+        floating = is_tensor(node) and tensor(node).is_floating_point()
+        return _scattered_mean if floating and node_arguments(node)["reduce"] == "mean" else None
+    name = operator_name(target)
+    composed = name in COMPOSED or name.startswith("_foreach_")
+    return partial(call_composite, target) if composed else None
 
 
-def _composed(node: fx.Node, target: OpOverload) -> Any:
-    """Inserts what an operator is composed of; returns its results."""
+def _scattered_mean(
+    base: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    src: torch.Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> torch.Tensor:
+    ones = torch.ones_like(index, dtype=base.dtype)
+    start = base if include_self else torch.zeros_like(base)
+    count = (torch.ones_like if include_self else torch.zeros_like)(base)
+    count = count.scatter_add(dim, index, ones)
+    total = start.scatter_add(dim, index, src)
+    if include_self:
+        return total / count
+    return torch.where(count.eq(0), base, total / count.clamp(min=1))
+
+
+def _composed(node: fx.Node, function: Callable[..., Any]) -> Any:
+    """Inserts the operators of `function` for those of an operator; returns their results."""
     inputs = node.all_input_nodes
 
     def run(*tensors: torch.Tensor) -> Any:
         values = dict(zip(inputs, tensors, strict=True))
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        return call_composite(target, *args, **kwargs)
+        return function(*args, **kwargs)
 
     # Some are composed otherwise where nothing requires a gradient, but autograd forbids writing
     # into leaves that do.
     fakes = [tensor(each).detach() for each in inputs]
-    for fake in fakes if not schema_of(target).is_mutable else ():
+    mutable = schema_of(node.target).is_mutable  # type: ignore[arg-type]
+    for fake in fakes if not mutable else ():
         fake.requires_grad_(fake.is_floating_point() or fake.is_complex())
     mode: Any = fakes[0].fake_mode  # type: ignore[attr-defined]
     with mode, torch.enable_grad():
@@ -81,4 +114,4 @@ def _composed(node: fx.Node, target: OpOverload) -> Any:
             with node.graph.inserting_before(node):
                 copies[each] = node.graph.node_copy(each, copies.__getitem__)
             copies[each].meta.update({key: node.meta[key] for key in ORIGIN if key in node.meta})
-    raise AssertionError(f"{target} has no result")
+    raise AssertionError(f"{node.target} has no result")

@@ -25,7 +25,7 @@ from shardwright.core.micro_batches.micro_batch_graph import (
     count_of_targets,
     is_mean_over_targets,
 )
-from shardwright.core.micro_batches.paired_graphs import PairedGraphs
+from shardwright.core.micro_batches.paired_graphs import DIVIDES_BATCH, PairedGraphs
 from shardwright.core.micro_batches.sample_states import (
     AVERAGE,
     POSITIONS,
@@ -42,6 +42,9 @@ from shardwright.core.rules.rule import Dims, Local, ShardingRule
 
 CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"})
 """Names of operators whose results are equal for all samples."""
+
+DIVISIONS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "unbind"})
+"""Names of operators that return parts of a tensor along a dimension."""
 
 RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "to", "_to_copy", "alias"})
 
@@ -327,6 +330,8 @@ class Analysis:
     def _why_mixed(self, op: Op) -> str:
         if self._keeps_statistics(op):
             return "normalizes samples that are not in its dimension 0"
+        if op.short_name in DIVISIONS:
+            return DIVIDES_BATCH
         return use_of_statistics(op) if takes_statistics(op) else "mixes samples"
 
     def _sample_factor(self, op: Op, rule: ShardingRule) -> str | None:

@@ -21,8 +21,9 @@ LINEAR = frozenset(
 ADDITIVE = frozenset({"add", "sub", "rsub", "cat", "stack", "where"})
 """Names of operators that are linear in all operands together."""
 
-INDEXED_SUMS = frozenset({"scatter_add", "index_add"})
-"""Names of operators that add slices of a tensor to a base, `op.inputs[0]`, each at its index."""
+INDEXED_SUMS = frozenset({"scatter_add", "scatter_reduce", "index_add", "index_put"})
+"""Names of operators that can add slices of a tensor to a base, `op.inputs[0]`, each at its index.
+"""
 
 
 def dims_of_indexed_sum(
@@ -36,16 +37,34 @@ def dims_of_indexed_sum(
         states: states of values.
         outside: values that the prologue computes, of which micro-batches can read slices.
     """
-    if op.short_name not in INDEXED_SUMS or not op.output.dtype.is_floating_point:
+    if not _is_indexed_sum(op):
         return None
-    base, index, added = op.inputs
-    if states[base] != WHOLE or not base.shape or len(added.shape) != len(base.shape):
+    base, *indices, added = op.inputs
+    if states[base] != WHOLE or not base.shape or not added.shape:
         return None
-    dim = call_arguments(op)["dim"] % len(base.shape)
-    index_dim = dim if op.short_name == "scatter_add" else 0
+    if op.short_name == "index_put":
+        index_dim = dim = 0
+        # Indices of the first dimensions, each with one number for each sample.
+        if None in op.args[1] or any(len(index.shape) != 1 for index in indices):
+            return None
+    elif len(added.shape) != len(base.shape):
+        return None
+    else:
+        dim = call_arguments(op)["dim"] % len(base.shape)
+        index_dim = 0 if op.short_name == "index_add" else dim
     # Slices behind the last index are not added.
-    if not index.shape or index.shape[index_dim] != added.shape[dim]:
+    if any(not v.shape or v.shape[index_dim] != added.shape[dim] for v in indices):
         return None
-    pairs = ((index, index_dim), (added, dim))
+    pairs = (*((index, index_dim) for index in indices), (added, dim))
     split = all(states[value] == along or value in outside for value, along in pairs)
-    return (None, index_dim, dim) if split else None
+    return (None, *(index_dim for _ in indices), dim) if split else None
+
+
+def _is_indexed_sum(op: Op) -> bool:
+    arguments = call_arguments(op)
+    adds = {
+        "scatter_reduce": arguments.get("reduce") == "sum" and arguments.get("include_self", True),
+        "index_put": bool(arguments.get("accumulate")) and len(op.inputs) > 2,
+    }
+    is_float = op.output.dtype.is_floating_point
+    return op.short_name in INDEXED_SUMS and is_float and adds.get(op.short_name, True)

@@ -24,8 +24,13 @@ SIZES = frozenset({"size", "sizes", "shape", "end", "repeats", "output_size", "s
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow"})
 """Names of operators that are not captured where a number makes them do nothing."""
 
+NOT_CALLED = "is not called for a micro-batch: operators depend on its size"
+FEWER_TENSORS = "returns fewer tensors for a micro-batch than for the batch"
+CALLED_ONCE = "is called for one batch size only: operators depend on it"
+DIVIDES_BATCH = "divides the batch into parts"
 OTHER_ARGUMENTS = "is called with other arguments for a micro-batch: they depend on its size"
-"""Verb phrase for errors."""
+DEPENDENCES_ON_SIZE = (NOT_CALLED, FEWER_TENSORS, CALLED_ONCE, DIVIDES_BATCH, OTHER_ARGUMENTS)
+"""Verb phrases for errors."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,9 @@ class PairedGraphs:
                 continue
             views = _Views(self, ops, values)
             read = zip(map(views.source_of_inserted, op.inputs), own.inputs, strict=True)
+            same_number = len(op.outputs) == len(own.outputs)
             equally_often = kinds[_op_key(op)] == micro_kinds[_op_key(own)]
-            if equally_often and all(views.are_paired(*pair) for pair in read):
+            if same_number and equally_often and all(views.are_paired(*pair) for pair in read):
                 ops[op] = own
                 values.update(zip(op.outputs, own.outputs, strict=True))
         return ops
@@ -202,9 +208,9 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
     constants = len(graph.constants) != len(larger.constants)
     for op, larger_op in zip(graph.ops, larger.ops, strict=False):
         if op.target != larger_op.target:
-            return larger_op, "is not called for a micro-batch: operators depend on its size"
+            return larger_op, NOT_CALLED
         if len(op.outputs) != len(larger_op.outputs):
-            return larger_op, "returns fewer tensors for a micro-batch than for the batch"
+            return larger_op, FEWER_TENSORS
         pairs = list(zip(larger_op.inputs, op.inputs, strict=False))
         same = len(op.inputs) == len(larger_op.inputs) and all(
             paired.get(value) is own
@@ -216,7 +222,7 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
         paired.update(zip(larger_op.outputs, op.outputs, strict=True))
     if len(graph.ops) != len(larger.ops):
         longer_ops = max(graph.ops, larger.ops, key=len)
-        return longer_ops[-1], "is called for one batch size only: operators depend on it"
+        return longer_ops[-1], CALLED_ONCE
     return None
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.lower.program import Program, lower
 from shardwright.core.micro_batches.batch_norms import AVERAGES_ALL, NORMALIZES_ALL
+from shardwright.core.micro_batches.paired_graphs import DEPENDENCES_ON_SIZE
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.core.parallel.whole_batch_values import WholeBatchValues, whole_batch_of
 from shardwright.core.partition.partitioned import Partitioned
@@ -122,6 +123,15 @@ def check_whole_batch(graph: Graph, micro_batches: int) -> None:
             "plan with batch_norm='per_micro_batch', which takes the statistics from each"
             " micro-batch, as gradient accumulation in PyTorch does; or with micro_batches=1"
             " (recompute='auto' saves memory)"
+        )
+    if isinstance(graph.whole_batch, str) and graph.whole_batch.endswith(DEPENDENCES_ON_SIZE):
+        raise MixedSamplesError(
+            f"micro_batches={micro_batches}: {graph.whole_batch}\n"
+            "compute all samples in one call instead of a loop over samples or over chunks of the"
+            " batch (chunks of another dimension, such as positions, are exact), without branches"
+            " on the batch size; pass parts that the loss treats differently as separate inputs;"
+            " plan with `micro_batches=1` (`recompute='auto'` saves memory); or"
+            " name the batch dimension if it is not 0 (`batch_dims={'x': 1}`)"
         )
     if isinstance(graph.whole_batch, str):
         raise MixedSamplesError(

@@ -62,7 +62,8 @@ def micro_batch(
                 valid = ", ".join(divisors[:12] + ["…"] * (len(divisors) > 12))
                 raise PlanError(
                     f"a batch of {leaf.shape[dim]} rows cannot be split into {count} equal"
-                    f" micro-batches\nvalid numbers of micro-batches are {valid}"
+                    f" micro-batches\nvalid numbers of micro-batches are {valid}; name the batch"
+                    " dimension if it is another (`batch_dims={'x': 1}`)"
                 )
             # Consecutive rows, as in `torch.chunk` and PyTorch's pipeline schedules.
             leaf = leaf.narrow(dim, number * rows, rows)
