@@ -129,6 +129,17 @@ class Lone:
         else:
             time.sleep(9)
 
+    def is_waited_for_in_an_asynchronous_collective(self) -> None:
+        sent, received = torch.ones(2), torch.ones(2)
+        if self.alone:
+            work = dist.all_reduce(sent, async_op=True)
+            dist.recv(received, src=1)
+            work.wait()
+            return
+        if dist.get_rank() == 1:
+            dist.send(received, 0)
+        dist.all_reduce(sent)
+
     def is_refused_alone(self) -> None:
         if self.alone:
             try:

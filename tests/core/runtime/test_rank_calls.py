@@ -75,7 +75,9 @@ def test_a_rank_whose_others_make_no_call_waits_no_longer_than_the_time_out(tmp_
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["is_slow", "is_refused_alone"])
+@pytest.mark.parametrize(
+    "case", ["is_slow", "is_refused_alone", "is_waited_for_in_an_asynchronous_collective"]
+)
 def test_a_rank_that_is_slow_or_refused_by_itself_goes_on(case: str, tmp_path: Path) -> None:
     printed = torchrun(SCRIPT, 3, case, str(tmp_path))
     assert all(f"rank {rank} passed" in printed for rank in range(3)), printed

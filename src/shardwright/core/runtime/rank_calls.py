@@ -101,6 +101,8 @@ class RankCalls:
         self._in_backward = False
         self._expected = ExpectedCalls()
         self._last_meeting = ""
+        self._has_differed = False
+        """Whether the last call was refused as others have made another, who may be in it yet."""
         self._written, self._seen_changes = "", 0
         self._request = 0
         """Number of the request for fresh states that rank 0 has made; 0 without a suspicion."""
@@ -122,13 +124,15 @@ class RankCalls:
                 self._store.set("a rank has ended", "")
 
     @contextmanager
-    def call(self, kind: str, *, meets: bool | None = None) -> Iterator[None]:
+    def call(self, kind: str, *, always_meets: bool = False, waits: bool = True) -> Iterator[None]:
         """Context of a collective call; calls within it do not count.
 
         Args:
             kind: name of the call, equal on all ranks.
-            meets: whether to wait for the other ranks before the call communicates; by default if
-                it is not the call that was expected.
+            always_meets: whether all ranks meet before the call communicates even if it is
+                expected.
+            waits: whether this rank waits for the others when they meet. A call that is
+                asynchronous here may be one that waits on another rank.
 
         Raises:
             DataError: on all ranks, if they wait for each other in different calls.
@@ -141,11 +145,11 @@ class RankCalls:
         is_expected = self._begin(kind)
         try:
             with self.explaining_errors():
-                if meets or (meets is None and not is_expected):
-                    self._meet()
+                if always_meets or not is_expected:
+                    self._meet(waits=waits)
                 yield
-        except BaseException:
-            self._undo(kind)
+        except BaseException as error:
+            self._undo(kind, error)
             raise
         finally:
             self._depth, self._changed = 0, time.monotonic()
@@ -157,9 +161,9 @@ class RankCalls:
         try:
             with self.explaining_errors():
                 yield
-        except BaseException:
+        except BaseException as error:
             if self._in_backward:
-                self._undo(BACKWARD)
+                self._undo(BACKWARD, error)
             raise
         finally:
             if self._in_backward:
@@ -181,20 +185,22 @@ class RankCalls:
         self._counts[kind] += 1
         self._calls.append(f"{kind} {self._counts[kind]}")
         self._depth, self._count, self._changed = 1, self._count + 1, time.monotonic()
-        return self._expected.begin(kind)
+        has_differed, self._has_differed = self._has_differed, False
+        return self._expected.begin(kind) and not has_differed
 
-    def _undo(self, kind: str) -> None:
+    def _undo(self, kind: str, error: BaseException) -> None:
         """Do not count the last call, which was refused, perhaps on this rank only."""
         self._count, self._counts[kind] = self._count - 1, self._counts[kind] - 1
         self._calls.pop()
         self._expected.undo()
+        self._has_differed = isinstance(error, DataError)
 
     def _exception(self) -> Exception:
         is_of_all = self.error.startswith(WAITING)
         return DataError(self.error) if is_of_all else CommunicationError(self.error)
 
-    def _meet(self) -> None:
-        """Wait until all ranks have begun this call."""
+    def _meet(self, *, waits: bool = True) -> None:
+        """Tell all ranks that this one has begun the call, and wait until all have."""
         key = f"begun {self._count} {self._calls[-1]}"
         if self._meetings.add(key, 1) >= self._size:
             self._meetings.set(f"all have {key}", "")
@@ -202,6 +208,10 @@ class RankCalls:
                 self._meetings.delete_key(self._last_meeting)
                 self._meetings.delete_key(f"all have {self._last_meeting}")
         self._last_meeting = key
+        if waits:
+            self._wait_for_all(key)
+
+    def _wait_for_all(self, key: str) -> None:
         pause, begun = POLL / 512, time.monotonic()
         warns_at: float | None = begun + WARN_AFTER
         timeout = self._longest_wait.total_seconds() if self._longest_wait is not None else math.inf
@@ -354,7 +364,7 @@ def collective_call(kind: str, devices: Devices | None = None) -> AbstractContex
         DataError: on all ranks, if they wait for each other in different calls.
     """
     calls = rank_calls() if devices is None or devices.is_distributed else None
-    return nullcontext() if calls is None else calls.call(kind, meets=True)
+    return nullcontext() if calls is None else calls.call(kind, always_meets=True)
 
 
 def by_all_ranks(
@@ -395,18 +405,18 @@ def _backward_passes() -> AbstractContextManager[None]:
     return nullcontext() if calls is None else calls.backward_passes()
 
 
-def counted_call(kind: str, *, meets: bool | None = None) -> AbstractContextManager[None]:
+def counted_call(kind: str, *, waits: bool = True) -> AbstractContextManager[None]:
     """Return the context of a call of all ranks, if calls of the main thread count yet.
 
     Args:
         kind: name of the call, equal on all ranks.
-        meets: see `RankCalls.call`.
+        waits: see `RankCalls.call`.
     """
     world = dist.group.WORLD
     if threading.current_thread() is not threading.main_thread() or world is None:
         return nullcontext()
     calls = _calls_of_groups().get(world)
-    return nullcontext() if calls is None else calls.call(kind, meets=meets)
+    return nullcontext() if calls is None else calls.call(kind, waits=waits)
 
 
 def _world_collective(name: str, waits: bool) -> AbstractContextManager[None]:
@@ -416,7 +426,7 @@ def _world_collective(name: str, waits: bool) -> AbstractContextManager[None]:
         name: name of the function of `torch.distributed`.
         waits: whether it returns on no rank before all have called it.
     """
-    return counted_call(f"`{name}`", meets=None if waits else False)
+    return counted_call(f"`{name}`", waits=waits)
 
 
 def _redistribution(mesh: DeviceMesh) -> AbstractContextManager[None]:
