@@ -133,6 +133,81 @@ def test_regions_of_inference_mode_have_no_gradients() -> None:
     torch.testing.assert_close(trained(planned), trained(eager))
 
 
+FILLED: dict[str, float] = {}
+
+
+def from_an_attribute(net: Any) -> float:
+    try:
+        return net.cache["scale"]  # type: ignore[no-any-return]
+    except AttributeError:
+        net.cache = {"scale": 2.0}
+        return 1.0
+
+
+def from_a_dictionary(net: Any) -> float:
+    try:
+        return FILLED["scale"]
+    except KeyError:
+        FILLED["scale"] = 2.0
+        return 1.0
+
+
+def from_its_class(net: Any) -> float:
+    try:
+        return type(net).scale  # type: ignore[no-any-return]
+    except AttributeError:
+        type(net).scale = 2.0
+        return 1.0
+
+
+def from_a_moved_layer(net: Any) -> float:
+    net.calls += 1
+    net.first.to(net.second.weight.device)
+    return net.calls  # type: ignore[no-any-return]
+
+
+def from_its_variables(net: Any) -> float:
+    calls: int = vars(net).get("number", 0) + 1
+    net.number = calls
+    return calls
+
+
+def from_its_dictionary(net: Any) -> float:
+    net.__dict__["number"] = net.__dict__.get("number", 0) + 1
+    return net.__dict__["number"]  # type: ignore[no-any-return]
+
+
+def scaled_by(scale: Callable[[Any], float]) -> Callable[[], nn.Module]:
+    """A class of a model that multiplies its loss."""
+
+    class Scaled(Counter):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.hidden(x).square().mean() * scale(self)
+
+    return Scaled
+
+
+@pytest.mark.parametrize(
+    "scale", [from_an_attribute, from_a_dictionary, from_its_class, from_a_moved_layer]
+)
+def test_what_the_first_call_makes_is_read_by_the_second(scale: Callable[[Any], float]) -> None:
+    wanted = trained(scaled_by(scale)())
+    FILLED.clear()
+    net = scaled_by(scale)()
+    planned = sw.parallelize(net, sw.plan(net, (batches()[0],), devices=1))
+    assert not FILLED
+    torch.testing.assert_close(trained(planned), wanted)
+    FILLED.clear()
+
+
+@pytest.mark.parametrize("scale", [from_its_variables, from_its_dictionary])
+def test_reads_that_dynamo_does_not_guard_are_refused(scale: Callable[[Any], float]) -> None:
+    with pytest.raises(sw.CaptureError, match="`forward` changes the attribute 'number'") as error:
+        sw.capture(scaled_by(scale)(), (batches()[0],))
+    cause = error.value.__cause__
+    assert "does not see that `forward` depends" in str(cause and cause.__notes__)
+
+
 class WrongScale(torch.autograd.Function):
     """Has another derivative than its operators."""
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,7 @@ _REMEDY = (
 
 
 class _UnchangedError(Exception):
-    """Ends a second trace in which nothing has changed."""
+    """Ends a second trace whose graph need not equal that of the first."""
 
 
 class TracedAttributes:
@@ -213,6 +214,7 @@ class TracedAttributes:
         self._lines: dict[tuple[str, str], str] = {}
         self._reachable = self._at_first = ReachableState(module)
         self._filled: list[Change] = []
+        self._read_as_dict: dict[str, None] = {}
         self._is_second = False
         self.writes: dict[tuple[str, str], None] = {}
         self.reads: dict[tuple[str, str], None] = dict.fromkeys(globals_read(module))
@@ -231,6 +233,11 @@ class TracedAttributes:
 
         def read(module: nn.Module, name: str) -> Any:
             path = self._paths.get(id(module))
+            if path is not None and name == "__dict__" and _is_user_code(sys._getframe(1)):
+                self._read_as_dict[path] = None
+                names = vars(module).keys() - OF_TORCH
+                unset = ((path, each) for each in sorted(names) if (path, each) not in self.writes)
+                self.reads.update(dict.fromkeys(unset))
             if path is not None and name not in OF_TORCH and (path, name) not in self.writes:
                 own = object.__getattribute__(module, "__dict__")
                 if name in own or not (name.startswith("__") or self._is_known(module, name)):
@@ -241,6 +248,8 @@ class TracedAttributes:
             path = self._paths.get(id(module))
             set_attribute(module, name, value)
             if path is not None and name in vars(module) and name not in OF_TORCH:
+                if path in self._read_as_dict and (path, name) not in self.writes:
+                    self.reads[path, name] = None
                 if (path, name) not in self.reads:
                     self.writes[path, name] = None
                 elif content(value) != self._before[path].get(name):
@@ -282,23 +291,30 @@ class TracedAttributes:
             self._at_first.restore()
             raise
 
-    def check_settled(self, trace_again: Callable[[], object]) -> None:
+    def check_settled(
+        self,
+        traced: torch.export.ExportedProgram,
+        trace_again: Callable[[], torch.export.ExportedProgram],
+    ) -> None:
         """Traces once more if the first trace has added something to what `forward` can reach.
 
         Raises:
-            CaptureError: if that is no cache, which the second trace only reads.
+            CaptureError: if that is no cache, which the second trace only reads, and with which it
+                calls the same operators.
         """
         if not self._filled:
             return
         self._is_second, self._reachable = True, ReachableState(self._module)
         try:
-            trace_again()
+            again = trace_again()
         except _UnchangedError:
             return
         except CaptureError:
             raise
         except Exception as error:
             raise self._changed_state(self._filled[0]) from error
+        if again.graph_module.code != traced.graph_module.code:
+            raise self._changed_state(self._filled[0])
 
     def _check_unchanged(self, known: KnownValues) -> None:
         for path, name in self.reads:
@@ -315,6 +331,7 @@ class TracedAttributes:
                 self._before[path][name] = after
         for path, before_call in self._at_begin.items():
             attributes = vars(self._by_path[path])
+            self._note_added(path, attributes.keys() - before_call.keys() - OF_TORCH, known)
             for name in before_call.keys() - OF_TORCH:
                 value = attributes.get(name, MISSING)
                 if value is before_call[name] or before_call[name] is None:
@@ -324,6 +341,19 @@ class TracedAttributes:
                     unseen and content(value) != self._before[path].get(name)
                 ):
                     raise self._changed(path, name)
+
+    def _note_added(self, path: str, names: Iterable[str], known: KnownValues) -> None:
+        """Note attributes that are new and were not assigned, as those of `cached_property`."""
+        for name in sorted(names):
+            if (path, name) in self.writes or (path, name) in self.reads:
+                continue
+            value = vars(self._by_path[path])[name]
+            if self._is_second or _has_unknown(value, known):
+                raise self._changed(path, name)
+            kind = f"attribute {{}} of a {type(self._by_path[path]).__name__}"
+            place = StateLocation(kind, path).inside(name, indexed=False)
+            self._filled.append(Change(place, value, adds=True))
+            self._before[path][name] = content(value)
 
     def _check_arguments_and_hooks(self) -> None:
         if refusal := self._arguments.refusal(self._codes):
@@ -348,7 +378,8 @@ class TracedAttributes:
             if self._is_second or not change.adds or _has_unknown(change.value, known):
                 raise self._changed_state(change)
             self._filled.append(change)
-        if self._is_second:
+        # Of a tensor that the first trace has computed and kept, the second reads the values.
+        if self._is_second and any(True for change in self._filled for _ in _tensors(change.value)):
             raise _UnchangedError
 
     def _changed_state(self, change: Change) -> CaptureError:
@@ -394,6 +425,10 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
         return False
     with without_dispatch_modes(), without_torch_function():
         return torch.equal(one, other)
+
+
+def _is_user_code(frame: FrameType) -> bool:
+    return not str(frame.f_globals.get("__name__")).startswith(("torch.", "shardwright."))
 
 
 def _has_unknown(value: Any, known: KnownValues) -> bool:

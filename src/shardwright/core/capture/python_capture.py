@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,7 +57,7 @@ from shardwright.core.capture.undone_effects import undone_effects
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import HostNumbers, PythonCall, number_tensor
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.dynamo import DynamoCapture
+from shardwright.core.torch_internals.dynamo import DynamoCapture, Guards
 from shardwright.core.torch_internals.hooks import forward_hooks
 from shardwright.core.torch_internals.modules import own_buffers
 from shardwright.core.torch_internals.tensors import FakeTensor, storage_id
@@ -90,9 +90,7 @@ def capture_python(
     with TRACING_LOCK, restored_transforms(), _in_modes_of(call):
         traced = _TracedCall.of(call, compute_dtype, numbers)
         result = traced.result()
-        leaves = pytree.tree_leaves((call.args, call.kwargs))
-        compared = (*call.module.parameters(), *call.module.buffers(), *leaves)
-        unguarded = frozenset(id(each) for each in compared if isinstance(each, Tensor))
+        unguarded = _tensor_ids(call.module, call.args, call.kwargs)
         guards = traced.dynamo.guards(call.module, call.args, call.kwargs, numbers, unguarded)
     with restored_transforms(), isolate_capture():
         graph, names = _second_trace(call, traced, result, compute_dtype)
@@ -108,6 +106,12 @@ def capture_python(
     )
     seconds = time.perf_counter() - started
     return replace(graph, python=python, capture_seconds=seconds)
+
+
+def _tensor_ids(module: nn.Module, args: Any, kwargs: Any) -> frozenset[int]:
+    """The ids of the parameters, buffers and arguments of a call."""
+    tensors = (*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs)))
+    return frozenset(id(each) for each in tensors if isinstance(each, Tensor))
 
 
 def _check_supported(call: CapturedCall) -> None:
@@ -175,6 +179,8 @@ class _TracedCall:
             arguments; None for state.
         state: by name in the second trace, the index of each input that is state.
         number_names: by name in the second trace, the numbers that tensors are computed with.
+        trace: traces the copy, as it is now.
+        guards: on what the copy read, if the call changes objects.
     """
 
     twin: nn.Module
@@ -187,6 +193,8 @@ class _TracedCall:
     state: dict[str, int]
     numbers: HostNumbers
     number_names: dict[str, fx.Node]
+    trace: Callable[[], DynamoCapture]
+    guards: Guards | None
 
     @classmethod
     def of(
@@ -196,10 +204,14 @@ class _TracedCall:
         average_on_tensors(twin)
         make_static(call.module, twin)
         calls = calls_of_modules(twin, call.module)
+        trace = partial(DynamoCapture.of, twin.forward, args, kwargs, numbers, calls)
         with calls_in_graph():
-            dynamo = DynamoCapture.of(twin.forward, args, kwargs, numbers, calls)
+            dynamo = trace()
         if dynamo.graph_module is None:
             raise CaptureError("`forward` calls no operator on tensors")
+        guards = None
+        if dynamo.changes:
+            guards = dynamo.guards(twin, args, kwargs, numbers, _tensor_ids(twin, args, kwargs))
         check_changes(dynamo)
         drop_assertions(dynamo.graph_module)
         inputs = dynamo.inputs(twin, args, kwargs)
@@ -225,7 +237,7 @@ class _TracedCall:
         number_names = {f"number_{i}": node for i, node in enumerate(host.read)}
         return cls(
             *(twin, args, kwargs, dynamo, dynamo.graph_module, inputs, sources),
-            *(state, host, number_names),
+            *(state, host, number_names, trace, guards),
         )
 
     def changes_objects(self) -> bool:
@@ -265,6 +277,28 @@ class _TracedCall:
                     "`forward` keeps a view of a parameter, buffer or attribute: `clone()` it"
                 )
 
+    def _check_guards(self) -> None:
+        """Check, after a call, that guards which still hold have seen all that the call depends on.
+
+        TorchDynamo has no guards on some reads of what is missing, such as of a key of
+        `vars(self)`, which the call may then have set.
+
+        Raises:
+            CaptureError: if the next call would have another graph.
+        """
+        if self.guards is None or not self.guards.hold(self.twin, self.args, self.kwargs):
+            return
+        code = self.graph_module.print_readable(print_output=False)
+        with calls_in_graph():
+            again = self.trace().graph_module
+        if again is not None:
+            drop_assertions(again)
+        if again is None or again.print_readable(print_output=False) != code:
+            raise CaptureError(
+                "TorchDynamo does not see that `forward` depends on state that it changes: set that"
+                " state before `plan`, or read it as a plain attribute"
+            )
+
     def result(self) -> _Result:
         """Run the bytecode on the copy, with fake results of the operators."""
         numbers = self.numbers.values(self.inputs)
@@ -275,6 +309,7 @@ class _TracedCall:
         with undone_effects(self.dynamo.changes), redirect_stdout(io.StringIO()):
             returned = self.dynamo.around(lambda *_: outputs)(self.twin, *self.args, **self.kwargs)
             after = module_slots(self.twin)
+            self._check_guards()
         leaves, spec = result_leaves(returned)
         tensors = [
             index

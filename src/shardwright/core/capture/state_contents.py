@@ -87,12 +87,14 @@ def cached_results(cache: Any) -> Parts:
 
     Not tensors, nor what holds them: what a trace puts there is replaced (`filled_caches.py`).
     """
-    own = {id(each) for each in (cache.__wrapped__, vars(cache), type(cache))}
-    held = [each for each in gc.get_referents(cache) if id(each) not in own]
-    if cache.cache_parameters()["maxsize"] is None:
-        # A dictionary that nobody else sees, by arguments.
-        held = [value for each in held if type(each) is dict for value in each.values()]
-    return {id(each): each for each in held if not tensors_in([each])}
+    held = gc.get_referents(cache)
+    # CPython visits arguments and results, if their number is bounded, then a dictionary that
+    # nobody else sees, and then the function.
+    end = next(n for n, each in enumerate(held) if each is cache.__wrapped__) - 1
+    unbounded = cache.cache_parameters()["maxsize"] is None
+    kept = held[end].values() if unbounded else held[:end]
+    kinds = (*ATOMS, tuple, type)  # Arguments are plain, or a tuple.
+    return {id(each): each for each in kept if not (isinstance(each, kinds) or tensors_in([each]))}
 
 
 def _slot(slot: Any, value: Any) -> Any:

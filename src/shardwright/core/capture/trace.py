@@ -206,7 +206,7 @@ def _export(
                 strict=False,
             )
             exported = export()
-            attributes.check_settled(export)
+            attributes.check_settled(exported, export)
     except LocatedError as error:
         raise CaptureError(str(error)) from error
     except CaptureError as error:

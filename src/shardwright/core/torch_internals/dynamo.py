@@ -41,6 +41,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.misc import NewGlobalVariable, NumpyVariable, get_np_to_tnp_map
 from torch._dynamo.variables.nn_module import record_nn_module_stack
 
+from shardwright.core.torch_internals.dynamo_attributes import guarding_missing_attributes
 from shardwright.core.torch_internals.dynamo_caches import CachedFunctionCalls
 
 _OPTIONS: dict[str, Any] = {
@@ -225,6 +226,7 @@ class DynamoCapture:
             _tracing_options(numbers),
             patch.object(SideEffects, "codegen_update_mutated", recorded),
             cached.recording(),
+            guarding_missing_attributes(),
             patch.object(NumpyVariable, "call_function", _call_of_numpy),
             patch.object(UnspecializedNNModuleVariable, "call_function", called_module),
         ):
@@ -317,6 +319,10 @@ class DynamoCapture:
         captured = self.output.graph_capture_output
         scope = self.scope(owner, args, kwargs)
         captured.output_graph.local_scope.update(scope)
+        for guard in captured.output_graph.guards:
+            # They were built before for other objects, such as the traced copy.
+            guard.guard_types = guard.code_list = None
+            guard.guarded_class_weakref = guard.obj_weakref = None
         constants: dict[str, Any] = {}
 
         def keep(entries: Sequence[Any]) -> list[bool]:
@@ -388,6 +394,10 @@ def _is_kept_guard(entry: Any, unguarded: frozenset[int]) -> bool:
     """Whether to build a guard: not for a tensor in `unguarded`, nor a type in
     `_CHECKED_BY_CALLER`."""
     if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
+        return False
+    # `module.to(x.device)` looks at gradients, which the traced copy has not, and moves nothing.
+    stack = entry.orig_guard.user_stack
+    if entry.name.endswith(".grad") and stack and stack[-1].name == "_apply":
         return False
     return not {entry.guard_type, *entry.derived_guard_types} & _CHECKED_BY_CALLER
 
