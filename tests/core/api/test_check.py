@@ -319,8 +319,9 @@ class GroupedRows(nn.Module):
         return (h * torch.finfo(h.dtype).eps + h).square().mean()
 
 
-def test_grouped_products_which_have_no_float64_kernel_are_checked() -> None:
-    net, rows = GroupedRows().bfloat16(), torch.randn(32, 16, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_which_have_no_float64_kernel_are_checked(dtype: torch.dtype) -> None:
+    net, rows = GroupedRows().to(dtype), torch.randn(32, 16, dtype=dtype)
     call = (rows, torch.tensor([8, 8, 30, 32], dtype=torch.int32))
     result = sw.check(net, call, None, sw.plan(net, call, devices=2, mode="data_parallel"))
     assert result.passes() and result.counted_bytes[1] > 0, str(result)

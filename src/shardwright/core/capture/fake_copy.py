@@ -37,6 +37,7 @@ from shardwright.core.capture.known_values import filling_caches
 from shardwright.core.capture.local_map import call_locally
 from shardwright.core.capture.static_functions import STATIC
 from shardwright.core.deferred import copies_of_attributes
+from shardwright.core.graph.float64 import grouped_product
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.activation_checkpoint import checkpointed_calls_in
 from shardwright.core.torch_internals.tensors import (
@@ -267,7 +268,8 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[i
 class RecordedEffects(TorchFunctionMode):
     """A context in which tracing sees what is read from and written to `tensor.data`: a detached
     tensor, and a copy into it; and gradients, as operators. Hooks of tensors are refused.
-    Functions that look at values do not, and a mixture of experts is one operator."""
+    Functions that look at values do not, and a mixture of experts is one operator. So are products
+    of groups of rows, of whose operator only the kernels have all dtypes."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -279,6 +281,8 @@ class RecordedEffects(TorchFunctionMode):
             return static(*args, **(kwargs or {}))
         if func is mixture_of_experts:
             return dispatched(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+            return grouped_product(*args, **(kwargs or {}))
         if func is call_locally:
             function, call_args, call_kwargs = args
             return function.traced(call_args, call_kwargs)
