@@ -27,7 +27,7 @@ from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.accelerator import device_of_group, use_device
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import of_micro_batches
-from shardwright.core.runtime.rank_calls import collective_call
+from shardwright.core.runtime.rank_calls import rank_calls
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError, ShardwrightError
 
@@ -81,9 +81,10 @@ def parallelize(
         )
     check_not_distributed(net)
     net = net.net if isinstance(net, Pipeline) else net
-    # From here on a rank that calls alone is named by those that wait for it.
-    is_collective = are_all_ranks(plan.devices)
-    with collective_call("parallelize") if is_collective else nullcontext():
+    # From here on a rank that calls alone is named by those that wait for it. This call does not
+    # wait in the store, where a rank that has ended before it would not be noticed.
+    calls = rank_calls() if are_all_ranks(plan.devices) else None
+    with nullcontext() if calls is None else calls.call("parallelize", waits=False):
         return _parallelize(net, plan, device, copy, sync, release, named_ranges)
 
 

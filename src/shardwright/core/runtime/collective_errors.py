@@ -154,7 +154,7 @@ def _describe_caller(frames: Sequence[tuple[FrameType, int]]) -> str:
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
         if module.startswith("shardwright.core.checkpoint.checkpoint"):
             return "saving or loading a checkpoint"
-        if not module.startswith(("torch.", "concurrent.")):
+        if not module.startswith(("torch.", "concurrent.", "shardwright.core.torch_internals.")):
             return f"`{code.co_name}` ({code.co_filename}, line {line})"
     return "a collective"
 
