@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -257,6 +258,7 @@ OTHERS: dict[str, Loss] = {
 
 Branch = Callable[[nn.ModuleDict, Tensor, bool], Tensor]
 BRANCHES: dict[str, Branch] = {
+    "a flag": lambda parts, h, part: h.sort(2, descending=not part)[0][..., :2].exp().mean(),
     "other operators": lambda parts, h, part: (h.sin() if part else h.square()).mean(),
     "an operator more": lambda parts, h, part: (h * 3 if part else h).sin().mean(),
     "an operator less": lambda parts, h, part: (h if part else h * 3).sin().mean(),
@@ -363,6 +365,52 @@ def test_groups_of_samples_are_as_large_in_a_micro_batch() -> None:
     (x, y), graph = batch(), of_micro_batch(model, 4)
     found = in_micro_batches(graph, model, [x.double(), y], 2)
     torch.testing.assert_close(found, with_gradient(model, x.double(), y))
+
+
+NUMBERS: dict[str, Loss] = {
+    "a slice of parameters": lambda parts, h, y: (
+        h.square().mean() + parts["linear"].weight[len(h) - 4 : len(h) - 2].square().sum()
+    ),
+    "a slice of samples": lambda parts, h, y: (
+        h[..., len(h) // 4 - 1 : len(h) // 4 + 1].exp().mean()
+    ),
+    "the end of a line": lambda parts, h, y: (h * torch.linspace(0, len(h), 6)).mean(),
+    "a default of the batch": lambda parts, h, y: F.huber_loss(h, h.detach() + 2, delta=len(h) / 8),
+    "a default of a micro-batch": lambda parts, h, y: F.softplus(h, beta=len(h) / 4).mean(),
+    "a keyword": lambda parts, h, y: torch.add(h.sin(), h.exp(), alpha=len(h) // 4).mean(),
+    "a diagonal": lambda parts, h, y: (h @ h.mT).tril(len(h) // 4 - 2).exp().mean(),
+}
+"""Losses with a number that depends on the batch size."""
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_those_of_the_batch(name: str) -> None:
+    model = Model(NUMBERS[name]).double()
+    (x, y), graph = batch(), of_micro_batch(model, 4)
+    found = in_micro_batches(graph, model, [x.double(), y], 2)
+    torch.testing.assert_close(found, with_gradient(model, x.double(), y))
+
+
+class Clipped(torch.autograd.Function):
+    """Clips the gradient of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-1e-3, 1e-3)
+
+
+def test_a_backward_of_its_own_on_parameters_is_refused() -> None:
+    def loss(parts: nn.ModuleDict, h: Tensor, y: Tensor) -> Tensor:
+        return (h @ Clipped.apply(parts["linear"].weight)).exp().mean()
+
+    why = of_micro_batch(Model(loss).double(), 4).whole_batch
+    assert isinstance(why, str) and why.endswith(
+        "has a backward of its own, which may not be linear"
+    )
 
 
 def test_check_casts_what_is_computed_of_the_batch() -> None:

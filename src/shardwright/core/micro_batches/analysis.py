@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shardwright.core.capture.functions_in_full import AppliedFunction
 from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Graph, Op, SampleReduction, Value
 from shardwright.core.graph.local_map import LocalCall
@@ -39,6 +40,7 @@ from shardwright.core.micro_batches.sample_states import (
 from shardwright.core.rules import is_random, rule_of
 from shardwright.core.rules.notation import WithArguments, call_arguments
 from shardwright.core.rules.rule import Dims, Local, ShardingRule
+from shardwright.core.torch_internals.operators import OpOverload
 
 CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"})
 """Names of operators whose results are equal for all samples."""
@@ -227,6 +229,9 @@ class Analysis:
         if free and not self.outside.isdisjoint(op.inputs):
             self.outside.update(op.outputs)
             return [WHOLE] * len(op.outputs)
+        if _has_own_backward(op) and any(value.requires_grad for value in op.outputs):
+            # Each micro-batch passes a term of the gradient to it.
+            raise UnsplittableError(op, "has a backward of its own, which may not be linear")
         if not op.outputs or not any(self._varying_dims(value) for value in op.outputs):
             self.result.emit(op, [None] * len(op.inputs), self.outside)
             return [WHOLE] * len(op.outputs)
@@ -489,6 +494,13 @@ class Analysis:
         for value in [each for each in values if each in self.outside]:
             self.result.replaced[value] = self.result.take(value, None)
         return values
+
+
+def _has_own_backward(op: Op) -> bool:
+    """Whether an operator is a custom operator, or a custom autograd function computed in full."""
+    if isinstance(op.target, LocalCall):
+        return isinstance(op.target.body, AppliedFunction)
+    return isinstance(op.target, OpOverload) and op.target.namespace not in ("aten", "shardwright")
 
 
 def _ancestors(graph: Graph, value: Value) -> list[Op]:

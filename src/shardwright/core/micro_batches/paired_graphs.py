@@ -17,9 +17,11 @@ from shardwright.core.micro_batches.paired_views import keeps_elements, read_equ
 from shardwright.core.micro_batches.sample_states import UnsplittableError
 from shardwright.core.rules.notation import call_arguments, schema_parameters
 from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.operators import OpOverload
 
-SIZES = frozenset({"size", "sizes", "shape", "end", "repeats", "output_size", "split_sizes"})
-"""Names of arguments that may depend on the batch size; shapes of results are checked instead."""
+SIZES = frozenset({"size", "sizes", "shape", "repeats", "output_size", "split_sizes"})
+"""Names of arguments of PyTorch's operators that may depend on the batch size; shapes of results
+are checked instead."""
 
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow"})
 """Names of operators that are not captured where a number makes them do nothing."""
@@ -129,7 +131,9 @@ class PairedGraphs:
 
     def changed_numbers(self, op: Op) -> bool:
         """Whether numbers in the arguments of an operator of `whole` depend on the batch size."""
-        return numbers_in_arguments(op) != numbers_in_arguments(self.twin_ops[op])
+        twin = self.twin_ops[op]
+        sizes = _size_arguments(op, twin)
+        return numbers_in_arguments(op, sizes) != numbers_in_arguments(twin, sizes)
 
 
 @dataclass(frozen=True)
@@ -226,31 +230,57 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
     return None
 
 
+def _size_arguments(op: Op, other: Op) -> frozenset[str]:
+    """Return the names of arguments that say how large the results of an operator are, and that a
+    micro-batch has for itself.
+
+    Args:
+        op: the operator in the graph of the batch.
+        other: the same operator in the graph of another batch size.
+    """
+    if not isinstance(op.target, OpOverload) or op.target.namespace not in ("aten", "shardwright"):
+        return frozenset()
+    if op.short_name == "arange" and op.output.shape != other.output.shape:
+        return SIZES | {"end"}
+    if op.short_name == "slice":
+        dim = call_arguments(op)["dim"]
+        if op.output.shape[dim] != other.output.shape[dim]:
+            return SIZES | {"end"}
+    return SIZES
+
+
 def _have_equal_options(op: Op, other: Op) -> bool:
     """Whether two calls of an operator have equal arguments except tensors, numbers and sizes."""
     arguments, others = call_arguments(op), call_arguments(other)
     if arguments.keys() != others.keys():
         return False
-    pairs = ((arguments[name], others[name]) for name in arguments.keys() - SIZES)
+    sizes = _size_arguments(op, other)
+    # The first element of a range may not depend on the batch size where the last one does.
+    fixed = ("start", "step") if "end" in sizes else ()
+    if any(arguments.get(name) != others.get(name) for name in fixed):
+        return False
+    pairs = ((arguments[name], others[name]) for name in arguments.keys() - sizes)
     return all(_have_equal_leaves(*map(pytree.tree_leaves, pair)) for pair in pairs)
 
 
 def _have_equal_leaves(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
     def kind(leaf: Any) -> Any:
         kinds = (Value, (int, float, complex))
-        return next((each for each in kinds if isinstance(leaf, each)), leaf)
+        # A flag, such as `descending`, is no number.
+        is_flag = isinstance(leaf, bool)
+        return leaf if is_flag else next((each for each in kinds if isinstance(leaf, each)), leaf)
 
     # The dimensions of a permutation are fewer where views drop those of size 1.
     numbers = {*map(kind, (*leaves, *others))} == {(int, float, complex)}
     return numbers or [*map(kind, leaves)] == [*map(kind, others)]
 
 
-def numbers_in_arguments(op: Op) -> dict[str, object]:
-    """Return the numbers in the arguments of an operator, except sizes, by argument name and index
-    in the argument."""
+def numbers_in_arguments(op: Op, sizes: frozenset[str]) -> dict[str, object]:
+    """Return the numbers in the arguments of an operator, except those named in `sizes`, by
+    argument name and index in the argument."""
     numbers: dict[str, object] = {}
     for name, argument in call_arguments(op).items():
-        if name not in SIZES:
+        if name not in sizes:
             leaves = pytree.tree_leaves(argument)
             numbers |= {
                 f"{name} {index}": leaf
@@ -274,7 +304,7 @@ def merged_arguments(
     Returns:
         Positional and keyword arguments, and whether any differs from those of `micro`.
     """
-    index, changed = 0, False
+    index, changed, sizes = 0, False, _size_arguments(op, micro)
 
     def merged(name: str, leaf: Any, own: Any) -> Any:
         nonlocal index, changed
@@ -282,7 +312,7 @@ def merged_arguments(
         if isinstance(leaf, Value):
             result = read(leaf, index) or own
             index += 1
-        elif isinstance(leaf, (int, float, complex)) and name not in SIZES and leaf != own:
+        elif isinstance(leaf, (int, float, complex)) and name not in sizes and leaf != own:
             result = leaf
         changed = changed or result is not own
         return result
@@ -295,9 +325,16 @@ def merged_arguments(
         pairs = zip(leaves, own_leaves, strict=True)
         return pytree.tree_unflatten([merged(name, *pair) for pair in pairs], spec)
 
-    names = tuple(schema_parameters(op.target))
-    names += tuple(map(str, range(len(names), len(op.args))))
-    args = tuple(merged_argument(*each) for each in zip(names, op.args, micro.args, strict=False))
-    pairs = ((name, op.kwargs.get(name), own) for name, own in micro.kwargs.items())
-    kwargs = {name: merged_argument(name, argument, own) for name, argument, own in pairs}
-    return args, kwargs, changed
+    defaults = schema_parameters(op.target)
+    num_positional = max(len(op.args), len(micro.args))
+    names = [*defaults, *map(str, range(len(defaults), num_positional))]
+    passed = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    own_passed = {**dict(zip(names, micro.args, strict=False)), **micro.kwargs}
+    # An argument that equals its default is not passed: one of the graphs may lack it.
+    arguments, own_arguments = {**defaults, **passed}, {**defaults, **own_passed}
+    result = {
+        name: merged_argument(name, arguments[name], own_arguments[name])
+        for name in {**passed, **own_passed}
+    }
+    args = tuple(result.pop(name) for name in names[:num_positional])
+    return args, result, changed
