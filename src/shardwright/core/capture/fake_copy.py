@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
@@ -40,6 +39,7 @@ from shardwright.core.deferred import copies_of_attributes
 from shardwright.core.graph.float64 import grouped_product
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.activation_checkpoint import checkpointed_calls_in
+from shardwright.core.torch_internals.modules import process_groups
 from shardwright.core.torch_internals.tensors import (
     FakeTensorMode,
     copied_results,
@@ -71,13 +71,7 @@ def fake_copy(
                 "code to capture. Use the module of which it was made."
             )
     mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
-    # Process groups cannot be copied.
-    memo: dict[int, Any] = {
-        id(value): value
-        for part in module.modules()
-        for value in vars(part).values()
-        if isinstance(value, dist.ProcessGroup)
-    }
+    memo: dict[int, Any] = {**process_groups(module)}
     cast = cast_parameters(module, compute_dtype)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):

@@ -27,7 +27,7 @@ from shardwright.core.graph.local_declaration import Declaration, Partial
 from shardwright.core.graph.local_map import FunctionBody, ModuleBody, function_text
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dynamo import ModuleCall, as_one_call
-from shardwright.core.torch_internals.modules import own_buffers
+from shardwright.core.torch_internals.modules import own_buffers, process_groups
 from shardwright.errors import StrategyError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -255,7 +255,7 @@ def _all_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
 
 def _without_values(module: nn.Module) -> nn.Module:
     """A copy on the meta device."""
-    memo: dict[int, Any] = copies_of_attributes(module)
+    memo: dict[int, Any] = {**copies_of_attributes(module), **process_groups(module)}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(
             torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),

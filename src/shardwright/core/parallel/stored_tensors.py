@@ -43,6 +43,7 @@ from shardwright.core.torch_internals.dtensor import (
 from shardwright.core.torch_internals.modules import (
     own_buffers,
     own_parameters,
+    process_groups,
     restore_flat_weights,
 )
 
@@ -185,7 +186,7 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
     """
     _prepare_dtensors()
     tensors = _parameters_and_buffers(module)
-    memo: dict[int, Any] = copies_of_attributes(module)
+    memo: dict[int, Any] = {**copies_of_attributes(module), **process_groups(module)}
     parameters: dict[str, nn.Parameter] = {}
     for name, part in plan.shards(dict(tensors)):
         given, stored = tensors[name], part

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import adaptive, transformer
 from torch.nn.modules import module as registration
@@ -186,3 +187,14 @@ def observe_calls(module: nn.Module, callback: Callable[[], object]) -> Callable
 def set_log_level(level: int) -> None:
     """Set the level of all loggers of PyTorch."""
     torch._logging.set_logs(all=level)  # type: ignore[attr-defined]
+
+
+def process_groups(module: nn.Module) -> dict[int, dist.ProcessGroup]:
+    """Return a memo for `copy.deepcopy` that shares the process groups that a model holds, such as
+    those of `SyncBatchNorm`, as these cannot be copied."""
+    return {
+        id(value): value
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, dist.ProcessGroup)
+    }
