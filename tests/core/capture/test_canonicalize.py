@@ -34,6 +34,13 @@ def test_a_bias_is_an_operator_of_its_own() -> None:
     assert bias.inputs[1].kind is Kind.PARAMETER
 
 
+def test_numbers_that_vmap_casts_are_constants() -> None:
+    def forward(net: Function, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: (row @ net.weight).exp().sum() / len(row))(x)
+
+    assert_equal(Function(forward), (x(),), {})
+
+
 def test_the_bias_of_a_convolution_is_added_over_its_channels() -> None:
     graph = capture(*models.resnet())
     assert graph.by_name["conv1"].args[2] is None

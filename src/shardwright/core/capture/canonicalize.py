@@ -167,6 +167,11 @@ def _memory(node: fx.Node) -> fx.Node:
     aten.type_as.default,
 )
 def _cast(node: fx.Node) -> fx.Node | None:
+    if not isinstance(node.args[0], fx.Node):
+        # `torch.vmap` casts Python numbers.
+        node.target, node.args = aten.full.default, ([], node.args[0])
+        node.kwargs = {"dtype": tensor(node).dtype}
+        return None
     source, dtype = _first(node), tensor(node).dtype
     if tensor(source).dtype == dtype:
         return source
