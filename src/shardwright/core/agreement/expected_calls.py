@@ -1,4 +1,4 @@
-"""Predict the next collective call of a rank from its last ones, alike on all ranks."""
+"""Predict the next collective call of a rank from its last ones, identically on all ranks."""
 
 from __future__ import annotations
 

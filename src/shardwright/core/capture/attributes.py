@@ -98,7 +98,7 @@ def _only_completed(before: Any, after: Any) -> bool:
 
 
 def _only_added(before: Any, after: Any) -> bool:
-    """Whether a dictionary got entries, as a cache does."""
+    """Whether a dictionary has only gained entries, like a cache."""
     kinds = {each[0] for each in (before, after) if each is not None}
     return kinds == {"dict"} and set(before[1:]) <= set(after[1:])
 
@@ -343,7 +343,7 @@ class TracedAttributes:
                     raise self._changed(path, name)
 
     def _note_added(self, path: str, names: Iterable[str], known: KnownValues) -> None:
-        """Note attributes that are new and were not assigned, as those of `cached_property`."""
+        """Record new attributes that were set through `__dict__`, as by `cached_property`."""
         for name in sorted(names):
             if (path, name) in self.writes or (path, name) in self.reads:
                 continue

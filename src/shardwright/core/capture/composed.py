@@ -87,7 +87,7 @@ def _scattered_mean(
 
 
 def _composed(node: fx.Node, function: Callable[..., Any]) -> Any:
-    """Inserts the operators of `function` for those of an operator; returns their results."""
+    """Replaces an operator by the operators of `function`; returns the new results."""
     inputs = node.all_input_nodes
 
     def run(*tensors: torch.Tensor) -> Any:

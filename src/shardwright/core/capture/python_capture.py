@@ -109,7 +109,7 @@ def capture_python(
 
 
 def _tensor_ids(module: nn.Module, args: Any, kwargs: Any) -> frozenset[int]:
-    """The ids of the parameters, buffers and arguments of a call."""
+    """Return the ids of the parameters, buffers and tensor arguments of a call."""
     tensors = (*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs)))
     return frozenset(id(each) for each in tensors if isinstance(each, Tensor))
 
@@ -278,7 +278,7 @@ class _TracedCall:
                 )
 
     def _check_guards(self) -> None:
-        """Check, after a call, that guards which still hold have seen all that the call depends on.
+        """Check that guards which still hold after a call cover all state that the call reads.
 
         TorchDynamo has no guards on some reads of what is missing, such as of a key of
         `vars(self)`, which the call may then have set.

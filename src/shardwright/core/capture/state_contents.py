@@ -83,9 +83,9 @@ def attributes_of(value: Any) -> Parts:
 
 
 def cached_results(cache: Any) -> Parts:
-    """What a function under `functools.lru_cache` has returned, by its id.
+    """Return the results that a `functools.lru_cache` holds, by id.
 
-    Not tensors, nor what holds them: what a trace puts there is replaced (`filled_caches.py`).
+    Without tensors and what holds them, which a trace replaces (`filled_caches.py`).
     """
     held = gc.get_referents(cache)
     # CPython visits arguments and results, if their number is bounded, then a dictionary that

@@ -115,7 +115,7 @@ class PairedGraphs:
                 raise UnsplittableError(op, OTHER_ARGUMENTS)
 
     def shape_of_micro_batch(self, value: Value) -> Sequence[int]:
-        """The shape of a value of one of the graphs in a micro-batch."""
+        """Return the shape that a value of either graph has in a micro-batch."""
         twin = self.twin_values.get(value)
         if twin is None or len(twin.shape) != len(value.shape):
             return value.shape
@@ -243,8 +243,8 @@ def _size_arguments(op: Op, other: Op) -> frozenset[str]:
     if op.short_name == "arange" and op.output.shape != other.output.shape:
         return SIZES | {"end"}
     if op.short_name == "slice":
-        dim = call_arguments(op)["dim"]
-        if op.output.shape[dim] != other.output.shape[dim]:
+        sizes = [each.output.shape[call_arguments(each)["dim"]] for each in (op, other)]
+        if sizes[0] != sizes[1]:
             return SIZES | {"end"}
     return SIZES
 

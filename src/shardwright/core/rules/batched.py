@@ -14,12 +14,12 @@ import torch
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
     NAMES,
+    WithArguments,
     argument,
     from_notation,
     names,
     overloads,
     sharding_rule,
-    with_arguments,
     without,
 )
 from shardwright.core.rules.rule import Dims, Local, RuleMaker, ShardingRule, rule_for
@@ -108,7 +108,7 @@ def affine_grid(op: Op) -> ShardingRule:
     """`b _ _ -> b _ _ _`: the batch of affine matrices can be sharded; each yields one grid."""
 
     def kernel(op: Op, local: Local) -> Callable[..., Any]:
-        return with_arguments(op, size=[local.output_shapes[0][0], *argument(op, "size")[1:]])
+        return WithArguments(op, size=[local.output_shapes[0][0], *argument(op, "size")[1:]])
 
     outputs = (("b", *(None,) * (len(op.output.shape) - 1)),)
     return sharding_rule(op, (("b", None, None),), outputs, kernel=kernel)

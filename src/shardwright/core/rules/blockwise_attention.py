@@ -19,10 +19,10 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.rules.attention import exchanged_halves
 from shardwright.core.rules.notation import (
     RuleOptions,
+    WithArguments,
     binder,
     call_arguments,
     sharding_rule,
-    with_arguments,
 )
 from shardwright.core.rules.rule import (
     PREVIOUS,
@@ -88,7 +88,7 @@ def _masked_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
     # Nothing is swapped without a causal mask, as all queries have equal work, or in blocks of one
     # query.
     if not local.reduce:
-        return with_arguments(op, start=index * rows)
+        return WithArguments(op, start=index * rows)
     *swaps, swap_results = local.reduce
 
     def run(*args: Any, **kwargs: Any) -> Tensor:

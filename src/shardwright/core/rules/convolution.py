@@ -7,11 +7,11 @@ from typing import Any
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
+    WithArguments,
     call_arguments,
     input_dims,
     overloads,
     sharding_rule,
-    with_arguments,
 )
 from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_for
 
@@ -72,4 +72,4 @@ def _input_factors(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, 
 
 
 def _grouped_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    return with_arguments(op, groups=call_arguments(op)["groups"] // local.shard_counts.get("g", 1))
+    return WithArguments(op, groups=call_arguments(op)["groups"] // local.shard_counts.get("g", 1))

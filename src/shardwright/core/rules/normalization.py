@@ -13,6 +13,7 @@ from shardwright.core.graph.custom_ops import batch_norm_train, instance_norm_tr
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.loss import accumulation_dtype
 from shardwright.core.rules.notation import (
+    WithArguments,
     argument,
     binder,
     call_arguments,
@@ -20,7 +21,6 @@ from shardwright.core.rules.notation import (
     names,
     overloads,
     sharding_rule,
-    with_arguments,
     without,
 )
 from shardwright.core.rules.rule import Dims, Local, Reduction, ShardingRule, rule_for
@@ -56,9 +56,9 @@ def group_norm(op: Op) -> ShardingRule:
     def kernel(op: Op, local: Local) -> Callable[..., Any]:
         group = groups // local.shard_counts.get("c", 1)
         if not native:
-            return with_arguments(op, num_groups=group)
+            return WithArguments(op, num_groups=group)
         batch, channels, *_ = local.output_shapes[0]
-        return with_arguments(op, N=batch, C=channels, group=group)
+        return WithArguments(op, N=batch, C=channels, group=group)
 
     inputs = input_dims(op, {"input": dims, "weight": ("c",), "bias": ("c",)})
     outputs = (dims, ("b", "c"), ("b", "c"))[: len(op.outputs)]

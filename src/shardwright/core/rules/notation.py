@@ -252,14 +252,14 @@ def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, A
 
 
 class WithArguments:
-    """The target of an operator with some arguments overridden.
+    """A local kernel that calls the target of an operator with some arguments replaced.
 
     Args:
         op: the operator.
-        replacements: arguments by name.
+        replacements: the arguments that replace those of each call, by name.
     """
 
-    def __init__(self, op: Op, replacements: Mapping[str, Any]) -> None:
+    def __init__(self, op: Op, **replacements: Any) -> None:
         self.replacements = replacements
         names = list(schema_parameters(op.target))
         # By position where the call passes the argument by position, as kernels get the call's own
@@ -272,8 +272,3 @@ class WithArguments:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         positional = (self._positional.get(i, value) for i, value in enumerate(args))
         return self._target(*positional, **{**kwargs, **self._keywords})
-
-
-def with_arguments(op: Op, **replacements: Any) -> WithArguments:
-    """Return the target of `op` with the arguments in `replacements` overridden."""
-    return WithArguments(op, replacements)

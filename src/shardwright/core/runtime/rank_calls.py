@@ -114,7 +114,7 @@ class RankCalls:
         Finalize(None, self.end, exitpriority=0)
 
     def end(self) -> None:
-        """Stop to watch, and tell other ranks that this one makes no more calls."""
+        """Stop watching, and tell the other ranks that this rank makes no more calls."""
         self._ended.set()
         self._thread.join(FAREWELL)
         with suppress(RuntimeError):  # The store is gone, and with it the run.
@@ -420,7 +420,7 @@ def counted_call(kind: str, *, waits: bool = True) -> AbstractContextManager[Non
 
 
 def _world_collective(name: str, waits: bool) -> AbstractContextManager[None]:
-    """Context of a collective of all ranks, which may be of the user's own.
+    """Return the context that counts a collective over all ranks, including the user's own.
 
     Args:
         name: name of the function of `torch.distributed`.
@@ -430,7 +430,7 @@ def _world_collective(name: str, waits: bool) -> AbstractContextManager[None]:
 
 
 def _redistribution(mesh: DeviceMesh) -> AbstractContextManager[None]:
-    """Context of a redistribution of a DTensor, such as in `full_tensor()`."""
+    """Return the context that counts a redistribution of a DTensor, such as `full_tensor()`."""
     # Stages have different parameters, so not all ranks redistribute.
     if stages_of_plan(mesh) != 1:
         return nullcontext()

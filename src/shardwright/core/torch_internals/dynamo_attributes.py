@@ -19,7 +19,7 @@ from torch._dynamo.variables import UserDefinedClassVariable, UserDefinedObjectV
 
 @contextmanager
 def guarding_missing_attributes() -> Iterator[None]:
-    """Context of a trace."""
+    """Guard on every attribute whose read fails during a trace."""
     with (
         patch.object(
             UserDefinedObjectVariable, "var_getattr", _guarding(UserDefinedObjectVariable)

@@ -36,7 +36,7 @@ class CachedFunctionCalls:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context of the trace."""
+        """Record the calls of cached functions during a trace."""
         call = WrapperUserFunctionVariable.call_function
         check = SideEffects.check_allowed_side_effect
 
@@ -61,7 +61,7 @@ class CachedFunctionCalls:
 
     @contextmanager
     def call_of(self, name: str, graph: fx.Graph) -> Iterator[None]:
-        """Context of a call of the function `name`."""
+        """Record whether a call of the function `name` draws random numbers."""
         num_nodes = len(graph.nodes)
         self.running.append(name)
         try:
@@ -72,7 +72,7 @@ class CachedFunctionCalls:
             self.impure[name] = None
 
     def record_result(self, result: Any, name: str, tx: Any) -> None:
-        """Note the objects that a cached function has made and returned."""
+        """Record the objects that a cached function has created and returned."""
 
         def record(variable: VariableTracker) -> None:
             if _is_new(variable):
@@ -81,7 +81,7 @@ class CachedFunctionCalls:
         VariableTracker.visit(record, result, side_effects=tx.output.side_effects)
 
     def record_change(self, item: VariableTracker) -> None:
-        """Note the function that changes an object, or whose result is changed."""
+        """Record the cached function that mutates an object, or whose result is mutated."""
         if self.running and not _is_new(item):
             self.impure[self.running[-1]] = None
         elif id(item) in self.results:
