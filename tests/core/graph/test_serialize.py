@@ -136,7 +136,7 @@ def test_a_graph_of_another_key_is_refused() -> None:
 
 def test_a_graph_of_another_format_is_refused_by_its_number() -> None:
     content = dumps(small()).replace(b"format %d," % FORMAT, b"format 99,")
-    with pytest.raises(ValueError, match=f"not a graph of format {FORMAT}: format 99"):
+    with pytest.raises(ValueError, match=f"not a graph: format 99, expected {FORMAT}"):
         loads(content)
 
 

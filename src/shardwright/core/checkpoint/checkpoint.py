@@ -446,8 +446,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fol
         saved_class = "another optimizer"
     if saved_class not in (None, class_name):
         raise CheckpointError(
-            f"{folder} was saved with {saved_class}, whose state {class_name} cannot continue\n"
-            f"use {info.optimizer or 'the same optimizer'}, or start from the weights alone with"
+            f"{folder} was saved with {saved_class}, whose state cannot be loaded into"
+            f" {class_name}\n"
+            f"use {info.optimizer or 'the same optimizer'}, or load only the weights with"
             f" `train.load: {folder}`"
         )
 

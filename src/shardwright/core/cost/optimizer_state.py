@@ -109,16 +109,16 @@ def optimizer_bytes(
     shards = [TrainedShard(*each) for each in parameters]
     if isinstance(optimizer, torch.optim.LBFGS):
         return _flat_bytes(optimizer, shards)
-    makers = _makers(optimizer, shards)
+    factories = _factories_by_shard(optimizer, shards)
     measures = {
         make: partial(_named_optimizer_bytes, make)
         if isinstance(make, str)
         else cache(partial(_bytes_for_parameter, make))
-        for make in set(makers)
+        for make in set(factories)
         if make
     }
     state = temporary = 0
-    for shard, make in zip(shards, makers, strict=True):
+    for shard, make in zip(shards, factories, strict=True):
         if make is None:
             continue
         measured = measures[make](shard.shape, shard.dtype, shard.full)
@@ -169,35 +169,37 @@ def orthogonalized_parameters(
     shards = [TrainedShard(v.shape, v.dtype, v.shape, v.shape in tables) for v in values]
     return frozenset(
         value.name
-        for value, shard, make in zip(values, shards, _makers(optimizer, shards), strict=True)
+        for value, shard, make in zip(
+            values, shards, _factories_by_shard(optimizer, shards), strict=True
+        )
         if make is not None and is_orthogonalized_by(optimizer, shard)
     )
 
 
-Maker = str | MakeOptimizer
+StateFactory = str | MakeOptimizer
 
 
-def _makers(
+def _factories_by_shard(
     optimizer: str | torch.optim.Optimizer, shards: Sequence[TrainedShard]
-) -> list[Maker | None]:
+) -> list[StateFactory | None]:
     """Return the name or the constructor of the optimizer of each parameter; None without one."""
     if isinstance(optimizer, str):
         _optimizer_factory(optimizer)
-        by_name: list[Maker | None] = [optimizer] * len(shards)
+        by_name: list[StateFactory | None] = [optimizer] * len(shards)
         if optimizer == "muon":
             by_name = ["adamw" if shard.is_table else optimizer for shard in shards]
         return by_name
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise _unknown_optimizer(optimizer)
     groups = [_group_factory(optimizer, group) for group in optimizer.param_groups]
-    makers: dict[Shape, list[MakeOptimizer]] = {}
+    factories: dict[Shape, list[MakeOptimizer]] = {}
     for group, make in zip(optimizer.param_groups, groups, strict=True):
         for parameter in group["params"]:
-            makers.setdefault(tuple(parameter.shape), []).append(make)
+            factories.setdefault(tuple(parameter.shape), []).append(make)
     # An example of the optimizer, over parameters of another shape.
-    if not any(shard.full in makers for shard in shards):
+    if not any(shard.full in factories for shard in shards):
         return [_group_factory(optimizer, {})] * len(shards)
-    return [makers[s.full].pop(0) if makers.get(s.full) else None for s in shards]
+    return [factories[s.full].pop(0) if factories.get(s.full) else None for s in shards]
 
 
 def _group_factory(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> MakeOptimizer:
@@ -226,7 +228,7 @@ def optimizer_name(optimizer: str | torch.optim.Optimizer) -> str:
     return optimizer if isinstance(optimizer, str) else type(optimizer).__name__
 
 
-def _optimizer_factory(optimizer: Maker) -> MakeOptimizer:
+def _optimizer_factory(optimizer: StateFactory) -> MakeOptimizer:
     if not isinstance(optimizer, str):
         return optimizer
     if optimizer not in OPTIMIZERS:

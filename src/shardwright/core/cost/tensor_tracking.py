@@ -28,12 +28,12 @@ gathered, cast or concatenated parameters."""
 
 
 class TrackedStorage:
-    """Size, kind and allocating program line of a storage.
+    """A storage: its size, the kind of its tensor, and the program line that allocated it.
 
     Args:
-        size: bytes.
+        size: size in bytes.
         kind: kind of tensor, such as `PARAMETERS`; empty if it is not known yet.
-        line: line of the program that allocated the storage; 0 if no program did.
+        line: line of the program that allocated the storage; 0 if it was allocated elsewhere.
     """
 
     __slots__ = ("kind", "line", "size")

@@ -252,11 +252,12 @@ def experts(
 
 
 def _num_local_rows(ends: Tensor, rows: int, total: int) -> int:
-    """Return the number of rows of local experts; on the meta device, that of balanced routing.
+    """Return the number of token copies routed to the local experts; on the meta device, assume
+    balanced routing.
 
     Args:
-        ends: index after the last row of each local expert, `[experts]`.
-        rows: number of rows of all experts.
+        ends: cumulative number of token copies up to each local expert, `[experts]`.
+        rows: number of token copies routed to all experts.
         total: global number of experts.
     """
     if ends.is_meta:

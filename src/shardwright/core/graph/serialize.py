@@ -63,7 +63,7 @@ def loads(content: bytes, key: str = "") -> Graph:
         raise ValueError("not a graph: no header" if content else "not a graph: empty")
     # Before the digest, which depends on the format: an older file is not a damaged file.
     if int(header[1]) != FORMAT:
-        raise ValueError(f"not a graph of format {FORMAT}: format {int(header[1])}")
+        raise ValueError(f"not a graph: format {int(header[1])}, expected {FORMAT}")
     body = content[header.end() :]
     if header[2].decode() != _digest(key, body):
         raise ValueError("not a graph as written: its checksum differs")

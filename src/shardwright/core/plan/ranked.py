@@ -20,7 +20,7 @@ UNSHARDED = "unsharded"
 """Text for plans without ZeRO / FSDP sharding."""
 
 MAX_LISTED_REASONS = 2
-"""Maximum number of kinds of work in the column `slower for`."""
+"""Maximum number of step-time components listed in the column `slower for`."""
 
 
 @dataclass(frozen=True, order=True)
