@@ -139,7 +139,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         if collective is None or not self._counts:
             return
         previous = self.traffic.get(collective, Traffic())
-        sent = previous.bytes + _bytes_of_call(name, args)
+        sent = previous.bytes + _bytes_sent_by_call(name, args)
         self.traffic[collective] = Traffic(previous.calls + 1, sent)
 
     def _call_group(
@@ -157,7 +157,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
 
-def _bytes_of_call(name: str, args: tuple[Any, ...]) -> int:
+def _bytes_sent_by_call(name: str, args: tuple[Any, ...]) -> int:
     if name == "send":
         # Messages between stages are sent in full, once.
         return sum(tensor.nbytes for tensor in args[0])

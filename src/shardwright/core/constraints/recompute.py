@@ -303,13 +303,13 @@ def _add_saving_operators(
     last = max(savers, key=lambda name: op_index[name])
     earlier = {name for name in savers | views if op_index[name] < op_index[last]}
     if last not in recomputed and not any(
-        name in recomputed or _is_main_operator(graph.by_name[name]) for name in earlier
+        name in recomputed or _is_compute_intensive(graph.by_name[name]) for name in earlier
     ):
         recomputed.update(dict.fromkeys((*earlier, last), segment))
 
 
-def _is_main_operator(op: Op) -> bool:
-    """Whether `op` is a main operator, such as a matrix product."""
+def _is_compute_intensive(op: Op) -> bool:
+    """Whether `op` is compute-intensive, such as a matrix product: a main operator of its rule."""
     rule = rule_of(op)
     return rule is not None and rule.main is not None
 

@@ -58,8 +58,8 @@ class StepInputs:
 
 
 StepResults = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
-"""The loss of the global batch, on every rank; gradients of stored shards by name; new values of
-buffers by name."""
+"""The loss of the global batch, equal on all ranks; gradients of the local parameter shards, and
+updated buffers, by name."""
 
 
 class TrainStep(Protocol):

@@ -218,8 +218,8 @@ class Partitioned:
         return self._consumer_layout(value) if outputs[index].partial else outputs[index].axes
 
     def _consumer_layout(self, value: Value) -> CutAxes:
-        """Return the axes that shard each dimension of a value where its first consumer with a rule
-        reads it; replicated if there is no such consumer."""
+        """Return the axes that shard each dimension of a value in the layout required by its first
+        consumer with a sharding rule; no axes if there is none."""
         for consumer, index in self.graph.consumers[value]:
             rule = rule_of(consumer)
             if rule is not None:
