@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.partition.communication import storage_as_used
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.search.baselines import data_parallel
 from shardwright.core.plan import make_plan
 
 
@@ -37,3 +39,17 @@ def test_an_output_that_nothing_reads_is_not_redistributed() -> None:
     plan = make_plan(partitioned, mode="pinned", options={}, search_seconds=0.0, training=True)
     assert list(partitioned.chunks[0].communication.leading_transfers) == [topk.outputs[0]]
     check_random_plan(net, (x,), {}, graph, plan)
+
+
+@pytest.mark.parametrize(("width", "num_buckets"), [(256, 2), (512, 4), (4096, 8)])
+def test_a_program_has_buckets_whose_reduction_overlaps_unless_they_are_small(
+    width: int, num_buckets: int
+) -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+        graph = sw.capture(net, (torch.zeros(4, width),))
+    mesh = prime_mesh(2)
+    cuts = data_parallel(graph, mesh)
+    storage = storage_as_used(graph, mesh, cuts)
+    (chunk,) = Partitioned(graph, mesh, Decisions(cuts, storage)).chunks
+    assert len(chunk.communication.buckets) == num_buckets

@@ -143,7 +143,8 @@ def plan(
         hsdp: shard parameters over their replicas (ZeRO / FSDP; optimizer parallel): True, an
             `OptimizerParallel`, or a mapping with its fields.
         bucket_mb: largest size in MiB of a bucket of parameters, which are gathered or reduced by
-            one collective.
+            one collective. A bucket has at most a quarter of all parameters if that is 1 MiB or
+            more.
         recompute: `auto` recomputes activations as far as the memory limit requires, before the
             plan is changed in other ways; without a limit, as far as the memory of the cluster's
             devices requires.

@@ -19,6 +19,12 @@ from shardwright.core.layout.redistribution import RedistributionStep
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.transfer import Transfer
 
+MIN_BUCKETS = 4
+SMALL_BUCKET_BYTES = 2**20
+"""A program has at least `MIN_BUCKETS` buckets, as a single one is reduced only when the backward
+pass has ended, and nothing overlaps with it. Below 1 MiB, the size of the first bucket of
+`DistributedDataParallel`, latency outweighs what overlaps."""
+
 BUCKETED_KINDS = ("vary", "all_gather")
 """Kinds of steps that are coalesced in buckets. In a route `vary` comes first, so that its
 gradient, the all-reduce, is that of shards."""
@@ -150,7 +156,8 @@ def buckets(
 ) -> tuple[Bucket, ...]:
     """Return the buckets of all parameters, in order of first use.
 
-    A bucket has at most `decisions.bucket_bytes` of gathered parameters, or a single parameter.
+    A bucket has at most `decisions.bucket_bytes` of gathered parameters, and at most a quarter of
+    all of them if that is 1 MiB or more, or a single parameter.
 
     Args:
         routes: transfers to each input of an operator, by (operator name, input index).
@@ -186,7 +193,8 @@ def buckets(
             use = uses.setdefault(key, _BucketedUse(value, route, None))
             # The caller reads a returned parameter, so it is gathered outside of segments.
             use.segment, use.trained = None, use.trained or route[-1].trained
-    return _group_uses(uses.values(), stored, level, decisions.bucket_bytes)
+    limit = max(sum(map(_gathered_bytes, uses.values())) // MIN_BUCKETS, SMALL_BUCKET_BYTES)
+    return _group_uses(uses.values(), stored, level, min(limit, decisions.bucket_bytes))
 
 
 @dataclass
