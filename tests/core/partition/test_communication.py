@@ -12,8 +12,8 @@ from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.partition.communication import storage_as_used
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.partitioned import Partitioned
-from shardwright.core.search.baselines import data_parallel
 from shardwright.core.plan import make_plan
+from shardwright.core.search.baselines import data_parallel
 
 
 class Largest(nn.Module):
