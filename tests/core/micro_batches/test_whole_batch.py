@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,49 +12,25 @@ import transformers
 from torch import Tensor, nn
 
 import shardwright as sw
+from core.micro_batches.interpreted import (
+    CLASSES,
+    ONES,
+    Loss,
+    Model,
+    batch,
+    in_micro_batches,
+    of_micro_batch,
+    rows,
+    token,
+    with_gradient,
+)
 from core.micro_batches.whole_batch_ranks import CHECKS
 from shardwright.core.graph.graph import Graph, WholeBatch
-from shardwright.core.graph.interpreter import interpret
 from shardwright.core.graph.segment_matmul import segment_matmul
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
-from shardwright.core.parallel.whole_batch_values import WholeBatchValues
-from shardwright.core.partition.decisions import Decisions
-from shardwright.core.partition.partitioned import Partitioned
-from shardwright.core.partition.pipeline_spec import PipelineSpec
-from shardwright.core.runtime.devices import Devices
 from shardwright.models import Dimensions, build
 from torchrun import checks_on_ranks
 
-Loss = Callable[[nn.ModuleDict, Tensor, Tensor], Tensor]
-
-
-class Model(nn.Module):
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict(
-            {
-                "linear": nn.Linear(6, 6),
-                "norm": nn.LayerNorm(6),
-                "batch_norm": nn.BatchNorm1d(6, track_running_stats=False),
-                "attention": nn.MultiheadAttention(6, 2, batch_first=True),
-            }
-        )
-        self.token = nn.Parameter(torch.randn(1, 1, 6))
-        self.loss = loss
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.loss(self.parts, self.parts["linear"](x), y)
-
-
-def rows(h: Tensor) -> Tensor:
-    return h.mean(1)
-
-
-def token(h: Tensor, token: Tensor) -> Tensor:
-    return torch.cat([token.expand(h.shape[0], 1, 6), h], 1)
-
-
-CLASSES, ONES = torch.arange(1.0, 7), torch.ones(6).double()
 MEANS: dict[str, Loss] = {
     "a mean": lambda parts, h, y: h.square().mean(),
     "a mean of means": lambda parts, h, y: h.square().mean(2).mean(0).mean(),
@@ -256,71 +231,6 @@ OTHERS: dict[str, Loss] = {
 }
 
 
-Branch = Callable[[nn.ModuleDict, Tensor, bool], Tensor]
-BRANCHES: dict[str, Branch] = {
-    "a flag": lambda parts, h, part: h.sort(2, descending=not part)[0][..., :2].exp().mean(),
-    "other operators": lambda parts, h, part: (h.sin() if part else h.square()).mean(),
-    "an operator more": lambda parts, h, part: (h * 3 if part else h).sin().mean(),
-    "an operator less": lambda parts, h, part: (h if part else h * 3).sin().mean(),
-    "swapped operands": lambda parts, h, part: (
-        torch.stack([h.sin(), h.cos()][:: 1 if part else -1]) * torch.arange(2)[:, None, None, None]
-    ).mean(),
-    "another parameter": lambda parts, h, part: (
-        (F.linear(h, parts["linear"].weight if part else parts["attention"].out_proj.weight))
-        .square()
-        .mean()
-    ),
-    "an operand more": lambda parts, h, part: F.cross_entropy(
-        rows(h), h.argmax(2)[:, 0], CLASSES.to(h) if part else None
-    ).mean(),
-    "a text": lambda parts, h, part: F.gelu(h, approximate="none" if part else "tanh").mean(),
-    "a dtype": lambda parts, h, part: h.to(torch.float32 if part else torch.bfloat16).mean(),
-    "an order": lambda parts, h, part: (
-        (h[:, :, :3] if part else h[:, :, :3].mT) * torch.arange(3)
-    ).mean(),
-}
-"""Losses that differ for parts of the batch."""
-
-
-def with_gradient(model: Model, x: Tensor, y: Tensor) -> Tensor:
-    """The loss of a batch and the gradient of a parameter."""
-    loss = model(x, y)
-    (gradient,) = torch.autograd.grad(loss, model.parts["linear"].weight)
-    return torch.cat([loss.detach().reshape(1), gradient.flatten()])
-
-
-def in_micro_batches(graph: Graph, model: nn.Module, leaves: list[Tensor], count: int) -> Tensor:
-    """Loss and gradient from the graph of a micro-batch, interpreted."""
-    layout = sw.Layout((1,), ("d",))
-    pipeline = PipelineSpec(micro_batches=count)
-    partitioned = Partitioned(graph, layout, Decisions({}, {}), pipeline)
-    of_batch = WholeBatchValues(partitioned, Devices.of_rank(layout, 0))(leaves, {})
-    parameters, total = dict(model.named_parameters()), torch.zeros(1, dtype=torch.float64)
-    assert isinstance(graph.whole_batch, WholeBatch)
-    weight = 1 / count if graph.whole_batch.reduction == "mean" else 1.0
-    for number, values in enumerate(of_batch):
-        piece = tuple(leaf.chunk(count)[number] for leaf in leaves)
-        loss, _ = interpret(graph, parameters, values, piece)
-        (gradient,) = torch.autograd.grad(loss, parameters["parts.linear.weight"])
-        total = total + torch.cat([loss.detach().reshape(1), gradient.flatten()]) * weight
-    return total
-
-
-def batch(samples: int = 8) -> tuple[Tensor, Tensor]:
-    return torch.randn(samples, 3, 6), torch.tensor([0, 1, 2, 3, 4, 5, 0, 0])[:samples]
-
-
-def of_micro_batch(model: nn.Module, samples: int) -> Graph:
-    """The graph of a micro-batch of so many of 8 samples."""
-    x, y = batch()
-    x = x.to(next(model.parameters()).dtype)
-
-    def captured(count: int) -> Graph:
-        return sw.capture(model, (x[: count * samples], y[: count * samples]))
-
-    return with_whole_batch(captured(1), 8 // samples, captured)
-
-
 def model_of(name: str) -> Model:
     torch.manual_seed(0)
     return Model({**MEANS, **TERMS, **OTHERS}[name]).double()
@@ -367,30 +277,6 @@ def test_groups_of_samples_are_as_large_in_a_micro_batch() -> None:
     torch.testing.assert_close(found, with_gradient(model, x.double(), y))
 
 
-NUMBERS: dict[str, Loss] = {
-    "a slice of parameters": lambda parts, h, y: (
-        h.square().mean() + parts["linear"].weight[len(h) - 4 : len(h) - 2].square().sum()
-    ),
-    "a slice of samples": lambda parts, h, y: (
-        h[..., len(h) // 4 - 1 : len(h) // 4 + 1].exp().mean()
-    ),
-    "the end of a line": lambda parts, h, y: (h * torch.linspace(0, len(h), 6)).mean(),
-    "a default of the batch": lambda parts, h, y: F.huber_loss(h, h.detach() + 2, delta=len(h) / 8),
-    "a default of a micro-batch": lambda parts, h, y: F.softplus(h, beta=len(h) / 4).mean(),
-    "a keyword": lambda parts, h, y: torch.add(h.sin(), h.exp(), alpha=len(h) // 4).mean(),
-    "a diagonal": lambda parts, h, y: (h @ h.mT).tril(len(h) // 4 - 2).exp().mean(),
-}
-"""Losses with a number that depends on the batch size."""
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_are_those_of_the_batch(name: str) -> None:
-    model = Model(NUMBERS[name]).double()
-    (x, y), graph = batch(), of_micro_batch(model, 4)
-    found = in_micro_batches(graph, model, [x.double(), y], 2)
-    torch.testing.assert_close(found, with_gradient(model, x.double(), y))
-
-
 class Clipped(torch.autograd.Function):
     """Clips the gradient of a parameter."""
 
@@ -421,18 +307,10 @@ def test_check_casts_what_is_computed_of_the_batch() -> None:
     assert sw.check(model, call, None, sw.plan(model, call, devices=2, micro_batches=4)).passes()
 
 
-@pytest.mark.parametrize("samples", [4, 1])
-@pytest.mark.parametrize("name", BRANCHES)
-def test_what_depends_on_the_batch_size_is_refused(name: str, samples: int) -> None:
-    loss = BRANCHES[name]
-    model = Model(lambda parts, h, y: loss(parts, h, len(h) < 8)).double()
-    assert isinstance(of_micro_batch(model, samples).whole_batch, str)
-
-
 def test_what_mixes_samples_is_named_with_its_line() -> None:
     why = of_micro_batch(model_of("a spread"), 4).whole_batch
     assert isinstance(why, str)
-    assert re.fullmatch(r"aten.std.dim in 'std' \(test_whole_batch.py:\d+\) mixes samples", why)
+    assert re.fullmatch(r"aten.std.dim in 'std' \(interpreted.py:\d+\) mixes samples", why)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardwright.core.graph.graph import Graph
-from shardwright.core.micro_batches.analysis import Analysis
+from shardwright.core.micro_batches.analysis import graph_of_micro_batch
 from shardwright.core.micro_batches.batch_norms import (
     PER_MICRO_BATCH,
     WHOLE_BATCH,
     refused_update,
 )
 from shardwright.core.micro_batches.paired_graphs import PairedGraphs, different_operator
+from shardwright.core.micro_batches.sample_flow import SampleFlow
 from shardwright.core.micro_batches.sample_states import UnsplittableError
 
 
@@ -41,7 +42,7 @@ def with_whole_batch(
         return replace(graph, whole_batch=refusal)
     try:
         pair = _paired(graph, micro_batches, captured)
-        return Analysis(pair, micro_batches, per_micro_batch).run()
+        return graph_of_micro_batch(SampleFlow(pair, micro_batches, per_micro_batch))
     except UnsplittableError as mixed:
         return replace(graph, whole_batch=str(mixed))
 

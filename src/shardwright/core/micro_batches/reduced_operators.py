@@ -1,0 +1,71 @@
+"""Operators on means and sums over samples that depend on parameters."""
+
+from __future__ import annotations
+
+from shardwright.core.graph.graph import Op, Value
+from shardwright.core.micro_batches.linear_operators import ADDITIVE, LINEAR
+from shardwright.core.micro_batches.sample_flow import SampleFlow
+from shardwright.core.micro_batches.sample_states import (
+    AVERAGE,
+    SUM,
+    WHOLE,
+    SampleState,
+    UnsplittableError,
+)
+from shardwright.core.micro_batches.shared_operators import CONSTANT
+from shardwright.core.rules.notation import call_arguments
+
+
+def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
+    """Return the states of the outputs of an operator that reads means or sums over samples.
+
+    Raises:
+        UnsplittableError: if the operator is not linear in them.
+    """
+    if op.short_name in CONSTANT:
+        flow.result.emit(op, [None] * len(op.inputs), flow.outside)
+        return [WHOLE] * len(op.outputs)
+    nonlinear = UnsplittableError(op, "is not linear in a mean or sum over samples")
+    name, arguments = op.short_name, call_arguments(op)
+    reduced = [v for v in op.inputs if flow.states[v] in (SUM, AVERAGE)]
+    if not all(value.dtype.is_floating_point for value in op.outputs):
+        raise nonlinear
+    if name in ADDITIVE:
+        condition = [arguments["condition"]] if name == "where" else []
+        if any(value in reduced for value in condition):
+            raise nonlinear
+        state = _state_of_sum(flow, op, [v for v in op.inputs if v not in condition])
+        return [state] * len(op.outputs)
+    alone = len(reduced) == 1 and arguments.get("rounding_mode") is None
+    # A quotient is linear in its numerator only, a linear layer only without bias.
+    alone = alone and (name != "div" or op.args[0] is reduced[0])
+    alone = alone and (name != "linear" or arguments["bias"] is None)
+    if name not in LINEAR or not alone:
+        raise nonlinear
+    flow.result.emit(op, [None] * len(op.inputs), flow.outside)
+    return [flow.states[reduced[0]]] * len(op.outputs)
+
+
+def _state_of_sum(flow: SampleFlow, op: Op, operands: list[Value]) -> SampleState:
+    """Return the state of the output of an additive operator.
+
+    If it is `SUM`, terms that depend on no sample are divided by the number of micro-batches.
+
+    Args:
+        op: the operator.
+        operands: its inputs that are added.
+    """
+    if all(flow.states[value] != SUM for value in operands):
+        # mean(x) + c is the mean of x + c.
+        flow.result.emit(op, [None] * len(op.inputs), flow.outside)
+        return AVERAGE
+    shared = flow.shared_values([v for v in operands if flow.states[v] != SUM])
+    arguments = call_arguments(op)
+    numbers = {
+        name: arguments[name] / flow.count
+        for name in ("self", "input", "other")
+        if isinstance(arguments.get(name), (int, float)) and arguments[name]
+    }
+    outside = flow.outside.difference(shared)
+    flow.result.emit(op, [None] * len(op.inputs), outside, shared, numbers)
+    return SUM

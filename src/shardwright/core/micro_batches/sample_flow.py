@@ -1,0 +1,107 @@
+"""How the values of a graph depend on samples, as far as the analysis has determined it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwright.core.graph.graph import Op, Value
+from shardwright.core.micro_batches.batch_norms import takes_statistics
+from shardwright.core.micro_batches.micro_batch_graph import MicroBatchGraph
+from shardwright.core.micro_batches.paired_graphs import PairedGraphs
+from shardwright.core.micro_batches.sample_states import UNKNOWN, WHOLE, SampleState
+
+
+@dataclass
+class SampleFlow:
+    """States of the values of a batch's graph, and changes to the graph of a micro-batch.
+
+    Args:
+        pair: graphs of the batch and of a micro-batch.
+        count: number of micro-batches.
+        per_micro_batch: whether batch norms take their statistics from each micro-batch.
+        states: state of each value of the batch's graph.
+        free: values that follow from inputs, buffers and constants alone, without random numbers.
+        outside: values that the prologue computes for all samples.
+        in_full: inputs with the batch size in dimension 0 that each micro-batch reads in full, and
+            values that follow from these inputs alone.
+        result: the changes to the graph of the micro-batch.
+    """
+
+    pair: PairedGraphs
+    count: int
+    per_micro_batch: bool = False
+    states: dict[Value, SampleState] = field(default_factory=dict)
+    free: set[Value] = field(default_factory=set)
+    outside: set[Value] = field(default_factory=set)
+    in_full: set[Value] = field(default_factory=set)
+    result: MicroBatchGraph = field(init=False)
+
+    def __post_init__(self) -> None:
+        graph = self.pair.whole
+        self.result = MicroBatchGraph(self.pair, self.count)
+        updated = {before for before, _ in graph.updates}
+        arriving = (*graph.input_values, *graph.buffers, *graph.constants)
+        self.states.update((value, WHOLE) for value in (*arriving, *graph.parameters))
+        self.free = {v for v in arriving if not v.requires_grad and v not in updated}
+        if self.per_micro_batch:  # Running statistics differ between micro-batches.
+            self.states.update((value, UNKNOWN) for value in updated)
+        for value in graph.input_values:
+            dims = self.varying_dims(value)
+            if len(dims) == 1:
+                (self.states[value],) = dims
+        sizes = {v.shape[d] for v, d in self.states.items() if isinstance(d, int)}
+        self.in_full = {
+            value
+            for value in graph.input_values
+            if self.states[value] == WHOLE and value.shape and value.shape[0] in sizes
+        }
+        for value, tensor in graph.constants.items():
+            own = self.pair.twin_values.get(value)
+            other = None if own is None else self.pair.twin.constants[own]
+            if other is None or not torch.equal(tensor, other):
+                self.outside.add(value)
+
+    def keeps_statistics(self, op: Op) -> bool:
+        """Whether an operator normalizes each micro-batch by its own statistics."""
+        return self.per_micro_batch and takes_statistics(op)
+
+    def varying_dims(self, value: Value) -> set[int]:
+        """Return the dimensions whose size depends on the batch size; {-1} if the number of
+        dimensions does."""
+        twin = self.pair.twin_values.get(value, value)
+        if len(value.shape) != len(twin.shape):
+            return {-1}
+        pairs = zip(value.shape, twin.shape, strict=True)
+        return {dim for dim, (size, twin_size) in enumerate(pairs) if size != twin_size}
+
+    def num_samples(self) -> int:
+        """Return the batch size; 1 if no input has a batch dimension."""
+        pairs = ((v, self.states[v]) for v in self.pair.whole.input_values)
+        return next((v.shape[dim] for v, dim in pairs if isinstance(dim, int)), 1)
+
+    def split_values_of_prologue(self, op: Op) -> set[SampleState]:
+        """Split the inputs that the prologue computes for all samples, such as `x[permutation]`.
+
+        Returns:
+            Their batch dimensions.
+        """
+        split: set[SampleState] = set()
+        for value in [each for each in dict.fromkeys(op.inputs) if each in self.outside]:
+            dims = self.varying_dims(value)
+            if len(dims) == 1 and -1 not in dims and value.shape[min(dims)] % self.count == 0:
+                (dim,) = dims
+                self.outside.remove(value)
+                self.states[value] = dim
+                self.result.replaced[value] = self.result.take(value, dim)
+                split.add(dim)
+        return split
+
+    def shared_values(self, values: Sequence[Value]) -> Sequence[Value]:
+        """Return `values`, which each micro-batch divides by the number of micro-batches, and
+        replace those that the prologue computes by inputs from it."""
+        for value in [each for each in values if each in self.outside]:
+            self.result.replaced[value] = self.result.take(value, None)
+        return values

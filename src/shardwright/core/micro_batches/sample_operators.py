@@ -1,0 +1,175 @@
+"""Operators on samples, which their sharding rules describe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.core.graph.custom_ops import MEAN
+from shardwright.core.graph.graph import Op, Value
+from shardwright.core.graph.local_map import LocalCall
+from shardwright.core.micro_batches.batch_norms import takes_statistics, use_of_statistics
+from shardwright.core.micro_batches.linear_operators import dims_of_indexed_sum
+from shardwright.core.micro_batches.micro_batch_graph import count_of_targets, is_mean_over_targets
+from shardwright.core.micro_batches.paired_graphs import DIVIDES_BATCH
+from shardwright.core.micro_batches.sample_flow import SampleFlow
+from shardwright.core.micro_batches.sample_states import (
+    AVERAGE,
+    POSITIONS,
+    SUM,
+    WHOLE,
+    SampleState,
+    UnsplittableError,
+)
+from shardwright.core.rules import rule_of
+from shardwright.core.rules.notation import WithArguments, call_arguments
+from shardwright.core.rules.rule import Dims, Local, ShardingRule
+
+DIVISIONS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "unbind"})
+"""Names of operators that return parts of a tensor along a dimension."""
+
+
+def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
+    """Return the states of the outputs of an operator that reads samples.
+
+    Raises:
+        UnsplittableError: if the operator mixes samples.
+    """
+    if any(flow.states[value] in (SUM, AVERAGE) for value in op.inputs):
+        raise UnsplittableError(op, "reads a sum over all samples that depends on parameters")
+    rule = rule_of(op)
+    factor = None if rule is None else _sample_factor(flow, op, rule)
+    summed_dims = dims_of_indexed_sum(op, flow.states, flow.outside)
+    if factor is None and summed_dims is not None:
+        shared = flow.shared_values(op.inputs[:1])
+        flow.result.emit(op, summed_dims, flow.outside.difference(shared), shared)
+        return [SUM]
+    if rule is None or factor is None:
+        raise UnsplittableError(op, _why_mixed(flow, op))
+    dims = [
+        place.index(factor) if _is_sliced(flow, value, place, factor) else None
+        for value, place in zip(op.inputs, rule.inputs, strict=True)
+    ]
+    flow.result.emit(op, dims, flow.outside, numbers=_local_numbers(flow, op, rule, factor))
+    reduced: list[SampleState]
+    if isinstance(op.target, LocalCall):
+        reduced = [AVERAGE if op.target.is_mean(n) else SUM for n in range(len(op.outputs))]
+    elif takes_statistics(op) or all(factor in place for place in rule.outputs):
+        reduced = [SUM] * len(op.outputs)
+    else:
+        reduced = [_reduced_state(flow, op, rule, factor)] * len(op.outputs)
+    return [
+        place.index(factor) if factor in place else state
+        for place, state in zip(rule.outputs, reduced, strict=True)
+    ]
+
+
+def _why_mixed(flow: SampleFlow, op: Op) -> str:
+    if flow.keeps_statistics(op):
+        return "normalizes samples that are not in its dimension 0"
+    if op.short_name in DIVISIONS:
+        return DIVIDES_BATCH
+    return use_of_statistics(op) if takes_statistics(op) else "mixes samples"
+
+
+def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> str | None:
+    """Return the factor of the batch dimension in the operator's rule; None if it mixes
+    samples."""
+    factors: set[str | None] = set()
+    for value, place in zip(op.inputs, rule.inputs, strict=True):
+        state = flow.states[value]
+        if isinstance(state, int):
+            factors.add(place[state])
+    if len(factors) != 1 or None in factors:
+        return None
+    (factor,) = factors
+    assert factor is not None
+    if any(place.count(factor) > 1 for place in (*rule.inputs, *rule.outputs)):
+        return None
+    for value, place in zip(op.inputs, rule.inputs, strict=True):
+        # A value that depends on no sample must be equal for all samples: positional embeddings
+        # along the batch dimension would differ between a micro-batch and the batch.
+        if _is_sliced(flow, value, place, factor) and value not in flow.outside:
+            return None
+    divides = rule.capacity.get(factor, 0) % flow.count == 0
+    # A reduction within the operator, as in batch norm, runs over all samples. In a mean over
+    # targets it is the divisor, which the prologue computes.
+    if flow.keeps_statistics(op):
+        reduces = flow.states[op.inputs[0]] != 0
+    else:
+        reduces = bool(not is_mean_over_targets(op) and rule.reductions(op, {factor: 2}))
+    return factor if divides and not reduces else None
+
+
+def _local_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> dict[str, Any]:
+    """Return the numbers that an operator has on a shard of the batch, such as the groups of a
+    norm, by argument name if they differ.
+
+    Raises:
+        UnsplittableError: if the operator depends on which shard it reads.
+    """
+    reduces = is_mean_over_targets(op) or takes_statistics(op)
+    if rule.kernel is None or reduces or isinstance(op.target, LocalCall):
+        return {}
+
+    def index(factor: str) -> int:
+        raise UnsplittableError(op, "depends on the positions of samples in the batch")
+
+    factors = {name for place in (*rule.inputs, *rule.outputs) for name in place if name}
+    counts = {name: flow.count if name == factor else 1 for name in factors}
+    pairs = zip(op.outputs, rule.outputs, strict=True)
+    shapes = tuple(
+        tuple(n // counts.get(name or "", 1) for n, name in zip(v.shape, place, strict=True))
+        for v, place in pairs
+    )
+    kernel = rule.kernel(op, Local(counts, index, shapes))
+    if not isinstance(kernel, WithArguments):
+        return {}
+    arguments = call_arguments(op)
+    replaced = kernel.replacements.items()
+    return {name: number for name, number in replaced if number != arguments[name]}
+
+
+def _is_sliced(flow: SampleFlow, value: Value, place: Dims, factor: str) -> bool:
+    """Whether a micro-batch reads a slice of a value that depends on no sample.
+
+    Args:
+        value: an input of the operator.
+        place: factors of the dimensions of `value`.
+        factor: the factor of the batch dimension.
+    """
+    sliced = flow.states[value] in (WHOLE, POSITIONS) and factor in place
+    return sliced and value.shape[place.index(factor)] > 1
+
+
+def _reduced_state(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> SampleState:
+    """Return the state of an output without batch dimension, a mean or sum over samples.
+
+    Raises:
+        UnsplittableError: if the operator reduces samples in another way.
+    """
+    if is_mean_over_targets(op):
+        _record_loss_denominator(flow, op)
+        return SUM
+    reduction = call_arguments(op).get("reduction")
+    averages = op.short_name == "mean" or reduction == MEAN
+    # The kernel for shards, such as for rows of a table, may differ from the operator.
+    runs_unchanged = rule.kernel is None or reduction is not None or averages
+    if factor not in rule.reduced or rule.reductions(op, {factor: 2}) or not runs_unchanged:
+        raise UnsplittableError(op, "reduces samples to other than their mean or sum")
+    return AVERAGE if averages else SUM
+
+
+def _record_loss_denominator(flow: SampleFlow, op: Op) -> None:
+    arguments = call_arguments(op)
+    counted = [v for v in (arguments["target"], arguments["weight"]) if v is not None]
+    if not flow.free.issuperset(counted):
+        raise UnsplittableError(
+            op,
+            "divides by a number of targets, or a sum of class weights, that does not follow"
+            " from the inputs",
+        )
+    if all(value in flow.free for value in op.inputs):
+        return  # The prologue computes the loss.
+    count, ops = count_of_targets(op)
+    flow.result.counts += ops
+    flow.result.sum_over_targets(op, count)

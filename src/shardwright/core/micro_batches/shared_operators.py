@@ -1,0 +1,120 @@
+"""Operators on values that are equal for all samples, or on the positions of samples."""
+
+from __future__ import annotations
+
+from shardwright.core.capture.functions_in_full import AppliedFunction
+from shardwright.core.graph.graph import Op, Value
+from shardwright.core.graph.local_map import LocalCall
+from shardwright.core.micro_batches.sample_flow import SampleFlow
+from shardwright.core.micro_batches.sample_states import (
+    POSITIONS,
+    WHOLE,
+    SampleState,
+    UnsplittableError,
+    sample_dim_of_index,
+)
+from shardwright.core.rules import rule_of
+from shardwright.core.rules.notation import call_arguments
+from shardwright.core.torch_internals.operators import OpOverload
+
+CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"})
+"""Names of operators whose results are equal for all samples."""
+
+RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "to", "_to_copy", "alias"})
+
+
+def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
+    """Return the states of the outputs of an operator whose inputs are equal for all samples.
+
+    Args:
+        flow: the states so far.
+        op: the operator.
+        free: whether the outputs follow from inputs, buffers and constants alone.
+
+    Raises:
+        UnsplittableError: if micro-batches cannot compute the operator.
+    """
+    if not flow.in_full.isdisjoint(op.inputs):
+        if any(value.requires_grad for value in op.outputs):
+            raise UnsplittableError(op, "reads the whole batch in every micro-batch")
+        flow.in_full.update(op.outputs)
+    if free and not flow.outside.isdisjoint(op.inputs):
+        flow.outside.update(op.outputs)
+        return [WHOLE] * len(op.outputs)
+    if _has_own_backward(op) and any(value.requires_grad for value in op.outputs):
+        # Each micro-batch passes a term of the gradient to it.
+        raise UnsplittableError(op, "has a backward of its own, which may not be linear")
+    if not op.outputs or not any(flow.varying_dims(value) for value in op.outputs):
+        flow.result.emit(op, [None] * len(op.inputs), flow.outside)
+        return [WHOLE] * len(op.outputs)
+    if _is_arange_over_samples(flow, op):
+        return [POSITIONS]
+    states: list[SampleState] = []
+    for value in op.outputs:
+        dims = flow.varying_dims(value)
+        if len(dims) != 1 or not _is_constant_along(flow, value, *dims):
+            raise UnsplittableError(op, "makes a shape that depends on the batch size")
+        states += dims
+    flow.result.emit(op, [None] * len(op.inputs), flow.outside)
+    return states
+
+
+def state_from_positions(flow: SampleFlow, op: Op) -> SampleState | None:
+    """Return the state of the output of an operator that reads `POSITIONS`, or None if the
+    operator is not supported.
+
+    A reshape keeps the positions; indexing with them selects one element, or one slice, of each
+    sample.
+    """
+    if op.short_name in RESHAPES and len(op.inputs) == 1:
+        return POSITIONS
+    if op.short_name == "index" and isinstance(op.args[1], (list, tuple)):
+        sample_dim = sample_dim_of_index(op, flow.states)
+        if sample_dim is not None and flow.outside.isdisjoint(op.inputs):
+            flow.result.emit(op, [None] * len(op.inputs))
+            return sample_dim
+    return None
+
+
+def _is_arange_over_samples(flow: SampleFlow, op: Op) -> bool:
+    """Whether an operator is `arange(len(x))`, as in `logits[arange(len(x)), last]`."""
+    if op.short_name != "arange" or flow.pair.changed_numbers(op):
+        return False
+    arguments = call_arguments(op)
+    begins = arguments.get("start") in (0, None) and arguments.get("step") in (1, None)
+    return begins and op.output.shape == (flow.num_samples(),)
+
+
+def _is_constant_along(flow: SampleFlow, value: Value, dim: int) -> bool:
+    """Whether a value that depends on no sample is constant along dimension `dim`."""
+    if dim < 0:
+        return False
+    op = flow.pair.whole.producer.get(value)
+    rule = None if op is None else rule_of(op)
+    if op is None or flow.pair.changed_numbers(op) or not flow.outside.isdisjoint(op.inputs):
+        return False
+    if op.short_name in ("expand", "repeat"):
+        source = op.inputs[0]
+        from_end = dim - len(value.shape)
+        if from_end < -len(source.shape) or source.shape[from_end] == 1:
+            return True
+    if rule is None:
+        return False
+    if op.short_name in CONSTANT or (rule.random and not op.inputs):
+        return True
+    factor = rule.outputs[op.outputs.index(value)][dim]
+    if factor is None or rule.reductions(op, {factor: 2}):
+        return False
+    read = zip(op.inputs, rule.inputs, strict=True)
+    carriers = [(v, dims) for v, dims in read if factor in dims]
+    return bool(carriers) and all(
+        dims.count(factor) == 1 and _is_constant_along(flow, v, dims.index(factor))
+        for v, dims in carriers
+    )
+
+
+def _has_own_backward(op: Op) -> bool:
+    """Whether an operator is a custom operator, or a custom autograd function computed in full."""
+    if isinstance(op.target, LocalCall):
+        return isinstance(op.target.body, AppliedFunction)
+    return isinstance(op.target, OpOverload) and op.target.namespace not in ("aten", "shardwright")
