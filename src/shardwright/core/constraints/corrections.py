@@ -1,4 +1,4 @@
-"""Suggest valid strategies in place of one whose entries contradict each other."""
+"""Suggest valid strategies for an operator whose strategy contradicts itself."""
 
 from __future__ import annotations
 

@@ -56,8 +56,7 @@ def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
 def arrivals(
     graph: Graph, mesh: DeviceMatrix, strategy: DatasetStrategy
 ) -> dict[str, tuple[Axes, ...]]:
-    """Return the mesh axes that shard each dimension of an input, by input name, for the inputs of
-    which each device receives only its shard.
+    """Return the mesh axes that shard each dimension of the inputs that arrive sharded, by name.
 
     Raises:
         StrategyError: if an input cannot be sharded as requested; the message has its shape and
@@ -80,7 +79,7 @@ def arrivals(
 
 
 def _batch_inputs(graph: Graph) -> list[Value]:
-    """Return the inputs whose dimension 0 is the batch: those whose size in it is that of the first
+    """Return the inputs with a batch: those whose dimension 0 is as large as that of the first
     non-scalar input."""
     non_scalar = [value for value in graph.input_values if value.shape]
     # Other inputs, such as positions, are shared by all samples.

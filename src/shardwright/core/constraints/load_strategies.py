@@ -74,8 +74,8 @@ def _owner_path(name: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _aten_names(suffix: str) -> tuple[str, ...] | None:
-    """Return the ATen names in `suffix`, the part of an operator's name behind its module path,
-    such as `.add_1` or `@2`; None if one of them is unknown."""
+    """Return the ATen names in `suffix`, the part of an operator's name after its module path, such
+    as `.add_1` or `@2`; None if one of them is unknown."""
     pieces = [part for part in _CALL_SUFFIX.sub("", suffix).split(".") if part]
     names = tuple(re.sub(r"_\d+$", "", part) for part in pieces)
     return names if all(name == "bias" or _is_operator_name(name) for name in names) else None
@@ -102,12 +102,12 @@ def _unknown_name_message(name: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _make_pin(where: str, module: nn.Module, entries: Mapping[str, FileEntry]) -> Pin:
-    """Make the pin of a module.
+    """Return the pin of a module for its entries in a strategy file.
 
     Args:
         where: path of the file and of the module, for errors.
-        entries: entries of the module and its operators, by the part of their name behind the
-            module path; `""` for the module itself.
+        entries: entries of the module and its operators, by the part of their name after the module
+            path; `""` for the module itself.
     """
     try:
         parameters = validate_parameter_plan(

@@ -51,7 +51,7 @@ class _DimRequest:
 
 
 class _ConflictError(Exception):
-    """Two dimensions request different shardings of one factor.
+    """Raised if two dimensions request different shardings of one factor.
 
     The exception's arguments are the factor and the two `_DimRequest`s.
     """
@@ -66,7 +66,7 @@ class StrategyParser:
     mesh: DeviceMatrix
 
     def error(self, reason: str) -> StrategyError:
-        """Make an error with the operator, its shapes, the strategy and a reason."""
+        """Return an error with the operator, its shapes, the strategy and a reason."""
         return StrategyError(
             f"{self.op.name}: strategy {self.strategy} for {op_signature(self.op)}: {reason}"
         )
@@ -112,7 +112,7 @@ class StrategyParser:
         return requests
 
     def _split_joined_requests(self, requests: Mapping[str, _DimRequest]) -> dict[str, _DimRequest]:
-        """Split the request for a dimension that two joined factors shard into one per factor.
+        """Split the request for a dimension of two joined factors into one request per factor.
 
         In attention, `ring` shards the keys and the queries, and `s` shards the queries further: 8
         shards of the queries and 4 of the keys mean 4 shards of `ring` and 2 of `s`.
@@ -134,8 +134,8 @@ class StrategyParser:
     def _split_joint_request(
         self, outer: _DimRequest, joint: _DimRequest
     ) -> tuple[_DimRequest, _DimRequest] | None:
-        """Split `joint`, the request for a dimension that both factors shard, given `outer`, the
-        request for the outer factor alone.
+        """Split the request for a dimension of two joined factors, given that for the outer factor
+        alone.
 
         Returns (request for the outer factor, request for the inner factor); None if shard counts
         or axes conflict.
@@ -154,7 +154,7 @@ class StrategyParser:
         return replace(outer, axes=outer_axes), replace(inner, axes=inner_axes)
 
     def user_axis_names(self, axes: Iterable[int]) -> str:
-        """Name mesh axes as the strategy's own layouts do, `dp·mp`; empty without layouts."""
+        """Return the names of `axes` in the strategy's layouts, `dp·mp`; empty without layouts."""
         names: dict[int, str] = {}
         for matrix in (layout.layout for layout in self.strategy.layouts):
             single_axes = tuple((axis,) for axis in range(len(matrix.device_matrix)))
@@ -173,15 +173,14 @@ class StrategyParser:
             inputs = (*inputs, *(None,) * len(op.inputs[len(op.target.declaration.inputs) :]))
         if len(inputs) != len(op.inputs):
             # Capture adds the bias in a separate operator: it must be added after a partial sum.
-            bias = "\ngive no entry for the bias: a separate operator adds it, sharded to match"
-            raise self.error(
-                f"{len(inputs)} entries for {len(op.inputs)} tensor inputs"
-                + (bias if op.target in _OPS_WITH_BIAS else "\nuse one entry per tensor input")
-            )
+            hint = "use one entry per tensor input"
+            if op.target in _OPS_WITH_BIAS:
+                hint = "give no entry for the bias: a separate operator adds it, sharded to match"
+            raise self.error(f"{len(inputs)} entries for {len(op.inputs)} tensor inputs\n{hint}")
         for index, (entry, value) in enumerate(zip(inputs, op.inputs, strict=True)):
             if entry is None:
                 continue
-            counts, axes = self._counts_and_axes(f"input {index}", entry, value.shape)
+            counts, axes = self._shard_counts_and_axes(f"input {index}", entry, value.shape)
             for dim, factor in enumerate(dims_of[index]):
                 request = _DimRequest(index, dim, counts[dim], None if axes is None else axes[dim])
                 self._check_dimension(request, factor)
@@ -198,7 +197,7 @@ class StrategyParser:
             dims = self.rule.outputs[index]
             if entry is None or input_factors.issuperset(dims):
                 continue
-            counts, axes = self._counts_and_axes(f"output {index}", entry, value.shape)
+            counts, axes = self._shard_counts_and_axes(f"output {index}", entry, value.shape)
             for dim, factor in enumerate(dims):
                 if (
                     factor is not None
@@ -211,7 +210,7 @@ class StrategyParser:
                     self._check_dimension(request, factor)
                     yield request, factor
 
-    def _counts_and_axes(
+    def _shard_counts_and_axes(
         self, tensor: str, entry: tuple[int, ...] | TensorLayout, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[Axes, ...] | None]:
         """Return the shard count of each dimension and, if the entry is a layout, the mesh axes of
@@ -251,14 +250,14 @@ class StrategyParser:
         if capacity % request.num_shards:
             raise self.error(
                 f"the number of shards of {location} must divide {capacity}, because the operator"
-                " splits or merges it\n"
+                " splits or merges this dimension\n"
                 f"valid numbers of shards are {divisors(capacity, self.mesh.num_devices)}"
             )
 
     def _conflict_error(
         self, factor: str, first: _DimRequest, second: _DimRequest
     ) -> StrategyError:
-        """Make the error for two conflicting requests, with a valid strategy if one is found."""
+        """Return the error for two conflicting requests, with a valid strategy if one is found."""
 
         def describe(request: _DimRequest) -> str:
             over = ""
@@ -283,13 +282,13 @@ class StrategyParser:
         """Yield valid strategies in place of one with two conflicting requests, first those that
         change only one entry."""
         equal = with_equal_counts(self.rule, self.strategy.inputs, self.mesh.num_devices)
-        candidates = chain(self._change_one_entry(first, second), equal)
+        candidates = chain(self._strategies_with_one_change(first, second), equal)
         return (strategy for strategy in candidates if self._is_valid_strategy(strategy))
 
-    def _change_one_entry(
+    def _strategies_with_one_change(
         self, first: _DimRequest, second: _DimRequest
     ) -> Iterator[OperatorStrategy]:
-        """Yield strategies in which one of two conflicting requests has the other's shard count."""
+        """Yield strategies with one of two conflicting shard counts replaced by the other."""
         inputs = self.strategy.inputs
         candidates: list[tuple[int, Entry]] = []
         weight = inputs[-1]
@@ -329,7 +328,7 @@ class StrategyParser:
             )
 
     def _axes_of_factors(self, requests: Mapping[str, _DimRequest]) -> dict[str, Axes]:
-        """Assign mesh axes to each factor; replicated factors are left out."""
+        """Assign mesh axes to each factor; replicated factors are missing from the result."""
         used: dict[int, str] = {}
         for factor, request in requests.items():
             for axis in request.axes or ():
@@ -370,13 +369,13 @@ _OPS_WITH_BIAS = tuple(
 
 
 def op_signature(op: Op) -> str:
-    """Write an operator with its inputs: `aten.linear(x [8, 16], layer.weight [32, 16])`."""
+    """Return an operator with its inputs: `aten.linear(x [8, 16], layer.weight [32, 16])`."""
     name = target_name(op.target).removesuffix(".default")
     return f"{name}({', '.join(f'{v.name} {list(v.shape)}' for v in op.inputs)})"
 
 
 def divisors(number: int, limit: int) -> str:
-    """List the divisors of `number` up to `limit` as text: `1, 2, 4`."""
+    """Return the divisors of `number` up to `limit` as text: `1, 2, 4`."""
     numbers = [str(n) for n in range(1, min(number, limit) + 1) if number % n == 0]
     return ", ".join(numbers)
 
@@ -388,7 +387,7 @@ def mesh_of(
 
     Args:
         devices: number of devices of one pipeline stage.
-        layouts: `(name, layout)` pairs; errors mention the name, that of an operator or parameter.
+        layouts: (operator or parameter name, layout) pairs; errors mention the name.
         group_sizes: devices per group at each level of the interconnect, ascending: `(8,)` for
             nodes of 8 devices. Where the layouts allow it, a group occupies the innermost axes, so
             that these do not cross nodes: 24 devices, 8 per node, give (3, 2, 2, 2).
@@ -458,6 +457,6 @@ def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axe
 
 @cache
 def _cached_mesh(sizes: tuple[int, ...]) -> DeviceMatrix:
-    """Return the mesh of these axis sizes; the same object for equal sizes, since cache lookups
-    compare keys by `is` first."""
+    """Return the mesh with axes of `sizes`; one object for equal sizes, since cache lookups compare
+    keys by `is` first."""
     return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

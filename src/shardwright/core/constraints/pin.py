@@ -40,7 +40,7 @@ class Pin(ModuleTag):
         strategy: sharding of the main operator, or of the boundary of a module with submodules;
             None if only parameters or other operators are pinned.
         parameters: storage sharding of each parameter, by its name in the module.
-        operators: strategies by the part of the operator's name behind the module's path:
+        operators: strategies by the part of the operator's name after the module's path:
             `".add_1"`; `"@2"` for the main operator of the second call; `""` for the main operator
             of every call that has no entry of its own.
     """
@@ -66,7 +66,7 @@ class BoundaryPin(Pin, BoundaryTag):
 def tagged_calls(function: Any, tag: Any) -> Any:
     """Wrap `function` so that the operators of each call are tagged with a new copy of `tag`.
 
-    If `function` is such a wrapper with a tag of the same class, its tag is replaced.
+    If `function` is already wrapped with a tag of the same class, `tag` replaces that tag.
     """
     inner_attribute = f"_without_{type(tag).__name__}"
     inner = getattr(function, inner_attribute, function)
@@ -222,15 +222,15 @@ def _tagged_alias(tensor: Tensor, tag: Any) -> Tensor:
 def reshard(x: Tensor, layout: Entry) -> Tensor:
     """Redistribute a tensor to a layout at this point of `forward`.
 
-    The search still decides how the operators before and after it are sharded. In eager code, and
-    in a model that is not planned, `x` is returned unchanged.
+    The search still decides how the operators before and after this point are sharded. In eager
+    code, and in a model that is not planned, `x` is returned unchanged.
 
     Args:
         x: a tensor of any shape.
         layout: the number of shards of each dimension, `(2, 4)`, or a `TensorLayout`.
 
     Returns:
-        The tensor with the same values, in the layout.
+        A tensor with the values of `x`, in the layout.
 
     Raises:
         StrategyError: if `layout` is not a valid entry; `plan` checks it against the shape of `x`.

@@ -65,7 +65,7 @@ def recompute(
             f"operators={operators!r}: must be a sequence of operator names\n"
             "use for example operators=('softmax', 'aten.gelu')"
         )
-    op_types = None if operators is None else tuple(_op_type(name) for name in operators)
+    op_types = None if operators is None else tuple(_normalized_op_type(name) for name in operators)
     mark = RecomputeMark(communication, op_types)
     if isinstance(target, nn.ModuleList | nn.ModuleDict):
         for module in target.children():
@@ -78,8 +78,8 @@ def recompute(
     return function
 
 
-def _op_type(operator: str) -> str:
-    """Strip namespace, overload and underscores off an operator's name: `softmax` for
+def _normalized_op_type(operator: str) -> str:
+    """Return an operator's name without namespace, overload and underscores: `softmax` for
     `aten.softmax.int`, `aten::_softmax` or `softmax`."""
     return operator.replace("::", ".").removeprefix("aten.").partition(".")[0].strip("_")
 
@@ -115,7 +115,7 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
     members: dict[str, list[Op]] = {}
     selected: dict[RecomputeMark, list[Op]] = {}
     for op in graph.ops:
-        marked = _innermost_mark(op, modules, functions)
+        marked = _innermost_marked_segment(op, modules, functions)
         if marked is None:
             continue
         if marked.mark.kinds is None:
@@ -214,7 +214,7 @@ def _common_depth(calls: Sequence[tuple[str, ...]]) -> int:
     return sum(len(set(level)) == 1 for level in zip(*calls, strict=False))
 
 
-def _innermost_mark(
+def _innermost_marked_segment(
     op: Op, modules: Mapping[str, RecomputeMark], functions: Mapping[int, _MarkedCall]
 ) -> _MarkedSegment | None:
     """Return the segment of the innermost mark around an operator; None without a mark.
@@ -234,10 +234,10 @@ def _innermost_mark(
 
 
 def _check_marked_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) -> None:
-    """Check that every marked module has operators, and every operator that its mark lists.
+    """Check that every marked module has operators, of all types that its mark lists.
 
     Raises:
-        StrategyError: if a marked module lacks one; names the first such module.
+        StrategyError: if a marked module lacks an operator; the message names the module.
     """
     inside: dict[RecomputeMark, list[Op]] = {mark: [] for mark in modules.values()}
     for op in graph.ops:
@@ -251,7 +251,7 @@ def _check_marked_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) ->
             near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
             raise StrategyError(
                 f"{where} is marked by `recompute`, but has no operator in the graph: it is never"
-                f" called, or it computes nothing\nclosest operators: {', '.join(near)}"
+                f" called, or it computes nothing\nmark one of the closest: {', '.join(near)}"
             )
         _check_op_types(where, mark, ops)
 

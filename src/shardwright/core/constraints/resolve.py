@@ -28,7 +28,7 @@ OutputAxes = tuple[tuple[Axes, ...] | None, ...]
 
 @dataclass(frozen=True)
 class ResolvedConstraints:
-    """The decisions of a plan that the user has made.
+    """Decisions of a plan that the user's strategies determine.
 
     Args:
         mesh: device matrix of prime axes, on which all layouts of the user can be expressed.
@@ -58,8 +58,7 @@ def resolve(
         strategies: the strategy of each pinned operator, by its name.
         parameters: the requested storage of parameters, by name; only its layouts are used here,
             since the device matrix must be able to express them.
-        nodes: number of consecutive devices in a group of each level of the interconnect,
-            ascending.
+        nodes: devices per group at each level of the interconnect, ascending, such as `(8,)`.
 
     Raises:
         StrategyError: if an operator cannot be sharded as requested; the message has its shapes and

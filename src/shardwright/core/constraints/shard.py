@@ -134,7 +134,7 @@ def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dic
     """Return a validated copy of a `parameter_plan`.
 
     Raises:
-        StrategyError: if the module has no such parameter, or an entry is invalid.
+        StrategyError: if the module lacks a parameter in `plan`, or an entry is invalid.
     """
     # Any name of a tied parameter is valid.
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -151,7 +151,7 @@ def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dic
 
 @dataclass(frozen=True)
 class Pins:
-    """The pins of a graph.
+    """The pinned operators and parameters of a graph.
 
     Args:
         strategies: the strategy of each pinned operator, by its name.
@@ -181,17 +181,17 @@ def pins_of(graph: Graph) -> Pins:
                 f"operator {op.name!r} has two conflicting pins, {strategies[op.name]} and"
                 f" {strategy}\nremove one of the two pins"
             )
-    return Pins(strategies, _parameter_entries(graph))
+    return Pins(strategies, _pinned_parameter_entries(graph))
 
 
 def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
-    """Yield the operators pinned by `shard` of a module."""
+    """Yield (operator, strategy) for the operators pinned by `shard` of a module."""
     # The pin of a module with submodules is on the aliases of its boundary (`constraints/pin.py`).
     with_boundary = {op.module for op in graph.ops if _is_boundary_alias(op)}
     for pin, paths in _module_paths_by_pin(graph).items():
         if pin.strategy is None or with_boundary.issuperset(paths):
             continue
-        ops = [op for path in paths for op in _main_operators(graph, path)]
+        ops = [op for path in paths for op in _main_operators_of_module(graph, path)]
         if not ops:
             raise StrategyError(_no_operator_message(graph, paths[0], pin))
         for op in ops:
@@ -216,7 +216,7 @@ def _pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
 
 
 def _named_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
-    """Yield the operators pinned by name in a strategy file; a name without `@n` stands for the
+    """Yield (operator, strategy) for names in a strategy file; a name without `@n` stands for the
     operator in every call."""
     ops_by_name: dict[str, list[Operator]] = {}
     for op in graph.ops:
@@ -235,13 +235,13 @@ def _named_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy
                 near = get_close_matches(names[0], list(graph.by_name), n=3, cutoff=0.0)
                 raise StrategyError(
                     f"{names[0]!r} is pinned as {strategy}, but the graph has no operator of this"
-                    f" name\nclosest operators: {', '.join(near)}"
+                    f" name\nuse one of the closest: {', '.join(near)}"
                 )
             for op in ops:
                 yield op, strategy
 
 
-def _main_operators(graph: Graph, path: str) -> list[Operator]:
+def _main_operators_of_module(graph: Graph, path: str) -> list[Operator]:
     """Return the main operator of each call of the module at `path`."""
     inside = [op for op in graph.ops if not path or f"{op.module}.".startswith(f"{path}.")]
     direct = [op for op in inside if op.module == path]
@@ -262,7 +262,7 @@ def _call_suffix(name: str, path: str) -> str:
 
 
 def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
-    """Yield the operators pinned by `shard` of a function or by `reshard`."""
+    """Yield (operator, strategy) for operators pinned by `shard` of a function or by `reshard`."""
     for pin, source in graph.call_tags:
         if not isinstance(pin, Pin) or pin.strategy is None:
             continue
@@ -282,7 +282,7 @@ def _main_operator(where: str, ops: Sequence[Operator]) -> Operator:
     """Return the only operator of a pinned call, apart from biases and data movement.
 
     Raises:
-        StrategyError: if there are several.
+        StrategyError: if several operators remain.
     """
     computing = [
         op for op in ops if op.target not in _DATA_MOVEMENT_OPS and not op.name.endswith(".bias")
@@ -310,11 +310,11 @@ def _no_operator_message(graph: Graph, path: str, pin: Pin) -> str:
     near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
     return (
         f"module {path!r} is pinned as {pin.strategy}, but has no operator in the graph: it is"
-        f" never called, or it computes nothing\nclosest operators: {', '.join(near)}"
+        f" never called, or it computes nothing\nuse one of the closest: {', '.join(near)}"
     )
 
 
-def _parameter_entries(graph: Graph) -> dict[str, Entry]:
+def _pinned_parameter_entries(graph: Graph) -> dict[str, Entry]:
     parameters = {value.name for value in graph.parameters}
     entries: dict[str, Entry] = {}
     for path, pin in _pinned_modules(graph):

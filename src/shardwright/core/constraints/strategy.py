@@ -81,7 +81,7 @@ def _entry_from_data(data: Any) -> Entry:
 
 
 def check_entries(option: str, entries: Any) -> None:
-    """Validate a tuple of entries.
+    """Check that `entries` is a tuple of valid strategy entries.
 
     Args:
         option: name of the option that has the entries, for errors.
@@ -106,7 +106,7 @@ def check_entries(option: str, entries: Any) -> None:
 
 
 def check_entry(option: str, entry: Any) -> None:
-    """Validate one entry.
+    """Check that `entry` is a valid sharding of one tensor.
 
     Args:
         option: name of the option that has the entry, for errors.
@@ -140,18 +140,18 @@ def check_entry(option: str, entry: Any) -> None:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise StrategyError(
                 f"{option}: {entry!r} contains {count!r}\n"
-                "use shard counts that are ints of at least 1"
+                "use shard counts that are ints of at least 1, such as (2, 4)"
             )
 
 
 def entry_text(entry: Entry) -> str:
-    """Write an entry as text: `(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout."""
+    """Return an entry as text: `(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout."""
     if isinstance(entry, tuple):
         return f"({','.join(map(str, entry))}{',' if len(entry) == 1 else ''})"
     return str(entry)
 
 
 def entries_text(entries: Iterable[Entry]) -> str:
-    """Write a tuple of entries as text: `((2,4),None)`."""
+    """Return a tuple of entries as text: `((2,4),None)`."""
     texts = [entry_text(entry) for entry in entries]
     return f"({','.join(texts)}{',' if len(texts) == 1 else ''})"

@@ -127,7 +127,9 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
 
 def _check_json_object(where: str, data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise StrategyError(f"{where}: must be a JSON object, not {short_repr(data)}")
+        raise StrategyError(
+            f"{where}: must be a JSON object, not {short_repr(data)}\nuse {{name: value, …}}"
+        )
     return data
 
 
@@ -145,7 +147,10 @@ def _parse_layout(where: str, data: Any) -> Layout:
     )
     for key in ("device_matrix", "alias_names", "rank_list"):
         if not isinstance(data.get(key, None if key != "rank_list" else []), list):
-            raise StrategyError(f"{where}: {key!r} must be a list, not {short_repr(data.get(key))}")
+            raise StrategyError(
+                f"{where}: {key!r} must be a list, not {short_repr(data.get(key))}\n"
+                'use for example {"device_matrix": [2, 4], "alias_names": ["dp", "mp"]}'
+            )
     try:
         return Layout.from_dict(data)
     except LayoutError as error:
@@ -189,7 +194,8 @@ def _parse_tensor_entries(
         return None
     if not isinstance(data, list):
         raise StrategyError(
-            f"{where}: must be a list with one entry per tensor, not {short_repr(data)}"
+            f"{where}: must be a list with one entry per tensor, not {short_repr(data)}\n"
+            "use for example [[2, 4], [1, 4]]"
         )
     return tuple(_parse_tensor_entry(where, entry, layouts) for entry in data)
 
