@@ -19,7 +19,7 @@ MEM_COEFF_FACTOR, MAX_MEM_COEFF = 8.0, 1e4
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try of the planner to meet the memory limit.
+    """Options to plan with, in order to meet the memory limit.
 
     Args:
         options: options with which the planner searches.
@@ -58,20 +58,20 @@ def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
         phases, options = [[[Attempt(each, recompute_first)]] for each in fixed], fixed[0]
     if options.cluster is not None:
         larger = (options, *_with_larger_mem_coeffs(options))
-        return [*phases, [[Attempt(each, True) for each in _with_levels(base)] for base in larger]]
-    levels = _with_levels(options)
+        return [*phases, [[Attempt(each, True) for each in _hsdp_levels(base)] for base in larger]]
+    levels = _hsdp_levels(options)
     phases += [[[Attempt(each, recompute_first)]] for each in levels]
     for staged in (levels[-1], *_with_more_stages(levels[-1])):
         phases += [[[Attempt(each, True)]] for each in (staged, *_with_larger_mem_coeffs(staged))]
     return phases
 
 
-def _with_levels(options: PlanOptions) -> tuple[PlanOptions, ...]:
+def _hsdp_levels(options: PlanOptions) -> tuple[PlanOptions, ...]:
     """Return `options` with the requested ZeRO level and with each higher level."""
-    return (options, *_with_higher_levels(options))
+    return (options, *_higher_hsdp_levels(options))
 
 
-def _with_higher_levels(options: PlanOptions) -> Iterator[PlanOptions]:
+def _higher_hsdp_levels(options: PlanOptions) -> Iterator[PlanOptions]:
     sharding = options.sharding
     next_level = LEVELS.index(sharding.level) + 1 if sharding is not None else 0
     for level in LEVELS[next_level:]:
@@ -111,7 +111,7 @@ def _with_more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
 
 
 def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLimitError:
-    """Return the error for a model of which no plan fits into `limit` bytes per device.
+    """Return the error if no plan of a model fits into `limit` bytes per device.
 
     Args:
         attempt: attempt whose plan needs the least memory.

@@ -15,7 +15,7 @@ from shardwright.core.planner.ranking import Ranking
 def best_candidate(
     model: CapturedModel, options: PlanOptions, ranking: Ranking | None = None
 ) -> Candidate:
-    """Return the fastest candidate that fits into memory, or without a cluster the first that fits.
+    """Return the fastest candidate that fits into memory; without a cluster, the first that fits.
 
     Args:
         ranking: records the fastest candidate of each kind.

@@ -95,7 +95,7 @@ class Candidate:
     Args:
         mesh: device matrix of one stage, with axes of prime sizes.
         search_seconds: seconds that the search took.
-        measured: memory of each stage by dry runs; None if it was not measured.
+        measured: memory of each stage, measured by dry runs; None if not measured.
         pinned: cuts fixed by the user, by operator name.
     """
 
@@ -115,8 +115,7 @@ class Candidate:
 
     @cached_property
     def folded(self) -> Partitioned:
-        """The model, partitioned by the same decisions on a device matrix with as few axes as
-        possible."""
+        """The model, partitioned by `decisions` on the device matrix with the fewest axes."""
         return fold_axes(self.partitioned)
 
     @cached_property
@@ -155,8 +154,7 @@ class Candidate:
 
     @property
     def shards_storage(self) -> bool:
-        """Whether a parameter is stored in another layout than operators use it in, as with
-        ZeRO."""
+        """Whether a parameter is stored in a layout other than that of its uses, as with ZeRO."""
         used = storage_as_used(self.model.graph, self.mesh, self.decisions.cuts)
         return self.decisions.storage != used
 
@@ -211,11 +209,11 @@ class Candidate:
 
 
 Decide = Callable[[PlanOptions], Sequence[Candidate]]
-"""A function that searches with the given options and returns one or more candidates."""
+"""Function that searches with the given options and returns one or more candidates."""
 
 
 def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate]:
-    """Search with `options` and return the candidates to choose from, whatever the memory limit.
+    """Search with `options`, ignoring the memory limit, and return the candidates to choose from.
 
     Raises:
         StrategyError: if no operator can be sharded, or the requested stages or pins are invalid.
@@ -234,7 +232,7 @@ def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate
 
 
 def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candidate]:
-    """Return a candidate for each result of the search with a mode."""
+    """Return a candidate for each result of the search mode `mode`."""
     graph, pins = model.graph, model.pins
     check_takes_pins(mode, pins.strategies)
     pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction, model.batch_dims)
@@ -322,9 +320,9 @@ def _balance_chunks(
 
 
 MAX_PARAMETER_AXES = 4
-"""Maximum number of axes of the parameters' `DeviceMesh` for which operators are not aligned. With
-more axes DTensor needs over ten seconds for the first step, and about six times as long with each
-further axis."""
+"""Maximum number of axes of the parameters' `DeviceMesh` up to which operators are not aligned.
+With more axes DTensor needs over ten seconds for the first step, and about six times as long with
+each further axis."""
 
 
 def _align_axes(candidate: Candidate) -> Candidate:

@@ -24,24 +24,24 @@ def with_best_micro_batches(
 ) -> Candidate:
     """Return the candidate with the shortest predicted step; ties go to the fewest micro-batches.
 
-    Numbers of micro-batches with which the model cannot be planned are skipped. So are all numbers
-    but 1 if the loss cannot be computed by micro-batches (`core/micro_batches`), or depends on
-    their number, as with batch norm in training.
+    Skips numbers of micro-batches with which the model cannot be planned. Skips all numbers but 1
+    if the loss cannot be computed by micro-batches (`core/micro_batches`), or depends on the number
+    of micro-batches, as with batch norm in training.
 
-    Each number is planned independently, as if the user requested it, because the graph, the memory
-    of activations and the best number of stages depend on it. So the result is never slower than a
-    plan with a fixed number of micro-batches.
+    The model is planned independently for each number, which determines the graph, the memory of
+    activations and the best number of stages. So the result is never slower than a plan with a
+    fixed number of micro-batches.
 
     Args:
         counts: numbers of micro-batches to try, ascending.
-        plan_with: function from a number of micro-batches to the best candidate with it.
+        plan_with: function from a number of micro-batches to the best candidate.
 
     Raises:
-        MemoryLimitError: if no plan with any number fits into the memory limit; it is the error of
-            the number that needs the least memory.
+        MemoryLimitError: if no plan with any number fits into the memory limit; the error is that
+            of the number with the least memory.
         StrategyError: if the model can only be trained with one micro-batch, and cannot be planned
             with one.
-        ShardwrightError: if no number can be planned for another reason; it is the error of the
+        ShardwrightError: if no number can be planned for another reason; the error is that of the
             smallest number.
     """
     best: Candidate | None = None
@@ -55,7 +55,7 @@ def with_best_micro_batches(
             if best is None:
                 raise StrategyError(
                     f"micro_batches='auto': this model can be trained with one micro-batch only:"
-                    f" {error}\nbut it cannot be planned with one: {errors[0]}"
+                    f" {error}\nset micro_batches=1 and resolve its error: {errors[0]}"
                 ) from error
             # The loss mixes samples, so every number but 1 raises this error.
             break

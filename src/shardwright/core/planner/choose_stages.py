@@ -32,13 +32,13 @@ def with_best_stages(
     and be possible with the schedule. Several schedules are tried only with `schedule="auto"`.
 
     Operators are sharded anew for each number of stages, and stages are balanced by time. One
-    best-first search under the memory limit covers all numbers of stages and schedules. For each of
-    them the step time without a memory limit is a lower bound.
+    best-first search under the memory limit covers all numbers of stages and schedules. The step
+    time without a memory limit is a lower bound for each combination.
 
     Args:
         decide: function that searches with given options and returns candidates.
         best: fastest candidate with one number of stages and schedule, which are not searched
-            again; None if there is none.
+            again; None to search all combinations.
         ranking: records the fastest candidate of each kind; see `fastest_within_memory`.
 
     Raises:
@@ -48,8 +48,8 @@ def with_best_stages(
     """
     stage_options: list[StageOptions] = []
     errors: list[PlanError | StrategyError] = []
-    all_options = list(_with_stages(options))
-    new_options = [each for each in all_options if best is None or not _has_stages(best, each)]
+    all_options = list(_with_stage_counts(options))
+    new_options = [each for each in all_options if best is None or not _has_stages_of(best, each)]
     numbers = sorted({_num_stages(each) for each in all_options})
     log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
     # One search for each without a memory limit gives a lower bound on its step time.
@@ -78,7 +78,7 @@ def with_best_stages(
     return fastest
 
 
-def _with_stages(options: PlanOptions) -> Iterator[PlanOptions]:
+def _with_stage_counts(options: PlanOptions) -> Iterator[PlanOptions]:
     """Yield `options` with each combination of a schedule and a number of stages to try."""
     has_schedule = options.schedule != AUTO
     for schedule in (options.schedule,) if has_schedule else SCHEDULES:
@@ -89,7 +89,7 @@ def _with_stages(options: PlanOptions) -> Iterator[PlanOptions]:
                 yield replace(scheduled, stages=stages)
 
 
-def _has_stages(candidate: Candidate, options: PlanOptions) -> bool:
+def _has_stages_of(candidate: Candidate, options: PlanOptions) -> bool:
     """Whether `candidate` has the number of stages and the schedule of `options`."""
     pipeline = candidate.pipeline
     return (options.stages, options.schedule) == (pipeline.stages, pipeline.schedule)
@@ -106,8 +106,8 @@ def _stages_text(options: PlanOptions) -> str:
 
 
 def _options_of_lower_bound(options: PlanOptions) -> PlanOptions:
-    """Return `options` relaxed so that the predicted step time is a lower bound on that of
-    `options`, whatever the memory limit."""
+    """Return `options` relaxed so that their predicted step time is a lower bound for `options`
+    with any memory limit."""
     # All changes that save memory slow a step down, except sharding the optimizer state, with which
     # each device updates fewer parameters. So the optimizer state is sharded here.
     coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff

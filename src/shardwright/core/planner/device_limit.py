@@ -17,7 +17,7 @@ log = logging.getLogger("shardwright.search")
 def within_device_memory(
     options: PlanOptions, decide: Callable[[PlanOptions], Candidate]
 ) -> Candidate:
-    """Return the best candidate, which fits into the device memory of the named cluster.
+    """Return the best candidate that fits into the device memory of the named cluster.
 
     The model is planned without a memory limit. If the result does not fit into the cluster's
     devices, the model is planned again with their memory as the limit. Options with an explicit

@@ -19,7 +19,7 @@ class StageOptions:
     """Options with a fixed number of stages and a fixed schedule.
 
     Args:
-        min_seconds: lower bound on the step time in seconds, whatever the memory limit.
+        min_seconds: lower bound on the step time in seconds, for any memory limit.
     """
 
     options: PlanOptions
@@ -29,7 +29,7 @@ class StageOptions:
 def within_memory(
     options: PlanOptions, decide: Decide, ranking: Ranking | None = None
 ) -> Candidate:
-    """Return a candidate that fits into the memory limit of `options`, which may need changes.
+    """Return a candidate that fits into the memory limit, with `options` changed where necessary.
 
     Without a cluster the result is the first candidate that fits, as requested or after these
     changes, each of which adds to the changes before: sharded optimizer state, gradients and
@@ -74,7 +74,7 @@ def fastest_within_memory(
     Raises:
         MemoryLimitError: if `below` is infinite and no plan fits; contains the smallest memory
             limit with which a plan fits.
-        PlanInterrupted: on Ctrl-C, if a candidate is known to fit by then.
+        PlanInterrupted: on Ctrl-C, if a candidate is already known to fit.
     """
     # Several numbers of stages: those with which the model cannot be planned raise no error.
     search = MemorySearch(stage_options[0].options.limit, decide, len(stage_options) == 1)

@@ -36,7 +36,7 @@ log = logging.getLogger("shardwright.search")
 
 NEXT_MEM_COEFF_BOUND = 0.97
 """Assumed lower bound on the step time with the next larger `mem_coeff`, as a fraction of the
-fastest step time with the present `mem_coeff`. It is below 1 as the objective of the search is
+fastest step time with the current `mem_coeff`. It is below 1 as the objective of the search is
 simpler than the prediction, so that a plan with a larger `mem_coeff` can be slightly faster."""
 
 RECOMPUTED_BOUND = 0.99
@@ -54,8 +54,8 @@ class MemorySearch:
         strict: whether to raise an error of the first attempt, whose options the user requested.
         smallest: (memory, attempt) of the measured plan with the least memory among those that do
             not fit.
-        dropped: candidates that cannot fit by a lower bound or an estimate, with any recomputation
-            or with that of blocks at one depth.
+        dropped: candidates with a lower bound or an estimate of memory above the limit, for any
+            recomputation or for that of blocks at one depth.
         recompute_cache: recomputation levels that candidates share.
         errors: options with which the model cannot be planned, each with the error.
         smallest_peaks: smallest measured peak that does not fit, in bytes per device, by plan kind.
@@ -92,8 +92,7 @@ class MemorySearch:
         heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
 
     def count_entries(self, on_progress: OnProgress) -> OnProgress:
-        """Wrap a progress callback so that it also receives the number of processed entries, out of
-        all entries so far."""
+        """Wrap a progress callback to also report the numbers of processed and of all entries."""
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
             # One more than in the queue, from which the entry that is being examined was taken.
@@ -103,14 +102,14 @@ class MemorySearch:
         return report
 
     def run(self, below: float) -> Candidate | None:
-        """Return the fastest remaining candidate that fits, or None if none has a lower bound below
-        `below` seconds."""
+        """Return the fastest remaining candidate that fits; None if no lower bound is below `below`
+        seconds."""
         while self.queue and self.queue[0][0] < below:
             bound, _, _, entry = front = heappop(self.queue)
             try:
                 if not isinstance(entry, QueuedCandidate):
                     self._search_attempts(bound, entry)
-                elif (fitted := self._examine(entry, bound)) is not None:
+                elif (fitted := self._examine_candidate(entry, bound)) is not None:
                     return fitted
             except KeyboardInterrupt:
                 # `known_to_fit` reads the queue after Ctrl-C.
@@ -120,7 +119,7 @@ class MemorySearch:
         return None
 
     def known_to_fit(self) -> list[Candidate]:
-        """Return queued candidates that fit, with necessary or with full recomputation.
+        """Return queued candidates that are known to fit, with full recomputation where necessary.
 
         Dry runs are made only until one candidate is found, as the user is waiting after Ctrl-C.
         """
@@ -192,8 +191,7 @@ class MemorySearch:
             self.add(max(bound, NEXT_MEM_COEFF_BOUND * min_seconds), groups[1:])
 
     def _new_candidates(self, attempt: Attempt) -> Iterator[QueuedCandidate]:
-        """Yield the candidates of `attempt` that are not queued yet and may fit; record the
-        others."""
+        """Yield new candidates of `attempt` that may fit; record candidates that cannot fit."""
         options, is_first = attempt.options, not self.entry_keys
         try:
             for candidate in self.decide(options):
@@ -232,7 +230,7 @@ class MemorySearch:
         aligned = queued.candidate.aligned
         return queued if aligned is queued.candidate else self._new_entry(aligned, queued.attempt)
 
-    def _examine(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
+    def _examine_candidate(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
         """Return the candidate if it is known to fit; else examine it, queue the result unless it
         cannot fit, and return None.
 
@@ -269,7 +267,7 @@ class MemorySearch:
             queued.min_memory, self.limit
         )
         # A dry run takes about a second, so it is made only where the estimate is within the limit.
-        if may_fit and (memory := self._measure(queued)).peak <= self.limit:
+        if may_fit and (memory := self._measure_candidate(queued)).peak <= self.limit:
             return replace(candidate, measured=memory)
         # The step time with the expected recomputation is a tighter bound. If other candidates are
         # faster, no recomputation is searched for.
@@ -283,7 +281,7 @@ class MemorySearch:
             )
         return None
 
-    def _measure(self, queued: QueuedCandidate) -> Memory:
+    def _measure_candidate(self, queued: QueuedCandidate) -> Memory:
         """Measure the memory of a candidate by a dry run, without recomputation by the planner."""
         memory = queued.candidate.memory()
         log.info("%s: %s of %s", queued.attempt, binary(memory.peak), binary(self.limit or 0))
@@ -343,7 +341,7 @@ class MemorySearch:
         while self.dropped:
             queued = min(self.dropped, key=lambda queued: queued.lower_bound)
             self.dropped.remove(queued)
-            if not self._may_be_smallest(queued.lower_bound):
+            if not self._may_need_least_memory(queued.lower_bound):
                 break
             if queued.block_depth is not None:
                 self._measure_fully_recomputed(queued, queued.block_depth)
@@ -352,9 +350,9 @@ class MemorySearch:
             elif queued.attempt.recompute:
                 self.dropped.extend(self._entries_at_depths(aligned))
             else:
-                self._measure(aligned)
+                self._measure_candidate(aligned)
 
-    def _may_be_smallest(self, min_memory: int) -> bool:
+    def _may_need_least_memory(self, min_memory: int) -> bool:
         return self.smallest is None or min_memory < self.smallest[0].peak
 
     def _measure_fully_recomputed(self, queued: QueuedCandidate, depth: int) -> None:
@@ -367,12 +365,11 @@ class MemorySearch:
         search = self.recompute_cache.search(measured, depth, self.limit or 0)
         if search.can_fit:
             self.add(0.0, replace(queued, recompute_search=search), queued.candidate.seconds)
-        elif self._may_be_smallest(search.largest_stage.peak):
+        elif self._may_need_least_memory(search.largest_stage.peak):
             self._record_peak(search.fully_recomputed, queued.attempt)
 
     def _entries_at_depths(self, queued: QueuedCandidate) -> Iterator[QueuedCandidate]:
-        """Yield `queued` for each depth of the module tree, with the lower bound on memory
-        there."""
+        """Yield `queued` for each depth of the module tree, with a lower bound on its memory."""
         recompute_levels = self.recompute_cache.recompute_levels(queued.candidate)
         for depth in (depth for depths in recompute_levels.depths for depth in depths):
             min_memory = max(recompute_levels.min_memory(depth, queued.min_memory))

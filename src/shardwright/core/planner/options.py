@@ -4,7 +4,7 @@
 dataclass from them; the docstring of `plan` describes each option. The class of an option says
 where it applies:
 
-| class | its fields are |
+| class | fields |
 |---|---|
 | `FileOptions` | parameters of all three, and keys of the section `parallel` in configurations |
 | `KeywordOptions` | parameters of all three |
@@ -159,7 +159,7 @@ class KeywordOptions(FileOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(KeywordOptions):
-    """All options of a plan.
+    """All options of `plan` and `best_plans`.
 
     `AutoParallel` does not take the fields of this class: it has `parallel_mode`, and plans for one
     device per process.
@@ -193,9 +193,9 @@ class PlanOptions(KeywordOptions):
         # The mode ignores `mem_coeff`, so trying several values would give one plan several times.
         if self.has_auto_mem_coeff and not self.weighs_memory:
             object.__setattr__(self, "mem_coeff", self.mem_coeffs[0])
-        self._check_limit()
+        self._check_memory_limit()
 
-    def _check_limit(self) -> None:
+    def _check_memory_limit(self) -> None:
         is_auto = {
             "mem_coeff": self.has_auto_mem_coeff,
             "recompute": self.recompute is not None,
@@ -237,11 +237,10 @@ class PlanOptions(KeywordOptions):
     def limit(self) -> int | None:
         """Memory limit of the search in bytes per device; None for a search without a limit.
 
-        It is None too if only `default_limit` applies, which is checked after a search without a
-        limit.
+        Also None if only `default_limit` applies, which is checked after a search without a limit.
 
         Raises:
-            StrategyError: if `recompute` needs a memory limit and there is none.
+            StrategyError: if `recompute` needs a memory limit, but none is set.
         """
         if self.memory_limit == NO_LIMIT:
             return None
@@ -258,7 +257,7 @@ class PlanOptions(KeywordOptions):
     def default_limit(self) -> int | None:
         """Device memory of the named cluster in bytes; None if a limit is requested.
 
-        It is None too for the cluster `local`, whose processes share the memory of one machine.
+        Also None for the cluster `local`, whose processes share the memory of one machine.
         """
         is_named = self.cluster is not None and self.resolved_cluster.name != LOCAL
         has_limit = self.memory_limit is not None or self.limit is not None
@@ -298,7 +297,7 @@ class PlanOptions(KeywordOptions):
 
     @property
     def search_options(self) -> dict[str, Any]:
-        """Options that the search of the mode uses, by name, as recorded in the plan; {} if it uses
+        """Options of the search mode, by name, as recorded in the plan; {} if the mode uses
         none."""
         if not self.weighs_memory:
             return {}

@@ -33,7 +33,7 @@ class Pipeline(ModuleWrapper):
         micro_batches: number of micro-batches per batch; at least the number of stages.
         stage_config: index of the stage of each module of `net`, by module name; by default the
             planner assigns stages.
-        loss_reduction: `mean` for the loss of the whole batch, `sum` for the sum of the losses of
+        loss_reduction: `mean` for the loss of the full batch, `sum` for the sum of the losses of
             the micro-batches.
 
     Raises:
@@ -51,13 +51,14 @@ class Pipeline(ModuleWrapper):
         if not isinstance(net, nn.Module):
             raise StrategyError(
                 f"Pipeline: `net` must be an nn.Module, not {type(net).__name__}\n"
-                "pass the model itself"
+                "pass the model, as in sw.Pipeline(net, micro_batches=4)"
             )
         if not COUNT.accepts(micro_batches):
             raise StrategyError(COUNT.error("micro_batches", micro_batches))
         if loss_reduction not in REDUCTIONS:
             raise StrategyError(
-                f"loss_reduction={loss_reduction!r}: must be one of {', '.join(REDUCTIONS)}"
+                f"loss_reduction={loss_reduction!r}: must be one of {', '.join(REDUCTIONS)}\n"
+                "use loss_reduction='mean' for the loss of the full batch"
             )
         self.micro_batches = micro_batches
         self.stage_config = None if stage_config is None else dict(stage_config)
@@ -98,7 +99,7 @@ def merged_options(options: PlanOptions, pipeline: Pipeline) -> PlanOptions:
     if options.micro_batches not in (1, pipeline.micro_batches):
         raise StrategyError(
             f"micro_batches={options.micro_batches} contradicts Pipeline(net,"
-            f" micro_batches={pipeline.micro_batches})\nremove micro_batches from plan"
+            f" micro_batches={pipeline.micro_batches})\nremove micro_batches from sw.plan"
         )
     if pipeline.stage_config is None:
         return replace(options, micro_batches=pipeline.micro_batches)
@@ -170,7 +171,7 @@ def _check_pipeline_sizes(options: PlanOptions, stages: int) -> None:
     """Check that devices can be divided into `stages` and that the schedule can run micro-batches.
 
     Raises:
-        StrategyError: if not; the message contains valid numbers.
+        StrategyError: if either is impossible; the message lists valid numbers.
     """
     devices, count = options.devices, options.num_micro_batches
     if devices % stages:

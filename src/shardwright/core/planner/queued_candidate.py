@@ -22,15 +22,14 @@ class QueuedCandidate:
 
     Args:
         attempt: attempt whose search returned the candidate.
-        min_memory: lower bound on the memory of each stage, in bytes per device, whatever is
-            recomputed.
+        min_memory: lower bound on memory of each stage with any recomputation, in bytes per device.
         must_recompute: whether an estimate or a dry run showed that the candidate does not fit
             without recomputation.
         recompute_search: search for the least recomputation that fits; None before it has begun.
         trust_estimate: whether an estimate may replace the dry run with all blocks recomputed.
         fits: whether dry runs showed that the candidate fits.
         block_depth: depth of the module tree at which recomputed blocks do not free enough memory;
-            None if the entry is not for one depth.
+            None for an entry of all depths.
         min_recomputed_memory: lower bound on memory with all blocks at `block_depth` recomputed, in
             bytes per device.
     """
@@ -47,7 +46,7 @@ class QueuedCandidate:
 
     @property
     def lower_bound(self) -> int:
-        """Lower bound on the memory of the stage that needs the most, in bytes per device."""
+        """Lower bound on the memory of the largest stage, in bytes per device."""
         return max(self.min_recomputed_memory, *self.min_memory)
 
 

@@ -13,7 +13,7 @@ from shardwright.errors import StrategyError
 
 
 def kind_of_candidate(candidate: Candidate) -> PlanKind:
-    """Return the kind of the plan of `candidate`.
+    """Return the plan kind of `candidate`.
 
     The ZeRO level of the kind is empty if every parameter is stored as operators use it, whatever
     level was requested.
@@ -57,7 +57,7 @@ class Ranking:
         self.fastest.setdefault(kind_of_candidate(candidate), candidate)
 
     def wants(self, kinds: Iterable[PlanKind]) -> bool:
-        """Whether a kind among `kinds` has no candidate, and fewer than `top` kinds have one.
+        """Whether any of `kinds` has no candidate, and fewer than `top` kinds have one.
 
         Args:
             kinds: kinds with the same number of micro-batches.
@@ -72,14 +72,13 @@ class Ranking:
         return sum(kind.micro_batches == micro_batches for kind in self.fastest) < self.top
 
     def leave_out(self, kind: PlanKind, reason: LeftOut) -> None:
-        """Record `reason` why a kind has no plan, unless a smaller reason (`LeftOut`) is
-        recorded."""
+        """Record why a kind has no plan, unless a reason that sorts before `reason` is recorded."""
         recorded = self.left_out.get(kind)
         if recorded is None or reason < recorded:
             self.left_out[kind] = reason
 
     def ranked(self) -> RankedPlans:
-        """Return the `top` fastest plans, and why plans of each other kind are not among them."""
+        """Return the `top` fastest plans, and for each other kind the reason why it is left out."""
         order = sorted(
             self.fastest.items(), key=lambda entry: (entry[1].seconds, entry[0].micro_batches)
         )

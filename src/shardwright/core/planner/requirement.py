@@ -1,4 +1,4 @@
-"""Valid values of options, for keyword arguments and configuration files: a predicate and texts."""
+"""Requirements on option values, with error texts for keyword arguments and configuration files."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def is_positive(value: Any) -> bool:
 
 
 def parse_bytes(size: int | str) -> int | None:
-    """Return the bytes of a number or of a text such as `24GiB`; None if `size` is neither."""
+    """Return `size`, a number or a text such as `24GiB`, in bytes; None if it is invalid."""
     number = quantity(size, BYTES)
     return int(number) if number is not None and number >= 1 else None
 
