@@ -1,4 +1,4 @@
-"""Searches: from a graph and a device matrix to the cuts of every operator.
+"""Search for the cuts of every operator of a graph on a device matrix.
 
 Notation. Operator ``o`` has a rule with factors ``F(o)``; the device matrix has axes ``1 .. A`` of
 sizes ``d_1 .. d_A`` (the prime factors of the number of devices, slowest links first).
@@ -7,7 +7,7 @@ Nouns of a search, from small to large:
 
     choice      the factor that one operator cuts over one axis, or none
     cuts        the choices of an operator over all axes
-    layout      how a tensor is sharded, as the cuts of its producer or consumer imply
+    layout      placement of a tensor, as implied by the cuts of its producer or consumer
     decisions   cuts, storage, stages and recomputation of a whole model
     candidate   decisions with their predicted step time; the best becomes the plan
     bound       lower bound on the seconds of all candidates with some property
@@ -15,9 +15,9 @@ Nouns of a search, from small to large:
 Decision variables:
 
     c[o, a] in F(o) + {none}      the factor that operator o cuts over axis a
-    s[p]    a layout              how parameter p is stored
+    s[p]    a layout              the storage of parameter p
     g[o]    in 1 .. S             the pipeline stage of operator o
-    r[b]    an option or none     what block b recomputes in its backward pass
+    r[b]    an option or none     the recomputation of block b in its backward pass
     m       a divisor of B        the number of micro-batches of a batch of B samples
 
 Objective, where the cluster is known (seconds of a step plus weighted parameter memory):
@@ -58,7 +58,7 @@ How (1) is minimized:
     one axis, all others fixed    exactly, by variable elimination
                                   by_time/axis_tables.py: AxisTables.decide
     all axes                      outermost first and innermost first, then each axis again until
-                                  nothing is gained         by_time/search.py: timed_search
+                                  the cost stops falling    by_time/search.py: timed_search
     one operator, all axes        by_time/local_search.py: local_search
     two axes, some operators      by_time/swap_axes.py: swap_axes
     a lower bound of (1)          by_time/certificate.py: certified

@@ -1,9 +1,9 @@
 """Split groups of equal axes between two factors at the same position in all operators.
 
 Where a matrix product is cut over eight devices, 2 shards of its rows by 4 of its columns often
-take as long as 4 by 2, and a search takes either. Each distinct position at which parameters split
-a group of axes adds one axis to the `DeviceMesh` that all DTensors share, and the time of DTensor's
-first step grows exponentially with its axes.
+take as long as 4 by 2, and a search may pick either for each product. Each distinct position at
+which parameters split a group of axes adds one axis to the `DeviceMesh` that all DTensors share,
+and the time of DTensor's first step grows exponentially with its axes.
 
     w1: rows (a), columns (b, c)   w2: rows (a, b), columns (c)   ->   both rows (a), columns (b, c)
 """
@@ -11,6 +11,7 @@ first step grows exponentially with its axes.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from operator import itemgetter
 
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.axes import Axes
@@ -27,7 +28,7 @@ def align_axis_splits(
     pinned: Container[str],
     equal_axes: Axes,
 ) -> Iterator[CutsOfGraph]:
-    """Yield, for each split position that occurs, the cuts with all splits moved to it.
+    """Yield one variant of `cuts` per split position that occurs, with all splits at that position.
 
     Operators whose sizes are not divisible by the moved cuts keep their cuts. Yields nothing if
     there are fewer than two positions.
@@ -56,15 +57,14 @@ def align_axis_splits(
 
 
 def _axes_in_group(cuts: Cuts, group: Axes) -> dict[str, Axes]:
-    """Return the axes of `group` that cut each factor; the factors are in the order of these
-    axes."""
-    parts = {f: tuple(axis for axis in axes if axis in group) for f, axes in cuts.items()}
-    return dict(sorted(((f, p) for f, p in parts.items() if p), key=lambda part: part[1]))
+    """Return the axes of `group` that cut each factor, with the factors sorted by their axes."""
+    group_axes = {f: tuple(axis for axis in axes if axis in group) for f, axes in cuts.items()}
+    return dict(sorted(((f, axes) for f, axes in group_axes.items() if axes), key=itemgetter(1)))
 
 
 def _split_position(cuts: Cuts, group: Axes) -> int:
-    """Return how many leading axes of `group` cut the first of two factors, if the second has all
-    other axes of `group`; else 0."""
+    """Return the number of leading axes of `group` that cut the first of two factors; 0 unless the
+    remaining axes cut the second."""
     parts = list(_axes_in_group(cuts, group).values())
     return len(parts[0]) if len(parts) == 2 and parts[0] + parts[1] == group else 0
 

@@ -2,8 +2,8 @@
 
 The work of a chunk is the multiply-adds of its main operators plus the elements of its parameters,
 or seconds if these are known. Among the divisions whose largest chunk is within a tolerance of the
-smallest possible, the one that sends the fewest bytes between chunks is chosen. In a transformer
-one value crosses between two layers, but two values within a layer.
+smallest possible, the one that sends the fewest bytes between chunks is chosen. In a transformer,
+one value crosses a boundary between layers, but two cross a boundary within a layer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ TOLERANCE = 0.1
 bytes between chunks."""
 
 SECONDS_TOLERANCE = 0.01
-"""`TOLERANCE` for work in seconds, which is more precise: every micro-batch waits for the slowest
-chunk, and sending takes little time beside it."""
+"""Fraction by which the seconds of the slowest chunk may exceed their minimum, in order to send
+fewer bytes between chunks. Smaller than `TOLERANCE`, as every micro-batch waits for the slowest
+chunk and sending takes comparatively little time."""
 
 
 def balanced_stages(
@@ -143,7 +144,7 @@ def _min_largest_chunk(total: Sequence[float], weights: Sequence[float], count: 
 
 
 def _crossing_bytes(graph: Graph) -> list[int]:
-    """Return for each position the bytes of the values computed before and read after the position.
+    """Return for each position the bytes of values computed before the position and read after it.
 
     Position `i` is in front of operator `i`.
     """
@@ -306,10 +307,13 @@ def _num_stages(stage_config: StageConfig) -> int:
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
             raise StrategyError(
                 f"stage_config[{name!r}]={stage!r}: a stage must be an integer of at least 0\n"
-                "use indices of stages from 0 to the number of stages - 1"
+                "number the stages from 0, as in stage_config={'encoder': 0, 'decoder': 1}"
             )
     if not stage_config:
-        raise StrategyError("stage_config is empty\nname the modules of each stage, or omit it")
+        raise StrategyError(
+            "stage_config is empty\nomit it, or name the modules of each stage:"
+            " {'encoder': 0, 'decoder': 1}"
+        )
     stages = max(stage_config.values()) + 1
     missing = sorted(set(range(stages)) - set(stage_config.values()))
     if missing:
@@ -401,7 +405,7 @@ def _split_last_stage(
 
 
 def _repeated_stages_hint() -> str:
-    """Return the line of a message that lists the schedules in which stages repeat, with orders."""
+    """Return an error line that lists the schedules in which stages repeat, with their orders."""
     schedules = []
     for schedule in SCHEDULES.values():
         if schedule.chunked:

@@ -20,8 +20,9 @@ from shardwright.errors import StrategyError
 def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
     """Return the cuts of data parallelism: all axes shard the batch.
 
-    If the dims of the samples (`sample_dims`) leave operators replicated, others that shard more
-    are taken, as with samples in dim 1 and as many time steps as samples.
+    If sharding `sample_dims` leaves operators replicated, other input dims are sharded if that
+    shards more elements. An example is a batch in dim 1 with as many time steps in dim 0 as
+    samples.
 
     Raises:
         StrategyError: if the model has no tensor input, or its batch size is not a multiple of the
@@ -57,21 +58,22 @@ def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> C
 
 
 def _data_parallel_cuts(graph: Graph, mesh: DeviceMatrix) -> tuple[IndexedGraph, CutsOfGraph]:
-    """Return the graph with the batch in the dims that shard most, and the cuts along them."""
+    """Return the graph with the batch dims that shard the most elements, and the cuts along
+    them."""
     indexed = index_graph(graph)
     best = indexed, _cuts_along_batch(indexed, mesh)
-    if _shards_all(*best, mesh):
+    if _shards_all_batch_ops(*best, mesh):
         return best
     for dims in JoinedDims(graph).candidates(mesh.num_devices):
-        batched = _with_batch(indexed, graph, dims)
+        batched = _with_batch_dims(indexed, graph, dims)
         cuts = _cuts_along_batch(batched, mesh)
         if _sharded_elements(graph, mesh, cuts) > _sharded_elements(graph, mesh, best[1]):
             best = batched, cuts
     return best
 
 
-def _shards_all(indexed: IndexedGraph, cuts: CutsOfGraph, mesh: DeviceMatrix) -> bool:
-    """Whether all devices share the work of every operator on the batch that has a cost."""
+def _shards_all_batch_ops(indexed: IndexedGraph, cuts: CutsOfGraph, mesh: DeviceMatrix) -> bool:
+    """Whether every operator with a cost that depends on the batch is sharded over all devices."""
     on_batch = {value for value, dim in enumerate(indexed.batch_dims) if dim != NO_CUT}
     for op, name in enumerate(indexed.names):
         if not on_batch.isdisjoint(indexed.inputs[op]):
@@ -82,8 +84,11 @@ def _shards_all(indexed: IndexedGraph, cuts: CutsOfGraph, mesh: DeviceMatrix) ->
     return True
 
 
-def _with_batch(indexed: IndexedGraph, graph: Graph, dims: Sequence[int | None]) -> IndexedGraph:
-    """Return the graph with the batch in other dims of the leaves of its call."""
+def _with_batch_dims(
+    indexed: IndexedGraph, graph: Graph, dims: Sequence[int | None]
+) -> IndexedGraph:
+    """Return the graph with `dims` as batch dims, one per leaf of the call; None for a leaf without
+    a batch."""
     dim_of = {
         leaf: dim
         for leaf, dim in zip(graph.inputs, dims, strict=True)
@@ -95,7 +100,7 @@ def _with_batch(indexed: IndexedGraph, graph: Graph, dims: Sequence[int | None])
 
 
 def _sharded_elements(graph: Graph, mesh: DeviceMatrix, cuts: CutsOfGraph) -> float:
-    """Return the number of elements of activations that a device does not compute."""
+    """Return the number of activation elements that a device leaves to other devices."""
     return sum(
         value.numel * (1 - 1 / _num_shards(cuts.get(op.name, {}), mesh))
         for op in graph.ops
@@ -121,7 +126,7 @@ def _cuts_along_batch(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGraph:
 
 
 class DataParallel(SearchMode):
-    """Data parallelism of all operators."""
+    """Search mode that makes all operators data parallel."""
 
     name: ClassVar[str] = "data_parallel"
     takes_pins: ClassVar[bool] = False
@@ -131,7 +136,7 @@ class DataParallel(SearchMode):
 
 
 class SemiAuto(SearchMode):
-    """Pinned operators keep the cuts of the user; all other operators are data parallel."""
+    """Search mode that keeps the cuts of pinned operators; all others are data parallel."""
 
     name: ClassVar[str] = "semi_auto"
 
@@ -140,7 +145,7 @@ class SemiAuto(SearchMode):
 
 
 class StandAlone(SearchMode):
-    """No cuts: all operators are replicated."""
+    """Search mode that replicates all operators."""
 
     name: ClassVar[str] = "stand_alone"
     takes_pins: ClassVar[bool] = False

@@ -31,7 +31,7 @@ KNOBS = (COMMUNICATION, BATCH, MEM_COEFF)
 size and `mem_coeff`."""
 
 MAX_SCALE = 64.0
-"""Largest multiplier of a knob that is tried; the smallest is its inverse."""
+"""Maximum multiplier of a knob that is tried; the minimum is its inverse."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class AxisChoice:
 
 
 Cost = Callable[[str, Mapping[str, float]], float]
-"""A function from the name of the factor that is cut (empty for no cut), and the multiplier of each
-knob (1 if missing), to the cost."""
+"""Function from the name of the cut factor (empty for no cut), and the multiplier of each knob (1
+if missing), to the cost."""
 
 
 def choices(
@@ -226,7 +226,7 @@ def _choices_by_time(
 def _scale_cost(
     cost: ObjectiveCost, knobs: Mapping[str, float], parameter_scale: float
 ) -> ObjectiveCost:
-    """Return `cost` with its terms multiplied.
+    """Return `cost` for other communication times, batch sizes and parameter weights.
 
     Args:
         knobs: multipliers of communication and batch size; missing knobs have multiplier 1.

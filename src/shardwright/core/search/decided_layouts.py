@@ -19,8 +19,8 @@ from shardwright.core.search.nearby_cuts import layouts_of
 from shardwright.core.search.request import CutsOfGraph
 
 SharedRedistribution = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
-"""A redistribution of a value: its source layout, its target layout, and the target layouts of
-other redistributions of the value that may share its first steps."""
+"""Source layout and target layout of the redistribution of a value, and the target layouts of other
+redistributions of the value that may share its first steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class TensorContext:
     Args:
         dims: the factor of each dim in the operator's rule.
         differentiable: whether the tensor has a gradient.
-        is_parameter: whether the tensor is a parameter, which is stored as it is read.
+        is_parameter: whether the tensor is a parameter, stored in the layout in which it is read.
         initial_layout: the layout in which the tensor is computed or passed in; None if it is not
             decided, and for outputs of the operator.
         consumer_layouts: the layouts in which other decided operators read the tensor.
@@ -143,7 +143,7 @@ def tensor_context(
     initial_layout: TensorLayout | None = None,
     consumer_layouts: tuple[TensorLayout, ...] = (),
 ) -> TensorContext:
-    """Return `value` as an input or output of an operator.
+    """Return the `TensorContext` of `value`, an input or output of an operator.
 
     Args:
         dims: the factor of each dim in the operator's rule.
@@ -232,8 +232,8 @@ class DecidedLayouts:
 def inner_reductions(
     op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts
 ) -> Iterator[tuple[InnerReduction, int]]:
-    """Yield (collective inside the operator's kernel, bytes that a device sends for it, forward
-    plus backward)."""
+    """Yield each collective inside the operator's kernel with the bytes that a device sends,
+    forward plus backward."""
     differentiable = any(value.requires_grad for value in op.outputs)
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
         axes = tuple(axis for factor in reduction.factors for axis in cuts.get(factor, ()))

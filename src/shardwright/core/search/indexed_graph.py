@@ -18,15 +18,15 @@ from shardwright.core.rules import rule_of as rule_of
 from shardwright.core.rules.rule import Dims, ShardingRule, num_rules
 
 NO_CUT = -1
-"""Sentinel for "not sharded along this axis": in place of the factor that an axis shards of an
-operator, and of the dimension that it shards of a tensor.
+"""Sentinel for "not sharded over this axis", instead of the index of a factor of an operator or of
+a dim of a tensor.
 
 It is -1 so that `input_dims[NO_CUT]` and `output_dims[NO_CUT]` are the last rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PricedTensor:
-    """Number of elements of a tensor in the symbolic cost of its operator.
+    """A tensor of an operator, with its number of elements for the symbolic cost.
 
     Args:
         size: number of elements of the full tensor.
@@ -58,7 +58,7 @@ class OpType:
             cut.
         choices: the factors that the symbolic search chooses from; ties go to the first.
         labels: name of each choice in the log, `I-axis` to `K-axis` for a matrix product.
-        weight: index of the input whose memory is weighted by `mem_coeff`; None if there is none.
+        weight: index of the input whose memory is weighted by `mem_coeff`; None if no input is.
         exclusive: for each factor the factors that must not be cut where a main operator cuts the
             factor.
         joined: pairs of factors that cut the same dims, of which at most one may be cut.
@@ -159,7 +159,7 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
         ),
         tensors=tensors,
         choices=tuple(index[f] for f in labels),
-        labels=_axis_names(labels),
+        labels=_logged_axis_names(labels),
         weight=main.weight if main is not None else None,
         exclusive=tuple(tuple(factors_of_one) for factors_of_one in excluded),
         joined=tuple((index[f], index[o]) for f, o in rule.joined.items() if {f, o} <= {*index}),
@@ -214,7 +214,7 @@ def _max_shard_counts(
     return tuple(limits.values())
 
 
-def _axis_names(labels: Mapping[str, str]) -> tuple[str, ...]:
+def _logged_axis_names(labels: Mapping[str, str]) -> tuple[str, ...]:
     """Return the name of each labeled factor in the log: `I-axis`, or `I-axis (b)` if several
     factors have the letter I.
 
@@ -239,7 +239,7 @@ class IndexedGraph:
         inputs, outputs: for each operator the indices of its input and output values.
         producer: (operator, output index) that computes each value; None for parameters, buffers,
             constants and inputs of the model.
-        consumers: (operator, input index) of each operator that reads the value, for each value.
+        consumers: for each value the (operator, input index) of each operator that reads the value.
         data: for each value whether it depends on an input of the model (else only on parameters,
             buffers and constants).
         batch_dims: for each value the batch dimension if it is an input of the model that has one,
@@ -318,7 +318,7 @@ def _build_indexed_graph(graph: Graph) -> IndexedGraph:
         consumers=tuple(tuple(uses) for uses in consumers),
         data=tuple(data),
         batch_dims=tuple(batch_dims),
-        replicates_op=_replicating_inputs(op_types, inputs, data),
+        replicates_op=_replicating_inputs_of_ops(op_types, inputs, data),
         batch_size=batch_size,
     )
 
@@ -341,7 +341,7 @@ def _op_types(graph: Graph) -> tuple[OpType, ...]:
     return tuple(op_types)
 
 
-def _replicating_inputs(
+def _replicating_inputs_of_ops(
     op_types: Sequence[OpType], inputs: Sequence[tuple[int, ...]], data: Sequence[bool]
 ) -> tuple[tuple[bool, ...], ...]:
     cached: dict[tuple[object, ...], tuple[bool, ...]] = {}
@@ -350,12 +350,12 @@ def _replicating_inputs(
         is_data = tuple(data[v] for v in read)
         key = (id(op_type), is_data)
         if key not in cached:
-            cached[key] = _inputs_that_replicate(op_type, is_data)
+            cached[key] = _replicating_inputs_of_op(op_type, is_data)
         flags.append(cached[key])
     return tuple(flags)
 
 
-def _inputs_that_replicate(op_type: OpType, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
+def _replicating_inputs_of_op(op_type: OpType, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
     """Return for each input of an operator whether the operator is replicated if the input
     is.
 

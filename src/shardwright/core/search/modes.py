@@ -1,4 +1,4 @@
-"""The search modes, by the values of the users' option `mode`."""
+"""Registry of the search modes, by value of the option `mode`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts of one operator that match a neighbor's layout or change one axis, and helpers for cuts.
+"""Cuts of one operator that match a neighbor's layout or change one axis; conversions of cuts.
 
 Cuts are changed as a mapping from axis to factor, in which axes that cut no factor are missing.
 Then axes that do not divide the operator's sizes are removed.
@@ -36,7 +36,7 @@ class SharedTensor:
 
 @dataclass(frozen=True)
 class NearbyCuts:
-    """Generates cuts of one operator that match a neighbor, or change one axis.
+    """Generator of cuts of one operator that match a neighbor, or change one axis.
 
     Args:
         limits: for each factor that may be cut, an integer that must be a multiple of its number of
@@ -87,7 +87,7 @@ class NearbyCuts:
     def divisible(
         self, factors: FactorOfAxis, preferred: Mapping[str, Axes] = NO_AXES
     ) -> dict[str, Axes]:
-        """Return the cuts of `factors` without axes that the factors' sizes are not divisible by.
+        """Return `factors` as cuts, without axes that do not divide the sizes of their factors.
 
         Args:
             preferred: for each factor the axes that come first, in this order; other axes follow,
@@ -114,7 +114,7 @@ class NearbyCuts:
 def unjoined_limits(rule: ShardingRule) -> dict[str, int]:
     """Return the largest number of shards of each factor, except joined factors such as `ring`.
 
-    For searches that compare bytes: ring attention sends more bytes than a gather of keys and
+    Used by searches that compare bytes: ring attention sends more bytes than a gather of keys and
     values, but overlaps them with computation, which bytes do not show.
     """
     return {f: rule.capacity[f] for f in rule.factors if f not in rule.joined}

@@ -41,7 +41,7 @@ def sharded_storage(
         StrategyError: if a parameter is replicated over at least `shard_size` devices, but no
             combination of these axes has `shard_size` devices.
     """
-    cut_axes = _axes_cut_by_uses(graph, mesh, cuts)
+    cut_axes = _axes_sharded_by_uses(graph, mesh, cuts)
     storage = dict(used)
     cached: dict[object, CutAxes] = {}
     for value in graph.parameters:
@@ -54,17 +54,17 @@ def sharded_storage(
         # Layers repeat: few parameters differ in all of these.
         key = value.shape, used[value.name], free_axes
         if key not in cached:
-            cached[key] = _shard_further(
+            cached[key] = _shard_storage_further(
                 value, mesh, used[value.name], free_axes, sharding.shard_size
             )
         storage[value.name] = cached[key]
     return storage
 
 
-def _axes_cut_by_uses(
+def _axes_sharded_by_uses(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]
 ) -> dict[Value, frozenset[int]]:
-    """Return for each parameter the axes that shard it at any operator that reads it."""
+    """Return for each parameter the axes over which at least one operator reads it sharded."""
     cut_axes: dict[Value, frozenset[int]] = {value: frozenset() for value in graph.parameters}
     for value in graph.parameters:
         for op, index in graph.consumers[value]:
@@ -74,7 +74,7 @@ def _axes_cut_by_uses(
     return cut_axes
 
 
-def _shard_further(
+def _shard_storage_further(
     value: Value, mesh: DeviceMatrix, used: CutAxes, free_axes: Axes, shard_size: int
 ) -> CutAxes:
     """Return `used` with one dim of a parameter sharded over up to `shard_size` times more devices.
@@ -89,7 +89,7 @@ def _shard_further(
         if shard_size not in valid:
             raise StrategyError(
                 f"shard_size={shard_size}: parameter {value.name!r} is replicated over"
-                f" {mesh.size(free_axes)} devices, but no mesh axes among them have {shard_size}\n"
+                f" {mesh.size(free_axes)} devices, which have no mesh axes of size {shard_size}\n"
                 f"use one of -1, {', '.join(map(str, valid))}"
             )
     if shard_size != -1:

@@ -21,8 +21,7 @@ from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.request import CutsOfGraph
 
 RankedAxis = tuple[int, int]
-"""(rank, axis); the rank is 0 for an axis that shards the batch, 1 for sequence positions, else
-2."""
+"""Rank and axis: the rank is 0 if the axis shards the batch, 1 for sequence positions, else 2."""
 
 
 def reassign_equal_axes(
@@ -41,7 +40,7 @@ def reassign_equal_axes(
         ranked = {name: _ranked_axes(cuts[name], factors[name], equal_axes) for name in new_axes}
         orders = _axis_orders(equal_axes, list(ranked.values()))
         for name, ranked_axes in ranked.items():
-            new_axes[name].update(_replacements(ranked_axes, orders))
+            new_axes[name].update(_axis_replacements(ranked_axes, orders))
     return {
         name: {
             factor: tuple(new_axes[name].get(a, a) for a in axes)
@@ -87,7 +86,7 @@ def _axis_orders(
     return orders[0], orders[1], orders[2]
 
 
-def _replacements(
+def _axis_replacements(
     ranked_axes: list[RankedAxis], orders: tuple[Axes, Axes, Axes]
 ) -> Iterator[tuple[int, int]]:
     """Yield (axis, new axis) for each axis that cuts an operator."""

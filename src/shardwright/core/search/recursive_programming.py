@@ -16,8 +16,8 @@ logger = logging.getLogger("shardwright.search")
 
 
 class RecursiveProgramming(SearchMode):
-    """Decides one axis after another; search time grows with the logarithm of the number of
-    devices."""
+    """Search mode that decides one axis after another; its search time grows with the logarithm of
+    the number of devices."""
 
     name: ClassVar[str] = "recursive_programming"
     takes_pricing: ClassVar[bool] = True

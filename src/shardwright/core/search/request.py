@@ -1,4 +1,4 @@
-"""The request to a search, the interface of search modes, and the cuts they return."""
+"""The request to a search, the interface of search modes, and the cuts that they return."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Pricing:
     optimizer_shard_size: int | None = None
 
     def parameter_weight(self, mem_coeff: float) -> float:
-        """Return the factor of the seconds of gathering, updating and reducing parameters.
+        """Return the weight in the objective of gathering, updating and reducing parameters.
 
-        In the objective this factor is below 1 for a `mem_coeff` below the default, which favors
-        replicated parameters.
+        The weight is below 1 for a `mem_coeff` below the default, which favors replicated
+        parameters.
         """
         # At most 1: a larger `mem_coeff` increases only `seconds_per_parameter_byte`.
         return min(1.0, mem_coeff / DEFAULT_MEM_COEFF)
@@ -58,7 +58,7 @@ class Pricing:
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """A graph whose operators are to be cut over the axes of a device matrix.
+    """Request to cut the operators of a graph over the axes of a device matrix.
 
     Args:
         pinned: cuts of pinned operators, by operator name; the search decides all other operators.
@@ -95,11 +95,11 @@ class SearchRequest:
     def __post_init__(self) -> None:
         unknown = [name for name in self.pinned if name not in self.graph.by_name]
         if unknown:
-            nearest = get_close_matches(unknown[0], self.graph.by_name, n=3, cutoff=0.3)
-            hint = f"\nnames like {unknown[0]!r} are {', '.join(nearest)}" if nearest else ""
+            nearest = get_close_matches(unknown[0], self.graph.by_name, n=3, cutoff=0.0)
             more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
             raise StrategyError(
-                f"pinned operators are not in the model: {', '.join(unknown[:10])}{more}{hint}"
+                f"pinned operators are not in the model: {', '.join(unknown[:10])}{more}\n"
+                f"names like {unknown[0]!r} are {', '.join(nearest)}"
             )
 
 
@@ -120,7 +120,7 @@ class SearchMode(ABC):
 
     @abstractmethod
     def search(self, request: SearchRequest) -> Mapping[str, Cuts]:
-        """Return the axes that cut each factor of each operator, by name; missing ones are not cut.
+        """Return the axes that cut each factor, by operator name; missing operators are replicated.
 
         Raises:
             StrategyError: if the mode finds no cuts for the model on the request's mesh.

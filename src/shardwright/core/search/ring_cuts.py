@@ -17,8 +17,8 @@ from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.indexed_graph import index_graph
 
 MIN_MEMORY_SHARE = 1 / 256
-"""Minimum bytes of the gathered keys and values of an operator for it to use ring attention, as a
-fraction of the memory limit of a device."""
+"""Minimum bytes of gathered keys and values for an operator to use ring attention, as a fraction of
+the memory limit of a device."""
 
 
 def ring_cuts(

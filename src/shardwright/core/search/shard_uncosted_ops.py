@@ -36,8 +36,8 @@ from shardwright.core.search.nearby_cuts import (
 from shardwright.core.search.request import CutsOfGraph, SearchRequest
 
 BYTES_PER_MESSAGE = 2**20
-"""Bytes that each additional message counts as: about the bytes that a link sends within the
-latency of a message (0.4 MB for 0.8 μs at 450 GB/s, 0.9 MB for 3 μs at 300 GB/s)."""
+"""Cost of an additional message in bytes: about the bytes that a link sends within the latency of a
+message (0.4 MB for 0.8 μs at 450 GB/s, 0.9 MB for 3 μs at 300 GB/s)."""
 
 
 def with_uncosted_ops_sharded(request: SearchRequest, cuts: CutsOfGraph) -> list[CutsOfGraph]:
@@ -75,7 +75,7 @@ def shard_uncosted_ops(request: SearchRequest, cuts: Mapping[str, Cuts]) -> Cuts
 
 
 class _UncostedOps(DecidedLayouts):
-    """Cuts and layouts of all operators, with changes to the operators that have no cost model.
+    """Cuts and layouts of all operators, in which operators without a cost model are changed.
 
     Attributes:
         factors_by_axis: the factor that each axis cuts, for each operator, by name.

@@ -1,11 +1,11 @@
 """Layouts as counts of axes, and lower bounds on the seconds of redistributions between them.
 
-Axes of one size on one level of links form a group. A lower bound depends only on how many axes of
+Axes of equal size on one link level form a group. A lower bound depends only on how many axes of
 each group shard each dim, not on which axes; there are far fewer layouts of this kind. The bound
 follows from the bytes that a device must receive:
 
-- From a layout without partial sums: the shard that is read, less the largest overlap that the
-  shard on the device can have with it.
+- From a layout without partial sums: the bytes of the target shard, minus its largest possible
+  overlap with the source shard on the device.
 - From partial sums of p terms: p - 1 messages for each element until it is summed, and one more
   message for each further copy.
 
@@ -26,7 +26,7 @@ from shardwright.core.layout.axes import Axes
 
 LayoutTable = npt.NDArray[np.float32]
 ROUNDING = 1e-6
-"""Fractions of a value below this are rounding errors of single precision."""
+"""Maximum fraction of a tensor that counts as a rounding error of single precision."""
 
 Counts = npt.NDArray[np.int64]
 """Numbers of axes of each axis group that cut each factor of an operator, or that shard each dim of
@@ -35,7 +35,7 @@ a tensor; the last two dimensions are (factor or dim, axis group)."""
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """Axes of one size on one level of links, which a lower bound does not distinguish.
+    """Mesh axes of equal size on one link level, which are interchangeable in a lower bound.
 
     Args:
         level: index of the link level, 0 for the fastest.
@@ -50,7 +50,7 @@ class AxisGroup:
 def group_axes(links: Links) -> tuple[AxisGroup, ...]:
     """Group the axes of a device matrix of prime axes by link level and size, fastest links first.
 
-    An axis that crosses several levels counts to the fastest, which can only lower the bound.
+    An axis that crosses several levels counts as on the fastest, which can only lower the bound.
     """
     by_group: dict[tuple[int, int], list[int]] = {}
     for axis, size in enumerate(links.mesh.device_matrix):
@@ -213,15 +213,15 @@ class CountedRedistributionBound:
 
 
 def num_shards_of(axis_groups: Sequence[AxisGroup], counts: Counts) -> Counts:
-    """Return the number of shards over `counts` axes of each group, with the last dimension of
-    `counts`, the axis groups, reduced."""
+    """Return the number of shards, multiplied over the last dimension of `counts`, the axis
+    groups."""
     sizes = np.array([group.size for group in axis_groups], dtype=np.int64)
     num_shards: Counts = (sizes**counts).prod(axis=-1)
     return num_shards
 
 
 def pick_axes(axis_groups: Sequence[AxisGroup], counts: Counts, skip: Counts | None = None) -> Axes:
-    """Return `counts[g]` axes of each group `g`, without its first `skip[g]` axes."""
+    """Return `counts[g]` axes of each group `g`, starting at its axis `skip[g]`."""
     first_axes = np.zeros_like(counts) if skip is None else skip
     return tuple(
         axis

@@ -43,11 +43,11 @@ from shardwright.core.search.by_time.read_layouts import (
 from shardwright.core.search.indexed_graph import NO_CUT
 
 FIXED_PER_RETRY = 4
-"""Number of further operators that are fixed to their present choice each time that a table would
-be too large."""
+"""Number of operators to fix to their current choice before each retry of an elimination that needs
+a table above the size limit."""
 
 Choices = list[list[int]]
-"""`choices[variable][axis]` is the index of the factor that the axis cuts, or `NO_CUT`."""
+"""Index of the factor that each axis cuts, or `NO_CUT`: `choices[variable][axis]`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Weights:
         forward, backward: weight of a second of computation.
         redistributions: weight of a second of redistributing activations.
         gradients: weight of a second of gathering parameters and reducing their gradients.
-        parameter_bytes: seconds that a byte of parameters on a device counts as.
+        parameter_bytes: weight of a byte of parameters on a device, in seconds.
     """
 
     forward: float
@@ -80,7 +80,7 @@ class Weights:
 
 
 class AxisTables:
-    """The cost tables of one axis, given the choices on all others.
+    """The cost tables of one mesh axis, given the choices on all other axes.
 
     Args:
         axis: the axis of the device matrix to decide.
@@ -138,7 +138,7 @@ class AxisTables:
             # Densely connected graphs, such as one with a value that all layers read. Only a few
             # operators are fixed, and the others are still decided exactly.
             except TooWideError:
-                self._fix_most_connected(scopes)
+                self._fix_most_connected_variables(scopes)
                 continue
             minimum = eliminations[key].minimum([table for _, table in factors])
             return [
@@ -146,7 +146,7 @@ class AxisTables:
                 for options, choice in zip(self.options, minimum.choices, strict=False)
             ]
 
-    def _fix_most_connected(self, scopes: Sequence[Sequence[int]]) -> None:
+    def _fix_most_connected_variables(self, scopes: Sequence[Sequence[int]]) -> None:
         """Fix the choice of the `FIXED_PER_RETRY` variables that share tables with the most
         others."""
         degree = [0] * len(self.options)
@@ -217,7 +217,8 @@ class AxisTables:
     def _parameter_cost(
         self, variable: OpVariable, input_index: int, choice: int, shard_counts: list[int]
     ) -> float:
-        """Return the weighted seconds of a parameter that only this operator reads, stored as read.
+        """Return the weighted seconds of a parameter with one consumer, which determines its
+        storage.
 
         If the axis does not shard the parameter, either its gradient is partial over the axis and
         all-reduced, or (under ZeRO) the parameter is stored sharded over the axis and gathered.
@@ -259,7 +260,7 @@ class AxisTables:
         for other_dims, consumers in groups.items():
             # The bytes of the smaller of the two shards that the other axes leave, at the producer
             # or the consumers: there the redistribution over this axis is cheaper.
-            num_shards = max(produced.num_shards, self._num_other_shards(other_dims))
+            num_shards = max(produced.num_shards, self._num_shards_on_other_axes(other_dims))
             num_bytes = edge.value.numel // num_shards * edge.value.itemsize
             costs = self._redistribution_table(
                 len(edge.value.shape), num_bytes, edge.differentiable, edge.is_shared_parameter
@@ -328,7 +329,7 @@ class AxisTables:
             - {NO_CUT}
         )
         num_shards = max(
-            self._num_other_shards(self._dims_on_other_axes(consumer, input_index))
+            self._num_shards_on_other_axes(self._dims_on_other_axes(consumer, input_index))
             for consumer, input_index in edge.consumers
         )
         parameter_bytes = edge.value.numel * edge.value.stored_dtype.itemsize / num_shards
@@ -349,8 +350,8 @@ class AxisTables:
         return _ProducedLayouts(num_shards, storage_variable, (*dims, REPLICATED))
 
     def _dims_on_other_axes(self, consumer: int, input_index: int) -> tuple[int, ...]:
-        """Return for each axis the dim of a consumer's input that it shards, or `REPLICATED`;
-        always `REPLICATED` for this axis."""
+        """Return for each axis the dim of a consumer's input that the axis shards, or `REPLICATED`;
+        always `REPLICATED` for the axis to decide."""
         input_dims = self.problem.variables[consumer].op_type.input_dims
         # This axis has an equal entry for all consumers, so that results can be compared.
         return tuple(
@@ -358,8 +359,8 @@ class AxisTables:
             for axis, choice in enumerate(self.choices[consumer])
         )
 
-    def _num_other_shards(self, other_dims: tuple[int, ...]) -> int:
-        """Return the number of shards over all axes that shard a dim.
+    def _num_shards_on_other_axes(self, other_dims: tuple[int, ...]) -> int:
+        """Return the number of shards of a value over all axes but the axis to decide.
 
         Args:
             other_dims: for each axis the dim that it shards, as from `_dims_on_other_axes`.
@@ -415,7 +416,7 @@ class AxisTables:
                 layout (column), as in `redistribution_table`.
             producer: the variable that decides the row; None if there is one row.
             reads: the layouts that each consumer reads at each of its choices, by variable.
-            returned: the layouts in which the model returns the value; empty if it does not.
+            returned: the layouts in which the model returns the value; empty if it is not returned.
         """
         columns = costs.shape[1]
         if len(reads) + bool(returned) < 2:

@@ -29,7 +29,7 @@ MAX_ROUNDS = 60
 """Maximum number of rounds, each a backward and a forward sweep over all variables."""
 
 MIN_GROWTH = 5e-4
-"""Growth of the bound per round below which it counts as converged, as a fraction of the bound."""
+"""Relative growth of the bound per round below which the bound counts as converged."""
 
 CostsByEnd = list[Array]
 """The costs that a table passes to the variables at its two ends: one array for each end, with one
@@ -43,7 +43,7 @@ def lower_bound(
 
     Args:
         tables: tables of the folded problem.
-        unfolded: the same problem with a variable for every operator.
+        unfolded: the problem with one variable per operator, without folding repeated blocks.
         on_share: called with the completed fraction of `MAX_ROUNDS`.
     """
     messages = _MessagePassing(tables)
@@ -56,8 +56,8 @@ def lower_bound(
 class _MessagePassing:
     """Message passing between variables along the edge tables.
 
-    A message goes from an edge table to the variable at one of its ends, and has one entry for each
-    layout of the table's value there.
+    A message goes from an edge table to the variable at one of its ends. It has one entry for each
+    layout that the value of the edge has at that end.
     """
 
     def __init__(self, tables: CountTables) -> None:
@@ -72,7 +72,7 @@ class _MessagePassing:
                 self._tables_around[variable].append((table_index, end))
 
     def run(self, on_share: OnShare) -> float:
-        """Sweep until the bound of the folded problem stops growing, and return it."""
+        """Run sweeps until the bound of the folded problem converges, and return the bound."""
         best_bound = -np.inf
         for _ in track(range(MAX_ROUNDS), on_share):
             self._sweep(backward=True)
@@ -109,12 +109,12 @@ class _MessagePassing:
     def _costs_with_messages(
         self, variable: int, backward: bool
     ) -> tuple[Array, list[tuple[int, int, float]]]:
-        """Return the costs of a variable, all messages included, and how later tables divide them.
+        """Return a variable's costs plus messages, and the share of each table to a later variable.
 
         Returns:
             The costs, and for each table to a later variable the table's index, its end at this
             variable, and its share of the costs. Shares are in proportion to the blocks that the
-            edge stands for, so that a table of a single block does not take the costs of all.
+            edge represents, so that a table of one block does not take the costs of all blocks.
         """
         costs, later_tables, num_blocks = self.tables.op_costs[variable].copy(), [], [0.0, 0.0]
         for table_index, end in self._tables_around[variable]:

@@ -1,9 +1,9 @@
 """Cost tables of a relaxed problem, whose least sum is a lower bound on the objective of all plans.
 
-A choice of a variable is not the cuts of an operator but their *cut count*: how many axes of each
-group cut each factor. Tables of single variables contain costs of operators; tables of edges
-contain lower bounds on the seconds of redistributions (`axis_counts`). `bound` computes a lower
-bound on their least sum.
+The choices of a variable are not the cuts of an operator but *cut counts*: the numbers of axes of
+each group that cut each factor. Tables of single variables contain costs of operators; tables of
+edges contain lower bounds on the seconds of redistributions (`axis_counts`). `bound` computes a
+lower bound on their least sum.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from shardwright.progress import OnShare, ignore_share, subrange, track
 Array = npt.NDArray[np.float64]
 
 MAX_CUTS_PER_OPERATOR = 20_000
-"""Maximum number of cut counts of one operator."""
+"""Maximum number of cut counts of one operator; above it, `TooManyCutsError` is raised."""
 
 MAX_TABLE_ENTRIES = 1 << 22
-"""Maximum number of entries of a table: 16 MB in single precision."""
+"""Maximum number of entries of an edge table: 16 MB in single precision."""
 
 EQUAL_COST_TOLERANCE = 1e-6
 """Maximum relative difference of two consumers' redistribution costs that count as equal."""
 
 
 class TooManyCutsError(Exception):
-    """An operator has more cut counts, or an edge table more entries, than the limits."""
+    """Raised for an operator above `MAX_CUTS_PER_OPERATOR` or a table above `MAX_TABLE_ENTRIES`."""
 
 
 class TableEnd:
@@ -80,7 +80,7 @@ class EdgeTable:
         table_ends: the layouts at the producer and at the consumer.
         bounds: seconds from each layout at the producer to each layout at the consumer.
         scale: coefficient of `bounds` in the objective: the consumer's weight, times the weight of
-            redistributions, times the number of values that the edge stands for.
+            redistributions, times the number of values that the edge represents.
     """
 
     edge: TensorEdge
@@ -92,19 +92,19 @@ class EdgeTable:
 
 
 class CountTables:
-    """The cost tables of a problem.
+    """Cost tables over cut counts, whose least sum is at most the least objective of a problem.
 
     Args:
         model: time model on a device matrix of prime axes.
         weights: weights of the linear objective.
         plan: the cuts of a plan, by operator name. Consumers of one value share redistributions, so
-            that only a weighted mean of their costs is a lower bound; the consumers with the
-            largest cost in this plan have weight.
-        on_share: called with the fraction of the variables and edges that have tables.
+            that only a weighted mean of their costs is a lower bound; only the consumers with the
+            largest cost in this plan have a weight above 0.
+        on_share: called with the fraction of variables and edges whose tables are built.
 
     Attributes:
         op_costs: for each variable the cost of each cut count, times the number of operators that
-            the variable stands for.
+            the variable represents.
         edge_tables: tables of redistributions between two variables.
         constant: cost of edges between fixed layouts.
 
@@ -213,10 +213,8 @@ class CountTables:
         return costs
 
     def _parameter_costs(self, variable: OpVariable, input_index: int, cut_counts: Counts) -> Array:
-        """Return for each cut count the cost of a parameter that only this operator reads.
-
-        The parameter is stored as it is read.
-        """
+        """Return for each cut count the cost of a parameter with a single consumer, which
+        determines its storage."""
         value, weights = variable.op.inputs[input_index], self.weights
         layouts = self._tensor_layouts(variable, False, input_index, cut_counts)
         shard_counts, partial_counts = layouts[:, :-1].sum(1), layouts[:, -1]
@@ -379,10 +377,9 @@ class CountTables:
 
 
 def _distinct_rows(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
-    """Return the distinct entries along the first dimension, and for each entry of `rows` its index
-    among them.
+    """Return the distinct rows, and for each row of `rows` its index among the distinct rows.
 
-    Faster than `np.unique(rows, axis=0)`, which sorts whole rows; the entries are small integers.
+    Faster for small integers than `np.unique(rows, axis=0)`, which sorts rows as records.
     """
     flat = rows.reshape(len(rows), -1)
     codes = np.zeros(len(rows), dtype=np.int64)
@@ -394,7 +391,7 @@ def _distinct_rows(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
 
 
 def _consumer_weights(costs: Sequence[float]) -> list[float]:
-    """Return weights of consumers with sum 1: equal for all with the largest cost, else 0."""
+    """Return consumer weights of sum 1: equal among the consumers with the largest cost, else 0."""
     highest = max(costs, default=0.0)
     is_highest = [each >= highest * (1 - EQUAL_COST_TOLERANCE) for each in costs]
     return [float(each) / sum(is_highest) for each in is_highest]

@@ -56,7 +56,7 @@ class Minimum:
 
 
 class TooWideError(Exception):
-    """Eliminating a variable would need a table with more elements than the limit."""
+    """Raised if eliminating a variable needs a table with more elements than the limit."""
 
     def __init__(self, elements: int, limit: int) -> None:
         super().__init__(f"a table needs {elements:,} elements, above the limit of {limit:,}")
@@ -80,7 +80,7 @@ def minimum(sizes: Sequence[int], factors: Iterable[Factor], limit: int = LARGES
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _EliminationStep:
     """The elimination of one variable.
 
     Args:
@@ -97,7 +97,7 @@ class _Step:
 
 
 class Elimination:
-    """The elimination steps for tables of the given scopes, whatever their entries.
+    """Elimination steps for tables of given scopes, reusable for tables with other entries.
 
     Args:
         sizes: the number of choices of each variable.
@@ -122,7 +122,7 @@ class Elimination:
         self._constants = [table for table, scope in enumerate(scopes) if not scope]
         for table, scope in enumerate(scopes):
             self._add_to_bucket(buckets, table, scope)
-        self._steps: list[_Step] = []
+        self._steps: list[_EliminationStep] = []
         num_tables = len(scopes)
         for position, variable in enumerate(self._order):
             if buckets[position]:
@@ -143,7 +143,7 @@ class Elimination:
 
     def _elimination_step(
         self, variable: int, bucket: list[tuple[int, tuple[int, ...]]], limit: int
-    ) -> _Step:
+    ) -> _EliminationStep:
         sizes = self._sizes
         scope = tuple(sorted({v for _, variables in bucket for v in variables}))
         elements = prod(sizes[v] for v in scope)
@@ -156,7 +156,7 @@ class Elimination:
             for table, variables in bucket
         )
         axis = scope.index(variable)
-        return _Step(variable, addends, axis, scope[:axis] + scope[axis + 1 :])
+        return _EliminationStep(variable, addends, axis, scope[:axis] + scope[axis + 1 :])
 
     def minimum(self, tables: Sequence[Table]) -> Minimum:
         """Return the choices with the least sum of `tables`.

@@ -61,7 +61,7 @@ LARGEST_TABLE = 1 << 26
 
 
 class TablesTooLargeError(Exception):
-    """The joint search would exceed its limit of cuts, redistributions or table elements."""
+    """Raised if the joint search exceeds a limit of cuts, redistributions or table elements."""
 
 
 def search_exactly(request: SearchRequest) -> CertifiedCuts:
@@ -104,7 +104,7 @@ def search_exactly(request: SearchRequest) -> CertifiedCuts:
 
 
 class ExactSearch(SearchMode):
-    """The joint optimum over all operators and axes, for small models and few devices."""
+    """Search mode that optimizes all operators and axes jointly; for small models."""
 
     name: ClassVar[str] = "exact"
     takes_pricing: ClassVar[bool] = True
@@ -135,7 +135,7 @@ class _JointTables:
         if max_cuts > MAX_CUTS_PER_OPERATOR:
             raise TablesTooLargeError(
                 f"an operator has {max_cuts:,} combinations of cuts, above the limit of"
-                f" {MAX_CUTS_PER_OPERATOR:,}"
+                f" {MAX_CUTS_PER_OPERATOR:,}\nuse fewer devices for a joint optimum"
             )
         self._redistributions: dict[object, ObjectiveCost] = {}
 
@@ -172,13 +172,16 @@ class _JointTables:
         try:
             solution = minimum(sizes, factors, limit=LARGEST_TABLE)
         except TooWideError as error:
-            raise TablesTooLargeError(f"the operators are too densely connected: {error}") from None
+            raise TablesTooLargeError(
+                f"the operators are too densely connected: {error}\n"
+                "use fewer devices for a joint optimum"
+            ) from None
         cuts = [all_cuts[c] for all_cuts, c in zip(self.all_cuts, solution.choices, strict=True)]
         return cuts, solution.cost - slack
 
     def _enumerate_cuts(self, variable: OpVariable) -> list[Cuts]:
-        """Return all valid cuts of an operator, no cut last; only the pinned cuts if it is
-        pinned."""
+        """Return all valid cuts of an operator, ending with no cut; of a pinned operator the pinned
+        cuts only."""
         if variable.pinned is not None:
             return [variable.pinned]
         matrix = self.model.mesh.device_matrix
@@ -236,7 +239,8 @@ class _JointTables:
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
         if len(self._redistributions) + len(rows) * len(columns) > MAX_REDISTRIBUTIONS:
             raise TablesTooLargeError(
-                f"the tables need more than {MAX_REDISTRIBUTIONS:,} redistributions"
+                f"the tables need more than {MAX_REDISTRIBUTIONS:,} redistributions\n"
+                "use fewer devices for a joint optimum"
             )
         costs = np.array(
             [[weights.of(self._redistribution_cost(edge, a, b)) for b in columns] for a in rows]

@@ -1,4 +1,4 @@
-"""Improve the cuts of single operators over all axes, with all others fixed.
+"""Improve the cuts of one operator at a time over all axes, with all other operators fixed.
 
 A search that decides one axis at a time cannot change the cuts of an operator on two axes at once.
 """
@@ -23,12 +23,12 @@ from shardwright.core.search.nearby_cuts import (
 from shardwright.progress import OnShare, ignore_share
 
 MAX_NEW_PRICES = 250
-"""Maximum number of combinations of an edge and its layouts whose redistribution steps are searched
-for, which takes nearly all of the time of the search."""
+"""Maximum number of (edge, layouts) combinations that one local search prices; searching for their
+redistribution steps takes nearly all of its time."""
 
 MIN_COMMUNICATION_SHARE = 1e-4
-"""An operator keeps its cuts if redistributions of its inputs and outputs take less than this
-fraction of the total."""
+"""Minimum share of the total that redistributing an operator's inputs and outputs must take for the
+operator to be visited."""
 
 
 def local_search(
@@ -88,7 +88,7 @@ def local_search(
 
 @dataclass(frozen=True)
 class _Neighborhood:
-    """One operator with the edges of the values that it computes and reads.
+    """One operator, with the edges of its inputs and outputs.
 
     Args:
         index: index of `variable` in the problem.
@@ -101,7 +101,7 @@ class _Neighborhood:
     edges: list[TensorEdge]
 
     def cost(self, cuts: list[Cuts]) -> ObjectiveCost:
-        """Return the cost of the operator and its edges."""
+        """Return the cost of the operator plus that of its edges."""
         cost = self._add_operator(cuts, ObjectiveCost())
         for edge in self.edges:
             cost = cost.plus(self.objective.edge(edge, cuts), edge.count)
@@ -158,7 +158,7 @@ class _Neighborhood:
 
     def _cut_generator(self, cuts: list[Cuts]) -> NearbyCuts:
         shared = [
-            SharedTensor(self._dims_at(own_end), self._layout_at(other_end, cuts))
+            SharedTensor(self._dims_at_end(own_end), self._layout_at_end(other_end, cuts))
             for edge in self.edges
             for other_end in edge.ends()
             if other_end.variable != self.index
@@ -170,12 +170,12 @@ class _Neighborhood:
         joined = rule.joined if rule is not None else {}
         return NearbyCuts(self.objective.model.mesh, limits, shared, joined)
 
-    def _dims_at(self, end: EdgeEnd) -> Dims:
+    def _dims_at_end(self, end: EdgeEnd) -> Dims:
         rule = self.variable.rule
         assert rule is not None
         return (rule.inputs, rule.outputs)[end.is_output][end.tensor_index]
 
-    def _layout_at(self, end: EdgeEnd, cuts: list[Cuts]) -> TensorLayout:
+    def _layout_at_end(self, end: EdgeEnd, cuts: list[Cuts]) -> TensorLayout:
         variable = self.objective.problem.variables[end.variable]
         layouts = self.objective.layouts(variable, cuts[end.variable])
         return layouts[end.is_output][end.tensor_index]

@@ -1,7 +1,7 @@
 """The objective of the search by time, formula (1) of `core.search`, over all axes at once.
 
-It adds the seconds of the redistribution steps that the lowered program runs, where the tables of
-one axis (`axis_tables`) add those of each axis separately.
+Redistributions count with the steps that the lowered program runs, whereas the tables of one axis
+(`axis_tables`) add the seconds of each axis separately.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from shardwright.core.search.nearby_cuts import OpLayouts, layouts_of
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveCost:
-    """The terms of the objective, formula (1), for an operator, a value or the whole model.
+    """The terms of the objective, formula (1), for an operator, a value or the full model.
 
     Args:
-        forward, backward: F and W: seconds of computation per micro-batch.
-        redistributions: R: seconds of redistributing activations and their gradients per
-            micro-batch.
-        gathers: Ga: seconds of gathering sharded parameters per step.
-        gradients: Gr: seconds of reducing gradients and redistributing parameters per step.
-        update: U: seconds of the optimizer's update per step.
-        parameter_bytes: K: bytes of parameters on one device.
+        forward, backward: seconds of computation per micro-batch (F, W).
+        redistributions: seconds of redistributing activations and gradients per micro-batch (R).
+        gathers: seconds of gathering sharded parameters per step (Ga).
+        gradients: seconds of reducing gradients and redistributing parameters per step (Gr).
+        update: seconds of the optimizer's update per step (U).
+        parameter_bytes: bytes of parameters on one device (K).
     """
 
     forward: float = 0.0
@@ -44,7 +43,7 @@ class ObjectiveCost:
         return self.plus(other, 1)
 
     def plus(self, other: ObjectiveCost, times: float) -> ObjectiveCost:
-        """Return the sum of this cost and `times` times `other`."""
+        """Return this cost plus `times * other`, term by term."""
         return ObjectiveCost(
             self.forward + times * other.forward,
             self.backward + times * other.backward,
@@ -61,7 +60,7 @@ class ObjectiveCost:
         """Return T of formula (1): the seconds of a step plus the weighted bytes of parameters.
 
         Args:
-            parameter_byte_seconds: seconds that one byte of parameters counts as.
+            parameter_byte_seconds: weight of one byte of parameters, in seconds.
             slowdown: fraction of the overlapped communication that counts as exposed, because it
                 slows down the computation that it overlaps.
         """
@@ -82,11 +81,11 @@ class ObjectiveCost:
 
 
 Total = Callable[[ObjectiveCost], float]
-"""A function to minimize, from the terms of a cost to seconds."""
+"""Function to minimize, from an `ObjectiveCost` to seconds."""
 
 
 class Objective:
-    """Costs of operators, of values and of the whole model for given cuts; cached."""
+    """Cached costs of operators, edges and the full model for given cuts."""
 
     def __init__(self, problem: SearchProblem, model: TimeModel) -> None:
         self.problem = problem
@@ -97,7 +96,7 @@ class Objective:
         self._redistribution_bound = RedistributionBound(model.links)
 
     def cost(self, cuts: Sequence[Cuts]) -> ObjectiveCost:
-        """Return the cost of the whole model.
+        """Return the cost of all operators and edges of the model.
 
         Args:
             cuts: the cuts of each variable.
@@ -110,7 +109,7 @@ class Objective:
         return cost
 
     def cost_below(self, cuts: Sequence[Cuts], total: Total, bound: float) -> ObjectiveCost | None:
-        """Return the cost of the whole model, or None if its total is not below `bound` seconds.
+        """Return the cost of the model, or None if its total is not below `bound` seconds.
 
         Args:
             cuts: the cuts of each variable.
@@ -207,8 +206,7 @@ class Objective:
         return self._layouts[key]
 
     def edge(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost:
-        """Return the cost of one value: its redistributions and, for a shared parameter, its
-        storage."""
+        """Return the cost of an edge: its redistributions and, for a shared parameter, storage."""
         key, source, targets = self._layouts_of_edge(edge, cuts)
         if key not in self._edges:
             self._edges[key] = self._edge_cost(edge, source, targets)

@@ -1,8 +1,8 @@
 """The variables and edges of the search by time: operators, and the values between them.
 
 Operators of repeated blocks share one `OpVariable`, and values with equal producers and consumers
-one `TensorEdge`; `count` says how many each stands for. So the tables of a deep model are those of
-a few of its blocks.
+one `TensorEdge`; `count` is the number of operators or values that each represents. So a deep model
+needs the tables of only a few of its blocks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shardwright.core.search.recursive.axis_level import AxisLevel
 
 @dataclass(frozen=True, eq=False)
 class OpVariable:
-    """An operator whose cuts are decided, for itself and for equal operators of repeated blocks.
+    """Decision variable: the cuts of an operator and of equal operators in repeated blocks.
 
     Args:
         count: number of operators, `op` included, that get the cuts of the variable.
         differentiable: whether gradients pass through the operator.
         pinned: cuts that the user fixed; None if the search decides them.
-        own_parameters: indices of the inputs that are parameters which only this operator reads.
+        own_parameters: indices of the inputs that are parameters without another consumer.
     """
 
     op: Op
@@ -80,7 +80,7 @@ class TensorEdge:
         is_shared_parameter: whether the value is a parameter that several operators read. Its
             storage is decided separately, while that of other parameters follows from the cuts of
             their operator.
-        count: number of values that the edge stands for.
+        count: number of values that the edge represents.
     """
 
     value: Value
@@ -108,7 +108,7 @@ class TensorEdge:
 
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
-    """The variables, the edges between them, and the variable of each operator of the graph.
+    """Decision variables for the operators of a graph, and the edges between these variables.
 
     Args:
         variable_of: for each operator of the graph the index of its variable.
@@ -171,9 +171,9 @@ def search_problem(
 
 
 _LAST_PROBLEM: WeakKeyDictionary[Graph, tuple[object, SearchProblem]] = WeakKeyDictionary()
-"""The last problem of each graph, with the arguments that it depends on. One problem per graph is
-enough: the searches for one plan differ in the mesh and in weights, which a problem does not
-contain."""
+"""The last problem of each graph, with a key of all values that the problem depends on. One problem
+per graph is enough: the searches for one plan differ in the mesh and in weights, which a problem
+does not contain."""
 
 
 def _build_problem(
@@ -192,7 +192,7 @@ def _build_problem(
     # Sorted, so that variables are in graph order.
     index_of = {op: index for index, op in enumerate(sorted(set(decided_by)))}
     variable_of = tuple(index_of[op] for op in decided_by)
-    own_parameters = _parameters_of_one_op(graph, indexed)
+    own_parameters = _own_parameter_indices(graph, indexed)
     counts = [0] * len(index_of)
     for variable in variable_of:
         counts[variable] += 1
@@ -221,7 +221,7 @@ def _op_key(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) ->
     return id(work), requires_grad, pin, outputs.get(op.name)
 
 
-def _parameters_of_one_op(graph: Graph, indexed: IndexedGraph) -> list[tuple[int, ...]]:
+def _own_parameter_indices(graph: Graph, indexed: IndexedGraph) -> list[tuple[int, ...]]:
     return [
         tuple(
             input_index
@@ -290,8 +290,7 @@ nothing."""
 
 @dataclass(frozen=True)
 class BlockRun:
-    """A run of `blocks` equal consecutive blocks of `period` operators each, from operator `start`
-    on."""
+    """A run of `blocks` equal consecutive blocks of `period` operators each, from index `start`."""
 
     start: int
     period: int
@@ -299,7 +298,7 @@ class BlockRun:
 
 
 def representatives(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[int]:
-    """Return for each operator the index of the operator whose cuts it gets.
+    """Return for each operator the index of its representative, whose cuts the operator gets.
 
     All blocks of a run but the first and the last get the cuts of the second block.
 
@@ -386,10 +385,10 @@ def _longest_true_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tupl
 
 
 def _reads_equal_values(indexed: IndexedGraph, op: int, period: int) -> bool:
-    """Whether the operator one period after `op` reads the inputs that correspond to those of `op`.
+    """Whether the operator one period after `op` reads inputs that correspond to those of `op`.
 
-    Each must be the same value, or a value that is computed one period later, or a parameter or
-    constant whose consumers are all one period later.
+    Corresponding inputs are the same value, or values computed one period apart, or parameters or
+    constants whose consumers are all one period apart.
     """
     for value, later in zip(indexed.inputs[op], indexed.inputs[op + period], strict=True):
         if value == later:

@@ -23,7 +23,7 @@ PARTIAL: AxisLayout = -2
 value replicated, and the gradient of the value is partial."""
 
 REPLICATED: AxisLayout = -1
-"""DTensor's `Replicate`."""
+"""DTensor's `Replicate`: each device has the same elements of the value."""
 
 MAX_LAYOUTS = 3
 """Maximum number of layouts in which a value is read on one axis, unless a single consumer reads
@@ -46,7 +46,7 @@ def redistribution_table(ndim: int, differentiable: bool, seconds: Callable[[str
 
     Args:
         ndim: number of dims of the value.
-        differentiable: whether its gradient is redistributed back.
+        differentiable: whether the gradient of the value is redistributed back.
         seconds: returns the seconds of a collective over the axis, given its name.
     """
     backward = 1.0 if differentiable else 0.0
@@ -98,8 +98,8 @@ def layout_sets(
 ) -> tuple[ReadLayouts, dict[ReadLayouts, Table]]:
     """Return the sets of layouts in which a value may be read, and a table for each consumer.
 
-    A table is 0 where the set (column) contains the layouts that the consumer reads at its choice
-    (row), and infinity elsewhere.
+    The table of a consumer is 0 where a set (column) contains the layouts that the consumer reads
+    at a choice (row), and infinity elsewhere.
 
     Args:
         consumers: the layouts of each consumer, for each of its choices.
@@ -126,6 +126,5 @@ def layout_sets(
 
 @cache
 def united_reads(first: ReadLayouts, second: ReadLayouts) -> ReadLayouts:
-    """Return the layouts that an operator reads at each choice, given those of two of its inputs
-    that are the same value."""
+    """Return, per choice, the layouts in which an operator reads a value through two inputs."""
     return tuple(a | b for a, b in zip(first, second, strict=True))

@@ -1,8 +1,8 @@
 """A lower bound on the seconds of a redistribution, without a search for its steps.
 
-A device must receive the part of a value that it reads and does not have. The devices of a node
-together must receive the part that no device of the node has, over the slower links. `axis_counts`
-has the same bound for layouts that are counts of axes.
+A device must receive all elements of a value that it reads but does not store. The devices of a
+node together must receive, over the slower links, all elements that no device of the node stores.
+`axis_counts` computes the same bound for layouts given as counts of axes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import TensorLayout
 
 Placement = tuple[Axes, ...]
-"""The axes that shard each dim."""
+"""The axes that shard each dim of a tensor."""
 
 ROUNDING = 1e-9
-"""Fractions of a value below this are rounding errors of double precision."""
+"""Maximum fraction of a tensor that counts as a rounding error of double precision."""
 
 
 class RedistributionBound:
@@ -47,7 +47,7 @@ class RedistributionBound:
         ]
         self._latency = min(level.call + level.latency for level in levels)
         self._mesh = links.mesh
-        # An axis that crosses several levels counts to the fastest, which can only lower the bound.
+        # An axis that crosses several levels counts as the fastest, which can only lower the bound.
         self._level = [spans[0][0] if spans else 0 for spans in links.levels]
         self._devices_inside = [
             links.mesh.size([axis for axis, level in enumerate(self._level) if level < crossed])
@@ -84,8 +84,8 @@ class RedistributionBound:
     def _seconds_per_byte_and_latency(
         self, source: Placement, partial_axes: Collection[int], target: Placement
     ) -> tuple[float, float]:
-        """Return lower bounds for one direction: seconds per byte of the full value, and
-        latency."""
+        """Return lower bounds for one pass (forward or backward): seconds per byte of the full
+        value, and seconds of latency."""
         received = self._received_share(source, partial_axes, target, 0)
         seconds_per_byte = self._added_seconds_per_byte[0] * received
         for crossed, added in enumerate(self._added_seconds_per_byte[1:], start=1):
@@ -101,7 +101,7 @@ class RedistributionBound:
         """Return the least fraction of the full value that a device receives over links of level
         `crossed` and slower levels.
 
-        The result is a mean over all devices; at least one device receives as much.
+        The result is a mean over all devices, so that at least one device receives this fraction.
         """
         devices_inside, num_groups = (
             self._devices_inside[crossed],

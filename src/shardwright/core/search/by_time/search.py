@@ -2,9 +2,9 @@
 
 1. Decide one axis after another, each exactly by variable elimination, in two orders of axes.
 2. Decide each axis again given all others, until the total stops decreasing.
-3. Try to give an axis the choices of another axis, of data parallelism, or no cuts; then step 2.
+3. Try the choices of another axis, data parallelism, or no cuts on each axis; then repeat step 2.
 4. Improve single operators over all axes (`local_search`).
-5. Swap two axes for subsets of operators (`swap_axes`), then step 4.
+5. Swap two axes for subsets of operators (`swap_axes`), then repeat step 4.
 
 The objective is formula (1) of `core.search`. Its term E is not linear: gradients are reduced while
 the backward pass computes, so that only max(0, Gr - W) counts. This term is the maximum of
@@ -36,28 +36,28 @@ from shardwright.errors import StrategyError
 from shardwright.progress import OnShare, ignore_share, subrange, track
 
 MAX_ROUNDS = 4
-"""Maximum number of times that step 2 visits all axes, and that step 4 visits all operators."""
+"""Maximum number of rounds in which all axes are decided again, and of rounds of local search."""
 
 EXPOSED_SHARES = (0.0, 0.25)
-"""The values of λ, in this order; the second is used only if the first leaves communication
-exposed. Larger values have not found better plans for language models on 64 to 1024 devices."""
+"""Values of λ with which the linear objective is minimized; the second only if the first leaves
+communication exposed. Larger values found no better plans for language models on 64 to 1024
+devices."""
 
 MAX_COST_RATIO = 1.1
-"""Cuts found without step 3 are returned too if their total is below this multiple of the least
-total. The objective differs by less than this ratio from the step time predicted for a whole plan,
-which is more precise."""
+"""Maximum total, relative to the least total, at which cuts found without copying choices between
+axes (step 3) are returned too. The objective differs by less than this ratio from the step time
+predicted for a full plan."""
 
 MIN_GAIN = 1e-9
-"""Minimum decrease of the total for a change to be applied, as a fraction of the total; above
-rounding errors."""
+"""Minimum relative decrease of the total for a change to be applied; above rounding errors."""
 
 
 def candidates_by_time(request: SearchRequest) -> list[CutsOfGraph]:
     """Decide the cuts of all operators by the time of a training step.
 
     Returns:
-        The cheapest cuts and, if different and nearly as cheap, the cheapest found without step 3;
-        the predictor of whole plans picks one.
+        The cheapest cuts and, if different and nearly as cheap, the cheapest found without copying
+        choices between axes; the predictor of whole plans picks one.
 
     Raises:
         StrategyError: if the request has no pricing.
@@ -84,7 +84,7 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
     if pricing is None:
         raise StrategyError(
             "a search by seconds needs a cluster: the request has no pricing\n"
-            "set `SearchRequest.pricing`"
+            "set it, as in SearchRequest(graph, mesh, pricing=Pricing(cluster))"
         )
     problem = search_problem(request.graph, request.pinned, request.outputs, request.arrivals, fold)
     weight = pricing.parameter_weight(request.mem_coeff)
@@ -109,10 +109,10 @@ def cuts_of_graph(graph: Graph, problem: SearchProblem, cuts: Sequence[Cuts]) ->
 
 @dataclass
 class TimedSearch:
-    """The search on one problem, with caches that all of its steps share.
+    """Search for the cuts of one problem, with cost tables cached across all steps of the search.
 
     Args:
-        seconds_per_parameter_byte: seconds that a byte of parameters on a device counts as.
+        seconds_per_parameter_byte: weight of a byte of parameters on a device, in seconds.
         tables: cached cost tables of all axes.
     """
 
@@ -128,18 +128,18 @@ class TimedSearch:
 
     @property
     def exposed_shares(self) -> tuple[float, ...]:
-        """Values of λ to search with, in this order."""
+        """Values of λ in the linear objective to search with, in this order."""
         # Devices that share a processor hide no communication: with a slowdown of 1, λ drops out of
         # the objective.
         return (1.0,) if self.model.shared else EXPOSED_SHARES
 
     def best(self, on_share: OnShare = ignore_share) -> list[Cuts]:
-        """Return the cuts of each variable with the least total that the search finds."""
+        """Run the search, and return the cuts of each variable with the least total."""
         return self.run(on_share)[0]
 
     def run(self, on_share: OnShare = ignore_share) -> list[list[Cuts]]:
         """Return the best cuts of each variable and, if different and nearly as cheap, the best
-        found without step 3.
+        without copying choices between axes (step 3).
 
         The cuts with the least total come first.
 
@@ -279,7 +279,7 @@ class TimedSearch:
         """Replace the choices on an axis by those on another axis, by data parallelism or by no
         cuts, where that decreases the total (step 3).
 
-        This leaves local minima in which no operator gains unless all other operators change too.
+        This escapes local minima in which no operator gains unless all other operators change too.
 
         Returns:
             Whether `choices` changed.
@@ -416,7 +416,7 @@ class TimedSearch:
         return self.objective.cost([cuts.get(v.op.name, {}) for v in self.problem.variables])
 
     def total(self, cost: ObjectiveCost) -> float:
-        """Return the seconds that the search minimizes, given the terms of a cost."""
+        """Return the seconds that the search minimizes, for a given `ObjectiveCost`."""
         return cost.total(
             self.pricing.micro_batches, self.seconds_per_parameter_byte, self.model.slowdown
         )

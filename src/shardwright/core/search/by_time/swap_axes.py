@@ -28,18 +28,18 @@ from shardwright.core.search.nearby_cuts import axes_of_factors, factor_of_axis
 from shardwright.progress import OnShare, track
 
 MIN_GAIN = 5e-4
-"""Minimum decrease of the total for swaps to be applied, as a fraction of the total."""
+"""Minimum relative decrease of the total for a swap of axes to be applied."""
 
 MIN_COMMUNICATION_SHARE = 0.01
-"""No axes are swapped if redistributions take less than this fraction of the total."""
+"""Minimum share of the total that redistributions must take for axes to be swapped."""
 
 MAX_OPS_PER_TABLE = 4
-"""Maximum number of operators, among the producer and consumers of a value, whose cuts a swap may
-change for the value to have a table: n operators need 2ⁿ entries. A value without a table costs
-nothing until a combination is priced."""
+"""Maximum number n of operators that compute or read a value, and whose cuts a swap changes, for
+the value to get a table of 2ⁿ entries. Values without a table cost nothing until a combination is
+priced."""
 
 MAX_PRICED_COMBINATIONS = 6
-"""Maximum number of combinations that are priced for one pair of axes."""
+"""Maximum number of combinations of present and swapped cuts to price for one pair of axes."""
 
 
 def swap_axes(
@@ -63,7 +63,7 @@ def swap_axes(
         return False
     tried_pairs: set[object] = set()
     for first, second in track(list(_axis_pairs_of_equal_size(objective)), on_share):
-        properties = _pair_properties(objective, cuts, (first, second))
+        properties = _axis_pair_properties(objective, cuts, (first, second))
         if properties in tried_pairs:
             continue
         # Pairs of axes with equal links and equal cuts give equal results; large meshes have many.
@@ -91,7 +91,7 @@ def _axis_pairs_of_equal_size(objective: Objective) -> Iterator[tuple[int, int]]
             yield first, second
 
 
-def _pair_properties(objective: Objective, cuts: Sequence[Cuts], axes: Axes) -> object:
+def _axis_pair_properties(objective: Objective, cuts: Sequence[Cuts], axes: Axes) -> object:
     """Return for each axis its links and the factor that it cuts in each variable.
 
     Swaps of axis pairs with equal properties give equal results.
@@ -116,12 +116,12 @@ def _cuts_with_axes_swapped(
 
 
 class _AxisSwap:
-    """The problem of choosing, for each operator, its cuts (0) or those with two axes swapped (1).
+    """Binary choice for each operator: its present cuts (0), or its cuts with two axes swapped (1).
 
     Args:
         cuts: present cuts of each variable.
         swapped_cuts: cuts of each variable after the swap.
-        total_cost: cost of the whole model with `cuts`.
+        total_cost: cost of the full model with `cuts`.
         weights: linear approximation of the function to minimize.
 
     Attributes:

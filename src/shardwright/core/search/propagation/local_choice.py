@@ -36,8 +36,8 @@ from shardwright.core.search.nearby_cuts import (
 )
 
 MAX_CUTS = 512
-"""Maximum number of cuts of an operator that are compared; then only the cheapest cuts are changed,
-on one axis at a time."""
+"""Maximum number of cuts of an operator to enumerate; the cheapest are then changed on one axis at
+a time."""
 
 LocalCost = tuple[int, int, int]
 """Bytes sent for redistributions, bytes sent to reduce the operator's own partial sums, and bytes
@@ -46,7 +46,7 @@ of its inputs and outputs on a device; compared in this order."""
 
 @dataclass(frozen=True, eq=False)
 class LocalProblem:
-    """The problem of choosing the cuts of one operator, given the layouts at decided neighbors.
+    """Choice of the cuts of one operator, given the layouts at its decided neighbors.
 
     Args:
         inputs, outputs: inputs and outputs of `op`, with their layouts at decided neighbors.
@@ -64,11 +64,11 @@ class LocalProblem:
         Starts at the cheapest of `enumerate_cuts`, and changes one axis at a time while that
         decreases the cost.
         """
-        best = self._cheapest_of(self.enumerate_cuts())
+        best = self._cheapest_candidate(self.enumerate_cuts())
         while True:
             # `best` is the first candidate and wins ties, so that every round but the last
             # decreases the cost.
-            improved = self._cheapest_of(chain((best,), self._one_axis_changes(best)))
+            improved = self._cheapest_candidate(chain((best,), self._one_axis_changes(best)))
             if improved == best:
                 return best
             best = improved
@@ -109,7 +109,7 @@ class LocalProblem:
                 best, least_cost = changed, key
         return best
 
-    def _cheapest_of(self, candidates: Iterable[dict[str, Axes]]) -> dict[str, Axes]:
+    def _cheapest_candidate(self, candidates: Iterable[dict[str, Axes]]) -> dict[str, Axes]:
         """Return the cheapest candidate; ties go to the least communication volume, then to the
         first."""
         least_cost: LocalCost | None = None
@@ -175,7 +175,7 @@ class LocalProblem:
                 yield context, (layout, target, context.consumer_layouts[:index])
 
     def enumerate_cuts(self) -> Iterator[dict[str, Axes]]:
-        """Yield at most `MAX_CUTS` combinations of factors as cuts to compare, no cut included.
+        """Yield at most `MAX_CUTS` combinations of factors as cuts to compare, including no cut.
 
         Cuts that match neighbors come first. Axes that all neighbors use equally cut the same
         factor. If there are more than `MAX_CUTS` combinations of all factors, only factors that a

@@ -61,7 +61,7 @@ def propagate(request: SearchRequest) -> CutsOfGraph:
 
 
 class ShardingPropagation(SearchMode):
-    """Propagates the cuts of pinned operators to all other operators."""
+    """Search mode that propagates the cuts of pinned operators to all other operators."""
 
     name: ClassVar[str] = "sharding_propagation"
 
@@ -73,12 +73,12 @@ class ShardingPropagation(SearchMode):
 
 
 MAX_ROUNDS = 4
-"""Maximum number of rounds of step 2, each a forward and a backward sweep over all operators."""
+"""Maximum number of rounds of refinement, each a forward and a backward sweep over all
+operators."""
 
 
 class _Propagation(DecidedLayouts):
-    """Propagation from the operators decided so far; adds the cuts and layouts of further
-    operators."""
+    """Cuts and layouts of the decided operators, to which propagation adds further operators."""
 
     def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
         super().__init__(graph, mesh, outputs)
@@ -163,7 +163,7 @@ class _Propagation(DecidedLayouts):
         return self._cached_cuts[key]
 
     def _local_problem(self, op: Op) -> LocalProblem | None:
-        """Return `op` with the layouts at its decided neighbors, or None if `op` cannot be cut."""
+        """Return the problem of choosing the cuts of `op`, or None if `op` cannot be cut."""
         rule = self.rules[op.name]
         if rule is None or not rule.factors:
             return None

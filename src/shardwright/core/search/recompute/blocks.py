@@ -38,7 +38,7 @@ from shardwright.core.rules import rule_of
 from shardwright.core.search.recompute.knapsack import KnapsackItem
 
 RecomputeByOp = Mapping[str, Recompute]
-"""The recomputation of each recomputed operator, by operator name."""
+"""The `Recompute` decision of each recomputed operator, by operator name."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class RecomputeBlock:
 DEFAULT_PRICES = RecomputePrices()
 
 PEAK_TOLERANCE = 1.25
-"""Blocks at a depth are tried if their estimated peak memory is at most this multiple of the lowest
-estimate over all depths."""
+"""Maximum estimated peak memory with blocks at a depth, relative to the lowest estimate over all
+depths, for the depth to be tried."""
 
 
 class RecomputeBlocks:
-    """The blocks of a model under given decisions.
+    """Blocks of a model at each depth of its module tree, with recomputation options.
 
     Args:
         stage_of: function from an operator to the index of its pipeline stage.
@@ -124,14 +124,14 @@ class RecomputeBlocks:
     def depths(self) -> tuple[tuple[int, ...], ...]:
         """Groups of depths of the module tree at which modules may be blocks.
 
-        Peaks are estimated with all blocks recomputed, as if they were inside of a block. The first
-        group has the depth with the lowest peak, then the depths within `PEAK_TOLERANCE` of that
-        peak. Each further group has one outer depth that saves fewer bytes than the groups before:
-        the peak may be outside of blocks, as in a loss over a large vocabulary.
+        Peaks are estimated with all blocks recomputed, as if the peak occurred inside a block. The
+        first group has the depth with the lowest peak, then the depths within `PEAK_TOLERANCE` of
+        that peak. Each further group has one outer depth that saves fewer bytes than the groups
+        before: the peak may be outside of blocks, as in a loss over a large vocabulary.
         """
         num_depths = max((len(op.calls) for op in self._free_ops), default=0)
         saved = {
-            depth: self._bytes_with_all_blocks(depth) for depth in range(1, num_depths) or (0,)
+            depth: self._saved_with_all_blocks(depth) for depth in range(1, num_depths) or (0,)
         }
         peaks = {depth: size + self._largest_block_bytes(depth) for depth, size in saved.items()}
         # Deep blocks save many inputs, and shallow blocks recompute many operators at once: the
@@ -149,7 +149,7 @@ class RecomputeBlocks:
     @cached_property
     def saved_without_blocks(self) -> SavedBytes:
         """Bytes that each operator saves if no block is recomputed."""
-        return self._saved_bytes_with({})
+        return self._saved_bytes_with_recompute({})
 
     def _block_of_ops(self, depth: int) -> dict[str, tuple[int, str]]:
         """Return (stage, module call) of each operator at a depth of the module tree, by name.
@@ -161,10 +161,10 @@ class RecomputeBlocks:
             for op in self._free_ops
         }
 
-    def _bytes_with_all_blocks(self, depth: int) -> int:
+    def _saved_with_all_blocks(self, depth: int) -> int:
         """Return the bytes saved on a device if all blocks at a depth are recomputed."""
         return sum(
-            self._saved_bytes_with(
+            self._saved_bytes_with_recompute(
                 self._recompute_whole_blocks(self._block_of_ops(depth), True)
             ).values()
         )
@@ -215,7 +215,7 @@ class RecomputeBlocks:
     def _blocks_with_options(
         self, block_of: Mapping[str, tuple[int, str]]
     ) -> tuple[RecomputeBlock, ...]:
-        """Return the blocks with their options.
+        """Return the blocks, each with the options that free memory.
 
         Args:
             block_of: (stage, module call) of each operator that may be recomputed, by name.
@@ -229,7 +229,7 @@ class RecomputeBlocks:
         }
         saved_before = self.saved_without_blocks
         for option, recompute in alternatives.items():
-            flow = self._communication_with(recompute)
+            flow = self._communication_with_recompute(recompute)
             saved = self._estimate.saved_bytes(flow)
             freed: dict[tuple[int, str], int] = {}
             for name, block in block_of.items():
@@ -247,7 +247,7 @@ class RecomputeBlocks:
                     options.setdefault(block, {})[option] = (item, recompute_by_block[block])
         return tuple(RecomputeBlock(*block, by_name) for block, by_name in options.items())
 
-    def _communication_with(self, recompute_by_op: RecomputeByOp) -> Communication:
+    def _communication_with_recompute(self, recompute_by_op: RecomputeByOp) -> Communication:
         """Return the communication of the model, without buckets, if operators are recomputed.
 
         A result is valid only until the next call: results share transfers, and each call changes
@@ -265,8 +265,8 @@ class RecomputeBlocks:
         assign_recomputed_transfers(segments, self._transfers, self.decisions)
         return replace(self._plain_flow, segments=segments)
 
-    def _saved_bytes_with(self, recompute: RecomputeByOp) -> SavedBytes:
-        return self._estimate.saved_bytes(self._communication_with(recompute))
+    def _saved_bytes_with_recompute(self, recompute: RecomputeByOp) -> SavedBytes:
+        return self._estimate.saved_bytes(self._communication_with_recompute(recompute))
 
     def _repeated_operations(
         self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
@@ -297,10 +297,10 @@ class RecomputeBlocks:
         return operations
 
     def _recomputed_ops(self, names: Sequence[str]) -> list[str]:
-        """Return the operators among `names`, a segment, that `torch.utils.checkpoint` recomputes.
+        """Return the operators of a segment, `names`, that `torch.utils.checkpoint` recomputes.
 
-        Recomputation ends before the last operator that saves a tensor, or with this operator if it
-        saves an output.
+        Recomputation ends before the last operator that saves a tensor, or after this operator if
+        it saves more than its inputs.
         """
         # PyTorch's checkpointing stops early, once the last saved tensor has been recomputed.
         last = max(index for index, name in enumerate(names) if self._saved[name])
@@ -353,7 +353,8 @@ class ActivationEstimate:
                 self._roots[op.output] = self._roots.get(viewed, viewed)
 
     def saved_bytes(self, flow: Communication) -> SavedBytes:
-        """Return the bytes saved as inputs of recomputed segments and for all other operators.
+        """Return the bytes saved for backward: inputs of recomputed segments, and tensors of other
+        ops.
 
         Tensors that share memory count once.
 
@@ -369,8 +370,8 @@ class ActivationEstimate:
         return saved
 
     def _saved_tensors(self, flow: Communication) -> Iterator[tuple[str, object, int]]:
-        """Yield (name of its operator, key, bytes on a device) for each saved tensor; tensors that
-        share memory have equal keys."""
+        """Yield (operator name, key, bytes on a device) for each saved tensor; tensors that share
+        memory have equal keys."""
         first_ops = _first_consumers(self.graph, flow)
         for op in self.graph.ops:
             segment = flow.segment_of.get(op.name)
@@ -397,10 +398,10 @@ class ActivationEstimate:
     def _local_share(self, op: Op, shape: Sequence[int], flow: Communication) -> float:
         """Return the fraction on a device of a tensor that `op` saves besides inputs and outputs.
 
-        The tensor is sharded like the output or an input of equal shape, as the softmax that a loss
-        saves. If none has an equal shape, it is sharded like an output at least as large, or else
-        like the largest input. A tensor larger than that, as experts save for each expert of a
-        token, is sharded like the computation.
+        A tensor is sharded like the output or an input of equal shape, such as the softmax that a
+        loss saves. Without a tensor of equal shape, it is sharded like an output that is at least
+        as large, or else like the largest input. A tensor larger than this input, such as those
+        that `experts` saves per token and expert, is sharded like the computation.
 
         Args:
             shape: full shape of the tensor.
@@ -424,12 +425,11 @@ class ActivationEstimate:
         first_ops: dict[Transfer, str],
         segment: str = "",
     ) -> Iterator[tuple[str, object, int]]:
-        """Yield (name of its operator, key, bytes) of the tensor that is saved for an input of
-        `op`.
+        """Yield (operator name, key, bytes) of the tensor that is saved for an input of `op`.
 
-        That is the input before the redistributions that recomputing `segment` repeats. Yields
-        nothing for parameters, nor for model inputs, buffers and constants without redistribution,
-        as saving these takes no memory.
+        The tensor is the input before the redistributions that recomputing `segment` repeats.
+        Yields nothing for parameters, nor for model inputs, buffers and constants without
+        redistribution, as saving these takes no memory.
         """
         # Parameters are stored anyway, and saving one takes no memory.
         value = op.inputs[index]
@@ -448,9 +448,9 @@ class ActivationEstimate:
             yield self._saved_result(value, flow)
 
     def _saved_result(self, value: Value, flow: Communication) -> tuple[str, object, int]:
-        """Return (name of its operator, key, bytes) of the tensor that is saved for an activation.
+        """Return (operator name, key, bytes) of the tensor that is saved for an activation.
 
-        A view is saved as the tensor that it is a view of.
+        For a view, the saved tensor is the base of the view.
         """
         root = self._roots.get(value, value)
         producer = self.graph.producer.get(root)

@@ -1,4 +1,4 @@
-"""Find the cheapest options, at most one per block, that together free a number of bytes.
+"""Find the cheapest options, at most one per block, that free a given number of bytes in total.
 
 This is a multiple-choice knapsack, solved by dynamic programming over states that are not
 dominated.
@@ -31,8 +31,8 @@ class KnapsackItem:
     cost: float
 
 
-class _States(NamedTuple):
-    """Undominated choices of options for the first blocks, sorted by freed bytes, descending.
+class _Frontier(NamedTuple):
+    """Pareto-optimal choices of options for the first blocks, by freed bytes, descending.
 
     Args:
         freed, cost: freed bytes and cost of each state, as sums over its blocks.
@@ -65,7 +65,7 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
     if freeable < needed:
         return None
     no_choice = np.full(1, -1)
-    states = [_States(np.zeros(1, np.int64), np.zeros(1), no_choice, no_choice)]
+    states = [_Frontier(np.zeros(1, np.int64), np.zeros(1), no_choice, no_choice)]
     for block in blocks:
         states.append(_states_with_block(states[-1], block, needed))
         # The number of states multiplies with each different block; equal blocks give few distinct
@@ -80,7 +80,7 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
     return chosen[::-1]
 
 
-def _states_with_block(states: _States, block: Sequence[KnapsackItem], needed: int) -> _States:
+def _states_with_block(states: _Frontier, block: Sequence[KnapsackItem], needed: int) -> _Frontier:
     """Return the undominated states of `states` combined with the options of one more block."""
     freed = np.array([0, *(option.freed for option in block)], np.int64)[:, None] + states.freed
     cost = np.array([0.0, *(option.cost for option in block)])[:, None] + states.cost
@@ -93,7 +93,7 @@ def _states_with_block(states: _States, block: Sequence[KnapsackItem], needed: i
     undominated = np.flatnonzero(cost < least_cost_before)
     # Row 0 of the sums is no option, hence `options - 1`.
     options, previous = np.divmod(order[undominated], len(states.freed))
-    return _States(freed[undominated], cost[undominated], previous, options - 1)
+    return _Frontier(freed[undominated], cost[undominated], previous, options - 1)
 
 
 def _choose_greedily(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]:

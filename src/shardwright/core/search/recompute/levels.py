@@ -1,7 +1,7 @@
 """The recomputation levels of pipeline stages.
 
-Each level frees more memory than the level before, from no bytes to all that recomputation can
-free. Levels do not depend on the memory limit, so candidates with equal cuts share them.
+Each level frees more memory than the level before, from no recomputation to full recomputation.
+Levels do not depend on the memory limit, so candidates with equal cuts share them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ NUM_LEVELS = 16
 """Number of equal steps into which the levels divide the bytes that recomputation can free."""
 
 MIN_PEAK_RATIO = 0.93
-"""Smallest expected ratio of the peak memory in a dry run to its estimate, for stages whose memory
+"""Minimum expected ratio of the peak memory in a dry run to its estimate, for stages whose memory
 is mostly activations."""
 
 MIN_ACTIVATION_RATIO = 0.75
-"""Smallest expected ratio of the bytes of activations in a dry run to their estimate, for stages
+"""Minimum expected ratio of the bytes of activations in a dry run to their estimate, for stages
 whose memory is mostly not activations."""
 
 
@@ -40,13 +40,12 @@ WHOLE_BLOCK_OPTIONS = ("block", "block_and_communication")
 """Names of the options that recompute a whole block at once."""
 
 UNIFORM_OPTIONS = ("lean", "cheap", *WHOLE_BLOCK_OPTIONS)
-"""Names of the options that also form a level if all blocks take the option, as users do by
-hand."""
+"""Names of the options that form a level of their own, in which all blocks take the option, as
+users configure by hand."""
 
 
 class StageLevels:
-    """The recomputation levels of one pipeline stage, from no recomputation to all that is
-    possible.
+    """The recomputation levels of one pipeline stage, from no recomputation to full recomputation.
 
     Args:
         blocks: blocks of the operators of the stage.
@@ -76,9 +75,9 @@ class StageLevels:
         is "" if a knapsack chooses the option of each block."""
         steps = {self._freeable_bytes * step // NUM_LEVELS: "" for step in range(NUM_LEVELS + 1)}
         for option in UNIFORM_OPTIONS:
-            steps[sum(block.options[option][0].freed for block in self._blocks_with(option))] = (
-                option
-            )
+            steps[
+                sum(block.options[option][0].freed for block in self._blocks_with_option(option))
+            ] = option
         # Level 0 has no option, even if an option happens to free no bytes.
         steps[0] = ""
         return sorted(steps.items())
@@ -93,8 +92,8 @@ class StageLevels:
         return self._freed_bytes_and_options[level][0] / max(self._freeable_bytes, 1)
 
     def first_level_freeing(self, freed_share: float) -> int:
-        """Return the lowest level with at least `freed_share` (see the method `freed_share`), or
-        the last."""
+        """Return the first level that frees at least `freed_share` of the freeable bytes, else the
+        last."""
         return next(
             (n for n in range(self.last_level) if self.freed_share(n) >= freed_share),
             self.last_level,
@@ -159,8 +158,8 @@ class StageLevels:
             )
         return self._cached_recompute[level]
 
-    def _blocks_with(self, option: str) -> list[RecomputeBlock]:
-        """Return the blocks of modules that have an option with this name."""
+    def _blocks_with_option(self, option: str) -> list[RecomputeBlock]:
+        """Return the blocks of modules that have the option named `option`."""
         return [block for block in self._blocks if block.name and option in block.options]
 
     def _enumerate_recompute(self, needed: int, option: str) -> Iterator[tuple[str, Recompute]]:
@@ -171,7 +170,7 @@ class StageLevels:
             option: name of the option of all blocks; "" for the cheapest combination of options.
         """
         if option:
-            for block in self._blocks_with(option):
+            for block in self._blocks_with_option(option):
                 yield from block.options[option][1].items()
             return
         indices = cheapest(self._items, needed)
@@ -212,7 +211,7 @@ class RecomputeLevels:
         depths: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self._recompute_blocks = RecomputeBlocks(graph, mesh, decisions, self._stage_of, prices)
+        self._recompute_blocks = RecomputeBlocks(graph, mesh, decisions, self._stage_of_op, prices)
         self.depths = self._recompute_blocks.depths if depths is None else depths
         self._by_depth: dict[int, tuple[StageLevels, ...]] = {}
 
@@ -247,7 +246,7 @@ class RecomputeLevels:
         )
 
     def min_memory(self, depth: int, other_bytes: Sequence[int]) -> list[int]:
-        """Return a low estimate of the least peak memory of each stage, in bytes per device.
+        """Return a low estimate of each stage's peak memory at its last level, in bytes per device.
 
         Args:
             depth: depth of the module tree at which modules are blocks.
@@ -286,10 +285,10 @@ class RecomputeLevels:
         for name, size in self._recompute_blocks.saved_without_blocks.items():
             # Inputs, buffers and constants have no operator and are not freed by recomputation.
             if name in operators:
-                saved_bytes[self._stage_of(operators[name])] += size
+                saved_bytes[self._stage_of_op(operators[name])] += size
         return saved_bytes
 
-    def _stage_of(self, op: Op) -> int:
+    def _stage_of_op(self, op: Op) -> int:
         return self._pipeline.stage_of(self._pipeline.chunk_of.get(op.name, 0))
 
 

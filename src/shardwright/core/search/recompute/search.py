@@ -15,20 +15,20 @@ from shardwright.core.partition.decisions import Decisions
 from shardwright.core.search.recompute.levels import StageLevels, with_recompute
 
 MAX_PEAK_RATIO = 1.4
-"""Largest usual ratio of the peak memory in a dry run to its estimate, as in plans that reduce the
-gradients of full parameters at the end of a step."""
+"""Maximum expected ratio of the peak memory in a dry run to its estimate, reached by plans that
+reduce the gradients of full parameters at the end of a step."""
 
 RATIO_SPREAD = 1.05
-"""Largest usual factor between the ratios of two plans with equal stages, schedule and ZeRO level;
-a ratio is that of the peak memory in a dry run to its estimate."""
+"""Maximum expected factor by which the ratio of peak memory in a dry run to its estimate differs
+between plans with equal stages, schedule and ZeRO level."""
 
 
 def max_peak_ratio(measured_ratio: float | None) -> float:
-    """Return the largest expected ratio of the peak memory in a dry run to its estimate.
+    """Return the maximum expected ratio of the peak memory in a dry run to its estimate.
 
     Args:
-        measured_ratio: ratio of another plan with equal stages, schedule and ZeRO level; None if
-            there is none.
+        measured_ratio: ratio of another plan with equal stages, schedule and ZeRO level; None if no
+            such plan was measured.
     """
     return (
         MAX_PEAK_RATIO
@@ -38,7 +38,7 @@ def max_peak_ratio(measured_ratio: float | None) -> float:
 
 
 MeasureMemory = Callable[[Decisions, Container[int] | None], Memory]
-"""A function from decisions and stage indices (None for all stages) to memory by a dry run."""
+"""Function that measures memory by a dry run, given decisions and stage indices (None for all)."""
 
 Levels = tuple[int, ...]
 """The index of the recomputation level of each stage."""
@@ -53,7 +53,7 @@ class MeasuredDecisions:
 
 
 class RecomputeSearch:
-    """Searches, by dry runs, the lowest recomputation levels of the stages at which a plan fits.
+    """Search, by dry runs, for the lowest recomputation level of each stage at which a plan fits.
 
     Args:
         stages: recomputation levels of each stage.
@@ -109,14 +109,13 @@ class RecomputeSearch:
 
     @cached_property
     def largest_stage(self) -> StageMemory:
-        """Memory of the stage with the largest estimate, as a dry run measures at the last
-        levels."""
+        """Memory, by a dry run at the last levels, of the stage with the largest estimate."""
         sizes = [
             stage.fully_recomputed_bytes(size)
             for stage, size in zip(self._stages, self._other_bytes, strict=True)
         ]
         stage_index = sizes.index(max(sizes))
-        (stage,) = self._measure(self._decisions_at(self._last_levels), {stage_index}).stages
+        (stage,) = self._measure(self._decisions_at_levels(self._last_levels), {stage_index}).stages
         return stage
 
     @property
@@ -154,11 +153,11 @@ class RecomputeSearch:
 
     def expected_decisions(self) -> Decisions:
         """Return decisions with the lowest level at which each stage is expected to fit."""
-        return self._decisions_at(tuple(map(self._next_level, range(len(self._stages)))))
+        return self._decisions_at_levels(tuple(map(self._next_level, range(len(self._stages)))))
 
     def run(self) -> MeasuredDecisions:
-        """Return decisions with the lowest level at which each stage fits, or with all last levels
-        if the plan does not fit; and their memory."""
+        """Return decisions at the lowest level at which each stage fits, or at the last levels if
+        the plan does not fit, with their memory."""
         while True:
             measured = zip(self._last_levels, self._peaks, strict=True)
             # A stage that does not fit at its last level fits at no level.
@@ -168,12 +167,12 @@ class RecomputeSearch:
             # One dry run measures all stages, but the level of each stage is searched separately.
             # The dry run of the final combination comes from the cache.
             if all(level in peaks for level, peaks in zip(levels, self._peaks, strict=True)):
-                decisions = self._decisions_at(levels)
+                decisions = self._decisions_at_levels(levels)
                 return MeasuredDecisions(decisions, self._measure(decisions, None))
             self._measure_levels(levels)
 
     def _measure_levels(self, levels: Levels) -> MeasuredDecisions:
-        decisions = self._decisions_at(levels)
+        decisions = self._decisions_at_levels(levels)
         memory = self._measure(decisions, None)
         for stage_index, (level, stage) in enumerate(zip(levels, memory.stages, strict=True)):
             self._peaks[stage_index][level] = stage.peak
@@ -202,5 +201,5 @@ class RecomputeSearch:
         measured_levels = self._measured_levels[stage.key].intersection(between)
         return min(measured_levels or between, key=lambda level: (abs(level - guess), level))
 
-    def _decisions_at(self, levels: Levels) -> Decisions:
+    def _decisions_at_levels(self, levels: Levels) -> Decisions:
         return with_recompute(self._decisions, self._stages, levels)

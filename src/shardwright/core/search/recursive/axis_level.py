@@ -20,7 +20,7 @@ maximum of several neighbors' choices is a decided one."""
 
 
 class AxisLevel:
-    """The choices on one axis.
+    """Choices of all operators on one mesh axis, with their propagation to neighbors.
 
     Args:
         shard_counts: number of shards of each factor of each operator over the axes of earlier
@@ -125,9 +125,9 @@ class AxisLevel:
         Inputs of the model count as sharded along the batch, so that a model without main operators
         is data parallel.
         """
-        # Producers first, since the batch of the inputs decides where no main operator does. Like
-        # their consumers are decided operators without a decided input, such as a mask made from
-        # constants.
+        # Producers first, since the batch of the inputs decides where no main operator does.
+        # Operators without a decided input, such as a mask made from constants, then follow their
+        # consumers.
         undecided = [op for op, choice in enumerate(self.choice) if choice == UNDECIDED]
         for op in undecided:
             self.choice[op] = _preferred_choice(self._choices_of_producers(op))
@@ -139,8 +139,8 @@ class AxisLevel:
                 self.choice[op] = NO_CUT
 
     def next_shard_counts(self) -> list[tuple[int, ...]]:
-        """Return the number of shards of each factor of each operator over all axes so far, this
-        level's included."""
+        """Return the number of shards of each factor of each operator over the axes up to this
+        level."""
         return [
             (
                 *shard_counts[:factor],

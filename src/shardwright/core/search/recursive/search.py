@@ -71,7 +71,7 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
 
 
 class Recursion:
-    """The recursion over axes, with the shards of each operator so far and a cache of costs.
+    """The recursion over axes, with the shard counts of the axes decided so far and cached costs.
 
     Args:
         order: order in which main operators are decided, one of `VISIT_ORDERS`.
@@ -207,8 +207,8 @@ def operator_costs(
 
 _INPUT, _OUTPUT = 0, 1
 _CUT_SOMEWHERE = -3
-"""The dim of an input whose batch size is not divisible by the axis: a choice that replicates the
-input costs a redistribution, and a choice that cuts any of its dims costs none."""
+"""Sentinel dim of a model input whose batch size is not divisible by the axis: a choice that
+replicates the input costs a redistribution, and a choice that cuts any of its dims costs none."""
 
 
 def _needs_redistribution(dim: int, neighbor_dim: int) -> bool:
@@ -257,7 +257,7 @@ def _decided_neighbors(
 def record_axis(
     indexed: IndexedGraph, choices: Sequence[int], axis: int, cuts: CutsOfGraph
 ) -> None:
-    """Append `axis` to the axes of the factor that it cuts, for each operator in `cuts`.
+    """Add `axis` to `cuts`, in place, at the factor that the axis cuts in each operator.
 
     Args:
         choices: index of the factor that `axis` cuts, or `NO_CUT`, for each operator.
