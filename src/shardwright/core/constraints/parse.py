@@ -134,11 +134,10 @@ class StrategyParser:
     def _split_joint_request(
         self, outer: _DimRequest, joint: _DimRequest
     ) -> tuple[_DimRequest, _DimRequest] | None:
-        """Split the request for a dimension of two joined factors, given that for the outer factor
-        alone.
+        """Split `joint`, the request for a dimension that both factors shard, into one per factor.
 
-        Returns (request for the outer factor, request for the inner factor); None if shard counts
-        or axes conflict.
+        `outer` requests a dimension that only the outer factor shards. Returns (request for the
+        outer factor, request for the inner factor); None if shard counts or axes conflict.
         """
         if joint.num_shards % outer.num_shards:
             return None

@@ -57,7 +57,7 @@ def resolve(
         devices: number of devices of one pipeline stage.
         strategies: the strategy of each pinned operator, by its name.
         parameters: the requested storage of parameters, by name; only its layouts are used here,
-            since the device matrix must be able to express them.
+            since the device matrix must express all layouts.
         nodes: devices per group at each level of the interconnect, ascending, such as `(8,)`.
 
     Raises:

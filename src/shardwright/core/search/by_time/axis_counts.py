@@ -213,8 +213,7 @@ class CountedRedistributionBound:
 
 
 def num_shards_of(axis_groups: Sequence[AxisGroup], counts: Counts) -> Counts:
-    """Return the number of shards, multiplied over the last dimension of `counts`, the axis
-    groups."""
+    """Return the product of shards over all axis groups, the last dimension of `counts`."""
     sizes = np.array([group.size for group in axis_groups], dtype=np.int64)
     num_shards: Counts = (sizes**counts).prod(axis=-1)
     return num_shards

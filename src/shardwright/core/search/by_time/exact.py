@@ -202,8 +202,8 @@ class _JointTables:
         return variable.count * weights.of(self.objective.operator(variable, cuts))
 
     def _edge_tables(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
-        """Return for each consumer a table with its share of redistributing a value from the
-        producer."""
+        """Return a table for each consumer, with its share of the cost of redistributing the
+        value."""
         if edge.is_shared_parameter:
             return []
         mesh, ndim = self.model.mesh, len(edge.value.shape)

@@ -126,5 +126,6 @@ def layout_sets(
 
 @cache
 def united_reads(first: ReadLayouts, second: ReadLayouts) -> ReadLayouts:
-    """Return, per choice, the layouts in which an operator reads a value through two inputs."""
+    """Return, per choice, the union of the layouts in which two inputs of an operator read a
+    value."""
     return tuple(a | b for a, b in zip(first, second, strict=True))

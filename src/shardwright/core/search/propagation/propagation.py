@@ -86,7 +86,7 @@ class _Propagation(DecidedLayouts):
         self._cached_cuts: dict[tuple[object, ...], dict[str, Axes]] = {}
 
     def propagate(self) -> None:
-        """Decide operators breadth first, from those already decided (step 1).
+        """Decide operators breadth first, starting at the operators decided so far (step 1).
 
         Propagation prefers values that have gradients: a mask or a table of positions that all
         layers share must not be a short cut from the first layer to the last.

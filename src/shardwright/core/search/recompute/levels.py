@@ -159,7 +159,7 @@ class StageLevels:
         return self._cached_recompute[level]
 
     def _blocks_with_option(self, option: str) -> list[RecomputeBlock]:
-        """Return the blocks of modules that have the option named `option`."""
+        """Return the blocks that are module calls and have the option named `option`."""
         return [block for block in self._blocks if block.name and option in block.options]
 
     def _enumerate_recompute(self, needed: int, option: str) -> Iterator[tuple[str, Recompute]]:

@@ -46,7 +46,7 @@ Levels = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MeasuredDecisions:
-    """Decisions and the memory per device that a dry run of them measures."""
+    """Decisions, and their memory per device as measured by a dry run."""
 
     decisions: Decisions
     memory: Memory

@@ -14,14 +14,14 @@ SMALL_MEM_COEFF = 1e-9
 
 
 def break_evens(graph: Graph, mesh: DeviceMatrix) -> dict[str, float]:
-    """Return for each main operator the `mem_coeff` above which cutting I is cheaper than no cut.
+    """Return for each main operator the `mem_coeff` above which cutting the batch beats no cut.
 
     Costs are those on the first axis of `mesh`, without redistributions. The formula is that of
     `shardwright.core.cost.symbolic.break_even`.
 
     Returns:
-        The values by operator name, without operators that have no weight or whose I is not
-        divisible.
+        The values by operator name, without operators that have no weight or whose batch (factor I
+        of MindSpore's notation) is not divisible.
     """
     axis_size = next((size for size in mesh.device_matrix if size > 1), None)
     if axis_size is None:
