@@ -6,14 +6,15 @@ import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel
 from transformers.optimization import Adafactor
 
@@ -146,6 +147,47 @@ class Distance(OwnOptimizer):
         p.sub_(torch.stack(gradients[-3:]).median(0).values, alpha=lr * (1 + distance))
 
 
+class AssignedData(OwnOptimizer):
+    """Assigns `.data` of parameters, gradients and copies of its own, as Lion and SVRG do."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        anchor = state.setdefault("anchor", p.detach().clone().requires_grad_())
+        grad.data = grad.data.clamp(-0.01, 0.01)
+        p.data = p.data * 0.999 - lr * (grad + 0.1 * (p.data - anchor)).sign()
+        anchor.data = anchor.data * 0.5 + p.data * 0.5
+
+
+class SharpnessAware(OwnOptimizer):
+    """Climbs, restores `.data` from copies, and descends, as SAM does."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["before"] = p.data.clone()
+        p.add_(torch.pow(p, 2) * grad / grad.norm(), alpha=0.05)
+        climbed = p.data
+        p.data = state["before"]
+        p.data.add_(climbed, alpha=-lr)
+
+
+class Transposing(OwnOptimizer):
+    """Transposes gradients in place, as Shampoo of `torch_optimizer` does."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        for dim in range(grad.ndim):
+            grad = grad.data.transpose_(0, dim).contiguous()
+            grad = (grad / grad[0].norm()).transpose_(0, dim)
+        p.data.add_(grad.unsqueeze(0).squeeze_(0), alpha=-lr)
+
+
+class Drawing(OwnOptimizer):
+    """Draws like one device, by operators that read what they are given too."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        signs = torch.randint_like(p, 0, 2).mul_(2).sub_(1)
+        chance = torch.bernoulli(p.detach().sigmoid()) + torch.poisson(p.detach().abs())
+        dropped = nn.functional.dropout(grad, 0.5) + torch.empty_like(p).geometric_(0.3)
+        p.sub_(signs * chance + dropped + torch.normal(p.detach(), 0.1), alpha=lr)
+
+
 class Noisy(OwnOptimizer):
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
         p.sub_(grad.sign() + torch.randn(p.shape), alpha=lr)
@@ -164,6 +206,10 @@ OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "lists": lambda net: ListState(net.parameters()),
     "schedule-free": lambda net: ScheduleFree(net.parameters()),
     "distance": lambda net: Distance(net.parameters()),
+    "assigned data": lambda net: AssignedData(net.parameters()),
+    "sharpness-aware": lambda net: SharpnessAware(net.parameters()),
+    "transposing": lambda net: Transposing(net.parameters()),
+    "drawing": lambda net: Drawing(net.parameters()),
     "noisy": lambda net: Noisy(net.parameters()),
     "Muon and AdamW": lambda net: MuonAdamW(net.parameters(), tables=table_shapes(net)),
 }
@@ -208,6 +254,41 @@ def optimizers_train_as_on_one_device() -> None:
         for name in OPTIMIZERS:
             net.load_state_dict(start)
             assert_trains_alike(net, name)
+
+
+def averages_take_the_place_of_parameters_and_give_it_back() -> None:
+    results = []
+    for net in (planned(**PLANS["tensor parallel"]), model()):
+        shadows = {name: p.data * 0.5 for name, p in net.named_parameters()}
+        before = {name: p.data for name, p in net.named_parameters()}
+        losses = [net(*batch())]
+        for values in (shadows, before):
+            for name, p in net.named_parameters():
+                p.data = values[name]
+            losses.append(net(*batch()))
+        next(iter(shadows.values())).zero_()
+        losses.append(net(*batch()))
+        assert losses[0] == losses[2] == losses[3] != losses[1]
+        results.append(torch.stack(losses).detach())
+    torch.testing.assert_close(*results)
+
+
+def data_that_cannot_share_memory_is_refused() -> None:
+    net = planned(**PLANS["HSDP"])
+    first: Any = next(net.parameters())
+    for value, found in [
+        (torch.zeros(first.shape), "an ordinary tensor"),
+        (first.detach().redistribute(placements=[Replicate()]), r"a DTensor with placements"),
+        (first.detach().bfloat16(), r"shape \(32, 16\) and torch.bfloat16"),
+    ]:
+        with pytest.raises(sw.PlanError, match=rf"`.data` .*{found}.*\n.*`p.copy_\(value\)`"):
+            first.data = value
+    with pytest.raises(sw.PlanError, match=r"set_.* is not supported"):
+        first.data.set_(first.detach().clone())
+    loss, head = net(*batch()), cast(Any, net.head)
+    head.weight.data = head.weight.data * 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def an_average_of_the_users_own_follows() -> None:
@@ -264,6 +345,12 @@ def draws_that_differ_between_ranks_are_refused() -> None:
         optimizer.step()
 
 
+def fully_shard_of_a_planned_model_is_refused() -> None:
+    for options in PLANS.values():
+        with pytest.raises(sw.PlanError, match=r"`fully_shard` .*sharded already\n.*level3"):
+            fully_shard(planned(**options))
+
+
 class Reducing(OwnOptimizer):
     """Reduces gradients itself, as optimizers for `torchrun` scripts without a wrapper do."""
 
@@ -292,10 +379,13 @@ def numbers_of_parameters_are_formatted_and_shards_not_saved() -> None:
 CHECKS = [
     numbers_of_parameters_are_formatted_and_shards_not_saved,
     optimizers_train_as_on_one_device,
+    averages_take_the_place_of_parameters_and_give_it_back,
+    data_that_cannot_share_memory_is_refused,
     an_average_of_the_users_own_follows,
     an_averaged_model_averages_buffers,
     draws_that_differ_between_ranks_are_refused,
     an_optimizer_that_communicates_is_named,
+    fully_shard_of_a_planned_model_is_refused,
 ]
 
 if __name__ == "__main__":

@@ -69,10 +69,10 @@ def test_a_parameter_that_meets_an_ordinary_tensor_says_what_to_do(
 test_on_ranks = checks_on_ranks(CHECKS, 2)
 
 
-def test_random_draws_that_dtensors_lack_are_refused() -> None:
+def test_views_that_dtensors_lack_are_refused() -> None:
     parameter = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
-    with pytest.raises(PlanError, match=r"poisson.* is not supported .*\n.*full_tensor"):
-        torch.poisson(parameter)
+    with pytest.raises(PlanError, match=r"resize_.* is not supported .*\n.*full_tensor"):
+        parameter.resize_(2)
 
 
 def test_an_operator_that_dtensors_have_in_this_case_is_computed() -> None:

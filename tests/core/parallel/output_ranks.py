@@ -255,7 +255,7 @@ def check_replaced_data_of_a_dtensor_is_refused() -> None:
         parallel.policy.weight.data.mul_(0.5)
         for _ in range(calls_before):
             parallel(*batch())
-        parallel.policy.weight.data = parallel.policy.weight.data * 0.5
+        torch.Tensor.data.__set__(parallel.policy.weight, parallel.policy.weight.data * 0.5)
         calls_until_seen = 1 if calls_before < FIRST_CALLS else PARTS
         try:
             for _ in range(calls_until_seen):

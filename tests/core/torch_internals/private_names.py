@@ -351,6 +351,10 @@ DTENSOR = (
         )
         for module in ("_api", "_dispatch", "_redistribute")
     ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+        "refuses `fully_shard` of a planned model, for which FSDP2 raises an error without a cause",
+    ),
     PrivateName("torch.distributed.tensor.DTensor._spec", "makes gradients like their parameters"),
     PrivateName(
         "torch.distributed.tensor._dtensor_spec.DTensorSpec",

@@ -13,7 +13,8 @@ core, which also launches operators, and a model of 32 layers (`benchmarks/misus
 Installed by `parallelize`; no cost later unless user code applies operators to DTensors:
 
 - `unsupported_operators`: a DTensor is combined with an ordinary tensor, or passed to a collective
-  or to an operator that DTensors do not support. Improves the message of an existing error.
+  or to an operator that DTensors do not support. Improves the message of an existing error, and
+  assigns `.data` of local tensors.
 - `gathered_copies`: a write to a gathered part of a DTensor. 15 us for each view of a DTensor,
   0.1 ms for a view that is gathered.
 - `partial_state`: pickling the shards or the stage of one rank. Runs during pickling.

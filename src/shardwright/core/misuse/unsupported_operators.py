@@ -7,8 +7,8 @@ does not shard. Where autograd does not record, an ordinary tensor is one that a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.core.misuse.caller import is_called_by, optimizer_among_callers
 from shardwright.core.misuse.ranks import is_due
+from shardwright.core.runtime.devices import stages_of_plan
 from shardwright.core.runtime.full_tensors import (
     can_compute_on_full_tensors,
     compute_on_full_tensors,
@@ -26,18 +27,32 @@ from shardwright.core.runtime.full_tensors import (
 from shardwright.core.runtime.replicated_tensors import differs_between_ranks
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.distributed import by_rank
-from shardwright.core.torch_internals.dtensor import local_tensor
+from shardwright.core.torch_internals.dtensor import (
+    become,
+    before_fully_shard,
+    local_tensor,
+    share_local_memory,
+    spec_of,
+)
 from shardwright.core.torch_internals.dtensor_dispatch import (
     compute_on_local_tensors,
     format_values,
+    handle_assigned_data,
     handle_collectives,
     handle_mixed_tensors,
     handle_unsupported_operators,
+    have_same_layout,
     refuse_methods,
     run_unless_mixed,
     set_operator_handler,
 )
-from shardwright.core.torch_internals.operators import OpOverload, schema_of, written_arguments
+from shardwright.core.torch_internals.operators import (
+    OpOverload,
+    operator_name,
+    operators_in_namespace,
+    schema_of,
+    written_arguments,
+)
 from shardwright.core.torch_internals.tensors import FakeTensor
 from shardwright.errors import MixedTensorsError, PlanError
 
@@ -58,11 +73,16 @@ operator with equal shapes, and in one of 256."""
 def compute_unsupported_operators() -> None:
     """Make all DTensors of this process compute what PyTorch does not support, or say why not."""
     set_operator_handler(aten.index_put_.default, _assign_elements)
+    for operator in operators_in_namespace("aten"):
+        if (view := _view_of(operator)) is not None:
+            set_operator_handler(operator, partial(_view_in_place, view))
     handle_mixed_tensors(_compute_mixed)
     handle_unsupported_operators(_compute_unsupported)
     handle_collectives(_refuse_collective)
+    before_fully_shard(_refuse_fully_shard)
     compute_on_local_tensors(OPTIMIZER_STEP_METHODS)
     format_values()
+    handle_assigned_data(_assign_data)
     refuse_methods(("numpy", "tolist"), _mixed_tensors_error)
 
 
@@ -75,6 +95,31 @@ def _assign_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     _check_equal(operator, leaves)
     return compute_on_full_tensors(operator, args, kwargs)
+
+
+def _assign_data(tensor: DTensor, value: Any) -> None:
+    """`tensor.data = value`, as optimizers and averages of parameters do.
+
+    Raises:
+        PlanError: if the two cannot share memory, as they do on one device.
+    """
+    if not isinstance(value, DTensor):
+        found = f"an ordinary tensor of shape {tuple(value.shape)}"
+    elif value.dtype != tensor.dtype or value.shape != tensor.shape:
+        found = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    elif not have_same_layout(spec_of(value), spec_of(tensor)):
+        found = f"a DTensor with placements {value.placements} in place of {tensor.placements}"
+    elif type(local_tensor(value)) is not type(local_tensor(tensor)):
+        found = "a gathered copy"
+    else:
+        share_local_memory(tensor, value)
+        return
+    raise PlanError(
+        f"`.data` of a DTensor of shape {tuple(tensor.shape)} and {tensor.dtype}{_in_optimizer()}"
+        f" is replaced by {found}, whose memory it cannot share\ncopy the values into it under"
+        " `torch.no_grad()` (`p.copy_(value)`), which keeps each rank's shard; convert or resize a"
+        " model (`to`, `half`, `resize_token_embeddings`) before `sw.plan`"
+    )
 
 
 def _compute_unsupported(
@@ -94,6 +139,25 @@ def _compute_unsupported(
             " tensor (`p.full_tensor()`); `p.copy_` of a full tensor keeps each rank's shard"
         ) from error
     return compute_on_full_tensors(operator, args, kwargs)
+
+
+def _view_of(operator: OpOverload) -> Callable[..., Any] | None:
+    """`transpose` for `transpose_`; None for an operator that is no view in place."""
+    if torch.Tag.inplace_view not in operator.tags or operator is aten.detach_.default:
+        return None
+    view = getattr(aten, operator_name(operator).removesuffix("_"))
+    returns = schema_of(getattr(view, view.overloads()[0])).returns
+    return view if returns[0].alias_info is not None else None
+
+
+def _view_in_place(
+    view: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DTensor:
+    """`x.transpose_(0, 1)`, which DTensor lacks, and `x.squeeze_()`, which leaves `x.shape` as it
+    was if `x` is replicated."""
+    tensor: DTensor = args[0]
+    become(tensor, view(*args, **kwargs))
+    return tensor
 
 
 def _tensors(*arguments: Any) -> list[Tensor]:
@@ -187,6 +251,16 @@ def _refuse_collective(operator: OpOverload, *_: object) -> NoReturn:
         " of gradients (`mode='data_parallel'` plans them), and use the optimizer's variant for one"
         " device, which does not communicate; pass other collectives `p.full_tensor()`"
     )
+
+
+def _refuse_fully_shard(parameter: Tensor) -> None:
+    if isinstance(parameter, DTensor) and stages_of_plan(parameter.device_mesh) is not None:
+        raise PlanError(
+            "`fully_shard` on a planned model, whose parameter of shape"
+            f" {tuple(parameter.shape)} is sharded already\nremove `fully_shard`; to shard parameters,"
+            " gradients and optimizer state over replicas, as it does, plan with `sw.plan(net, batch, devices=8,"
+            " hsdp={'level': 'level3'})`"
+        )
 
 
 def _in_optimizer() -> str:

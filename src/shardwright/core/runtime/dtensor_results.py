@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwright.core.runtime.full_tensors import (
+    broadcast_from_first_rank,
+    compute_on_full_tensors,
+)
 from shardwright.core.torch_internals.dtensor import local_part_of, local_tensor
 from shardwright.core.torch_internals.dtensor_dispatch import set_operator_handler
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
@@ -20,10 +24,17 @@ RANDOM_OPERATORS = (
     *(aten.uniform_.default, aten.normal_.default, aten.exponential_.default),
     *(aten.bernoulli_.float, aten.log_normal_.default, aten.cauchy_.default),
     *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to),
-    *(aten.rand_like.default, aten.randn_like.default),
+    *(aten.rand_like.default, aten.randn_like.default, aten.geometric_.default),
+    *(aten.randint_like.default, aten.randint_like.low_dtype),
 )
 """In-place and `*_like` random operators: on CPUs all ranks would draw equal random numbers for
 different shards."""
+
+DRAWS_FROM_VALUES = (
+    *(aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor, aten.bernoulli_.Tensor),
+    aten.native_dropout.default,
+)
+"""Random operators that read their argument, and that DTensor supports."""
 
 
 def correct_results() -> None:
@@ -32,6 +43,8 @@ def correct_results() -> None:
     set_operator_handler(aten._local_scalar_dense.default, _full_item)
     for operator in RANDOM_OPERATORS:
         set_operator_handler(operator, partial(_draw_full_tensor, operator))
+    for operator in DRAWS_FROM_VALUES:
+        set_operator_handler(operator, partial(_draw_from_full_tensor, operator))
 
 
 def _full_item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -44,14 +57,10 @@ def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
     shard."""
     tensor: DTensor = args[0]
     local, mesh = local_tensor(tensor), tensor.device_mesh
-    # Generators of accelerators are counter-based (Philox), and DTensor sets their offset for each
-    # shard. The generator of CPUs (Mersenne Twister) has no offset.
-    if mesh.device_type != "cpu" or type(local) is not Tensor:
+    if _draws_as_one_device(tensor):
         return operator(*args, **kwargs)
     full = operator(local.new_empty(tensor.shape), *args[1:], **kwargs)
-    # One broadcast per mesh axis reaches every rank from the first rank of the mesh.
-    for dim in range(mesh.ndim):
-        torch.distributed.broadcast(full, group=mesh.get_group(dim), group_src=0)
+    broadcast_from_first_rank(full, mesh)
     shard = local_part_of(full, tensor).contiguous()
     # `uniform_` fills its argument; `rand_like` returns a new DTensor.
     if schema_of(operator).is_mutable:
@@ -61,3 +70,19 @@ def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
     return DTensor.from_local(
         *(shard, mesh, tensor.placements), shape=meta.shape, stride=meta.stride()
     )
+
+
+def _draw_from_full_tensor(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Gather what is read, and draw for all ranks on the first."""
+    if not isinstance(args[0], DTensor) or _draws_as_one_device(args[0]):
+        return operator(*args, **kwargs)
+    return compute_on_full_tensors(operator, args, kwargs)
+
+
+def _draws_as_one_device(tensor: DTensor) -> bool:
+    """Whether PyTorch draws for each shard what one device draws for it."""
+    # Generators of accelerators are counter-based (Philox), and DTensor sets their offset for each
+    # shard. The generator of CPUs (Mersenne Twister) has no offset.
+    return tensor.device_mesh.device_type != "cpu" or type(local_tensor(tensor)) is not Tensor

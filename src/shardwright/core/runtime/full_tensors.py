@@ -1,7 +1,8 @@
 """Operators on DTensors that PyTorch does not compute on shards.
 
 In-place elementwise operators compute on shards if all DTensors have equal layouts. Others gather
-what they read, compute on full tensors on every rank, and keep the shards of what they write.
+what they read, compute on full tensors on every rank, and keep the shards of what they write;
+random numbers are those of the first rank.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.core.torch_internals import pytree
@@ -25,11 +27,22 @@ from shardwright.core.torch_internals.operators import (
 
 
 def can_compute_on_full_tensors(operator: OpOverload) -> bool:
-    """Whether an operator gives the same result on every rank, and no view of a gathered tensor."""
-    if torch.Tag.nondeterministic_seeded in operator.tags:
+    """Whether the result of an operator is no view of a gathered tensor, and its shape no other."""
+    if torch.Tag.inplace_view in operator.tags:
         return False
     returns = schema_of(operator).returns
     return all(r.alias_info is None or r.alias_info.is_write for r in returns)
+
+
+def draws(operator: OpOverload) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def broadcast_from_first_rank(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Send a tensor from the first rank of the mesh to all of them: by one broadcast per axis."""
+    for dim in range(mesh.ndim):
+        torch.distributed.broadcast(tensor, group=mesh.get_group(dim), group_src=0)
 
 
 def compute_on_shards(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -47,7 +60,7 @@ def compute_on_shards(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 def _is_elementwise(operator: OpOverload, args: tuple[Any, ...]) -> bool:
     name = operator_name(operator)
-    if not written_arguments(operator):
+    if not written_arguments(operator) or draws(operator):
         return False
     if name == "index_put_":
         return _assigns_by_mask(*args)
@@ -108,8 +121,12 @@ def compute_on_full_tensors(
 
     full_args, full_kwargs = pytree.tree_map_only(DTensor, gather, (args, kwargs))
     results = operator(*full_args, **full_kwargs)
+    mesh = next(iter(gathered.values()))[0].device_mesh
     writes = written_arguments(operator)
     written = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
+    if draws(operator):
+        for tensor in pytree.tree_leaves((results, pytree.tree_map_only(DTensor, gather, written))):
+            broadcast_from_first_rank(tensor, mesh)
     by_id: dict[int, Tensor] = {}
     for tensor in pytree.tree_leaves(written):
         if isinstance(tensor, DTensor):
@@ -117,7 +134,6 @@ def compute_on_full_tensors(
             _store(tensor, gather(tensor))
         elif isinstance(tensor, Tensor):
             by_id[id(tensor)] = tensor
-    mesh = next(iter(gathered.values()))[0].device_mesh
     replicated = (Replicate(),) * mesh.ndim
 
     def as_result(tensor: Tensor) -> Tensor:

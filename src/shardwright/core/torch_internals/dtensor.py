@@ -8,8 +8,10 @@ from functools import wraps
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -56,6 +58,31 @@ def local_part_of(full: Tensor, tensor: Tensor) -> Tensor:
     return full[tuple(slice(offset, offset + size) for offset, size in ranges)]
 
 
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """Assign `tensor.data`: share the memory of `value`, and keep the version counter.
+
+    Of a DTensor only the wrapper, which has no values, changes.
+    """
+    cast(Any, Tensor.data).__set__(tensor, value)
+
+
+def share_local_memory(tensor: DTensor, value: DTensor) -> None:
+    """Make a DTensor share the local memory of another one with an equal layout, as the `.data` of
+    ordinary tensors does. A pending backward pass that needs the old values then raises."""
+    if type(tensor._local_tensor) is Tensor:
+        set_data(tensor._local_tensor, value._local_tensor)
+    else:  # simulated ranks
+        tensor._local_tensor = value._local_tensor
+    if not tensor.is_inference():
+        increment_version(tensor)
+
+
+def become(tensor: DTensor, value: DTensor) -> None:
+    """Give a DTensor the shape, the layout and the local tensor of another one."""
+    set_data(tensor, value)
+    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
+
+
 def share_version_counter(parameter: DTensor) -> nn.Parameter:
     """Make a copy of a DTensor parameter that shares the version counter of its local tensor.
 
@@ -66,7 +93,7 @@ def share_version_counter(parameter: DTensor) -> nn.Parameter:
     if type(local) is not Tensor:  # simulated ranks
         return cast(nn.Parameter, parameter)
     result = as_subclass(DTensor, local)
-    result.data = parameter
+    set_data(result, parameter)
     result._local_tensor, result._spec = local, parameter._spec
     result.requires_grad_(parameter.requires_grad)._is_param = True
     return cast(nn.Parameter, result)
@@ -102,6 +129,26 @@ def around_redistributions(context: Callable[[DeviceMesh], AbstractContextManage
     if not hasattr(redistribute, "__wrapped__"):
         for module in (_api, _dispatch, _redistribute):
             vars(module)[redistribute.__name__] = call
+
+
+def before_fully_shard(check: Callable[[Tensor], None]) -> None:
+    """Call `check` for each parameter before `fully_shard` replaces it.
+
+    Permanent for the process; a second check is ignored.
+
+    Args:
+        check: function of the parameter, which may raise an error.
+    """
+    initialize: Any = FSDPParam.__init__
+
+    @wraps(initialize)
+    def check_and_initialize(fsdp: FSDPParam, param: Tensor, *args: Any, **options: Any) -> None:
+        check(param)
+        initialize(fsdp, param, *args, **options)
+
+    if not hasattr(initialize, "checks_parameters"):
+        vars(check_and_initialize)["checks_parameters"] = True
+        setattr(FSDPParam, initialize.__name__, check_and_initialize)
 
 
 def refuse_pickling(check: Callable[[DTensor], None]) -> None:

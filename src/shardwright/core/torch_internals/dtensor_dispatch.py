@@ -151,6 +151,22 @@ def handle_unsupported_operators(fallback: Fallback) -> None:
     vars(DTensor._op_dispatcher).setdefault(propagate.__name__, propagate_or_fall_back)
 
 
+def handle_assigned_data(assign: Callable[[DTensor, Any], None]) -> None:
+    """Call `assign(tensor, value)` for `tensor.data = value` of DTensors; PyTorch would change the
+    wrapper only, and not the local tensor. Permanent for the process."""
+    data: Any = Tensor.data
+
+    def set_or_assign(tensor: DTensor, value: Any) -> None:
+        if torch.compiler.is_compiling() or type(tensor) is not DTensor:
+            data.__set__(tensor, value)
+        elif not isinstance(value, Tensor):
+            raise TypeError(f"`.data` of a tensor is assigned a {type(value).__name__}")
+        else:
+            assign(tensor, value)
+
+    setattr(DTensor, "data", property(data.__get__, set_or_assign))  # noqa: B010
+
+
 def refuse_methods(names: Collection[str], error: Callable[[str], Exception]) -> None:
     """Make methods of DTensors, such as `numpy`, raise `error(name)`. Permanent for the process."""
 
