@@ -257,9 +257,9 @@ def _refuse_fully_shard(parameter: Tensor) -> None:
     if isinstance(parameter, DTensor) and stages_of_plan(parameter.device_mesh) is not None:
         raise PlanError(
             "`fully_shard` on a planned model, whose parameter of shape"
-            f" {tuple(parameter.shape)} is sharded already\nremove `fully_shard`; to shard parameters,"
-            " gradients and optimizer state over replicas, as it does, plan with `sw.plan(net, batch, devices=8,"
-            " hsdp={'level': 'level3'})`"
+            f" {tuple(parameter.shape)} is sharded already\nremove `fully_shard`; to shard"
+            " parameters, gradients and optimizer state over replicas, as it does, plan with"
+            " `sw.plan(net, batch, devices=8, hsdp={'level': 'level3'})`"
         )
 
 
