@@ -82,7 +82,7 @@ def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> 
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(sw.PlanError, match=r"8 rows cannot be split into 3 .*\n.* 1, 2, 4, 8"):
+    with pytest.raises(sw.PlanError, match=r"8 samples cannot be split into 3 .*\n.* 1, 2, 4, 8"):
         sw.plan(Net(), ARGS, devices=4, micro_batches=3)
 
 

@@ -25,7 +25,7 @@ from shardwright.errors import ConfigError
 CPU = torch.device("cpu")
 
 HOST_BACKEND = "gloo"
-"""The backend for tensors on the CPU."""
+"""Name of the communication backend for CPU tensors."""
 
 BACKENDS = ("GLOO", "NCCL", "HCCL")
 """Prefixes of the environment variables `*_SOCKET_IFNAME`, which select the network interface of a
@@ -64,8 +64,8 @@ def num_accelerators() -> int:
 
 
 def device_of_rank(local_rank: int, local_size: int) -> torch.device:
-    """Return the accelerator of a process: number `local_rank`, or the only one that its launcher
-    made visible.
+    """Return the accelerator of a process: the one with index `local_rank`, or the only one that
+    the process sees.
 
     Return the CPU if there is no accelerator, or if several processes need to communicate and the
     accelerator has no communication backend.
@@ -104,8 +104,8 @@ def hardware_of(device: torch.device) -> str | None:
 def device_of_group() -> torch.device:
     """Return the device for collectives of the process group, or of the only process.
 
-    It is the process's accelerator if the group has a backend for accelerators, otherwise the CPU.
-    If the process has not selected an accelerator, number `LOCAL_RANK` is returned.
+    With a backend for accelerators, the device is the process's accelerator, by default the one
+    with index `LOCAL_RANK`; otherwise the CPU.
     """
     accelerator = accelerator_type()
     if accelerator is None:
@@ -125,9 +125,10 @@ def device_of_group() -> torch.device:
 
 
 def device_of_few_numbers() -> torch.device:
-    """The CPU if the process group has a backend for it, otherwise the device of the group.
+    """Return the device for collectives of a few host values: the CPU if the process group has a
+    backend for CPU tensors, otherwise the device of the group.
 
-    A few numbers sent from the host then do not wait for the accelerator.
+    Collectives on the CPU do not wait for the accelerator.
     """
     backends = dist.get_backend_config().split(",")
     has_host_backend = any(pair.partition(":")[0] == CPU.type for pair in backends)
@@ -173,22 +174,22 @@ def forked_generators() -> Iterator[Callable[[int], object]]:
     # stack trace for each type that is not initialized, which takes longer than many operators.
     available = torch.accelerator.is_available()
     with torch.random.fork_rng([torch.accelerator.current_device_index()] if available else []):
-        yield _seed_current if available else torch.default_generator.manual_seed
+        yield _seed_default_generators if available else torch.default_generator.manual_seed
 
 
-def _seed_current(seed: int) -> None:
+def _seed_default_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     torch.get_device_module().manual_seed(seed)
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Return a copy in pinned host memory, from and to which copies are asynchronous."""
+    """Return a copy of `tensor` in pinned host memory, which allows asynchronous copies."""
     return tensor.pin_memory()
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that `device` takes for the operators that `work()` launches, by the
-    device's clock."""
+    """Return the execution time of the operators that `work()` launches on `device`, in seconds of
+    the device's clock."""
     if device.type == "cpu":
         began = time.perf_counter()
         work()
@@ -205,7 +206,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 class Intervals:
-    """Sums up time intervals on `device`, by the device's clock and without synchronizing."""
+    """Total of time intervals on `device`, by the device's clock and without synchronization."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -221,7 +222,7 @@ class Intervals:
         return event
 
     def add(self, first: float | DeviceEvent, last: float | DeviceEvent, sign: int = 1) -> None:
-        """Add `sign` times the interval from `first` to `last`, results of `timestamp`."""
+        """Add the interval between two results of `timestamp`, or subtract it if `sign` is -1."""
         if isinstance(first, float) and isinstance(last, float):
             self._seconds += sign * (last - first)
         elif isinstance(first, DeviceEvent) and isinstance(last, DeviceEvent):
@@ -247,21 +248,21 @@ def device_memory(device: torch.device) -> int:
 
 
 def restart_peak(device: torch.device) -> None:
-    """Restart the peak that `peak_bytes` returns; no effect on the CPU."""
+    """Reset PyTorch's peak memory statistics of `device`; no effect on the CPU."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak of bytes allocated by PyTorch since `restart_peak`; None for the CPU, which
-    has no statistics."""
+    """Return the peak memory allocated by PyTorch since `restart_peak`, in bytes; None for the CPU,
+    which has no statistics."""
     counted = device.type not in ("cpu", "meta")
     return torch.accelerator.max_memory_allocated(device) if counted else None
 
 
 class AllocatedPeak:
-    """Measures the peak of bytes allocated by PyTorch since `restart`, less those allocated at
-    construction."""
+    """Measures the peak memory allocated by PyTorch since `restart`, in bytes above the memory
+    allocated at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -270,7 +271,8 @@ class AllocatedPeak:
 
     @classmethod
     def of(cls, device: torch.device) -> AllocatedPeak | None:
-        """Start to measure `device`; return None for the CPU, which has no statistics."""
+        """Start to measure the memory of `device`; return None for the CPU, which has no
+        statistics."""
         return None if device.type in ("cpu", "meta") else cls(device)
 
     def restart(self) -> None:
@@ -282,7 +284,7 @@ class AllocatedPeak:
 
 @dataclass(frozen=True)
 class SideStream:
-    """A second stream of `device`, beside the stream on which the program runs."""
+    """A stream of `device` beside the compute stream of the program."""
 
     device: torch.device
     stream: torch.Stream
@@ -294,8 +296,8 @@ class SideStream:
 
     @contextmanager
     def after_program(self) -> Iterator[None]:
-        """Context in which operators are launched on this stream, to run after all operators that
-        the program has launched."""
+        """Launch the operators of the context on this stream, after all operators launched by the
+        program so far."""
         # The device waits, not the host.
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:

@@ -1,7 +1,7 @@
 """Move optimizers from the parameters of a model to the DTensors that replace them.
 
-An optimizer made before `parallelize` steps over parameters that get no gradients, without an
-error. `adopt` replaces them by the planned parameters; until then, a hook makes steps of the
+An optimizer created before `parallelize` would step, without an error, over parameters that get no
+gradients. `adopt` replaces them by the planned parameters; until then, a hook makes steps of the
 optimizer raise an error.
 """
 
@@ -25,8 +25,8 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 @dataclass(eq=False)
 class Origin:
-    """The identity of a parameter of a user's model, shared with the planned parameters made from
-    it.
+    """The identity of a parameter of a user's model, shared with the planned parameters that
+    replace the parameter.
 
     Each of these parameters has the `Origin` as its attribute `origin`. The `Origin` keeps no
     tensor alive, so that the original model can be freed after planning.
@@ -51,7 +51,7 @@ class Origin:
 
 
 def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
-    """Give each parameter of a model that is about to be planned an `Origin`.
+    """Attach an `Origin` to each parameter of a model before it is planned.
 
     Args:
         module: the user's model.
@@ -70,7 +70,12 @@ def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
 
 
 def mark_planned(parameters: Mapping[str, nn.Parameter], origins: Mapping[str, Origin]) -> None:
-    """Give planned parameters, by name, the origins of the parameters that they replace."""
+    """Attach to each planned parameter the `Origin` of the parameter that it replaces.
+
+    Args:
+        parameters: the planned parameters, by name.
+        origins: the origins of the model's parameters, by name.
+    """
     model_origins = frozenset(origins.values())
     for name, parameter in parameters.items():
         parameter.origin = origins[name]  # type: ignore[attr-defined]
@@ -133,8 +138,7 @@ def _origin_of(parameter: Tensor) -> Origin | None:
 
 
 def is_trained_in_original(parameter: Tensor) -> bool:
-    """Whether a parameter of the original model is trained there instead of in the planned
-    model."""
+    """Whether a parameter of the original model has a gradient, or was trained by an optimizer."""
     origin = _origin_of(parameter)
     return parameter.grad is not None or (origin is not None and origin.trained_in_original)
 

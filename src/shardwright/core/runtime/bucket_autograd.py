@@ -2,7 +2,7 @@
 
 | line | forward | backward |
 |---|---|---|
-| `enter` | nothing | waits, returns the gradients of the stored shards |
+| `enter` | nothing | waits, returns the gradients of the local shards |
 | `start` | starts the gather | waits for the reduce-scatter, starts the sum over the replicas |
 | `finish` | waits for the gather | starts to reduce as soon as all its gradients are complete |
 
@@ -27,11 +27,11 @@ from shardwright.core.runtime.regather import BackwardRegather
 
 
 class EnteredBucket(NamedTuple):
-    """A bucket whose stored shards have been passed into the program.
+    """A bucket whose local shards have been passed into the program.
 
     Args:
         token: tensor through which the bucket's flat gradient flows.
-        shards: stored shards of the members, detached.
+        shards: local shards of the members, detached.
         without_gradient: indices of members that get no gradient in the current backward pass.
     """
 
@@ -41,7 +41,8 @@ class EnteredBucket(NamedTuple):
 
 
 class StartedGather(NamedTuple):
-    """A bucket whose all-gather has been started; `pending` is the pending flat result."""
+    """A bucket whose all-gather has been started; `pending` is the flat result, not yet waited
+    for."""
 
     token: Tensor
     shards: tuple[Tensor, ...]
@@ -51,13 +52,13 @@ class StartedGather(NamedTuple):
 
 @dataclass(frozen=True)
 class EnterBucket:
-    """Passes the stored shards of a bucket into the program."""
+    """Passes the local shards of a bucket's parameters into the program."""
 
     bound: BoundBucket
 
     def __call__(self, *shards: Tensor) -> EnteredBucket:
         without_gradient: set[int] = set()
-        token = _Enter.apply(self.bound, without_gradient, *shards)  # type: ignore[no-untyped-call]
+        token = _EnterBucketFunction.apply(self.bound, without_gradient, *shards)  # type: ignore[no-untyped-call]
         # Detached, as gradients reach the shards through the token only.
         return EnteredBucket(token, tuple(shard.detach() for shard in shards), without_gradient)
 
@@ -69,28 +70,28 @@ class StartGather:
     bound: BoundBucket
 
     def __call__(self, entered: EnteredBucket) -> StartedGather:
-        token = _Start.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
-        # Outside autograd: the token carries the gradient, and `_Finish` starts its collectives.
+        token = _StartGatherFunction.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
+        # Outside autograd: the token carries the gradient, whose collectives are started by
+        # `_FinishGatherFunction`.
         pending = self.bound.start_gather(entered.shards)
         return StartedGather(token, entered.shards, entered.without_gradient, pending)
 
 
 @dataclass(frozen=True)
 class ReuseGathered:
-    """Passes on a bucket's cached gathered members, in place of `StartGather` and its
+    """Returns the cached gathered members of a bucket; replaces `StartGather`, without
     communication."""
 
     bound: BoundBucket
 
     def __call__(self, entered: EnteredBucket, cached: Sequence[Tensor]) -> EnteredBucket:
-        token = _Start.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
+        token = _StartGatherFunction.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
         return EnteredBucket(token, tuple(cached), entered.without_gradient)
 
 
 @dataclass(frozen=True)
 class FinishGather:
-    """Waits for the all-gather, and returns a bucket's members in the layouts in which they are
-    used.
+    """Waits for the all-gather of a bucket, and returns its unsharded parameters.
 
     Args:
         bound: the bucket, bound to process groups.
@@ -105,12 +106,12 @@ class FinishGather:
         tensors = self.bound.finish_gather(started.pending)
         if self.regather is not None:
             self.regather.record(self.bound, started.shards, tensors)
-        return _finish(self.bound, started, tensors)
+        return _connect_to_token(self.bound, started, tensors)
 
 
 @dataclass(frozen=True)
 class UseAsStored:
-    """Returns the members of a bucket that needs no gather, or whose gathered members are
+    """Returns the parameters of a bucket that needs no all-gather, or whose gathered parameters are
     cached."""
 
     bound: BoundBucket
@@ -118,18 +119,18 @@ class UseAsStored:
 
     def __call__(self, entered: EnteredBucket) -> tuple[Tensor, ...]:
         tensors = entered.shards if self.is_cached else self.bound.unsharded(entered.shards)
-        return _finish(self.bound, entered, tensors)
+        return _connect_to_token(self.bound, entered, tensors)
 
 
-def _finish(
+def _connect_to_token(
     bound: BoundBucket, bucket: EnteredBucket | StartedGather, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    return _Finish.apply(bound, bucket.without_gradient, bucket.token, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+    return _FinishGatherFunction.apply(bound, bucket.without_gradient, bucket.token, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Enter(torch.autograd.Function):
-    """Make the token of a bucket, a tensor with as many elements as all shards together, through
-    which their gradients flow as one flat tensor."""
+class _EnterBucketFunction(torch.autograd.Function):
+    """Create the token of a bucket: a tensor with the total size of its local shards, through which
+    their gradients flow as one flat tensor."""
 
     @staticmethod
     def forward(
@@ -146,9 +147,9 @@ class _Enter(torch.autograd.Function):
         return None, None, *(None if n in ctx.without_gradient else shard for n, shard in shards)
 
 
-class _Start(torch.autograd.Function):
-    """Return the token; in the backward pass, wait for the reduce-scatter and start the all-reduce
-    over replicas."""
+class _StartGatherFunction(torch.autograd.Function):
+    """Return the token of a bucket; in the backward pass, wait for the reduce-scatter of the
+    gradients and start their all-reduce over replicas."""
 
     @staticmethod
     def forward(ctx: Any, bound: BoundBucket, token: Tensor) -> Tensor:
@@ -161,11 +162,12 @@ class _Start(torch.autograd.Function):
         return None, ctx.bound.sum_replicas(gradients[0])
 
 
-class _Finish(torch.autograd.Function):
-    """Return the members; in the backward pass, start to reduce their gradients as one flat tensor.
+class _FinishGatherFunction(torch.autograd.Function):
+    """Return the gathered members of a bucket; in the backward pass, start the reduction of their
+    gradients as one flat tensor.
 
-    A backward pass from some outputs may not reach all members. Members that it does not reach get
-    no gradient instead of zeros, to which optimizers with momentum or weight decay would respond.
+    Members that a backward pass does not reach get no gradient instead of zeros, as optimizers with
+    momentum or weight decay would change parameters with zero gradients.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Collectives of parameter buckets: one all-gather and one gradient reduction for all members.
 
-Starting a collective and waiting for it are separate calls, so that it overlaps computation.
+Starting a collective and waiting for its result are separate calls, between which computation runs.
 Members are concatenated in one flat buffer. A single member that is sharded along its first
 dimension has the same memory layout in the buffer as in use, and is not copied.
 """
@@ -28,8 +28,8 @@ class Gather:
     Args:
         group: the ranks that take part.
         index: index of this rank's block in the gathered tensor.
-        reduces: whether its gradient is a reduce-scatter; otherwise it is this rank's block of the
-            gradient.
+        reduces: whether the backward pass is a reduce-scatter; otherwise it slices this rank's
+            block of the gradient.
     """
 
     group: Group
@@ -57,12 +57,12 @@ class BoundBucket:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the members' stored shards."""
+        """Shapes of the local shards of the bucket's parameters."""
         return tuple(m.stored.shard_shape(m.value.shape) for m in self.bucket.members)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Numbers of elements of the members' stored shards."""
+        """Numbers of elements of the local shards of the bucket's parameters."""
         return [prod(shape) for shape in self.shapes]
 
     @property
@@ -71,7 +71,7 @@ class BoundBucket:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype in which members are used and communicated."""
+        """Compute dtype of the bucket's parameters, in which collectives run."""
         return self.bucket.members[0].value.dtype
 
     @cached_property
@@ -81,7 +81,7 @@ class BoundBucket:
     # Forward
 
     def start_gather(self, shards: Sequence[Tensor]) -> Tensor:
-        """Start the first all-gather of the stored `shards`, cast to `dtype`; return the pending
+        """Start the first all-gather of the local `shards`, cast to `dtype`; return the pending
         result, for `finish_gather`."""
         # Cast first: an all-gather in bfloat16 sends half the bytes of an all-gather in float32.
         pieces = [shard.to(self.dtype).reshape(-1) for shard in shards]
@@ -93,13 +93,13 @@ class BoundBucket:
     def finish_gather(self, pending: Tensor) -> list[Tensor]:
         """Wait for the result of `start_gather`, run the remaining all-gathers, and return the
         unsharded members."""
-        out = self._complete(pending)
+        out = self._wait_for_collective(pending)
         # Each all-gather needs the result of the previous one, so only the first can start ahead.
         for number, gather in enumerate(self.gathers):
             if number:
                 size, name = gather.group.size, gather.group.name
                 out = c10d.all_gather_into_tensor(sendable(out), size, name)
-                out = self._complete(out)
+                out = self._wait_for_collective(out)
             # Ranks are in the order of the device matrix, which may differ from the order of
             # blocks.
             if not gather.group.in_order:
@@ -111,21 +111,24 @@ class BoundBucket:
         return [self._join_blocks(number, piece) for number, piece in enumerate(split)]
 
     def unsharded(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return the members of a bucket without all-gathers: the stored `shards`, cast to
+        """Return the parameters of a bucket that needs no all-gather: the local `shards`, cast to
         `dtype`."""
         return [shard.to(self.dtype) for shard in shards]
 
     # Backward
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Start to reduce the gradients of the unsharded members, None for a member without one;
-        return the pending flat result, for `sum_replicas`."""
+        """Start the reduction of gradients; return the pending flat result, for `sum_replicas`.
+
+        Args:
+            gradients: gradient of each unsharded member; None for a member without gradient.
+        """
         flat = self._flat_gradient(gradients)
         is_pending = False
         # Backpropagate through the all-gathers in reverse.
         for gather in reversed(self.gathers):
             if is_pending:
-                flat = self._complete(flat)
+                flat = self._wait_for_collective(flat)
             blocks = flat.view(gather.group.size, -1)
             # Each rank of this group has the same full gradient, and keeps its own block.
             if not gather.reduces:
@@ -137,11 +140,11 @@ class BoundBucket:
             name = gather.group.name
             unreduced = sendable(blocks.view(-1))
             flat = c10d.reduce_scatter_tensor(unreduced, "sum", gather.group.size, name)
-            flat = self._as_pending(flat)
+            flat = self._as_gradient(flat)
             is_pending = True
         # After a reduce-scatter, `sum_replicas` all-reduces the shards instead, as in HSDP.
-        if self.replicas is not None and not self._reduce_scatters:
-            return self._as_pending(
+        if self.replicas is not None and not self._has_reduce_scatter:
+            return self._as_gradient(
                 _start_all_reduce(flat, self.replicas, owned=not self._needs_no_copy)
             )
         return flat
@@ -149,15 +152,15 @@ class BoundBucket:
     def sum_replicas(self, flat: Tensor) -> Tensor:
         """Wait for the reduce-scatter of `reduce`, if any, and start the all-reduce of its result
         over replicas, if any; return the pending flat result, for `shard_gradients`."""
-        if self.replicas is None or not self._reduce_scatters:
-            return self._complete(flat) if self._reduce_scatters else flat
-        flat = self._complete(flat)
-        return self._as_pending(_start_all_reduce(flat, self.replicas, owned=True))
+        if self.replicas is None or not self._has_reduce_scatter:
+            return self._wait_for_collective(flat) if self._has_reduce_scatter else flat
+        flat = self._wait_for_collective(flat)
+        return self._as_gradient(_start_all_reduce(flat, self.replicas, owned=True))
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
-        """Wait for the result of `sum_replicas`, and return the gradients of the stored shards."""
+        """Wait for the result of `sum_replicas`, and return the gradients of the local shards."""
         if self.replicas is not None:
-            flat = self._complete(flat)
+            flat = self._wait_for_collective(flat)
         # Gradients are reduced in `dtype`, and optimizers step in the stored dtype.
         flat = flat.to(self.stored_dtype)
         if len(self.sizes) == 1:
@@ -165,24 +168,25 @@ class BoundBucket:
         pieces = torch.split(flat, self.sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
-    def _complete(self, pending: Tensor) -> Tensor:
+    def _wait_for_collective(self, pending: Tensor) -> Tensor:
         """Wait for a collective and return its result in `dtype`."""
         group = self.gathers[0].group if self.gathers else self.replicas
         assert group is not None
         return complete(pending, self.dtype, group)
 
-    def _as_pending(self, flat: Tensor) -> Tensor:
-        """Return the pending result `flat` in a form that autograd accepts as a gradient.
+    def _as_gradient(self, flat: Tensor) -> Tensor:
+        """Return `flat`, the pending result of a collective, in a form that autograd accepts as a
+        gradient.
 
-        Complex tensors are sent as pairs of real numbers, whose shape autograd would reject, so
-        their collectives are completed here.
+        The pending result of a complex tensor has pairs of real numbers, whose shape autograd would
+        reject, so the collective is completed here.
         """
-        return self._complete(flat) if self.dtype.is_complex else flat
+        return self._wait_for_collective(flat) if self.dtype.is_complex else flat
 
     # Layout of the flat buffers
 
     @property
-    def _reduce_scatters(self) -> bool:
+    def _has_reduce_scatter(self) -> bool:
         return any(gather.reduces for gather in self.gathers)
 
     @cached_property
@@ -192,8 +196,8 @@ class BoundBucket:
 
     @cached_property
     def _block_orders(self) -> list[tuple[int, ...]]:
-        """For each member, the permutation that puts blocks, in the order of `_num_blocks`, next to
-        the dimensions of the shard that they divide."""
+        """For each member, the permutation that moves each block dimension, in the order of
+        `_num_blocks`, before the dimension of the shard that the blocks divide."""
         orders = []
         count = len(self.gathers)
         for member, shape in zip(self.bucket.members, self.shapes, strict=True):
@@ -207,7 +211,7 @@ class BoundBucket:
 
     @cached_property
     def _needs_no_copy(self) -> bool:
-        """Whether the flat buffer is a view of the only member, so that no copy is needed."""
+        """Whether the bucket has one member, of which the flat buffer is a view."""
         order = self._block_orders[0]
         return len(self.sizes) == 1 and order == tuple(range(len(order)))
 
@@ -216,8 +220,8 @@ class BoundBucket:
         return member.used.shard_shape(member.value.shape)
 
     def _join_blocks(self, number: int, piece: Tensor) -> Tensor:
-        """Join the blocks of member `number`, its `piece` of the flat buffer, to a contiguous
-        tensor."""
+        """Return member `number` of the bucket, contiguous, joined from the blocks in its `piece`
+        of the flat buffer."""
         blocks = _unflatten(piece, self.shapes[number])
         return (
             blocks.permute(self._block_orders[number])
@@ -276,8 +280,8 @@ def _start_all_reduce(flat: Tensor, group: Group, owned: bool) -> Tensor:
     """Start a sum over `group`, in place if `owned`; return the pending result.
 
     Args:
-        flat: this rank's term.
-        group: the ranks that take part.
+        flat: this rank's flat gradient.
+        group: the ranks over which gradients are summed.
         owned: whether nothing else reads `flat`.
     """
     # In place saves a buffer. Compiled graphs are functional; Inductor reuses buffers itself.

@@ -26,9 +26,9 @@ def clip_grad_norm_(
 
     Args:
         named: names and parameters of this rank's stage.
-        max_norm: the largest norm; infinite to leave gradients unchanged.
+        max_norm: maximum norm; infinite to leave gradients unchanged.
         devices: this rank's view of the devices.
-        counted_elsewhere: names of tied parameters that an earlier stage counts.
+        counted_elsewhere: names of tied parameters that an earlier stage includes in the norm.
         dtype: dtype of the norm; by default the dtype of the first gradient of this stage, or
             float32 if it has none.
 

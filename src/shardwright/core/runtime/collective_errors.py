@@ -21,24 +21,24 @@ from shardwright.core.partition.parameter_buckets import Bucket
 from shardwright.errors import CommunicationError
 
 PROGRAM = "<program>"
-"""The file name with which the text of a program is compiled."""
+"""File name of compiled programs, by which their stack frames are recognized."""
 
 TEXT = "__program__"
-"""The global variable of a program that holds its text."""
+"""Name of the global variable of a program that holds the program's text."""
 
 MAX_NAMES = 4
-"""Largest number of parameters of a bucket that an error names."""
+"""Maximum number of parameters of a bucket in an error."""
 
 MAX_LENGTH = 120
-"""Largest number of characters of a program line that an error shows."""
+"""Maximum number of characters of a program line in an error."""
 
 MAX_FRAMES = 6
-"""Largest number of stack frames from `program_line` to the program that called it."""
+"""Maximum number of stack frames from `program_line` to the program that called it."""
 
 
 @dataclass(frozen=True)
 class ProgramLine:
-    """A line of a program.
+    """A line of the text of a generated program.
 
     Args:
         text: the full text of the program.
@@ -51,18 +51,17 @@ class ProgramLine:
     def __str__(self) -> str:
         lines = [line.strip() for line in self.text.splitlines()]
         shown = shorten(lines[self.line - 1].partition("; del ")[0], MAX_LENGTH, placeholder=" …")
-        return f"`{shown}` (line {self.line} of the program{self._operator_text(lines)})"
+        return f"`{shown}` (line {self.line} of the program{self._describe_operator(lines)})"
 
     @property
     def computes(self) -> bool:
-        """Whether the line calls an operator: the comment above it names no bucket."""
+        """Whether the line calls an operator: the comment above names an operator, not a bucket."""
         above = self.text.splitlines()[self.line - 2].strip()
         return above.startswith("# ") and not above.startswith("# bucket ")
 
-    def _operator_text(self, lines: list[str]) -> str:
-        """Return the operator of the line, or the next operator, which reads the redistribution.
-
-        If the line starts a redistribution, the search begins at the line that finishes it.
+    def _describe_operator(self, lines: list[str]) -> str:
+        """Return the operator of the line or, for a redistribution, the operator that reads its
+        result: the next operator after the line that finishes the redistribution.
 
         Args:
             lines: the stripped lines of the program.
@@ -79,7 +78,8 @@ class ProgramLine:
 
 
 def program_line() -> ProgramLine | None:
-    """Return the current line of the calling program; None without one, or in `torch.compile`."""
+    """Return the current line of the calling program; None outside programs and in
+    `torch.compile`."""
     if torch.compiler.is_compiling():
         return None
     # Not `inspect.stack`, which reads source files: this runs in every redistribution.
@@ -139,7 +139,7 @@ def _failed_collective(error: BaseException) -> str | None:
             descriptions.append(str(ProgramLine(frame.f_globals[TEXT], line)))
         bound = frame.f_locals.get("self")
         if frame.f_globals.get("__name__") == _BUCKETS_MODULE and bound is not None:
-            descriptions.append(_bucket_description(bound.bucket))
+            descriptions.append(_describe_bucket(bound.bucket))
     if not descriptions and _STAGE_MODULES.intersection(modules):
         descriptions = ["an exchange between pipeline stages"]
     # Other errors of torch.distributed, such as a wrong argument, are not communication failures.
@@ -159,7 +159,7 @@ def _describe_caller(frames: Sequence[tuple[FrameType, int]]) -> str:
     return "a collective"
 
 
-def _bucket_description(bucket: Bucket) -> str:
+def _describe_bucket(bucket: Bucket) -> str:
     names = [member.value.name for member in bucket.members]
     shown = ", ".join(names[:MAX_NAMES]) + (" …" if len(names) > MAX_NAMES else "")
     return f"bucket {bucket.number} of {shown}"

@@ -6,13 +6,13 @@ collectives; one autograd function combines any pair. The gradient of each step 
 | step | forward | backward |
 |---|---|---|
 | slice | keep this rank's block of a replicated tensor | all-gather |
-| vary | nothing | all-reduce |
-| all_reduce | sum the terms | nothing |
+| vary | identity | all-reduce |
+| all_reduce | sum the terms | identity |
 | reduce_scatter | sum the terms, keep a block | all-gather |
 | all_gather | join the blocks | reduce-scatter if varying, else slice |
 | all_to_all | join along one dimension, split another | all-to-all, in reverse |
-| permute | exchange whole blocks | permute, in reverse |
-| all_to_all_v | exchange parts of blocks | all-to-all-v, in reverse |
+| permute | send the block to another rank | permute, in reverse |
+| all_to_all_v | exchange cells of blocks | all-to-all-v, in reverse |
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from shardwright.core.torch_internals.distributed import functional_collectives 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective in two halves, which computation can overlap; a call runs both.
+    """An asynchronous collective: computation between `start` and `finish` overlaps it; a call runs
+    both.
 
     Args:
         start: starts the collective on a local tensor and returns the pending result.
@@ -63,14 +64,15 @@ class Collective:
 
 
 def blocking(function: Function) -> Collective:
-    """Return a collective that completes in `start`: it sends nothing, or waits for its result."""
+    """Return a collective that completes in `start`: `function` does not communicate, or waits for
+    its own result."""
     return Collective(function, lambda out, dtype: out)
 
 
 def all_reduce(group: Group, kind: str = "sum") -> Collective:
     """Return an all-reduce over the group; `kind` is "sum" or "max"."""
     return Collective(
-        lambda x: c10d.all_reduce(sendable(x), kind, group.name), _finish_in_shape(group)
+        lambda x: c10d.all_reduce(sendable(x), kind, group.name), _finish_without_join(group)
     )
 
 
@@ -81,7 +83,7 @@ def all_gather(dim: int, group: Group) -> Collective:
         out: Tensor = c10d.all_gather_into_tensor(sendable(x), group.size, group.name)
         return out
 
-    return Collective(start, _finish_blocks(dim, group), (dim, group.size))
+    return Collective(start, _finish_and_join(dim, group), (dim, group.size))
 
 
 def reduce_scatter(dim: int, group: Group) -> Collective:
@@ -91,11 +93,11 @@ def reduce_scatter(dim: int, group: Group) -> Collective:
     def start(x: Tensor) -> Tensor:
         # The collective splits along dimension 0, in the order of the group's ranks.
         if dim != 0 or not group.in_order:
-            x = torch.cat(_in_group_order(x.chunk(group.size, dim), group), 0)
+            x = torch.cat(_blocks_in_group_order(x.chunk(group.size, dim), group), 0)
         out: Tensor = c10d.reduce_scatter_tensor(sendable(x), "sum", group.size, group.name)
         return out
 
-    return Collective(start, _finish_in_shape(group))
+    return Collective(start, _finish_without_join(group))
 
 
 def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
@@ -103,22 +105,22 @@ def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
 
     def start(x: Tensor) -> Tensor:
         # The collective exchanges rows: block i along dimension 0 goes to rank i of the group.
-        parts = torch.cat(_in_group_order(x.chunk(group.size, to_dim), group), 0)
+        parts = torch.cat(_blocks_in_group_order(x.chunk(group.size, to_dim), group), 0)
         sizes = [parts.shape[0] // group.size] * group.size
         out: Tensor = c10d.all_to_all_single(sendable(parts), sizes, sizes, group.name)
         return out
 
-    return Collective(start, _finish_blocks(dim, group), (dim, group.size))
+    return Collective(start, _finish_and_join(dim, group), (dim, group.size))
 
 
-def _finish_in_shape(group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
+def _finish_without_join(group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
     """Return the `Collective.finish` of a collective whose pending result has its final shape."""
     return lambda pending, dtype: complete(pending, dtype, group)
 
 
-def _finish_blocks(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """Return the `Collective.finish` that concatenates along `dim` the blocks of a pending result,
-    which has them along dimension 0."""
+def _finish_and_join(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
+    """Return the `Collective.finish` of a collective whose pending result has its blocks along
+    dimension 0, which concatenates them along `dim`."""
 
     def finish(pending: Tensor, dtype: torch.dtype) -> Tensor:
         out = complete(pending, dtype, group)
@@ -168,14 +170,14 @@ def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
 
 
 def join_cells(cells: Tensor, cuts: Sequence[int]) -> Tensor:
-    """Return the tensor of which `cells` are the result of `split_cells` with the same `cuts`."""
+    """Join `cells`, the result of `split_cells` with equal `cuts`, to the original tensor."""
     sizes, dims = cells.shape[1:], len(cuts)
     order = [d + offset for d in range(dims) for offset in (0, dims)]
     x = cells.reshape(*cuts, *sizes).permute(order)
     return x.reshape([count * size for count, size in zip(cuts, sizes, strict=True)])
 
 
-def _in_group_order(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
+def _blocks_in_group_order(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     ordered = list(blocks)
     for block, position in zip(blocks, group.order, strict=True):
         ordered[position] = block
@@ -199,8 +201,8 @@ def sendable(x: Tensor) -> Tensor:
 
 
 def complete(x: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
-    """Wait for the pending result `x` of a collective of a `sendable` tensor; return it in `dtype`,
-    the dtype before `sendable`."""
+    """Wait for `x`, the pending result of a collective on a `sendable` tensor; return the result in
+    `dtype`, the dtype of the tensor before `sendable`."""
     out = wait(x, group.waits)
     return torch.view_as_complex(out) if dtype.is_complex and not out.is_complex() else out
 
@@ -286,7 +288,8 @@ def _step_dim(step: RedistributionStep) -> int:
 
 
 def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    """Bind an all-reduce step whose result is pending: the consumer waits for it."""
+    """Bind an all-reduce step that only starts the collective; the consumer of its pending result
+    waits."""
     start = all_reduce(devices.group(step.axes)).start
     return BoundCollective(blocking(start), blocking(identity))
 
@@ -298,18 +301,18 @@ def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective
 def _bind_permutation(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
     """Bind a permutation of blocks: position i of the group over `axes`, in the order of the mesh,
     sends its block to position `to[i]`."""
-    group, send, receive = _send_and_receive(to, axes, devices)
+    group, send, receive = _send_and_receive_counts(to, axes, devices)
     return BoundCollective(
         blocking(lambda x: exchange(x, send, receive, group)),
         blocking(lambda g: exchange(g, receive, send, group)),
     )
 
 
-def _send_and_receive(
+def _send_and_receive_counts(
     to: Sequence[int], axes: Axes, devices: Devices
 ) -> tuple[Group, list[Index], list[Index]]:
-    """Return the group over `axes`, and for each of its ranks 1 if this rank sends to it, else 0,
-    and 1 if this rank receives from it, else 0.
+    """Return the group over `axes`, and this rank's send and receive counts: for each rank of the
+    group, 1 if this rank sends to (receives from) that rank, else 0.
 
     Args:
         to: for each position of the group, the position to which it sends its block.
@@ -379,11 +382,11 @@ BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = 
     "permute": _bind_permute,
     "all_to_all_v": _bind_all_to_all_v,
 }
-"""For each kind of redistribution step, the function that binds it."""
+"""Functions that bind a redistribution step, by the kind of step."""
 
 
 def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> Reduce:
-    """Bind a collective that a kernel calls to the process groups of `devices`.
+    """Bind the collective of a kernel to the process groups of `devices`.
 
     Args:
         devices: this rank's view of the devices.
@@ -405,7 +408,7 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
         permute = _bind_permutation(targets, axes, devices)
         if kind != RING:
             return Reduce(permute, permute.forward.start, identity)
-        group, send, receive = _send_and_receive(targets, axes, devices)
+        group, send, receive = _send_and_receive_counts(targets, axes, devices)
         return Reduce(
             permute,
             lambda x: start_exchange(x, send, receive, group),

@@ -14,25 +14,26 @@ from torch.distributed.distributed_c10d import Store
 from shardwright.core.runtime.accelerator import HOST_BACKEND
 
 FILE_DESCRIPTORS = Path("/dev/fd")
-"""The open files of this process, on Linux and macOS."""
+"""Folder with an entry for each file descriptor of this process, on Linux and macOS."""
 
 
 def close_connections(store: Store) -> None:
     """Shut down the connections that other ranks have opened to this process.
 
-    A collective of gloo, which cannot be interrupted otherwise, then raises an error on both ranks.
-    Between two ranks one has opened the connection, so all ranks that call this are woken.
+    Collectives of gloo, which cannot be interrupted otherwise, then raise an error on both ranks of
+    a connection. One of two ranks has opened their connection, so if both call this function, all
+    connections between them are shut down.
 
     Args:
-        store: the store, whose server's connections stay.
+        store: the store of the process group; connections to its server stay open.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     server_port = getattr(store, "port", None)
     with _own_sockets() as sockets:
-        listening = {_port(each) for each in sockets if _listens(each)} - {server_port}
+        listening = {_local_port(each) for each in sockets if _is_listening(each)} - {server_port}
         for each in sockets:
-            if not _listens(each) and _port(each) in listening:
+            if not _is_listening(each) and _local_port(each) in listening:
                 with suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
     if dist.get_backend() != HOST_BACKEND and dist.group.WORLD is not None:
@@ -41,7 +42,7 @@ def close_connections(store: Store) -> None:
 
 @contextmanager
 def _own_sockets() -> Iterator[list[socket.socket]]:
-    """Context with copies of all internet sockets of this process."""
+    """Context with duplicates of all internet sockets of this process."""
     sockets = []
     for file in [*FILE_DESCRIPTORS.iterdir()]:
         with suppress(OSError, ValueError):  # Other files, and the descriptor of the folder.
@@ -53,9 +54,9 @@ def _own_sockets() -> Iterator[list[socket.socket]]:
             each.close()
 
 
-def _listens(each: socket.socket) -> bool:
+def _is_listening(each: socket.socket) -> bool:
     return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _port(each: socket.socket) -> int:
+def _local_port(each: socket.socket) -> int:
     return int(each.getsockname()[1])

@@ -31,7 +31,8 @@ from shardwright.core.torch_internals.distributed import (
 from shardwright.errors import PlanError
 
 Subgroups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
-"""This rank's process group for each partition of the ranks into groups."""
+"""This rank's process group, by the partition of the ranks into groups; None if the rank is in no
+group."""
 
 Index = int | torch.SymInt
 """A number that depends on the rank; a `SymInt` if one process simulates many ranks."""
@@ -65,7 +66,7 @@ class Group:
 class Devices:
     """This rank's view of the devices: a device matrix bound to process groups.
 
-    With pipeline stages it is the matrix of this rank's stage; all stages have equal matrices.
+    With pipeline stages, the matrix is that of one stage; all stages have equal matrices.
 
     Args:
         matrix: the device matrix of one stage.
@@ -73,8 +74,7 @@ class Devices:
         per_rank: evaluates a function of the coordinates on the device matrix for this rank.
         rank: index of this rank in its stage.
         stage, stages: index of this rank's stage, and number of stages.
-        connected: whether groups are created in the running process group; otherwise they only have
-            names.
+        connected: whether process groups are created; otherwise groups only have names.
         mesh: the `DeviceMesh` of DTensors; None without DTensors.
         mesh_axes: for each axis of `mesh`, the axes of `matrix` that are flattened into it.
         mesh_matrix: `mesh` as a device matrix.
@@ -166,7 +166,7 @@ class Devices:
         the same order.
 
         Args:
-            matrix: device matrix of one stage, with as many devices.
+            matrix: device matrix of one stage, with an equal number of devices.
             mesh_axes: for each axis of the `DeviceMesh`, the axes of `matrix` that are flattened
                 into it.
         """
@@ -192,7 +192,7 @@ class Devices:
         return self._by_matrix[key]
 
     def _with_mesh(self, mesh_axes: tuple[Axes, ...]) -> Devices:
-        """Return a copy with a `DeviceMesh` of these axes, which shares the process groups."""
+        """Return a copy with a `DeviceMesh` of `mesh_axes`; both share their process groups."""
         if self.matrix.num_devices == 1:
             return self
         # `DeviceMesh` queries devices of its type, which the meta type does not support.
@@ -206,7 +206,7 @@ class Devices:
             ranks + self.stage * self.matrix.num_devices,
             mesh_dim_names=joined.alias_names,
         )
-        _planned_meshes()[hash(mesh)] = self.stages
+        _num_stages_by_mesh()[hash(mesh)] = self.stages
         return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_matrix=joined)
 
     def group(self, axes: Axes) -> Group:
@@ -232,7 +232,8 @@ class Devices:
     def common_seed(self) -> int:
         """Return the random seed of rank 0, on every rank. Collective.
 
-        Replicas of a block must draw the same random numbers, however their processes were seeded.
+        Ranks with equal blocks must draw equal random numbers, even if processes were seeded
+        differently.
         """
         # A seed may be any unsigned 64-bit number, which an int64 tensor cannot hold.
         seed = torch.initial_seed() % 2**31
@@ -258,7 +259,7 @@ class Devices:
         if stages not in self._by_stages:
             size = self.matrix.num_devices
             peers = [[stage * size + rank for stage in stages] for rank in range(size)]
-            self._by_stages[stages] = self._subgroup(peers)
+            self._by_stages[stages] = self._find_or_create_subgroup(peers)
         return self._by_stages[stages]
 
     @property
@@ -280,33 +281,33 @@ class Devices:
                     *(c for axis, c in enumerate(coordinates) if axis not in axes),
                 )
                 groups.setdefault(fixed_coordinates, []).append(stage * matrix.num_devices + rank)
-        own_group = self._subgroup(list(groups.values()))
+        own_group = self._find_or_create_subgroup(list(groups.values()))
         assert own_group is not None
         return str(own_group.group_name)
 
-    def _subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
-        """Create or reuse a process group for each list of ranks, and return the group that this
-        rank is in, or None. Collective over the default process group."""
+    def _find_or_create_subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
+        """Create or reuse a process group for each list of ranks, and return the group of this
+        rank; None if no list has it. Collective over the default process group."""
         key = tuple(sorted(map(tuple, ranks)))
         if key not in self._subgroups:
-            self._subgroups[key] = _new_subgroup(ranks, self.device)
+            self._subgroups[key] = _create_subgroup(ranks, self.device)
         return self._subgroups[key]
 
 
 @cache
-def _planned_meshes() -> dict[int, int]:
+def _num_stages_by_mesh() -> dict[int, int]:
     """Return the number of pipeline stages of each planned `DeviceMesh` of this process, by
     hash."""
     return {}
 
 
 def stages_of_plan(mesh: DeviceMesh) -> int | None:
-    """Return the number of pipeline stages of the plan with this mesh; None if no plan has it.
+    """Return the number of pipeline stages of the plan with `mesh`; None if no plan has this mesh.
 
     Meshes are compared by hash instead of identity, as DTensor's sharding cache may return an equal
     mesh of another DTensor.
     """
-    return _planned_meshes().get(hash(mesh))
+    return _num_stages_by_mesh().get(hash(mesh))
 
 
 def all_coordinates(matrix: DeviceMatrix) -> Iterator[tuple[int, ...]]:
@@ -321,7 +322,7 @@ def world_timeout() -> timedelta | None:
     return group_timeout(world)
 
 
-def _new_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessGroup | None:
+def _create_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     assert world is not None
     # A communicator takes memory, and seconds to set up, so the default communicator is reused.
@@ -341,9 +342,8 @@ def _new_subgroup(ranks: list[list[int]], device: torch.device) -> dist.ProcessG
 def _can_create_own_group_only(device: torch.device) -> bool:
     """Whether each rank can create only its own group, with local synchronization.
 
-    PyTorch names a group of local synchronization by the number of groups of the rank. If the user
-    has created groups on some ranks only, these numbers differ, and ranks of one group would wait
-    under different names.
+    PyTorch names such a group by the number of groups that the rank has created. If the user has
+    created groups on some ranks only, the ranks of one group would wait under different names.
     """
     if not has_other_ranks():
         return True

@@ -45,9 +45,8 @@ def local_shard(
 
 
 def as_dtensor(local: Tensor, like: Tensor, layout: TensorLayout, devices: Devices) -> DTensor:
-    """Return a DTensor with the shape of `like`, whose shard on this rank is `local`.
-
-    No communication.
+    """Return a DTensor with the global shape of `like` and local shard `local`, without
+    communication.
 
     Raises:
         LayoutError: if `layout` shards separately by axes that `devices.mesh` flattens into one.
@@ -64,8 +63,8 @@ def as_dtensor(local: Tensor, like: Tensor, layout: TensorLayout, devices: Devic
 
 
 def shard_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Load state dict pre-hook: replace full tensors, as saved by one device, by this rank's
-    shards.
+    """Replace full tensors in `state`, as saved by one device, by this rank's shards: a pre-hook of
+    `load_state_dict`.
 
     Raises:
         PlanError: if a tensor is the shard of another rank.
@@ -110,8 +109,8 @@ def _check_coordinates(name: str, saved: DTensor, parameter: DTensor) -> None:
 
 @cache
 def accept_full_optimizer_states() -> None:
-    """Make optimizers of this process accept full state tensors, as saved by one device, of which
-    each rank takes its shard."""
+    """Make optimizers of this process accept full state tensors, as saved by one device, and shard
+    them."""
     registered = WeakSet[Optimizer]()
 
     # States loaded before the first step are sharded at that step, later ones when they are loaded.
@@ -138,7 +137,7 @@ def _shard_full_states(optimizer: Optimizer) -> None:
 
 
 class _LocalShards(torch.autograd.Function):
-    """Return the local shards of all DTensors at once; in the backward pass, wrap their gradients
+    """Return the local shards of DTensors; in the backward pass, wrap the gradients of the shards
     as DTensors."""
 
     @staticmethod
@@ -154,8 +153,8 @@ class _LocalShards(torch.autograd.Function):
 
 
 def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict[str, Tensor]:
-    """Return the local shards of `parameters`, by name, from which gradients flow back into
-    them."""
+    """Return the local shards of `parameters`, by name, as differentiable functions of the
+    parameters."""
     if layout.num_devices == 1:
         return dict(parameters)
     shards = _LocalShards.apply(*parameters.values())  # type: ignore[no-untyped-call]
@@ -163,7 +162,7 @@ def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict
 
 
 def detached_local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, or a plain tensor itself, detached."""
+    """Return the local shard of a DTensor, or an ordinary tensor itself, detached."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -221,8 +220,8 @@ def from_placements(
         ndim: number of dimensions of the DTensor.
 
     Raises:
-        LayoutError: if the number of placements is not that of the axes, a partial placement is no
-            sum, a dimension does not exist, or a `split_factor` is no product of axis sizes.
+        LayoutError: if the numbers of placements and axes differ, a partial placement is not a
+            sum, a dimension does not exist, or a `split_factor` is not a product of axis sizes.
     """
     if len(placements) != len(layout.device_matrix):
         raise LayoutError(
@@ -253,14 +252,14 @@ def _checked_dim(placement: Shard | StridedShard, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise LayoutError(
             f"placement {placement} shards dimension {dim} of a tensor with {ndim} dimensions\n"
-            "use a dimension of the tensor"
+            f"use a dimension from 0 to {ndim - 1}"
         )
     return dim % ndim
 
 
 def _insert_axis(axes: Axes, axis: int, placement: Placement, layout: DeviceMatrix) -> Axes:
     """Insert `axis` into `axes` after the axes whose sizes multiply to the `split_factor` of its
-    placement; first if it has none.
+    placement; first if the placement has none.
 
     Args:
         axes: the axes to the right of `axis` that shard the same dimension.
@@ -274,5 +273,6 @@ def _insert_axis(axes: Axes, axis: int, placement: Placement, layout: DeviceMatr
             return (*axes[:position], axis, *axes[position:])
     raise LayoutError(
         f"placement {placement} on axis {layout.alias_names[axis]!r} has split factor {coarser},"
-        " which is no product of sizes of axes to its right that shard the same dimension"
+        " which is not a product of sizes of axes to its right that shard the same dimension\n"
+        "use `Shard`, which needs no split factor, or a product of these sizes"
     )

@@ -27,8 +27,8 @@ RANDOM_OPERATORS = (
     *(aten.rand_like.default, aten.randn_like.default, aten.geometric_.default),
     *(aten.randint_like.default, aten.randint_like.low_dtype),
 )
-"""In-place and `*_like` random operators: on CPUs all ranks would draw equal random numbers for
-different shards."""
+"""In-place and `*_like` random operators, for which all ranks would draw equal random numbers on
+CPUs, also for different shards."""
 
 DRAWS_FROM_VALUES = (
     *(aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor, aten.bernoulli_.Tensor),
@@ -40,14 +40,14 @@ DRAWS_FROM_VALUES = (
 def correct_results() -> None:
     """Correct `item()` of partial sums, and random numbers on CPUs, for all DTensors of this
     process."""
-    set_operator_handler(aten._local_scalar_dense.default, _full_item)
+    set_operator_handler(aten._local_scalar_dense.default, _item_of_full_tensor)
     for operator in RANDOM_OPERATORS:
         set_operator_handler(operator, partial(_draw_full_tensor, operator))
     for operator in DRAWS_FROM_VALUES:
         set_operator_handler(operator, partial(_draw_from_full_tensor, operator))
 
 
-def _full_item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _item_of_full_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return `item()` of the full tensor; PyTorch returns this rank's term of a partial sum."""
     return args[0].full_tensor().item()
 

@@ -1,4 +1,4 @@
-"""Check that the first results of a `local_map` are equal on all ranks with the same shard."""
+"""Check, in the first call of a `local_map`, that ranks with equal shards return equal results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from shardwright.core.torch_internals.distributed import by_rank, group_named
 from shardwright.errors import CaptureError
 
 TOLERANCE = 1e-4
-"""Largest allowed difference between sums of two ranks, as a fraction of the sum of absolute
-values: atomic additions on an accelerator reorder sums. Results that really differ, differ by
-more."""
+"""Maximum difference between the sums of two ranks, as a fraction of the sum of absolute values.
+Atomic additions on an accelerator reorder sums, which changes them by less."""
 
 _SAMPLE = 1 << 16
 """Number of leading elements that are summed with weights, to detect permutations."""
@@ -42,10 +41,10 @@ class EqualReplicas:
         result = self.function(*args)
         if not self._is_checked:
             self._is_checked = True
-            self._check(result if isinstance(result, tuple) else (result,))
+            self._check_equal(result if isinstance(result, tuple) else (result,))
         return result
 
-    def _check(self, results: Sequence[Tensor]) -> None:
+    def _check_equal(self, results: Sequence[Tensor]) -> None:
         """Check that the results are equal over the group, by digests.
 
         Raises:

@@ -20,7 +20,7 @@ from shardwright.core.runtime.accelerator import Intervals
 
 @dataclass
 class WaitTimer:
-    """Sums up the time for which one rank waits; disabled by default, at no cost.
+    """Total time for which one rank waits for communication; disabled by default, at no cost.
 
     Args:
         intervals: waits since the last `take_seconds`; None while disabled.
@@ -40,13 +40,13 @@ class WaitTimer:
     def take_seconds(self) -> float | None:
         """Return the seconds of waiting since the last call; None while disabled.
 
-        Does not synchronize: waits that an accelerator has not finished count in the next call.
+        Does not synchronize: waits that an accelerator has not completed count in the next call.
         """
         return None if self.intervals is None else self.intervals.take_seconds()
 
     @contextmanager
     def measure(self, sign: int = 1) -> Iterator[None]:
-        """Context whose duration is added to the waits.
+        """Context whose duration is added to the time of waiting.
 
         Args:
             sign: -1 to subtract the duration, for computation within a measured wait.
@@ -63,8 +63,8 @@ class WaitTimer:
             intervals.add(start, intervals.timestamp(), sign)
 
     def exclude(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, which computes within a measured wait, wrapped to not count as
-        waiting."""
+        """Return `function` wrapped so that its time does not count as waiting, for computation
+        within a measured wait."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.measure(-1):

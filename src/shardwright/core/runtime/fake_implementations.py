@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.errors import CaptureError
 
 FakeResults = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""The shape and dtype of each result that is a tensor."""
+"""Shapes and dtypes of the tensors that an operator returns."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CheckedCustomOp:
         # cause.
         parts = result if isinstance(result, (tuple, list)) else (result,)
         returned = tuple((tuple(p.shape), p.dtype) for p in parts if isinstance(p, Tensor))
-        if returned != self.expected and not self._differs_by_float64(returned):
+        if returned != self.expected and not self._differs_only_by_float64(returned):
             raise CaptureError(
                 f"the fake implementation of `{self.function}` returns "
                 f"{_describe_results(self.expected, returned)}, but the operator returns "
@@ -47,8 +47,9 @@ class CheckedCustomOp:
             )
         return result
 
-    def _differs_by_float64(self, returned: FakeResults) -> bool:
-        """Whether dtypes differ only where float64 is expected and a floating-point dtype returned.
+    def _differs_only_by_float64(self, returned: FakeResults) -> bool:
+        """Whether dtypes differ only where float64 is expected and another floating-point dtype is
+        returned.
 
         `sw.check` converts the graph to float64, but an operator may return a fixed dtype.
         """

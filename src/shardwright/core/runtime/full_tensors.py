@@ -1,8 +1,8 @@
-"""Operators on DTensors that PyTorch does not compute on shards.
+"""Run operators on DTensors for which DTensor has no sharding strategy.
 
-In-place elementwise operators compute on shards if all DTensors have equal layouts. Others gather
-what they read, compute on full tensors on every rank, and keep the shards of what they write;
-random numbers are those of the first rank.
+In-place elementwise operators compute on shards if all DTensors have equal layouts. Other operators
+gather their arguments, compute on full tensors on every rank, and write the shards of arguments
+that they change. Random numbers are those of the first rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwright.core.torch_internals.operators import (
 
 
 def can_compute_on_full_tensors(operator: OpOverload) -> bool:
-    """Whether the result of an operator is no view of a gathered tensor, and its shape no other."""
+    """Whether an operator returns no view of its arguments, and changes no shape in place."""
     if torch.Tag.inplace_view in operator.tags:
         return False
     returns = schema_of(operator).returns
@@ -40,13 +40,13 @@ def draws(operator: OpOverload) -> bool:
 
 
 def broadcast_from_first_rank(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Send a tensor from the first rank of the mesh to all of them: by one broadcast per axis."""
+    """Broadcast a tensor from the first rank of the mesh to all ranks, once per mesh axis."""
     for dim in range(mesh.ndim):
         torch.distributed.broadcast(tensor, group=mesh.get_group(dim), group_src=0)
 
 
 def compute_on_shards(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Run an in-place operator on local tensors if that changes the DTensors as it should.
+    """Run an in-place operator on local tensors if that gives the result of full tensors.
 
     Returns:
         Whether the operator has run.
@@ -70,33 +70,34 @@ def _is_elementwise(operator: OpOverload, args: tuple[Any, ...]) -> bool:
 def _assigns_by_mask(
     tensor: Tensor, indices: Sequence[Tensor | None], value: Tensor, accumulate: bool = False
 ) -> bool:
-    """Whether `tensor[mask] = value` has a mask and a value that are elementwise."""
+    """Whether `tensor[indices] = value` is elementwise: assigns a scalar by a mask of the tensor's
+    shape."""
     mask = indices[0]
     is_mask = mask is not None and mask.dtype == torch.bool and mask.shape == tensor.shape
     return is_mask and len(indices) == 1 and value.numel() == 1 and not accumulate
 
 
 def _have_equal_layouts(arguments: Sequence[Any]) -> bool:
-    """Whether the DTensors of each row have equal layouts without partial sums, and all ordinary
-    tensors one element.
+    """Whether the DTensors that an operator combines have equal layouts without partial sums, and
+    all ordinary tensors have one element.
 
-    Rows are the tensors at equal positions of lists, and the tensors that are in no list.
+    An operator combines tensors at equal positions of its lists, and the tensors outside lists.
     """
     lists = [list(each) for each in arguments if isinstance(each, list | tuple)]
     if lists and all(isinstance(tensor, DTensor) for tensor in arguments[:1]):
         # The indices of `index_put_`: they belong to the tensor itself.
-        return _is_row([*arguments, *(leaf for each in lists for leaf in each)])
-    return _is_row(arguments) and all(map(_is_row, _rows(lists)))
+        return _can_combine([*arguments, *(leaf for each in lists for leaf in each)])
+    return _can_combine(arguments) and all(map(_can_combine, _tensors_by_position(lists)))
 
 
-def _rows(lists: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
+def _tensors_by_position(lists: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
     for index in range(max(map(len, lists), default=0)):
         yield [each[index] for each in lists if index < len(each)]
 
 
-def _is_row(row: Sequence[Any]) -> bool:
-    specs = [spec_of(leaf) for leaf in row if isinstance(leaf, DTensor)]
-    ordinary = (x for x in row if isinstance(x, Tensor) and not isinstance(x, DTensor))
+def _can_combine(tensors: Sequence[Any]) -> bool:
+    specs = [spec_of(leaf) for leaf in tensors if isinstance(leaf, DTensor)]
+    ordinary = (x for x in tensors if isinstance(x, Tensor) and not isinstance(x, DTensor))
     return (
         all(have_same_layout(spec, specs[0]) for spec in specs)
         and not any(placement.is_partial() for spec in specs for placement in spec.placements)
@@ -107,10 +108,11 @@ def _is_row(row: Sequence[Any]) -> bool:
 def compute_on_full_tensors(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an operator on full tensors, which all ranks gather.
+    """Gather the arguments of an operator on all ranks, and run the operator on full tensors.
 
     Returns:
-        The results: DTensors that every rank has in full, and the arguments that it writes to.
+        The results as replicated DTensors; for a result that is an argument changed in place, the
+        argument.
     """
     gathered: dict[int, tuple[DTensor, Tensor]] = {}
 
@@ -131,7 +133,7 @@ def compute_on_full_tensors(
     for tensor in pytree.tree_leaves(written):
         if isinstance(tensor, DTensor):
             by_id[id(gather(tensor))] = tensor
-            _store(tensor, gather(tensor))
+            _write_to_shards(tensor, gather(tensor))
         elif isinstance(tensor, Tensor):
             by_id[id(tensor)] = tensor
     replicated = (Replicate(),) * mesh.ndim
@@ -145,13 +147,13 @@ def compute_on_full_tensors(
 
 
 def _full_copy(tensor: DTensor) -> Tensor:
-    """The full tensor, which may be written to."""
+    """Return the full tensor as a copy that shares no memory with the DTensor."""
     full: Tensor = tensor.full_tensor().detach()
     return full.clone() if full.data_ptr() == local_tensor(tensor).data_ptr() else full
 
 
-def _store(tensor: DTensor, full: Tensor) -> None:
-    """Write a full tensor, which all ranks have, into the shards of a DTensor."""
+def _write_to_shards(tensor: DTensor, full: Tensor) -> None:
+    """Write `full`, equal on all ranks, into the shards of a DTensor."""
     mesh = tensor.device_mesh
     replicated = DTensor.from_local(full, mesh, (Replicate(),) * mesh.ndim, run_check=False)
     sharded = [Replicate() if p.is_partial() else p for p in tensor.placements]

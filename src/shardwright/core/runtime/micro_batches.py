@@ -25,8 +25,8 @@ SampleDims = tuple[int | None, ...]
 
 
 def first_dims(leaves: Sequence[Any]) -> SampleDims:
-    """Return 0 for each tensor whose dimension 0 has the size of that of the first tensor with
-    dimensions, and None for other leaves."""
+    """Return the default batch dimension of each leaf: 0 for tensors whose dimension 0 has the size
+    of dimension 0 of the first tensor with dimensions, None for other leaves."""
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     return tuple(
         0 if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == sizes[0] else None
@@ -61,11 +61,11 @@ def micro_batch(
                 divisors = [str(each) for each in _divisors(leaf.shape[dim])]
                 valid = ", ".join(divisors[:12] + ["…"] * (len(divisors) > 12))
                 raise PlanError(
-                    f"a batch of {leaf.shape[dim]} rows cannot be split into {count} equal"
+                    f"a batch of {leaf.shape[dim]} samples cannot be split into {count} equal"
                     f" micro-batches\nvalid numbers of micro-batches are {valid}; name the batch"
                     " dimension if it is another (`batch_dims={'x': 1}`)"
                 )
-            # Consecutive rows, as in `torch.chunk` and PyTorch's pipeline schedules.
+            # Consecutive samples, as in `torch.chunk` and PyTorch's pipeline schedules.
             leaf = leaf.narrow(dim, number * rows, rows)
         result.append(leaf)
     return result
@@ -74,7 +74,7 @@ def micro_batch(
 def of_micro_batches(
     leaves: Sequence[Any], count: int, dims: SampleDims | None = None
 ) -> list[Any]:
-    """Return leaves with the shapes of a batch of `count` micro-batches, without values.
+    """Return uninitialized leaves with the shapes of a batch of `count` micro-batches.
 
     Args:
         leaves: leaves of a call with one micro-batch.
@@ -95,7 +95,7 @@ def of_micro_batches(
 def num_micro_batches_of_call(
     leaves: Sequence[Any], pipeline: PipelineSpec, dims: SampleDims | None = None
 ) -> int:
-    """Return the number of micro-batches of a call: as planned, or the largest smaller number that
+    """Return the number of micro-batches of a call: the largest number, up to the planned one, that
     divides the batch size and that the schedule supports."""
     rows = _batch_size(leaves, dims)
     return next(
@@ -132,15 +132,15 @@ def global_leaves(
     meta tensors of the full shape.
 
     Args:
-        planned: the planned value of each leaf; None for a leaf that the planned call lacks.
+        planned: the planned value of each leaf; None for a leaf that the planned call did not pass.
         mesh: the device matrix.
         arrivals: for each input that arrives sharded, by name, the mesh axes that shard each of its
             dimensions.
         leaves: the leaves of the call.
 
     Raises:
-        PlanError: if the planned call lacks a tensor, so that it is unknown whether it arrives
-            sharded.
+        PlanError: if the planned call did not pass one of the tensors, so that it is unknown
+            whether that tensor arrives sharded.
     """
     if not arrivals:
         return list(leaves)

@@ -1,10 +1,10 @@
 """`torch.optim.Muon` on DTensors, with the results of one device.
 
 Orthogonalization needs full matrices, and rounds to bfloat16 in each product, so products of shards
-would give other numbers. The n ranks that share matrices therefore take n of them at a time: each
-rank collects the shards of one, orthogonalizes it, and sends the shards back. For n matrices of N
-elements a rank sends 4 N (n - 1) / n bytes, where all-gathers send 2 N (n - 1), and each matrix is
-orthogonalized once. Replicas orthogonalize the same matrices, without sending.
+would give other numbers. So n ranks with shards of the same matrices process n matrices at a time:
+each rank receives the shards of one matrix, orthogonalizes it, and sends the shards back. For n
+matrices of N elements a rank sends 4 N (n - 1) / n bytes, where all-gathers send 2 N (n - 1), and
+each matrix is orthogonalized once. Replicas orthogonalize the same matrices, without sending.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ ShardSlices = tuple[slice, ...]
 
 
 def orthogonalize_full_matrices() -> None:
-    """Make all `Muon`s of this process orthogonalize full matrices of DTensors."""
-    replace_muon_step(_step)
+    """Make `Muon` optimizers of this process orthogonalize the full matrices of DTensors."""
+    replace_muon_step(_step_on_full_matrices)
 
 
 @dataclass(frozen=True)
-class _Owners:
-    """The ranks that have different shards of a matrix.
+class _ShardOwners:
+    """The ranks over which a matrix is sharded.
 
     Args:
-        group: their process group.
-        rank: the position of this rank in it.
-        slices: the shard of each of them, in the order of the group.
+        group: process group of these ranks.
+        rank: the position of this rank in `group`.
+        slices: the shard of each rank, as slices of the matrix, in the order of `group`.
     """
 
     group: dist.ProcessGroup
@@ -56,18 +56,19 @@ class _Owners:
     slices: tuple[ShardSlices, ...]
 
 
-def _step(
+def _step_on_full_matrices(
     original: MuonStep,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     muon_momentum_bufs: Sequence[Tensor],
     **options: Any,
 ) -> None:
-    """Update matrices as `original`, sharded ones by full orthogonalized matrices."""
+    """Replace a step of `Muon`: call `original` for matrices that are not sharded, and update local
+    shards from full orthogonalized matrices."""
     matrices = list(zip(params, grads, muon_momentum_bufs, strict=True))
     sharded = [each for each in matrices if _is_sharded(*each)]
     sharded_ids = {id(param) for param, *_ in sharded}
-    # Matrices that each rank has in full need nothing from others.
+    # Replicated matrices need no communication.
     others = [
         tuple(map(detached_local, each)) if _is_replicated(*each) else each
         for each in matrices
@@ -80,7 +81,7 @@ def _step(
 
 def _is_sharded(*matrix: Tensor) -> bool:
     return _have_equal_placements(matrix) and any(
-        _shards(placement) for placement in _placements(matrix[0])
+        _is_shard(placement) for placement in _placements(matrix[0])
     )
 
 
@@ -104,7 +105,7 @@ def _placements(tensor: Tensor) -> tuple[Placement, ...]:
     return tuple(tensor.placements)
 
 
-def _shards(placement: Placement) -> bool:
+def _is_shard(placement: Placement) -> bool:
     return isinstance(placement, Shard | StridedShard)
 
 
@@ -122,13 +123,13 @@ def _update_shards(
     **_: Any,
 ) -> None:
     rate = float(lr)
-    by_group: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, _Owners]]] = {}
+    by_group: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, _ShardOwners]]] = {}
     for param, grad, buffer in matrices:
         local_grad, local_buffer = detached_local(grad), detached_local(buffer)
         local_buffer.lerp_(local_grad, 1 - momentum)
         update = local_grad.lerp(local_buffer, momentum) if nesterov else local_buffer
         assert isinstance(param, DTensor)
-        owners = _owners(param.device_mesh, _placements(param), tuple(param.shape))
+        owners = _find_shard_owners(param.device_mesh, _placements(param), tuple(param.shape))
         by_group.setdefault(owners.group, []).append((param, update.bfloat16(), owners))
     for group, of_group in by_group.items():
         # Matrices of similar sizes take equally long.
@@ -136,7 +137,7 @@ def _update_shards(
         size = dist.get_world_size(group)
         for first in range(0, len(of_group), size):
             taken = of_group[first : first + size]
-            shards = _orthogonal_shards(
+            shards = _orthogonalize_shards(
                 [(update, owners) for _, update, owners in taken],
                 (ns_coefficients, ns_steps, eps),
             )
@@ -146,13 +147,14 @@ def _update_shards(
                 local.add_(shard, alpha=-adjusted_rate(rate, adjust_lr_fn, param.shape))
 
 
-def _orthogonal_shards(
-    matrices: Sequence[tuple[Tensor, _Owners]], options: tuple[Any, ...]
+def _orthogonalize_shards(
+    matrices: Sequence[tuple[Tensor, _ShardOwners]], options: tuple[Any, ...]
 ) -> list[Tensor]:
-    """The shards of orthogonalized matrices, of which each rank takes one in full.
+    """Return this rank's shards of orthogonalized matrices; each rank orthogonalizes one matrix.
 
     Args:
-        matrices: this rank's shards, at most as many as ranks share them.
+        matrices: this rank's shard of each matrix, and the ranks over which the matrix is sharded;
+            at most one matrix per rank.
         options: arguments of `orthogonalize`.
     """
     owners = matrices[0][1]
@@ -161,18 +163,19 @@ def _orthogonal_shards(
     flat = torch.cat([update.flatten() for update in updates])
     sent = [update.numel() for update in updates] + [0] * (ranks - len(updates))
     received = [sent[rank]] * ranks
-    blocks = _exchange(flat, sent, received, owners.group)
+    blocks = _exchange_elements(flat, sent, received, owners.group)
     if rank < len(updates):
-        blocks = _orthogonalized(blocks, *matrices[rank], options)
-    returned = _exchange(blocks, received, sent, owners.group)
+        blocks = _orthogonalize_blocks(blocks, *matrices[rank], options)
+    returned = _exchange_elements(blocks, received, sent, owners.group)
     shards = torch.split(returned, [size for size in sent if size])
     return [shard.view(u.shape) for shard, u in zip(shards, updates, strict=True)]
 
 
-def _orthogonalized(
-    blocks: Tensor, shard: Tensor, owners: _Owners, options: tuple[Any, ...]
+def _orthogonalize_blocks(
+    blocks: Tensor, shard: Tensor, owners: _ShardOwners, options: tuple[Any, ...]
 ) -> Tensor:
-    """The blocks of an orthogonalized matrix, in the order of ranks, from those of the matrix."""
+    """Orthogonalize a matrix given as blocks in the order of ranks; return the blocks of the
+    result."""
     stops = zip(*([each.stop for each in slices] for slices in owners.slices), strict=True)
     full = blocks.new_empty([max(each) for each in stops])
     for slices, block in zip(owners.slices, torch.split(blocks, shard.numel()), strict=True):
@@ -181,25 +184,34 @@ def _orthogonalized(
     return torch.cat([orthogonal[slices].flatten() for slices in owners.slices])
 
 
-def _exchange(
+def _exchange_elements(
     flat: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Send the leading elements of `flat` to each rank of a group by number, and receive."""
+    """Exchange elements of `flat` between the ranks of a group, and return those received.
+
+    Args:
+        flat: the elements to send, in the order of ranks.
+        sent, received: number of elements sent to, and received from, each rank.
+        group: the process group.
+    """
     sending = c10d.all_to_all_single(flat, list(received), list(sent), group.group_name)
     result: Tensor = c10d.wait_tensor(sending)
     return result
 
 
 @cache
-def _owners(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> _Owners:
-    """The ranks that share a matrix. Collective for them at the first call."""
+def _find_shard_owners(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+) -> _ShardOwners:
+    """Return the ranks over which a matrix is sharded. Collective for these ranks at the first
+    call."""
     sizes = tuple(mesh.shape)
     matrix = DeviceMatrix(sizes, tuple(f"axis{number}" for number in range(len(sizes))))
     layout = from_placements(placements, matrix, len(shape))
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     ranges = [
-        range(size) if _shards(placement) else (own,)
+        range(size) if _is_shard(placement) else (own,)
         for size, placement, own in zip(sizes, placements, coordinate, strict=True)
     ]
     coordinates = list(product(*ranges))
@@ -208,12 +220,12 @@ def _owners(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[in
         sum(c * prod(sizes[dim + 1 :]) for dim, c in enumerate(each)) for each in coordinates
     )
     slices = tuple(layout.slices(position, shape) for position in positions)
-    dims = [dim for dim, placement in enumerate(placements) if _shards(placement)]
-    group = mesh.get_group(dims[0]) if len(dims) == 1 else _group_of(ranks)
-    return _Owners(group, dist.get_group_rank(group, dist.get_rank()), slices)
+    dims = [dim for dim, placement in enumerate(placements) if _is_shard(placement)]
+    group = mesh.get_group(dims[0]) if len(dims) == 1 else _create_process_group(ranks)
+    return _ShardOwners(group, dist.get_group_rank(group, dist.get_rank()), slices)
 
 
 @cache
-def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _create_process_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return group

@@ -12,17 +12,21 @@ from torch.optim import AdamW, Muon, Optimizer
 from shardwright.core.layout.axes import Shape
 
 ORTHOGONALIZED = "orthogonalized"
-"""Option of a parameter group that Muon updates."""
+"""Key of a parameter group: whether Muon updates the group."""
 
 
 def is_orthogonalized(shape: Shape, tables: Collection[Shape]) -> bool:
-    """Whether Muon updates a parameter of a full shape: matrices, except embeddings and output
-    heads, which have the shape of one."""
+    """Whether Muon updates a parameter: a matrix, except embeddings and output heads.
+
+    Args:
+        shape: full shape of the parameter.
+        tables: shapes of embeddings, which output heads share.
+    """
     return len(shape) == 2 and shape not in tables
 
 
 def table_shapes(net: nn.Module) -> frozenset[Shape]:
-    """The shapes of the embeddings of a model, also of those in other pipeline stages."""
+    """Return the shapes of a model's embeddings, including those of other pipeline stages."""
     return frozenset(
         (module.num_embeddings, module.embedding_dim)
         for module in net.modules()
@@ -38,8 +42,9 @@ class MuonAdamW(Optimizer):
 
     Args:
         params: parameters, or parameter groups with a `weight_decay` of their own.
-        momentum: of Muon.
-        betas, eps: of AdamW.
+        lr, weight_decay: learning rate and weight decay of both optimizers.
+        momentum: momentum of Muon.
+        betas, eps: coefficients of AdamW.
         tables: shapes of matrices that AdamW updates: embeddings and output heads.
     """
 
@@ -87,7 +92,7 @@ class MuonAdamW(Optimizer):
             closure: computes the gradients and returns the loss.
 
         Returns:
-            What `closure` returns.
+            The loss; None without `closure`.
         """
         loss = None
         if closure is not None:

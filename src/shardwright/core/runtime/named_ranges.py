@@ -4,7 +4,7 @@
 |---|---|
 | `net.hidden1` | an operator, by its module path |
 | `send all_reduce over tp, 4096 B` | a collective is started, or run in one call |
-| `wait for all_reduce over tp` | its result is waited for |
+| `wait for all_reduce over tp` | the result of a collective is waited for |
 | `bucket 2` | a bucket of parameters is gathered, or its gradients reduced |
 | `schedule` | a pipeline stage runs its chunks on all micro-batches, and waits for other stages |
 | `forward of chunk 1, micro-batch 0` | one pass of a chunk; or `backward`, or `weights` |
@@ -37,7 +37,7 @@ PASSES = {
     "backward_one_chunk": "backward",
     "backward_weight_one_chunk": "weights",
 }
-"""For each method of PyTorch's stages that runs a pass of one micro-batch, the name of the pass."""
+"""Names of the passes of one micro-batch, by the method of PyTorch's stages that runs the pass."""
 
 SEND = re.compile(r"send (?P<kind>\w+) over (?P<over>.+), (?P<bytes>\d+) B")
 WAIT = re.compile(r"wait for (?P<kind>\w+) over (?P<over>.+)")
@@ -47,7 +47,7 @@ PASS = re.compile(r"(forward|backward|weights) of chunk \d+, micro-batch \d+")
 
 @dataclass(frozen=True)
 class CollectiveRange:
-    """The ranges of one kind of collective over some mesh axes.
+    """Named ranges of one kind of collective over given mesh axes.
 
     Args:
         kind: name of the collective in `COLLECTIVES`.
@@ -79,7 +79,7 @@ class CollectiveRange:
         return record_function(f"wait for {self.kind} over {self.over}")
 
     def wrap(self, collective: Collective) -> Collective:
-        """Return `collective` with both halves wrapped in their ranges."""
+        """Return `collective` with `start` and `finish` wrapped in the ranges `send` and `wait`."""
 
         def start(x: Tensor) -> Tensor:
             with self.send(x.nbytes):
@@ -99,7 +99,7 @@ def wrap_step(
     axes: Axes,
     matrix: DeviceMatrix,
 ) -> BoundCollective:
-    """Return a redistribution step with its collectives wrapped in ranges.
+    """Return a redistribution step with its collectives wrapped in named ranges.
 
     Args:
         bound: the redistribution step.
@@ -120,7 +120,7 @@ def wrap_step(
 def wrap_reduction(
     reduce: Reduce, reduction: Reduction, axes: Axes, matrix: DeviceMatrix
 ) -> Reduce:
-    """Return `reduce`, the bound collective of a kernel, wrapped in ranges."""
+    """Return `reduce`, the bound collective of a kernel, wrapped in named ranges."""
     kind, run = reduction.collective, reduce.run
     collective_range = CollectiveRange.of(kind, axes, matrix)
 
@@ -139,8 +139,12 @@ def wrap_reduction(
 
 
 def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a pipeline stage wrapped in a range; its first argument is the index of
-    the micro-batch."""
+    """Return a method of a pipeline stage wrapped in a named range.
+
+    Args:
+        name: name of the range, without the micro-batch.
+        function: the method, whose first argument is the index of the micro-batch.
+    """
 
     def call(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
         with record_function(f"{name}, micro-batch {micro_batch}"):
@@ -151,7 +155,7 @@ def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, eq=False)
 class RangedBucket(BoundBucket):
-    """A bucket whose collectives are wrapped in ranges."""
+    """A bucket whose collectives are wrapped in named ranges."""
 
     matrix: DeviceMatrix
 
@@ -160,24 +164,24 @@ class RangedBucket(BoundBucket):
         return cls(bound.bucket, bound.gathers, bound.replicas, matrix)
 
     @cached_property
-    def _gather_range(self) -> CollectiveRange:
-        return self._range_over("all_gather", [gather.group.axes for gather in self.gathers])
+    def _all_gather_range(self) -> CollectiveRange:
+        return self._collective_range("all_gather", [gather.group.axes for gather in self.gathers])
 
     @cached_property
     def _scatter_range(self) -> CollectiveRange:
         axes = [gather.group.axes for gather in self.gathers if gather.reduces]
-        return self._range_over("reduce_scatter", axes)
+        return self._collective_range("reduce_scatter", axes)
 
     @cached_property
     def _all_reduce_range(self) -> CollectiveRange:
         assert self.replicas is not None
-        return self._range_over("all_reduce", [self.replicas.axes])
+        return self._collective_range("all_reduce", [self.replicas.axes])
 
-    def _range_over(self, kind: str, axes: Sequence[Axes]) -> CollectiveRange:
+    def _collective_range(self, kind: str, axes: Sequence[Axes]) -> CollectiveRange:
         return CollectiveRange.of(kind, tuple({a for each in axes for a in each}), self.matrix)
 
     @property
-    def _stored_bytes(self) -> int:
+    def _shard_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
     @property
@@ -185,30 +189,30 @@ class RangedBucket(BoundBucket):
         return record_function(f"bucket {self.bucket.number}")
 
     def start_gather(self, shards: Sequence[Tensor]) -> Tensor:
-        with self._bucket_range, self._gather_range.send(self._stored_bytes):
+        with self._bucket_range, self._all_gather_range.send(self._shard_bytes):
             return super().start_gather(shards)
 
     def finish_gather(self, pending: Tensor) -> list[Tensor]:
-        with self._bucket_range, self._gather_range.wait():
+        with self._bucket_range, self._all_gather_range.wait():
             return super().finish_gather(pending)
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
         with self._bucket_range:
-            if self._reduce_scatters:
-                with self._scatter_range.send(self._stored_bytes * self._scatter_range.size):
+            if self._has_reduce_scatter:
+                with self._scatter_range.send(self._shard_bytes * self._scatter_range.size):
                     return super().reduce(gradients)
             if self.replicas is not None:
-                with self._all_reduce_range.send(self._stored_bytes):
+                with self._all_reduce_range.send(self._shard_bytes):
                     return super().reduce(gradients)
             return super().reduce(gradients)
 
     def sum_replicas(self, flat: Tensor) -> Tensor:
-        if not self._reduce_scatters:
+        if not self._has_reduce_scatter:
             return super().sum_replicas(flat)
         # Wait here, so that the range covers only the wait; the wait in `super()` returns at once.
         with self._bucket_range:
             with self._scatter_range.wait():
-                flat = self._complete(flat)
+                flat = self._wait_for_collective(flat)
             if self.replicas is None:
                 return flat
             with self._all_reduce_range.send(flat.nbytes):

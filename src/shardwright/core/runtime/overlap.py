@@ -27,7 +27,7 @@ from shardwright.core.runtime.collectives import BoundCollective
 
 
 class Pending(NamedTuple):
-    """A redistribution that has been started.
+    """A redistribution that has been started and not yet waited for.
 
     Args:
         token: expanded tensor without values, through which the gradient flows; None without a
@@ -48,7 +48,7 @@ class StartCollective:
     bound: BoundCollective
 
     def __call__(self, x: Tensor) -> Pending:
-        token = _StartWithGradient.apply(x, self.bound) if x.requires_grad else None  # type: ignore[no-untyped-call]
+        token = _StartCollectiveFunction.apply(x, self.bound) if x.requires_grad else None  # type: ignore[no-untyped-call]
         return Pending(token, self.bound.forward.start(x.detach()), x.dtype)
 
 
@@ -62,10 +62,10 @@ class FinishCollective:
         token, tensor, dtype = pending
         if token is None:
             return self.bound.forward.finish(tensor, dtype)
-        return _FinishWithGradient.apply(token, tensor, dtype, self.bound)  # type: ignore[no-any-return,no-untyped-call]
+        return _FinishCollectiveFunction.apply(token, tensor, dtype, self.bound)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _StartWithGradient(torch.autograd.Function):
+class _StartCollectiveFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bound: BoundCollective) -> Tensor:
         ctx.backward_collective, ctx.dtype, ctx.call_site = bound.backward, x.dtype, program_line()
@@ -77,7 +77,7 @@ class _StartWithGradient(torch.autograd.Function):
         return ctx.backward_collective.finish(gradients[0], ctx.dtype), None
 
 
-class _FinishWithGradient(torch.autograd.Function):
+class _FinishCollectiveFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, token: Tensor, tensor: Tensor, dtype: torch.dtype, bound: BoundCollective
@@ -120,19 +120,19 @@ class DelayGradient:
     def __call__(self, weight: Tensor) -> DelayedWeight:
         if not weight.requires_grad:
             return DelayedWeight(weight, None, None)
-        tokens = _Delay.apply(weight, self.x_shape, self.shape)  # type: ignore[no-untyped-call]
+        tokens = _DelayGradientFunction.apply(weight, self.x_shape, self.shape)  # type: ignore[no-untyped-call]
         return DelayedWeight(weight.detach(), *tokens)
 
 
 def delayed_linear(x: Tensor, delayed: DelayedWeight, bias: Tensor | None = None) -> Tensor:
-    """Apply a linear layer with a weight whose gradient is delayed."""
+    """Apply a linear layer whose weight gradient is computed later, by `DelayGradient`."""
     weight, gradient, token = delayed
     if gradient is None:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, gradient, token)  # type: ignore[no-any-return,no-untyped-call]
+    return _DelayedLinearFunction.apply(x, weight, bias, gradient, token)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Delay(torch.autograd.Function):
+class _DelayGradientFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, weight: Tensor, x_shape: tuple[int, ...], shape: tuple[int, ...]
@@ -147,7 +147,7 @@ class _Delay(torch.autograd.Function):
         return gradient.flatten(0, -2).t() @ x.flatten(0, -2), None, None
 
 
-class _Linear(torch.autograd.Function):
+class _DelayedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor, token: Tensor
@@ -162,5 +162,6 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         x_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
-        # `gradient` and `x` go to the tokens, so that `_Delay` computes the weight gradient later.
+        # `gradient` and `x` go to the tokens: `_DelayGradientFunction` computes the weight gradient
+        # later.
         return x_gradient, None, bias, gradient, x

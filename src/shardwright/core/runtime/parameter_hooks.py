@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.core.torch_internals.hooks import accumulation_hooks, gradient_hooks
 
 Shard = Callable[[Tensor], Tensor]
-"""Function that shards a full tensor, and returns a DTensor."""
+"""Function that shards a full tensor as a DTensor."""
 
 Hook = Callable[[Any], Any]
 
@@ -22,13 +22,13 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def take_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
-    """Register the hooks of a full `parameter` on the `stored` parameter that replaces it.
+    """Register the hooks of the user's `parameter` on the sharded parameter that replaces it.
 
-    Gradient hooks are passed the full gradient, and their result is sharded; post-accumulation
-    hooks are passed the stored parameter. A hook that is removed from `parameter` no longer runs.
+    Gradient hooks receive the full gradient, and their result is sharded; post-accumulation hooks
+    receive the sharded parameter. A hook that is removed from `parameter` no longer runs.
 
     Args:
-        stored: the parameter that the planned model owns.
+        stored: the sharded parameter of the planned model.
         parameter: the user's parameter.
         shard: shards a full gradient like `stored`.
     """

@@ -1,4 +1,4 @@
-"""Where in the user's program a thread waits, and the exception that ends the process."""
+"""Find the user's line at which a thread waits, and the exception that ends the process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ WORLD_COLLECTIVES = {
 """Functions of `torch.distributed` in which every rank of a group waits for the others."""
 
 LIBRARIES = re.compile(r"(torch|shardwright|contextlib|functools|threading|runpy|importlib)\b")
-"""Modules that are not the user's program."""
+"""Matches names of modules that do not belong to the user's program."""
 
 
 def place_of(frame: FrameType | None) -> tuple[str, str]:
-    """The collective of all ranks in which a thread waits, or "", and its line of the program."""
+    """Return the collective over all ranks in which a thread waits, and the thread's line of the
+    user's program; each is empty if there is none."""
     waits_in = ""
     while frame is not None:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
@@ -38,7 +39,7 @@ def place_of(frame: FrameType | None) -> tuple[str, str]:
 
 
 def last_exception() -> str:
-    """The exception that ends this process; empty without one."""
+    """Return type and message of the exception that ends this process; empty without one."""
     error = getattr(sys, "last_value", None)
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return shorten(text, 200, placeholder=" …") if error is not None else ""

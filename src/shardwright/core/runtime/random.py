@@ -1,9 +1,9 @@
 """Random operators on shards, seeded by step, operator and shard, so that runs are reproducible.
 
 Replicas of a shard draw equal numbers, different shards draw independent numbers. The numbers
-differ from those that one device would draw for the full tensor. Operators that are recomputed in
-the backward pass must draw the same numbers again. Seeded operators do; on one device, where
-operators are not seeded, activation checkpointing restores the state of PyTorch's generator.
+differ from those that one device would draw for the full tensor. Recomputed operators must draw the
+numbers of the forward pass again. Seeded operators do; on one device, where operators are not
+seeded, activation checkpointing restores the state of PyTorch's generator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEEDS = 1_099_511_627_791
 
 
 def stream_number(name: str) -> int:
-    """Return a hash of an operator's name, below 2^40, equal in every chunk, mode and process."""
+    """Return a hash of an operator's name, below 2^40, equal in all processes."""
     # Python's `hash` of strings differs between processes.
     return int.from_bytes(blake2b(name.encode(), digest_size=5).digest())
 

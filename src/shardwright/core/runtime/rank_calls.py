@@ -1,11 +1,11 @@
-"""Name the ranks that wait for each other in different calls, on all ranks within seconds.
+"""Detect ranks that wait for each other in different calls, and raise one error on all ranks.
 
-Every rank counts its collective calls. Once it has made none for `PATIENCE` seconds, a thread of
-its own writes to the store of the process group what the rank is doing, and rank 0 compares. If the
-ranks can never meet, all raise the same error: a rank that is blocked in a collective is woken by
-closing its connections to other ranks. Until then no call touches the store, except one that waits
-for all ranks before it communicates: one that a rank may make alone by mistake, or that the calls
-before it did not lead to expect.
+Every rank counts its collective calls. If a rank begins and ends no call for `PATIENCE` seconds, a
+thread writes the state of the rank to the store of the process group, and rank 0 compares the
+states. If the ranks can never meet, all raise the same error within seconds; each closes its
+connections to other ranks, so that ranks blocked in a collective wake. Other calls do not access
+the store, except calls that wait for all ranks before they communicate: calls that one rank might
+make alone by mistake, and calls that differ from those predicted by `ExpectedCalls`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ from shardwright.core.agreement.rank_states import (
     difference_of_calls,
     ended_too_early,
 )
-from shardwright.core.runtime.collective_errors import (
-    PEER_FAILURE,
-    naming_redistributions,
-)
+from shardwright.core.runtime.collective_errors import PEER_FAILURE, naming_redistributions
 from shardwright.core.runtime.connections import close_connections
 from shardwright.core.runtime.devices import Devices, stages_of_plan
 from shardwright.core.runtime.place_in_program import last_exception, place_of
@@ -59,36 +56,36 @@ Params = ParamSpec("Params")
 CallResult = TypeVar("CallResult")
 
 PATIENCE = 3.0
-"""Seconds without a call after which a rank says what it is doing."""
+"""Seconds without a call after which a rank writes its state to the store."""
 
 POLL = 0.5
-"""Seconds between two looks of the thread of a rank."""
+"""Polling interval of the thread that watches a rank's calls, in seconds."""
 
 WARN_AFTER = 20.0
-"""Seconds in one call after which a rank that waits for others to begin it says so once."""
+"""Seconds of waiting for other ranks in one call, after which a rank logs one warning."""
 
 FAREWELL = 4 * POLL
-"""Seconds for which a rank that knows the error stays, so that the others learn it too."""
+"""Seconds for which a rank delays raising the common error, so that other ranks can read it."""
 
 MAX_CALLS = 64
-"""Number of last calls that a rank remembers."""
+"""Maximum number of recent calls in the state of a rank."""
 
 BACKWARD = "backward pass"
-"""Name of the call that is a backward pass through a model."""
+"""Name of a backward pass through a model among the counted calls."""
 
 
 class RankCalls:
-    """The collective calls of this rank, in one process group.
+    """Counts the collective calls of this rank in one default process group.
 
     Args:
         world: the default process group.
-        number: number of process groups before it, equal on all ranks: their keys may still be in
-            the store.
+        number: number of earlier default process groups, equal on all ranks; part of the keys in
+            the store, which may still have keys of earlier groups.
     """
 
     def __init__(self, world: dist.ProcessGroup, number: int) -> None:
         self.error = ""
-        """Why this rank can make no more calls; empty if it can."""
+        """The error that further calls of this rank raise; empty without an error."""
         self._rank, self._size = world.rank(), world.size()
         self._longest_wait = group_timeout(world)
         # A connection for each thread, as both may block in it.
@@ -102,68 +99,69 @@ class RankCalls:
         self._expected = ExpectedCalls()
         self._last_meeting = ""
         self._has_differed = False
-        """Whether the last call was refused as others have made another, who may be in it yet."""
+        """Whether the last call was refused because other ranks made a different call, which may
+        not have ended."""
         self._written, self._seen_changes = "", 0
         self._request = 0
-        """Number of the request for fresh states that rank 0 has made; 0 without a suspicion."""
+        """Number of the request for current states that rank 0 has made; 0 without a request."""
         self._thread_id = threading.main_thread().ident or 0
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(ref(world),), daemon=True)
+        self._thread = threading.Thread(target=self._watch_calls, args=(ref(world),), daemon=True)
         self._thread.start()
         # Not `atexit`, whose functions processes of `multiprocessing` do not call.
         Finalize(None, self.end, exitpriority=0)
 
     def end(self) -> None:
-        """Stop watching, and tell the other ranks that this rank makes no more calls."""
+        """Stop the watching thread, and report to other ranks that this rank ends."""
         self._ended.set()
         self._thread.join(FAREWELL)
         with suppress(RuntimeError):  # The store is gone, and with it the run.
             if not self.error:
-                state = replace(self._state(), is_inside=False, exception=last_exception())
+                state = replace(self._own_state(), is_inside=False, exception=last_exception())
                 self._store.set(f"ended {self._rank}", state.to_json())
                 self._store.set("a rank has ended", "")
 
     @contextmanager
     def call(self, kind: str, *, always_meets: bool = False, waits: bool = True) -> Iterator[None]:
-        """Context of a collective call; calls within it do not count.
+        """Context of a collective call; nested calls are not counted.
 
         Args:
             kind: name of the call, equal on all ranks.
-            always_meets: whether all ranks meet before the call communicates even if it is
-                expected.
-            waits: whether this rank waits for the others when they meet. A call that is
-                asynchronous here may be one that waits on another rank.
+            always_meets: whether ranks wait for each other before the call communicates even if the
+                call is expected.
+            waits: whether this rank waits until all ranks have begun the call; False for an
+                asynchronous call, which other ranks may make synchronously.
 
         Raises:
             DataError: on all ranks, if they wait for each other in different calls.
-            CommunicationError: another rank has ended, or does not respond.
+            CommunicationError: if another rank has ended, or does not respond.
         """
         if self._depth:
             yield
             return
         self._thread_id = threading.get_ident()
-        is_expected = self._begin(kind)
+        is_expected = self._begin_call(kind)
         try:
             with self.explaining_errors():
                 if always_meets or not is_expected:
-                    self._meet(waits=waits)
+                    self._meet_other_ranks(waits=waits)
                 yield
         except BaseException as error:
-            self._undo(kind, error)
+            self._undo_call(kind, error)
             raise
         finally:
             self._depth, self._changed = 0, time.monotonic()
 
     @contextmanager
     def backward_passes(self) -> Iterator[None]:
-        """Context of a call of autograd, whose first pass through a model is one call."""
+        """Context of a call of autograd, whose first backward pass through a model is counted."""
         is_within_another, self._in_backward = self._in_backward, False
         try:
             with self.explaining_errors():
                 yield
         except BaseException as error:
             if self._in_backward:
-                self._undo(BACKWARD, error)
+                self._undo_call(BACKWARD, error)
             raise
         finally:
             if self._in_backward:
@@ -171,36 +169,37 @@ class RankCalls:
             self._in_backward = is_within_another
 
     def begin_backward(self) -> None:
-        """Count the backward pass that enters a model, unless within a call or counted already."""
+        """Count the running backward pass, unless it is nested in a call or already counted."""
         if not self._depth:
-            is_expected = self._begin(BACKWARD)
+            is_expected = self._begin_call(BACKWARD)
             self._in_backward = True
             if not is_expected:
-                self._meet()
+                self._meet_other_ranks()
 
-    def _begin(self, kind: str) -> bool:
+    def _begin_call(self, kind: str) -> bool:
         """Count a call, and return whether it was expected."""
         if self.error:
-            raise self._exception()
+            raise self._make_exception()
         self._counts[kind] += 1
         self._calls.append(f"{kind} {self._counts[kind]}")
         self._depth, self._count, self._changed = 1, self._count + 1, time.monotonic()
         has_differed, self._has_differed = self._has_differed, False
         return self._expected.begin(kind) and not has_differed
 
-    def _undo(self, kind: str, error: BaseException) -> None:
-        """Do not count the last call, which was refused, perhaps on this rank only."""
+    def _undo_call(self, kind: str, error: BaseException) -> None:
+        """Remove the last call, which raised `error`, from the counts."""
         self._count, self._counts[kind] = self._count - 1, self._counts[kind] - 1
         self._calls.pop()
         self._expected.undo()
         self._has_differed = isinstance(error, DataError)
 
-    def _exception(self) -> Exception:
+    def _make_exception(self) -> Exception:
         is_of_all = self.error.startswith(WAITING)
         return DataError(self.error) if is_of_all else CommunicationError(self.error)
 
-    def _meet(self, *, waits: bool = True) -> None:
-        """Tell all ranks that this one has begun the call, and wait until all have."""
+    def _meet_other_ranks(self, *, waits: bool = True) -> None:
+        """Report to all ranks that this rank has begun the call; if `waits`, wait until all ranks
+        have."""
         key = f"begun {self._count} {self._calls[-1]}"
         if self._meetings.add(key, 1) >= self._size:
             self._meetings.set(f"all have {key}", "")
@@ -226,7 +225,7 @@ class RankCalls:
                     " ranks, or pass a longer `timeout` to `init_process_group`"
                 )
             if pause == POLL:
-                self._look_for_ended()
+                self._check_ended_ranks()
             if warns_at is not None and time.monotonic() > warns_at:
                 log.warning(
                     "rank %d has waited %.0f s for other ranks in %s: make this call on all ranks",
@@ -235,11 +234,11 @@ class RankCalls:
                 warns_at = None
             time.sleep(pause)
             pause = min(2 * pause, POLL)
-        raise self._exception()
+        raise self._make_exception()
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """Raise the error of all ranks in place of one of a connection that it has closed."""
+        """Replace errors of closed connections by the common error of all ranks, if any."""
         try:
             yield
         except (ShardwrightError, CommunicationError):
@@ -253,50 +252,51 @@ class RankCalls:
             while not self.error and time.monotonic() < deadline:
                 # Another rank may have closed the connection first, knowing the reason.
                 with suppress(RuntimeError):  # The store may be gone.
-                    self._look_for_ended()
+                    self._check_ended_ranks()
                 self._ended.wait(POLL / 8)
             if not self.error:
                 with naming_redistributions():
                     raise
             time.sleep(FAREWELL)
-            raise self._exception() from error
+            raise self._make_exception() from error
 
-    def _look_for_ended(self) -> None:
-        """Read the error of all ranks, or find a rank that has ended before this call."""
+    def _check_ended_ranks(self) -> None:
+        """Read the common error of all ranks, or set it if a rank has ended before this call."""
         if self._meetings.check(["error"]):
             self.error = self._meetings.get("error").decode()
         elif self._meetings.check(["a rank has ended"]):
             keys = [f"ended {rank}" for rank in range(self._size)]
             ended = [self._meetings.get(key) for key in keys if self._meetings.check([key])]
             states = [RankState.from_json(text.decode()) for text in ended]
-            self.error = ended_too_early(self._state(), states)
+            self.error = ended_too_early(self._own_state(), states)
             if self.error:
                 self._meetings.set("error", self.error)
 
-    def _watch(self, world: ref[dist.ProcessGroup]) -> None:
+    def _watch_calls(self, world: ref[dist.ProcessGroup]) -> None:
         with suppress(RuntimeError):  # The store is gone, and with it the run.
             while not (self._ended.wait(POLL) or self.error) and world() is dist.group.WORLD:
-                self._look()
+                self._exchange_states()
 
-    def _look(self) -> None:
-        """Write what this rank is doing, and read whether the ranks can never meet."""
+    def _exchange_states(self) -> None:
+        """Write the state of an idle rank to the store, and read the common error of all ranks."""
         is_idle = time.monotonic() - self._changed > PATIENCE
-        text = f"{self._store.add('requests', 0)} {self._state().to_json()}" if is_idle else ""
+        text = f"{self._store.add('requests', 0)} {self._own_state().to_json()}" if is_idle else ""
         if text != self._written:
             self._store.set(f"rank {self._rank}", text)
             self._store.add("changes", 1)
             self._written = text
         if self._rank == 0:
-            self._compare()
+            self._compare_states()
         if (is_idle or self._rank == 0) and self._store.check(["error"]):
             self.error = self._store.get("error").decode()
             log.error("%s", self.error)
             close_connections(self._store)
 
-    def _compare(self) -> None:
-        """Write an error if the ranks can never meet.
+    def _compare_states(self) -> None:
+        """Set the common error if the ranks can never meet.
 
-        Asks them again before: a thread may not have run for long, and its state be that of then.
+        Requests current states first, as the thread of a rank may have been suspended since it
+        wrote the state of its rank.
         """
         changes = self._store.add("changes", 0)
         if changes == self._seen_changes and not self._request:
@@ -314,7 +314,7 @@ class RankCalls:
         elif all(int(request) >= self._request for request, _, _ in answers):
             self._store.set("error", error)
 
-    def _state(self) -> RankState:
+    def _own_state(self) -> RankState:
         frame = sys._current_frames().get(self._thread_id)
         waits_in, line = place_of(frame)
         is_inside = self._depth > 0
@@ -324,37 +324,36 @@ class RankCalls:
 
 
 @cache
-def _calls_of_groups() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
-    """The calls of this rank, by default process group."""
-    around_backward(_backward_passes)
-    around_world_collectives(_world_collective)
-    around_redistributions(_redistribution)
+def _calls_by_group() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
+    """Install the hooks that count calls; return this rank's calls by default process group."""
+    around_backward(_count_backward_passes)
+    around_world_collectives(_count_world_collective)
+    around_redistributions(_count_redistribution)
     return WeakKeyDictionary()
 
 
 @cache
-def _numbers() -> Iterator[int]:
+def _group_numbers() -> Iterator[int]:
     return count()
 
 
 def rank_calls() -> RankCalls | None:
-    """The calls of this rank, which count from now on; None without other ranks.
+    """Return the calls of this rank, counted from the first use on; None without other ranks.
 
-    Every rank must call this at the same point of its program.
+    Every rank must call this function first at the same point of its program.
     """
     if not has_other_ranks():
         return None
-    groups, world = _calls_of_groups(), dist.group.WORLD
+    groups, world = _calls_by_group(), dist.group.WORLD
     assert world is not None
     if world not in groups:
-        groups[world] = RankCalls(world, next(_numbers()))
+        groups[world] = RankCalls(world, next(_group_numbers()))
     return groups[world]
 
 
 def collective_call(kind: str, devices: Devices | None = None) -> AbstractContextManager[None]:
-    """Return the context of a call that all ranks must make, and one rank may make alone.
-
-    Waits for all ranks before the call communicates.
+    """Return the context of a call that all ranks must make, and that one rank might make alone by
+    mistake. Waits for all ranks before the call communicates.
 
     Args:
         kind: name of the call, equal on all ranks.
@@ -384,7 +383,7 @@ def by_all_ranks(
 
 
 def model_call(kind: str, devices: Devices) -> AbstractContextManager[None]:
-    """Return the context of a call of a model, which waits for all ranks unless it was expected.
+    """Return the context of a call of a model. Waits for all ranks unless the call was expected.
 
     Raises:
         DataError: on all ranks, if they wait for each other in different calls.
@@ -394,42 +393,43 @@ def model_call(kind: str, devices: Devices) -> AbstractContextManager[None]:
 
 
 def begin_backward() -> None:
-    """Count the running backward pass, which enters a model on several devices."""
+    """Count the running backward pass, through a model on several devices, as a call."""
     calls = rank_calls()
     if calls is not None:
         calls.begin_backward()
 
 
-def _backward_passes() -> AbstractContextManager[None]:
+def _count_backward_passes() -> AbstractContextManager[None]:
     calls = rank_calls()
     return nullcontext() if calls is None else calls.backward_passes()
 
 
 def counted_call(kind: str, *, waits: bool = True) -> AbstractContextManager[None]:
-    """Return the context of a call of all ranks, if calls of the main thread count yet.
+    """Return the context of a call that all ranks make; no effect before the first `rank_calls()`
+    and outside the main thread.
 
     Args:
         kind: name of the call, equal on all ranks.
-        waits: see `RankCalls.call`.
+        waits: whether this rank waits until all ranks have begun the call.
     """
     world = dist.group.WORLD
     if threading.current_thread() is not threading.main_thread() or world is None:
         return nullcontext()
-    calls = _calls_of_groups().get(world)
+    calls = _calls_by_group().get(world)
     return nullcontext() if calls is None else calls.call(kind, waits=waits)
 
 
-def _world_collective(name: str, waits: bool) -> AbstractContextManager[None]:
+def _count_world_collective(name: str, waits: bool) -> AbstractContextManager[None]:
     """Return the context that counts a collective over all ranks, including the user's own.
 
     Args:
         name: name of the function of `torch.distributed`.
-        waits: whether it returns on no rank before all have called it.
+        waits: whether the collective returns only after all ranks have called it.
     """
     return counted_call(f"`{name}`", waits=waits)
 
 
-def _redistribution(mesh: DeviceMesh) -> AbstractContextManager[None]:
+def _count_redistribution(mesh: DeviceMesh) -> AbstractContextManager[None]:
     """Return the context that counts a redistribution of a DTensor, such as `full_tensor()`."""
     # Stages have different parameters, so not all ranks redistribute.
     if stages_of_plan(mesh) != 1:

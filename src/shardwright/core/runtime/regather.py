@@ -43,7 +43,7 @@ class PackedBucket:
 
     Args:
         bound: the bucket, bound to process groups.
-        shards: stored shards of the members.
+        shards: local shards of the members.
         versions: version counters of the shards when they were gathered.
         references: number of saved tensors that refer to the bucket.
         unresolved: number of references that the backward pass has not unpacked.
@@ -108,8 +108,7 @@ class RegatherRun:
         return GatheredView(packed, member, *geometry)
 
     def unpack(self, saved: Tensor | GatheredView) -> Tensor:
-        """Return the saved tensor that a result of `pack` refers to, gathering its bucket if
-        needed.
+        """Return the tensor that `pack` replaced by `saved`, and gather its bucket if needed.
 
         Raises:
             RuntimeError: if the parameter was modified in place since the forward pass.
@@ -127,7 +126,7 @@ class RegatherRun:
             )
         with torch.no_grad():
             if packed.tensors is None:
-                self._gather(packed)
+                self._gather_bucket(packed)
             assert packed.tensors is not None
             member = packed.tensors[saved.member]
             view = member.as_strided(saved.size, saved.stride, saved.offset)
@@ -136,7 +135,7 @@ class RegatherRun:
             packed.free()
         return view
 
-    def _gather(self, packed: PackedBucket) -> None:
+    def _gather_bucket(self, packed: PackedBucket) -> None:
         if packed.is_resolved:
             # This is another backward pass through the same graph (`retain_graph=True`).
             for bucket in self.order:

@@ -1,4 +1,4 @@
-"""Whether an ordinary tensor is equal on all ranks of a device mesh."""
+"""Check whether an ordinary tensor is equal on all ranks of a device mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from shardwright.core.runtime.equal_replicas import TOLERANCE, result_digest
 
 
 def differs_between_ranks(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """Compare digests of `tensor` over all ranks of the mesh; all of them get the answer."""
+    """Whether the digests of `tensor` differ between ranks of the mesh; equal on all ranks.
+    Collective."""
     own = result_digest(tensor.detach())
     # One reduction per mesh dimension reaches all ranks.
     bounds = torch.stack([own, -own])

@@ -17,16 +17,16 @@ from shardwright.core.runtime.accelerator import device_of_few_numbers
 from shardwright.core.runtime.rank_calls import counted_call
 
 REPEAT_SECONDS = 2.0
-"""Seconds within which a further signal counts as the same: a terminal signals each process of a
-run, and a launcher then passes on the signal that it got itself."""
+"""Seconds within which repeated signals count as one: a terminal signals each process of a run, and
+a launcher forwards its own signal to the processes again."""
 
 
 class StopSignals:
-    """A context in which signals to stop wait for the end of a step, on all ranks at once.
+    """Context that defers stop signals to the end of a step, for all ranks at once.
 
-    By itself SIGTERM ends only the rank that receives it, and the others fail in their next
-    collective. In this context each rank remembers its signals, and `requested` tells all ranks of
-    a signal to any of them:
+    Without the context, SIGTERM ends only the rank that receives it, and the others fail in their
+    next collective. In the context each rank records its signals, and `requested` reports a signal
+    of any rank to all ranks:
 
         with sw.StopSignals() as stop:
             for batch in loader:
@@ -40,7 +40,7 @@ class StopSignals:
     installed in the main thread only, where Python runs them.
 
     Args:
-        signals: the signals to wait with; by default SIGTERM and SIGINT (Ctrl-C).
+        signals: the signals to defer; by default SIGTERM and SIGINT (Ctrl-C).
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
@@ -56,7 +56,7 @@ class StopSignals:
             for number in self.signals:
                 # A shell makes background jobs ignore Ctrl-C, which is for others then.
                 if signal.getsignal(number) != signal.SIG_IGN:
-                    self._earlier_handlers[number] = signal.signal(number, self._receive)
+                    self._earlier_handlers[number] = signal.signal(number, self._record_signal)
         return self
 
     def __exit__(
@@ -73,15 +73,16 @@ class StopSignals:
     def requested(self) -> bool:
         """Whether any rank has received a signal; equal on all ranks.
 
-        Collective: every rank must call it after the same steps. It all-reduces one number, on the
-        CPU if the process group has a backend for it.
+        Collective: every rank must call this method after the same steps. It all-reduces one
+        number, on the CPU if the process group has a backend for CPU tensors.
         """
         if self.stopped_by is None:
-            self.stopped_by = self._first_of_all_ranks()
+            self.stopped_by = self._signal_of_any_rank()
         return self.stopped_by is not None
 
-    def _first_of_all_ranks(self) -> tuple[int, signal.Signals] | None:
-        """The highest rank that has received a signal, and its signal. Collective."""
+    def _signal_of_any_rank(self) -> tuple[int, signal.Signals] | None:
+        """Return the highest rank that has received a signal, and its signal; None if no rank has.
+        Collective."""
         if not has_other_ranks():
             return None if self._received is None else (0, signal.Signals(self._received))
         rank, base = dist.get_rank(), signal.NSIG
@@ -92,7 +93,7 @@ class StopSignals:
         rank_plus_1, number = divmod(int(box), base)
         return None if number == 0 else (rank_plus_1 - 1, signal.Signals(number))
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._received is None:
             self._received, self._received_at = number, now

@@ -65,9 +65,10 @@ class StageParameters:
         return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
 
     def own_memory(self) -> dict[Hashable, bool]:
-        """Map `_memory_id` of each parameter and gradient to whether this stage counts it in norms.
+        """Return, by `_memory_id` of each parameter and gradient, whether this stage includes it in
+        norms.
 
-        A parameter that several stages own is counted by the first of them.
+        The first of the stages that own a parameter includes it.
         """
         result: dict[Hashable, bool] = {}
         for name, parameter in self.parameters.items():
@@ -146,7 +147,7 @@ class TotalNorms:
                     " computed over all devices and stages"
                 )
         others = [tensor for tensor in measured if _memory_id(tensor) not in own]
-        norms = [_norm_of_group(group, norm_type) for group in self.groups(others)]
+        norms = [_norm_on_one_mesh(group, norm_type) for group in self.groups(others)]
         dtypes = [norm.dtype for norm in norms] + [model.dtype for model in models]
         if models:
             counted = [tensor for tensor in in_stages if own[_memory_id(tensor)]]
@@ -156,7 +157,7 @@ class TotalNorms:
         return norm.to(reduce(torch.promote_types, dtypes))
 
     def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Group tensors by mesh; ordinary tensors are a group of their own."""
+        """Group tensors by device mesh; ordinary tensors form one group."""
         groups: dict[Any, list[Tensor]] = {}
         for tensor in tensors:
             mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -165,7 +166,7 @@ class TotalNorms:
 
 
 def _models_in_call(listed: Sequence[Tensor], source: nn.Module | None) -> list[StageParameters]:
-    """Return the models over whose stages a norm is computed, collectively.
+    """Return the models over whose stages the norm of a call is computed.
 
     Args:
         listed: the tensors that the user passed.
@@ -185,7 +186,7 @@ def _models_in_call(listed: Sequence[Tensor], source: nn.Module | None) -> list[
     return [model for model in models.values() if not memory.isdisjoint(model.own_memory())]
 
 
-def _norm_of_group(tensors: list[Tensor], norm_type: float) -> Tensor:
+def _norm_on_one_mesh(tensors: list[Tensor], norm_type: float) -> Tensor:
     norm = nn.utils.get_total_norm(tensors, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -46,20 +46,20 @@ def _use_short_gather_name() -> Library:
     # The registration lasts as long as the library object, which `cache` keeps alive.
     kernels = Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in (
-        ("all_gather_into_tensor", _all_gather),
-        ("all_gather_into_tensor_coalesced", _all_gather_each),
+        ("all_gather_into_tensor", _cpu_gather),
+        ("all_gather_into_tensor_coalesced", _cpu_gather_list),
     ):
         kernels.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
     return kernels
 
 
-def _all_gather(x: Tensor, size: int, name: str) -> Tensor:
+def _cpu_gather(x: Tensor, size: int, name: str) -> Tensor:
     if x.is_complex():  # gloo supports no complex numbers; PyTorch's kernel does the same
-        return torch.view_as_complex(_all_gather(torch.view_as_real(x.resolve_conj()), size, name))
+        return torch.view_as_complex(_cpu_gather(torch.view_as_real(x.resolve_conj()), size, name))
     out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
     gathered: Tensor = functional_collectives.all_gather_into_tensor_out(x, size, name, out=out)
     return gathered
 
 
-def _all_gather_each(tensors: list[Tensor], size: int, name: str) -> list[Tensor]:
-    return [_all_gather(x, size, name) for x in tensors]
+def _cpu_gather_list(tensors: list[Tensor], size: int, name: str) -> list[Tensor]:
+    return [_cpu_gather(x, size, name) for x in tensors]
