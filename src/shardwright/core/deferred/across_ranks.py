@@ -36,11 +36,11 @@ def share_generator_states(
 ) -> None:
     """Replace the generator states from which the random draws of deferred tensors start.
 
-    If that changes a state, a replay does not advance this rank's generators: the draws then belong
-    to another rank's random stream.
+    If `share` changes a state, a replay does not advance this rank's generators: the draws then
+    belong to another rank's random stream.
 
     Args:
-        tensors: tensors, of which only deferred ones have random draws to replay.
+        tensors: the tensors; those that are not deferred are ignored.
         share: function that is called with the states by name, and may overwrite them in place,
             e.g. by a broadcast from rank 0.
     """

@@ -46,7 +46,7 @@ class StorageView:
     negated: bool = False
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor that this view is if its storage is `storage`."""
+        """Return this view of `storage` as a tensor."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.shape, self.stride)
         if self.conjugated:
@@ -63,7 +63,7 @@ class TensorVersion:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorVersion:
-        """Refer to `tensor`, or to a copy if it has at most `COPY_LIMIT` bytes."""
+        """Return a reference to `tensor`, or to a copy if it has at most `COPY_LIMIT` bytes."""
         snapshot = tensor.clone() if tensor.nbytes <= COPY_LIMIT else tensor
         return cls(snapshot, version(snapshot))
 
@@ -135,12 +135,12 @@ class Record:
     _draws_by_state: dict[torch.Generator, dict[bytes, int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
-        """Return this record itself: operators on copies of deferred tensors are added to it
+        """Return this record itself, to which operators on copies of deferred tensors are added
         too."""
         return self
 
     def storage_view(self, tensor: Tensor) -> StorageView:
-        """Return a meta tensor as a view of its storage, which gets a number if it has none."""
+        """Return the `StorageView` of a meta tensor; assign a number to its storage if needed."""
         number = self._storage_numbers.setdefault(storage_id(tensor), len(self._storages))
         if number == len(self._storages):
             # The reference keeps the storage alive, so that no other storage gets the same id.
@@ -181,7 +181,7 @@ class Record:
         # A view has the storage of its base, so it neither fills nor updates one.
         if not fills and not updates and draw is None:
             return
-        recorded_args, recorded_kwargs = pytree.tree_map(self._recorded_argument, (args, kwargs))
+        recorded_args, recorded_kwargs = pytree.tree_map(self._record_argument, (args, kwargs))
         self.operations.append(
             Operation(
                 function,
@@ -199,8 +199,8 @@ class Record:
     def _accessed_storages(
         self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[set[int], set[int], set[int]]:
-        """Return the storages of a call's arguments: those read, those updated, those
-        overwritten."""
+        """Return the numbers of the storages that a call reads, updates, and overwrites
+        completely."""
         reads, updates, fills = set[int](), set[int](), set[int]()
         for argument, value in bind_arguments(function, args, kwargs):
             written = argument.alias_info is not None and argument.alias_info.is_write
@@ -247,7 +247,7 @@ class Record:
         self.add_generator_state(generator, len(self.operations))
         return Draw(generator, start)
 
-    def _recorded_argument(self, leaf: Any) -> Any:
+    def _record_argument(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return self.storage_view(leaf) if on_meta(leaf) else TensorVersion.of(leaf)
         # Replays run on the CPU, whatever device the call named.
@@ -270,7 +270,7 @@ OVERWRITING = frozenset(
         aten.zero_,
     }
 )
-"""In-place operators that do not read the values that they overwrite; schemas do not tell."""
+"""In-place operators that do not read the values that they overwrite, which schemas do not show."""
 
 
 def bind_arguments(
@@ -321,7 +321,7 @@ def _state_digest(state: Tensor) -> bytes:
 
 
 def check_unchanged(data: TensorVersion) -> Tensor:
-    """Return the tensor of `data`.
+    """Return the tensor of `data`, and check that it has not been modified.
 
     Raises:
         DeferredError: if the tensor was modified in place after it was recorded.

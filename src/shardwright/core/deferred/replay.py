@@ -1,4 +1,4 @@
-"""Replay the operations of a record that requested tensors need, with minimal peak memory."""
+"""Replay the recorded operations that compute requested tensors, with minimal peak memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shardwright.core.torch_internals.dispatch import without_dispatch_modes, wi
 from shardwright.errors import DeferredError
 
 OnFinished = Callable[[str, Tensor], Tensor]
-"""Called with the name and value of a tensor as soon as it is complete; returns what to keep of it,
-such as a shard."""
+"""Function called with the name and value of a tensor as soon as the value is complete; returns the
+result to keep, such as a shard."""
 
 
 def replay(
@@ -111,7 +111,8 @@ def plan_replay(
 
 
 def _last_writes(record: Record, storages: set[int]) -> dict[int, set[int]]:
-    """Map the index of each operation to those of `storages` that it is the last to write."""
+    """Return the storages, among `storages`, that each operation is the last to write, by index of
+    the operation."""
     # Backwards: the first operation found that writes a storage is the last to do so.
     remaining, finished = set(storages), {}
     for number in reversed(range(len(record.operations))):

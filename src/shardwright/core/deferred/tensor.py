@@ -92,7 +92,7 @@ def no_init_parameters() -> Iterator[None]:
         DeferredError: if a random operator writes into a tensor that has values, or if an operator
             has no meta kernel.
     """
-    if any(isinstance(mode, _Recording) for mode in dispatch_modes()):
+    if any(isinstance(mode, _RecordingMode) for mode in dispatch_modes()):
         yield  # The outer context records.
         return
     record = Record()
@@ -108,7 +108,7 @@ def no_init_parameters() -> Iterator[None]:
 @contextmanager
 def recording(record: Record) -> Iterator[None]:
     """Context that records in `record` the operators that create or initialize tensors."""
-    with _Recording(record), _DeviceQueries(record):
+    with _RecordingMode(record), _DeviceQueryMode(record):
         yield
 
 
@@ -119,13 +119,13 @@ def deferred_like(tensor: Tensor, record: Record) -> Deferred:
 
 
 def is_initialized(tensor: Deferred) -> bool:
-    """Whether a recorded operation gives values to all elements of `tensor`."""
+    """Whether a recorded operation initializes all elements of `tensor`."""
     record = tensor._record
     storage = record.storage_view(tensor).storage
     return any(storage in operation.fills for operation in record.operations)
 
 
-class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that records operators that create or modify deferred tensors."""
 
     def __init__(self, record: Record) -> None:
@@ -141,7 +141,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _record_or_run(self.record, function, args, kwargs or {})
 
 
-class _DeviceQueries(TorchFunctionMode):
+class _DeviceQueryMode(TorchFunctionMode):
     """Function mode for functions that read a tensor's device before they call an operator.
 
     For a deferred tensor `new_tensor` would create its result on the meta device, and assigning a
@@ -184,9 +184,9 @@ def _record_or_run(
         targets = mutated_tensors(function, args, kwargs)
         if any(not on_meta(target) for target in targets):
             # A write to an ordinary tensor cannot be postponed: compute the deferred arguments now.
-            _check_draw(function)
+            _refuse_random_write(function)
         elif targets or _returns_tensors(function):
-            _check_no_computation(record, function, tensors, targets)
+            _refuse_computation(record, function, tensors, targets)
             try:
                 return _record_call(record, function, args, kwargs)
             except NotImplementedError as error:
@@ -306,7 +306,7 @@ def _returns_tensors(function: Any) -> bool:
     return any("Tensor" in str(result.type) for result in schema_of(function).returns)
 
 
-def _check_draw(function: Any) -> None:
+def _refuse_random_write(function: Any) -> None:
     if draws_random_numbers(function):
         raise DeferredError(
             f"`{function}` writes random numbers into a tensor that already has values, inside "
@@ -323,10 +323,10 @@ def _check_meta_kernel(function: Any, targets: list[Tensor], error: NotImplement
         ) from error
 
 
-def _check_no_computation(
+def _refuse_computation(
     record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]
 ) -> None:
-    """Check that an operator call after the context is no computation with deferred tensors.
+    """Reject an operator call after the context that computes with deferred tensors.
 
     Copies and casts of deferred tensors, and writes to them, are allowed.
 
@@ -334,7 +334,7 @@ def _check_no_computation(
         record: the record of the deferred tensors.
         function: the operator.
         tensors: all tensor arguments of the call.
-        targets: those that the call mutates.
+        targets: the arguments that the call mutates.
 
     Raises:
         DeferredError: if deferred and ordinary tensors are combined.
