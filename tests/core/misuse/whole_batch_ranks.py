@@ -95,7 +95,7 @@ def check_losses_outside_of_the_model_with_labels_of_a_part_are_refused() -> Non
             parallel = planned(net, x)
             for name, loss in REFUSED_BY_SHAPE.items():
                 error = refusal(train, parallel, loss, my_x, my_y)
-                assert f"{__file__}:" in error and f"{rows} of {2 * rows} rows" in error, name
+                assert f"{__file__}:" in error and f"{rows} of {2 * rows} samples" in error, name
                 assert "put the loss into the model" in error, name
 
 

@@ -1,10 +1,10 @@
 """Detect ranks whose calls of the model, or whose batches, differ from those of other ranks.
 
-Each call starts an all-reduce of a few numbers per rank: a hash of the call's signature and one of
-its inputs, of large ones after the first calls only of a sample. A step reads the result before its
-gradients are used, and an evaluation before it returns. Only the first call of each
-signature waits, before its program runs, because different programs on different ranks would
-deadlock.
+Each call starts an all-reduce of a few numbers per rank: hashes of the call's signature and of its
+inputs. After the first calls, the hash of a large input covers only a sample of its elements. A
+training step reads the result before its gradients are used, an evaluation before it returns. Only
+the first call of each signature waits for the result before its program runs, because different
+programs on different ranks would deadlock.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.core.agreement.collective import has_other_ranks
-from shardwright.core.agreement.content_hash import (
-    content_hash,
-    host_hash,
-    sample_of,
-    text_hash,
-)
+from shardwright.core.agreement.content_hash import content_hash, host_hash, sample_of, text_hash
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.misuse.ranks import delay_data_errors, is_due
@@ -39,16 +34,16 @@ from shardwright.errors import DataError
 log = logging.getLogger(__name__)
 
 FIRST_CALLS = 10
-"""Number of calls, from the first, that all compare the full contents of the batch."""
+"""Number of first calls, all of which compare the full contents of the batch."""
 
 PERIOD = 100
-"""Number of calls between comparisons of the batch's full contents after `FIRST_CALLS`."""
+"""Number of calls between comparisons of the full contents, after the first `FIRST_CALLS` calls."""
 
 MAX_CACHED_SIGNATURES = 256
-"""Largest number of cached call signatures; the least recently used is evicted."""
+"""Maximum number of cached call signatures; the least recently used is evicted."""
 
 MAX_PENDING_COMPARISONS = 2
-"""Largest number of pending comparisons; the next call waits for the oldest."""
+"""Maximum number of pending comparisons; the next call waits for the oldest."""
 
 GLOBAL_BATCH = (
     "pass the same global batch on every rank: sample with the same seed on all ranks, as "
@@ -64,12 +59,12 @@ SHARD_OF_BATCH = (
 
 @dataclass(frozen=True)
 class SharedInputs:
-    """Inputs of a graph that are sharded alike over the ranks.
+    """Inputs of a graph that have the same sharding over the ranks.
 
     Args:
         leaf_indices: indices of the inputs among the leaves of a call's arguments.
         names: names of the inputs, for errors.
-        replica_groups: for each shard that several ranks must pass, these ranks.
+        replica_groups: the ranks that must pass the same shard, for each shard of several ranks.
         shard_owners: for each shard, the first rank that passes it.
     """
 
@@ -123,7 +118,7 @@ class BatchGuard:
         self._device, self._waits = devices.device, devices.waits
         self._active = devices.is_distributed and has_other_ranks()
         self._remedy = SHARD_OF_BATCH if arrivals else GLOBAL_BATCH
-        self._inputs = _shared_inputs(devices, graph, arrivals) if self._active else ()
+        self._inputs = _group_shared_inputs(devices, graph, arrivals) if self._active else ()
         self._signature_tables: dict[Hashable, Tensor] = {}
         self._calls = 0
         self._has_warned = False
@@ -136,18 +131,18 @@ class BatchGuard:
         """Start to compare a call between ranks, and check pending comparisons.
 
         Args:
-            signature: structure, shapes and dtypes of the arguments. The `repr` of signatures that
-                are equal must be equal on all ranks.
+            signature: structure, shapes and dtypes of the arguments. Equal signatures must have the
+                same `repr` on all ranks.
             leaves: the leaves of the arguments, on the device.
             input_indices: for each leaf, the index of its input in the graph; None for a leaf that
-                is no input of the graph.
+                is not an input of the graph.
 
         Raises:
             DataError: on every rank, if this call or an earlier one differs between ranks.
         """
         if not self._active:
             return
-        self._check_pending(len(self._pending_comparisons) + 1 - MAX_PENDING_COMPARISONS)
+        self._check_comparisons(len(self._pending_comparisons) + 1 - MAX_PENDING_COMPARISONS)
         self._calls += 1
         table = self._signature_tables.pop(signature, None)
         new = table is None
@@ -160,11 +155,11 @@ class BatchGuard:
         contents = self._content_hashes(dict(zip(input_indices, leaves, strict=True)), is_full)
         self._pending_comparisons.append(self._start_comparison(table.clone(), contents))
         if new:
-            self._check_pending(len(self._pending_comparisons))
+            self._check_comparisons(len(self._pending_comparisons))
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """Context that replaces an error inside it by the error of a pending comparison, if any.
+        """Context that replaces its errors by the error of a pending comparison, if any.
 
         Ranks with different batches fail in many ways; the error of the comparison names the cause.
         An index that is out of bounds becomes a `DataError`.
@@ -173,7 +168,7 @@ class BatchGuard:
             yield
         except (RuntimeError, IndexError) as error:
             with suppress(RuntimeError):
-                self._check_pending(0)
+                self._check_comparisons(0)
             if isinstance(error, IndexError) or "out of bounds" in str(error):
                 raise DataError(
                     f"an index in the batch is out of range ({error}), such as a token beyond the "
@@ -185,20 +180,20 @@ class BatchGuard:
     def check_step(self) -> None:
         """Check the call of this step before its gradients are used.
 
-        On an accelerator only if the comparison has arrived, as waiting for it would keep the host
-        from running ahead.
+        On an accelerator, a comparison that has not arrived is not waited for, as the host must be
+        able to run ahead.
 
         Raises:
             DataError: on every rank, if the call differs between ranks.
         """
-        self._check_pending(len(self._pending_comparisons) if self._side_stream is None else 0)
+        self._check_comparisons(len(self._pending_comparisons) if self._side_stream is None else 0)
 
     def _content_hashes(self, leaves: Mapping[int | None, Any], is_full: bool) -> list[Tensor]:
-        """Hash the inputs of each sharding.
+        """Return a hash of the inputs of each `SharedInputs`.
 
         Args:
             leaves: the leaves of the arguments, by the index of the input.
-            is_full: whether to read large tensors in full, not a sample.
+            is_full: whether to hash large tensors in full, instead of a sample of their elements.
         """
         hashes = []
         for inputs in self._inputs:
@@ -226,7 +221,7 @@ class BatchGuard:
         return table
 
     def _start_comparison(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
-        """Start to all-reduce the tables of all ranks, which is cheaper than gathering rows.
+        """Start an all-reduce of the tables of all ranks, which is cheaper than gathering rows.
 
         Args:
             rows: this rank's table, of shape (ranks, 2 + number of `SharedInputs`).
@@ -250,7 +245,7 @@ class BatchGuard:
             rows.copy_(device_rows, non_blocking=True)
             return CallComparison(self._calls, rows, contents, work, self._side_stream.event())
 
-    def _check_pending(self, min_count: int) -> None:
+    def _check_comparisons(self, min_count: int) -> None:
         """Check the pending comparisons that have arrived, oldest first.
 
         Args:
@@ -264,9 +259,9 @@ class BatchGuard:
                 comparison.wait()
             min_count -= 1
             with delay_data_errors():
-                self._check_rows(comparison.call, comparison.rows.tolist())
+                self._check_equal_rows(comparison.call, comparison.rows.tolist())
 
-    def _check_rows(self, call: int, rows: list[list[int]]) -> None:
+    def _check_equal_rows(self, call: int, rows: list[list[int]]) -> None:
         """Check that all ranks have equal rows for one call.
 
         Args:
@@ -282,8 +277,8 @@ class BatchGuard:
         for rank, (signature, size, *_) in enumerate(rows):
             if size != rows[0][1]:
                 raise DataError(
-                    f"call {call}: rank {rank} passed a batch of {size} rows, but rank 0 a batch of"
-                    f" {rows[0][1]} rows\n{self._remedy}"
+                    f"call {call}: rank {rank} passed a batch of {size} samples, but rank 0 a batch"
+                    f" of {rows[0][1]} samples\n{self._remedy}"
                 )
             if signature != rows[0][0]:
                 raise DataError(
@@ -316,10 +311,10 @@ class BatchGuard:
                 self._has_warned = True
 
 
-def _shared_inputs(
+def _group_shared_inputs(
     devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]
 ) -> tuple[SharedInputs, ...]:
-    """Group the graph's inputs by sharding."""
+    """Group the inputs of a graph by their sharding over the ranks."""
     layout, world = devices.matrix, dist.get_world_size()
     indices_of_axes: dict[CutAxes, list[int]] = {}
     for index, leaf in enumerate(graph.inputs):

@@ -32,7 +32,7 @@ def refuse_transforms() -> None:
 def refuse_other_draws() -> None:
     """Reject a call of a model with random operators in a backward pass.
 
-    `torch.utils.checkpoint` around the model makes such a call to recompute it, which would draw
+    `torch.utils.checkpoint` around the model recomputes the model by such a call, which would draw
     other random numbers than the forward pass.
 
     Raises:
@@ -51,8 +51,8 @@ def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]
     """Register hooks on `outputs`, which run before the backward pass of the program communicates.
 
     The hooks reject `create_graph=True`, as the program's collectives are differentiable only once,
-    and anomaly mode. They call `checks`, and convert a gradient that is a DTensor, e.g. from a
-    penalty on parameters, to a full tensor.
+    and anomaly mode. The hooks also call `checks`, and convert a gradient that is a DTensor, e.g.
+    from a penalty on parameters, to a full tensor.
 
     Args:
         outputs: the outputs of the program.

@@ -67,8 +67,8 @@ class WatchedOutput:
     def of(cls, mark: OutputMark, tensor: Tensor, outputs: Sequence[Any]) -> WatchedOutput:
         """Watch `tensor`, one of the `outputs`.
 
-        Hooks of its autograd node are watched only if the node computes no other output, for which
-        the hooks may be meant.
+        Hooks of the tensor's autograd node are watched only if the node computes no other output,
+        to which the hooks may belong.
         """
         of_node = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is tensor.grad_fn]
         is_only_output = all(x is tensor for x in of_node)
@@ -80,8 +80,8 @@ class WatchedOutput:
         return ((method, key) for method, hooks in self.hooks.items() for key in hooks)
 
     def gradient_request(self) -> str:
-        """Return the user's call that needs the tensor's gradient, such as `retain_grad`; empty if
-        there is none."""
+        """Return the user's call that needs the tensor's gradient, such as `retain_grad`; empty
+        without one."""
         tensor = self.tensor()
         if tensor is not None and tensor.retains_grad:
             return "`retain_grad`"
@@ -108,7 +108,7 @@ class OutputsOffPath:
         self._graph = graph
         self._names: list[str] = []
         self._computed_from: dict[int, list[int]] = {}
-        """For each output index, the indices of the off-path outputs it is computed from."""
+        """Indices of the off-path outputs from which an output is computed, by its index."""
         for index, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or not value.differentiable:
                 continue
@@ -119,7 +119,7 @@ class OutputsOffPath:
                     self._computed_from.setdefault(dependent, []).append(index)
 
     def watch(self, outputs: Sequence[Any], result: Any) -> None:
-        """Make a backward pass raise PlanError if a requested gradient would be incomplete.
+        """Make backward passes raise PlanError if a requested gradient would be incomplete.
 
         Args:
             outputs: the leaves of `result`, as returned to the user.
@@ -128,9 +128,9 @@ class OutputsOffPath:
         if not self._computed_from:
             return
         with without_torch_function_of_subclasses():
-            self._watch(outputs, result)
+            self._watch_outputs(outputs, result)
 
-    def _watch(self, outputs: Sequence[Any], result: Any) -> None:
+    def _watch_outputs(self, outputs: Sequence[Any], result: Any) -> None:
         refuse_gradients_of_outputs()
         self._names = self._names or _output_names(result, len(outputs))
         watched: dict[int, WatchedOutput] = {}
@@ -138,7 +138,7 @@ class OutputsOffPath:
             tensor = outputs[index]
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 watched[index] = WatchedOutput.of(self._mark_of_output(index), tensor, outputs)
-                _set_mark(tensor, watched[index].mark)
+                _set_output_mark(tensor, watched[index].mark)
         for index, sources in self._computed_from.items():
             tensor = outputs[index]
             missing = [watched[i] for i in sources if i in watched]
@@ -147,8 +147,8 @@ class OutputsOffPath:
                 mark = self._mark_of_output(index) if own is None else own.mark
                 computed_from = tuple(each.mark for each in missing)
                 object.__setattr__(mark, "computed_from", computed_from)
-                _set_mark(tensor, mark)
-                hook = _refuse_incomplete_gradients(mark, missing)
+                _set_output_mark(tensor, mark)
+                hook = _make_incomplete_gradient_hook(mark, missing)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         # The hooks registered above, and those of the program, are not the user's.
         for each in watched.values():
@@ -162,8 +162,8 @@ class OutputsOffPath:
 def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
     """Whether an uncompiled program computes other values from the tensor returned for `value`.
 
-    This is so if the tensor is not a DTensor, and the redistributions to all consumers begin with
-    the redistribution of the output.
+    True if the tensor is not a DTensor, and the redistributions to all consumers begin with the
+    redistribution of the output.
 
     Args:
         graph: the graph of the program.
@@ -197,11 +197,11 @@ def _output_names(result: Any, count: int) -> list[str]:
     return [f"output{pytree.keystr(path)}" for path, _ in leaves]
 
 
-def _refuse_incomplete_gradients(
+def _make_incomplete_gradient_hook(
     mark: OutputMark, missing: Sequence[WatchedOutput]
 ) -> Callable[[Tensor | None], None]:
     """Return a hook for the gradient of an output, which raises an error if the user requests the
-    gradient of one of `missing`, as it would miss the contribution of this output.
+    gradient of one of `missing`: that gradient would miss the contribution of this output.
 
     Args:
         mark: the output that gets the hook.
@@ -267,7 +267,7 @@ def _visited_dependents(requested: set[OutputMark], outputs: Sequence[Any]) -> I
             stack += node.next_functions
 
 
-def _set_mark(tensor: Tensor, mark: OutputMark) -> None:
+def _set_output_mark(tensor: Tensor, mark: OutputMark) -> None:
     node, output_index = gradient_edge_of(tensor)
     node.metadata.setdefault(_METADATA_KEY, {})[output_index] = mark
 

@@ -18,8 +18,8 @@ LIBRARIES = frozenset(
 
 
 def user_line() -> str:
-    """Return the innermost calling line outside `LIBRARIES`, as ` (file:line)`; else empty."""
-    for frame in _frames():
+    """Return the innermost calling line outside `LIBRARIES`, as ` (file:line)`, else empty."""
+    for frame in _calling_frames():
         if _module_name(frame).partition(".")[0] not in LIBRARIES:
             return f" ({frame.f_code.co_filename}:{frame.f_lineno})"
     return ""
@@ -28,19 +28,19 @@ def user_line() -> str:
 def is_called_by(*modules: str) -> bool:
     """Whether code of one of the packages or modules named `modules` is on the call stack."""
     names = tuple(f"{module}." for module in modules)
-    return any(f"{_module_name(frame)}.".startswith(names) for frame in _frames())
+    return any(f"{_module_name(frame)}.".startswith(names) for frame in _calling_frames())
 
 
 def optimizer_among_callers() -> Optimizer | None:
-    """The innermost optimizer of which a method is running."""
-    for frame in _frames():
+    """Return the optimizer whose method is innermost on the call stack; None without one."""
+    for frame in _calling_frames():
         variables = frame.f_code.co_varnames
         if variables and isinstance(first := frame.f_locals.get(variables[0]), Optimizer):
             return first
     return None
 
 
-def _frames() -> Iterator[FrameType]:
+def _calling_frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

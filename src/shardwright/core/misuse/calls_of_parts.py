@@ -1,4 +1,4 @@
-"""Explain the error of a direct call of a submodule of a planned model."""
+"""Explain errors of direct calls of a planned model's submodules."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardwright.errors import MixedTensorsError, PlanError
 
 
 def explain_calls_of_parts(net: nn.Module) -> None:
-    """Make submodules of the planned model `net` explain the error of mixed tensors when called.
+    """Make direct calls of submodules of `net`, a planned model, raise errors that name a remedy.
 
-    The program of the planned model never calls submodules; only the user's code can.
+    The program of a planned model never calls submodules; only the user's code does.
     """
     for part in net.modules():
         if part is not net:
-            vars(part).setdefault("forward", MethodType(_forward_of_part, part))
+            vars(part).setdefault("forward", MethodType(_forward_of_submodule, part))
 
 
 def leave_calls_of_parts(net: nn.Module) -> None:
@@ -28,11 +28,11 @@ def leave_calls_of_parts(net: nn.Module) -> None:
 
 
 def explains_calls(forward: object) -> bool:
-    """Whether `forward`, of a submodule, was set by `explain_calls_of_parts`."""
-    return getattr(forward, "__func__", None) is _forward_of_part
+    """Whether the `forward` of a submodule was set by `explain_calls_of_parts`."""
+    return getattr(forward, "__func__", None) is _forward_of_submodule
 
 
-def _forward_of_part(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_of_submodule(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the submodule's own `forward`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Reject writes to views of DTensors that are really copies.
+"""Reject writes to views of DTensors that are gathered copies.
 
 `p[0]` and `p.view(-1)` of an ordinary tensor share its memory. A view of a DTensor along a sharded
 dimension gathers the DTensor first, so the result is a copy, and a write to it would be lost
@@ -53,7 +53,7 @@ def _make_copies_read_only(results: Any, args: Sequence[Any]) -> Any:
 
 
 class GatheredCopy(Tensor):
-    """The local tensor of a view of a DTensor, read-only as it shares no memory with the
+    """Local tensor of a gathered view of a DTensor; read-only, as it shares no memory with the
     DTensor."""
 
     tensor: Tensor
@@ -96,7 +96,7 @@ class GatheredCopy(Tensor):
 
 
 def _check_writable(function: Any, value: Any) -> None:
-    """Check that `value`, an argument that an operator writes to, has no `GatheredCopy` in it.
+    """Check that `value`, an argument that an operator writes to, contains no `GatheredCopy`.
 
     Raises:
         PlanError: if `value` is a `GatheredCopy`, or a list with one.
@@ -104,7 +104,7 @@ def _check_writable(function: Any, value: Any) -> None:
     if any(isinstance(leaf, GatheredCopy) for leaf in pytree.tree_leaves(value)):
         raise PlanError(
             f"`{function}` writes to a view of a DTensor along a sharded dimension, which is a "
-            "gathered copy, so the DTensor would not change\nwrite to the whole DTensor (`mul_`, "
+            "gathered copy, so the DTensor would not change\nwrite to the DTensor itself (`mul_`, "
             "`masked_fill_`, `copy_`), or before `sw.plan`; to change only a copy, `clone` the "
             "view"
         )

@@ -20,8 +20,8 @@ from shardwright.core.runtime.devices import Devices
 from shardwright.errors import DataError
 
 TOLERANCE = 1e-3
-"""Largest allowed difference between the checksums of two ranks, as a fraction of the sum of the
-gradient's absolute values; not zero, because kernels add in varying order."""
+"""Maximum difference between the checksums of two ranks, as a fraction of the sum of the gradient's
+absolute values; not zero, because kernels add in varying order."""
 
 
 class GradientGuard:
@@ -34,13 +34,13 @@ class GradientGuard:
     def watch(self, output: Tensor, name: str) -> None:
         """Compare the gradient of `output` between ranks in later backward passes.
 
-        A backward pass raises `DataError`, with `name` of the output, if ranks differ.
+        A backward pass raises `DataError`, with the output's `name`, if gradients differ.
         """
         if self._active and output.requires_grad:
-            hook = partial(self._compare_ranks, name)
+            hook = partial(self._compare_gradient, name)
             output.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _compare_ranks(self, name: str, gradient: Tensor) -> None:
+    def _compare_gradient(self, name: str, gradient: Tensor) -> None:
         self._passes += 1
         if not is_due(self._passes, FIRST_CALLS, PERIOD):
             return

@@ -2,7 +2,7 @@
 
 Changes and calls of the original have no effect on the planned copy. A user who changes or trains
 the original usually means the copy: `DistributedDataParallel(net)` and `net` share parameters. But
-the original may also be a reference or a teacher, so this is no error.
+the original may also be a reference or a teacher, so these uses only cause a warning.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FIRST_CALLS, PERIOD = 8, 256
 call; `training` is compared in every call."""
 
 MIN_TRAINING_CALLS = 2
-"""Training calls of the original model, before the first call of the planned one, from which on a
-warning says that the original is trained. A single call may only compare results."""
+"""Number of training calls of the original model, before the first call of the planned model, that
+cause a warning. A single call may only compare results."""
 
 SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of parameters"
 TRAINED = "requires_grad of parameters"
@@ -41,7 +41,7 @@ WatchedAttribute = tuple[str, str]
 
 
 class OriginalModel:
-    """The last observed state of the original model, with a weak reference to it.
+    """The original model, by a weak reference, and its last observed state.
 
     Args:
         net: the original model, when `parallelize` returns.
@@ -162,10 +162,10 @@ def _has_equal_attribute(
         # Parameters of other pipeline stages are None in the planned model.
         return all(p is None or q is None or p.requires_grad == q.requires_grad for p, q in pairs)
     value, other = (variable(modules, path, name) for modules in (original, planned))
-    return _are_equal(value, other)
+    return _have_equal_contents(value, other)
 
 
-def _are_equal(value: Any, other: Any) -> bool:
+def _have_equal_contents(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return value.shape == other.shape and torch.equal(value.cpu(), other.cpu())
     if (

@@ -1,7 +1,7 @@
-"""Detect whether a function pairs the rows of the global batch with rows of a local batch.
+"""Detect whether a function pairs samples of the global batch with samples of a local batch.
 
-The function is called on the meta device with changed sizes. If the call succeeds when both have
-the same number of rows, and fails when the numbers differ, the function pairs their rows. A
+The function is called on the meta device with changed batch sizes. If the call succeeds when both
+batches have the same size, and fails when their sizes differ, the function pairs their samples. A
 *candidate* is a dimension of a tensor that may be the batch dimension of this rank's local batch.
 """
 
@@ -24,15 +24,15 @@ from shardwright.core.torch_internals.dispatch import (
 )
 
 MAX_CANDIDATES_FOR_ALL_SUBSETS = 4
-"""Largest number of candidates of which all subsets are tried; of more candidates, only the set of
-all and each candidate alone are tried, as the number of subsets is exponential."""
+"""Maximum number of candidates of which all subsets are tried. With more, only the set of all and
+each single candidate are tried, as the number of subsets is exponential."""
 
 NEED_DATA = {
     *("__getitem__", "__setitem__", "index_put", "index_put_", "masked_select"),
     *("allclose", "equal"),
 }
-"""Functions that do not run on the meta device. They are called with zeros on the CPU instead, as
-they check shapes before they read values."""
+"""Functions that do not run on the meta device, and are called with zeros on the CPU instead. They
+check shapes before they read values."""
 
 UNSAFE_TO_RESIZE = {
     *("lstm", "gru", "rnn_tanh", "rnn_relu"),
@@ -47,7 +47,7 @@ CandidateDim = tuple[Tensor, int]
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Batch sizes of a call, in rows.
+    """Batch sizes of a call, in samples.
 
     Args:
         local: size of the local batch that this rank passed.
@@ -79,29 +79,29 @@ class BatchCall:
     others: Sequence[Tensor]
 
     def paired_shards(self) -> tuple[Tensor, ...]:
-        """Return the tensors of this rank's local batch whose rows the function would pair with
-        rows of the global batch; empty if there are none."""
+        """Return the tensors of this rank's local batch whose samples the function would pair with
+        samples of the global batch."""
         candidates = [each for other in self.others for each in self._candidate_dims(other)]
         if not candidates:
             return ()
-        rows, other_rows = self._recognizable_sizes()
+        batch_size, other_size = self._recognizable_sizes()
         for subset in _candidate_subsets(candidates):
             # Gathered labels must be resized with the global batch; constants of its size must not.
             for resize_global in (True, False):
-                if self._accepts_sizes(subset, rows, rows, resize_global) and not (
-                    self._accepts_sizes(subset, rows, other_rows, resize_global)
+                if self._accepts_sizes(subset, batch_size, batch_size, resize_global) and not (
+                    self._accepts_sizes(subset, batch_size, other_size, resize_global)
                 ):
                     return tuple({id(tensor): tensor for tensor, _ in subset}.values())
         return ()
 
     def dims_of_results(self, results: Sequence[Any]) -> list[BatchDims]:
         """Return the batch dimensions of each of `results`, the leaves of the call's result."""
-        rows, _ = self._recognizable_sizes()
+        batch_size, _ = self._recognizable_sizes()
         for resize_global in (True, False):
-            others = self._resized_global_shapes(rows) if resize_global else {}
-            leaves = _call_with_shapes(self, self._resized_batch_shapes(rows) | others)
+            others = self._resized_global_shapes(batch_size) if resize_global else {}
+            leaves = _call_with_shapes(self, self._resized_batch_shapes(batch_size) | others)
             if leaves is not None and len(leaves) == len(results):
-                return [_dims_with_multiples(leaf, rows) for leaf in leaves]
+                return [_dims_with_multiples(leaf, batch_size) for leaf in leaves]
         return [self._guess_batch_dims(result) for result in results]
 
     def _candidate_dims(self, tensor: Tensor) -> list[CandidateDim]:
@@ -109,49 +109,49 @@ class BatchCall:
         return [(tensor, dim) for dim, size in sizes if self._is_batch_dim(self.sizes.local, size)]
 
     def _accepts_sizes(
-        self, shards: Sequence[CandidateDim], rows: int, shard_rows: int, resize_global: bool
+        self, shards: Sequence[CandidateDim], batch_size: int, shard_size: int, resize_global: bool
     ) -> bool:
         """Whether the call succeeds with other sizes of the global batch and of the local batch.
 
         Args:
             shards: candidates to resize as batch dimensions of the local batch.
-            rows: size to which the global batch is resized.
-            shard_rows: size to which the local batch is resized.
+            batch_size: size to which the global batch is resized.
+            shard_size: size to which the local batch is resized.
             resize_global: whether to resize tensors in `others` with the global batch size.
         """
         shapes = {id(tensor): tuple(tensor.shape) for tensor, _ in shards}
         for tensor, dim in shards:
             shape = shapes[id(tensor)]
-            shapes[id(tensor)] = _resized_shape(shape, (dim,), self.sizes.local, shard_rows)
-        others = self._resized_global_shapes(rows) if resize_global else {}
-        shapes = others | self._resized_batch_shapes(rows) | shapes
+            shapes[id(tensor)] = _resized_shape(shape, (dim,), self.sizes.local, shard_size)
+        others = self._resized_global_shapes(batch_size) if resize_global else {}
+        shapes = others | self._resized_batch_shapes(batch_size) | shapes
         return _call_with_shapes(self, shapes) is not None
 
-    def _resized_batch_shapes(self, rows: int) -> dict[int, tuple[int, ...]]:
-        """Map tensor id to shape, with batch dimensions resized to `rows`, for each tensor in
-        `batch_dims`."""
+    def _resized_batch_shapes(self, batch_size: int) -> dict[int, tuple[int, ...]]:
+        """Return the shapes of tensors in `batch_dims`, by tensor id, with batch dimensions resized
+        to `batch_size`."""
         return {
             id(tensor): _resized_shape(
-                tensor.shape, self.batch_dims[id(tensor)], self.sizes.total, rows
+                tensor.shape, self.batch_dims[id(tensor)], self.sizes.total, batch_size
             )
             for tensor in self.tensors
             if id(tensor) in self.batch_dims
         }
 
-    def _resized_global_shapes(self, rows: int) -> dict[int, tuple[int, ...]]:
-        """Map tensor id to shape, with dimension 0 resized to `rows`, for each tensor in `others`
-        whose dimension 0 is the global batch size (e.g. gathered labels)."""
+    def _resized_global_shapes(self, batch_size: int) -> dict[int, tuple[int, ...]]:
+        """Return the shapes of tensors in `others` whose dimension 0 has the global batch size, by
+        tensor id, with dimension 0 resized to `batch_size`."""
         return {
-            id(other): _resized_shape(other.shape, (0,), self.sizes.total, rows)
+            id(other): _resized_shape(other.shape, (0,), self.sizes.total, batch_size)
             for other in self.others
             if other.ndim and self._is_batch_dim(self.sizes.total, other.shape[0])
         }
 
-    def _is_batch_dim(self, rows: int, size: int) -> bool:
-        """Whether some batch dimension of a tensor would have `size` if the batch had `rows`
-        rows."""
+    def _is_batch_dim(self, batch_size: int, size: int) -> bool:
+        """Whether `size` would be the size of a batch dimension of one of `tensors` in a batch of
+        `batch_size` samples."""
         return any(
-            size * self.sizes.total == tensor.shape[dim] * rows
+            size * self.sizes.total == tensor.shape[dim] * batch_size
             for tensor in self.tensors
             for dim in self.batch_dims.get(id(tensor), ())
         )
@@ -189,7 +189,7 @@ def batch_dims_of_new_tensors(
     arguments: Sequence[Tensor],
     call: BatchCall | None,
 ) -> dict[int, BatchDims]:
-    """Map the index of each result that is a new tensor to its batch dimensions.
+    """Return the batch dimensions of each result that is a new tensor, by index of the result.
 
     Args:
         tensor_class: exact class of the results to include.
@@ -210,11 +210,11 @@ def batch_dims_of_new_tensors(
     return {index: dims[index] for index in new}
 
 
-def dim_of_size(shape: Sequence[int], rows: int) -> BatchDims:
-    """Return the first dimension of size `rows`, otherwise the first whose size is a multiple of
-    `rows`; empty if there is none."""
-    equal = [dim for dim, size in enumerate(shape) if size == rows]
-    multiple = [dim for dim, size in enumerate(shape) if size and size % rows == 0]
+def dim_of_size(shape: Sequence[int], batch_size: int) -> BatchDims:
+    """Return the first dimension of size `batch_size`, otherwise the first whose size is a multiple
+    of `batch_size`; empty without one."""
+    equal = [dim for dim, size in enumerate(shape) if size == batch_size]
+    multiple = [dim for dim, size in enumerate(shape) if size and size % batch_size == 0]
     return frozenset((equal or multiple)[:1])
 
 
@@ -233,14 +233,16 @@ def _call_with_shapes(call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) ->
         return None
     for device in ("meta", "cpu") if name in NEED_DATA else ("meta",):
         try:
-            return _call_on(device, call, shapes)
+            return _call_on_device(device, call, shapes)
         except Exception as error:  # `call.function` may raise any exception
             if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
                 return None
     return None
 
 
-def _call_on(device: str, call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) -> list[Any]:
+def _call_on_device(
+    device: str, call: BatchCall, shapes: Mapping[int, tuple[int, ...]]
+) -> list[Any]:
     def zeros_for(tensor: Tensor) -> Tensor:
         # Tensors of different dtypes may have been legal under autocast, which is not active here.
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
@@ -264,7 +266,7 @@ def _call_on(device: str, call: BatchCall, shapes: Mapping[int, tuple[int, ...]]
 def _resized_shape(
     shape: Sequence[int], dims: Iterable[int], old: int, new: int
 ) -> tuple[int, ...]:
-    """Return `shape` with the sizes of `dims` scaled from `old` rows of a batch to `new` rows.
+    """Return `shape` with the sizes of `dims` scaled from batch size `old` to batch size `new`.
 
     Sizes that `old` does not divide are unchanged.
     """
@@ -275,9 +277,9 @@ def _resized_shape(
     return tuple(result)
 
 
-def _dims_with_multiples(leaf: Any, rows: int) -> BatchDims:
+def _dims_with_multiples(leaf: Any, batch_size: int) -> BatchDims:
     shape = leaf.shape if isinstance(leaf, Tensor) else ()
-    return frozenset(dim for dim, size in enumerate(shape) if size and size % rows == 0)
+    return frozenset(dim for dim, size in enumerate(shape) if size and size % batch_size == 0)
 
 
 def _candidate_subsets(candidates: Sequence[CandidateDim]) -> Iterator[tuple[CandidateDim, ...]]:

@@ -34,13 +34,13 @@ SHARD, STAGE = "shard of each tensor", "pipeline stage"
 
 def refuse_to_save_shards() -> None:
     """Make DTensors of planned models reject pickling, unless every rank has the full model."""
-    refuse_pickling(_check_complete)
+    refuse_pickling(_check_complete_state)
 
 
-def _check_complete(tensor: DTensor) -> None:
+def _check_complete_state(tensor: DTensor) -> None:
     """Check that this rank has the full state of the planned model that `tensor` belongs to.
 
-    Tensors of other models pass.
+    The check does not apply to tensors of other models.
 
     Raises:
         PlanError: if `tensor` is sharded, or the model has several pipeline stages.
@@ -54,20 +54,20 @@ def _check_complete(tensor: DTensor) -> None:
         _refuse_saving(STAGE)
     elif is_called_by("safetensors"):
         raise PlanError(
-            f"`safetensors`{user_line()} cannot save DTensors, as which a planned model has its"
-            " parameters\ncall `sw.save_pretrained(net, folder)` or"
+            f"`safetensors`{user_line()} cannot save the parameters of a planned model, which"
+            " are DTensors\ncall `sw.save_pretrained(net, folder)` or"
             " `sw.save_state_dict(net, path)` on every rank, or save inside `with sw.whole(net):`"
         )
 
 
 def _refuse_saving(part: str) -> None:
-    """Reject saving, unless the caller combines the parts of all ranks.
+    """Reject saving, unless a caller combines the shards or stages of all ranks.
 
     Args:
         part: this rank's part of the state, `SHARD` or `STAGE`.
 
     Raises:
-        PlanError: if no such caller is on the call stack.
+        PlanError: if no function that combines the state of all ranks is on the call stack.
     """
     if is_called_by(SAVES_FROM_ALL_RANKS) or (part == STAGE and is_called_by(SENDS_TO_RANKS)):
         return
@@ -92,13 +92,13 @@ def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
         of_child = (n.removeprefix(prefix) for n in names if n.startswith(prefix))
         missing = next((name for name in of_child if name not in own), None)
         if missing is not None:
-            child.register_state_dict_post_hook(partial(_mark_stage, missing))
+            child.register_state_dict_post_hook(partial(_mark_stage_tensors, missing))
 
 
-def _mark_stage(
+def _mark_stage_tensors(
     missing: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
-    """State dict post-hook: convert tensors to `StageTensor`s, unless entry `missing` is present.
+    """Convert tensors of a state dict to `StageTensor`s, unless the state dict has entry `missing`.
 
     Args:
         missing: name, relative to `module`, of an entry that only other stages have.
@@ -114,7 +114,7 @@ def _mark_stage(
 class StageTensor(Tensor):
     """A tensor from the state dict of one pipeline stage, or a tensor computed from one.
 
-    It rejects pickling, as a checkpoint of one stage would be incomplete.
+    Pickling raises an error, as a checkpoint of one stage would be incomplete.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -160,6 +160,6 @@ class StageState(dict[str, Any]):
 def mark_stage_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Return `state`, the state dict of an optimizer of one stage, as a dict that rejects pickling.
 
-    A state dict without state is returned unchanged.
+    A state dict without optimizer state is returned unchanged.
     """
     return StageState(state) if state["state"] else state

@@ -20,12 +20,13 @@ from shardwright.core.torch_internals.tensors import (
 from shardwright.errors import PlanError
 
 FIRST_CALLS, PARTS = 10, 8
-"""The first `FIRST_CALLS` calls check the memory of all parameters, later calls of one in `PARTS`
-parameters each. The check is slow, and code that replaces `.data` usually does so in every step."""
+"""The first `FIRST_CALLS` calls check the memory of all parameters, later calls that of
+one in `PARTS` parameters. The check is slow, and code that replaces `.data` usually does so in
+every step."""
 
 
 class PlannedParameter(NamedTuple):
-    """A parameter as planned.
+    """A parameter of a planned module, as it was when the module was planned.
 
     Args:
         name: full name of the parameter in the model.
@@ -42,7 +43,7 @@ class PlannedParameter(NamedTuple):
 
 
 class PlannedParameters:
-    """The parameters of a planned module, as planned.
+    """The parameters of a planned module, with checks that they are those of the plan.
 
     Args:
         module: the planned module.
@@ -104,16 +105,16 @@ class PlannedParameters:
         parameter was modified in place since this call, like autograd's version check.
 
         Args:
-            recomputes: whether the backward pass recomputes operators. It then reads parameters
-                that autograd has not saved, so autograd does not check their versions. Otherwise
-                autograd's own check is enough, and the list is empty.
+            recomputes: whether the backward pass recomputes operators, and so reads parameters that
+                autograd has not saved and does not check. Otherwise autograd's own check suffices,
+                and the list is empty.
         """
         if not recomputes:
             return []
-        versions = self._versions()
+        versions = self._parameter_versions()
 
         def check() -> None:
-            if self._versions() != versions:
+            if self._parameter_versions() != versions:
                 raise RuntimeError(
                     "a parameter that the backward pass reads to recompute operators has been "
                     "modified by an inplace operation since the forward pass\n"
@@ -122,5 +123,5 @@ class PlannedParameters:
 
         return [check]
 
-    def _versions(self) -> tuple[int, ...]:
+    def _parameter_versions(self) -> tuple[int, ...]:
         return tuple(map(version, self._tensors))

@@ -17,8 +17,8 @@ def is_due(number: int, first: int, period: int) -> bool:
 
     Args:
         number: the number of the call, from 1.
-        first: number of calls, from the first, that are all checked.
-        period: number of calls between checks after those.
+        first: number of first calls, all of which are checked.
+        period: number of calls between later checks.
     """
     return number <= first or number % period == 0
 

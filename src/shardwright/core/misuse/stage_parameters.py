@@ -1,4 +1,4 @@
-"""Reject optimizers that would combine the parameters of one pipeline stage only."""
+"""Reject optimizer steps and state dicts that would cover only one pipeline stage."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardwright.errors import PlanError
 
 @cache
 def watch_optimizers_of_stages() -> None:
-    """Reject LBFGS on a stage, pickling the state dict of any optimizer of a stage, and loading it
-    into one of other parameters.
+    """Reject LBFGS over the parameters of a stage, pickling of the state dict of a stage's
+    optimizer, and loading of that state dict into an optimizer over other parameters.
 
     Applies to all optimizers of this process, from their first step on.
     """
@@ -57,10 +57,10 @@ def watch_optimizers_of_stages() -> None:
             if counts[0] == counts[1] or not stage_models():
                 raise
             raise PlanError(
-                f"`load_state_dict`{user_line()}: the state is of {counts[0]} parameters, but"
+                f"`load_state_dict`{user_line()}: the state has {counts[0]} parameters, but"
                 f" {type(optimizer).__name__} has {counts[1]}, as a rank of a model in pipeline"
                 " stages has those of its own stage only\nsave with `sw.save_checkpoint` and load"
-                " with `sw.load_checkpoint`, which reads it with any plan"
+                " with `sw.load_checkpoint`, which reads checkpoints of any plan"
             ) from error
 
     setattr(Optimizer, load.__name__, load_or_explain)

@@ -1,7 +1,7 @@
-"""Compute what DTensor does not support, and refuse what would not be what one device computes.
+"""Run operators that DTensor does not support, and reject those whose results would be wrong.
 
-Optimizers of the user's own mix parameters with ordinary tensors, and call operators that DTensor
-does not shard. Where autograd does not record, an ordinary tensor is one that all ranks have.
+Users' optimizers combine parameters with ordinary tensors, and call operators for which DTensor has
+no sharding strategy. If autograd does not record a call, ordinary tensors count as replicated.
 """
 
 from __future__ import annotations
@@ -66,18 +66,19 @@ OPTIMIZER_STEP_METHODS = frozenset(
 CALLS_OF_PARTS = "shardwright.core.misuse.calls_of_parts"
 
 FIRST_MIXES, PERIOD = 2, 256
-"""Ordinary tensors that meet DTensors are compared between ranks in the first 2 calls of an
-operator with equal shapes, and in one of 256."""
+"""Ordinary tensors that an operator combines with DTensors are compared between ranks in the first
+`FIRST_MIXES` calls with equal shapes, and in every `PERIOD`-th call."""
 
 
 def compute_unsupported_operators() -> None:
-    """Make all DTensors of this process compute what PyTorch does not support, or say why not."""
+    """Make DTensors of this process run operators that DTensor does not support, or raise an error
+    with the reason."""
     set_operator_handler(aten.index_put_.default, _assign_elements)
     for operator in operators_in_namespace("aten"):
-        if (view := _view_of(operator)) is not None:
-            set_operator_handler(operator, partial(_view_in_place, view))
-    handle_mixed_tensors(_compute_mixed)
-    handle_unsupported_operators(_compute_unsupported)
+        if (view := _out_of_place_view(operator)) is not None:
+            set_operator_handler(operator, partial(_change_view_in_place, view))
+    handle_mixed_tensors(_compute_mixed_operator)
+    handle_unsupported_operators(_compute_unsupported_operator)
     handle_collectives(_refuse_collective)
     before_fully_shard(_refuse_fully_shard)
     compute_on_local_tensors(OPTIMIZER_STEP_METHODS)
@@ -87,21 +88,22 @@ def compute_unsupported_operators() -> None:
 
 
 def _assign_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`tensor[indices] = value`; PyTorch gathers a mask, which then does not fit the shards."""
-    operator, leaves = aten.index_put_.default, _tensors(args, kwargs)
+    """Compute `tensor[indices] = value`; PyTorch would gather a mask, which then does not have the
+    shape of the shards."""
+    operator, leaves = aten.index_put_.default, _tensors_in(args, kwargs)
     if not any(index is not None and index.dtype == torch.bool for index in args[1]):
-        return run_unless_mixed(operator, _compute_mixed, args, kwargs)
+        return run_unless_mixed(operator, _compute_mixed_operator, args, kwargs)
     if compute_on_shards(operator, args, kwargs):
         return args[0]
-    _check_equal(operator, leaves)
+    _check_equal_on_ranks(operator, leaves)
     return compute_on_full_tensors(operator, args, kwargs)
 
 
 def _assign_data(tensor: DTensor, value: Any) -> None:
-    """`tensor.data = value`, as optimizers and averages of parameters do.
+    """Assign `tensor.data = value`, as optimizers and averages of parameters do.
 
     Raises:
-        PlanError: if the two cannot share memory, as they do on one device.
+        PlanError: if `tensor` cannot share the memory of `value`, as it would on one device.
     """
     if not isinstance(value, DTensor):
         found = f"an ordinary tensor of shape {tuple(value.shape)}"
@@ -115,34 +117,35 @@ def _assign_data(tensor: DTensor, value: Any) -> None:
         share_local_memory(tensor, value)
         return
     raise PlanError(
-        f"`.data` of a DTensor of shape {tuple(tensor.shape)} and {tensor.dtype}{_in_optimizer()}"
+        f"`.data` of a DTensor of shape {tuple(tensor.shape)} and {tensor.dtype}{_optimizer_name()}"
         f" is replaced by {found}, whose memory it cannot share\ncopy the values into it under"
         " `torch.no_grad()` (`p.copy_(value)`), which keeps each rank's shard; convert or resize a"
         " model (`to`, `half`, `resize_token_embeddings`) before `sw.plan`"
     )
 
 
-def _compute_unsupported(
+def _compute_unsupported_operator(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None
 ) -> Any:
     if operator.namespace in ("c10d", "_c10d_functional"):
         _refuse_collective(operator)
-    if error is not None and not all(map(_has_values, _tensors(args, kwargs))):
+    if error is not None and not all(map(_has_values, _tensors_in(args, kwargs))):
         raise error
     if compute_on_shards(operator, args, kwargs):
         # Operators on lists return nothing, others the tensor that they write to.
-        return _written(operator, args, kwargs)[0] if schema_of(operator).returns else None
+        return _written_tensors(operator, args, kwargs)[0] if schema_of(operator).returns else None
     if not can_compute_on_full_tensors(operator):
         raise PlanError(
-            f"{operator}{_in_optimizer()} is not supported for DTensors, as which a planned model"
-            f" has its parameters: {str(error).partition(chr(10))[0]}\ncall it with the full"
+            f"{operator}{_optimizer_name()} is not supported for DTensors, such as parameters of a"
+            f" planned model: {str(error).partition(chr(10))[0]}\ncall it with the full"
             " tensor (`p.full_tensor()`); `p.copy_` of a full tensor keeps each rank's shard"
         ) from error
     return compute_on_full_tensors(operator, args, kwargs)
 
 
-def _view_of(operator: OpOverload) -> Callable[..., Any] | None:
-    """`transpose` for `transpose_`; None for an operator that is no view in place."""
+def _out_of_place_view(operator: OpOverload) -> Callable[..., Any] | None:
+    """Return the view operator of an in-place view, such as `transpose` of `transpose_`; None for
+    other operators."""
     if torch.Tag.inplace_view not in operator.tags or operator is aten.detach_.default:
         return None
     view = getattr(aten, operator_name(operator).removesuffix("_"))
@@ -150,24 +153,26 @@ def _view_of(operator: OpOverload) -> Callable[..., Any] | None:
     return view if returns[0].alias_info is not None else None
 
 
-def _view_in_place(
+def _change_view_in_place(
     view: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DTensor:
-    """`x.transpose_(0, 1)`, which DTensor lacks, and `x.squeeze_()`, which leaves `x.shape` as it
-    was if `x` is replicated."""
+    """Apply an in-place view to a DTensor. DTensor does not implement `x.transpose_(0, 1)`, and
+    `x.squeeze_()` does not change `x.shape` if `x` is replicated."""
     tensor: DTensor = args[0]
     become(tensor, view(*args, **kwargs))
     return tensor
 
 
-def _tensors(*arguments: Any) -> list[Tensor]:
+def _tensors_in(*arguments: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
-def _written(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes to."""
+def _written_tensors(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """Return the tensors that an operator writes to."""
     positions = written_arguments(operator)
-    return _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in positions])
+    return _tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in positions])
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -175,22 +180,22 @@ def _has_values(tensor: Tensor) -> bool:
     return not (local.is_meta or isinstance(local, FakeTensor) or by_rank(local) is not None)
 
 
-def _compute_mixed(
+def _compute_mixed_operator(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None
 ) -> Any:
-    """Compute with ordinary tensors as replicated ones, if autograd does not record.
+    """Run an operator on DTensors and ordinary tensors, which count as replicated.
 
     Raises:
         MixedTensorsError: if autograd records, as gradients of ordinary tensors would be DTensors.
         PlanError: if an ordinary tensor differs between ranks.
     """
-    leaves = _tensors(args, kwargs)
+    leaves = _tensors_in(args, kwargs)
     records = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
     if records or not all(map(_has_values, leaves)) or is_called_by(CALLS_OF_PARTS):
         raise _mixed_tensors_error(operator) from error
     mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
-    _check_equal(operator, leaves)
-    if not all(isinstance(tensor, DTensor) for tensor in _written(operator, args, kwargs)):
+    _check_equal_on_ranks(operator, leaves)
+    if not all(isinstance(tensor, DTensor) for tensor in _written_tensors(operator, args, kwargs)):
         return compute_on_full_tensors(operator, args, kwargs)
 
     def replicated(leaf: Any) -> Any:
@@ -203,21 +208,22 @@ def _compute_mixed(
 
 
 @cache
-def _mixes() -> WeakKeyDictionary[object, Counter[tuple[Any, ...]]]:
-    """How often each operator has met ordinary tensors of certain shapes, by the optimizer that
-    steps, or else the device mesh."""
+def _num_mixed_calls() -> WeakKeyDictionary[object, Counter[tuple[Any, ...]]]:
+    """Return, for each optimizer (or device mesh, outside of optimizers), the number of calls by
+    operator and shapes of ordinary tensors."""
     return WeakKeyDictionary()
 
 
-def _check_equal(operator: OpOverload, tensors: Sequence[Tensor]) -> None:
-    """Compare ordinary tensors between ranks, in the first and some later calls with their shapes.
+def _check_equal_on_ranks(operator: OpOverload, tensors: Sequence[Tensor]) -> None:
+    """Check that ordinary tensors are equal on all ranks, in the first calls with equal shapes and
+    periodically later.
 
     Raises:
-        PlanError: on all ranks, if one differs.
+        PlanError: on all ranks, if a tensor differs between ranks.
     """
     ordinary = [x for x in tensors if not isinstance(x, DTensor) and x.numel() > 1]
     mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    mixes = _mixes().setdefault(optimizer_among_callers() or mesh, Counter())
+    mixes = _num_mixed_calls().setdefault(optimizer_among_callers() or mesh, Counter())
     key = operator, *(tuple(tensor.shape) for tensor in ordinary)
     mixes[key] += 1
     if not is_due(mixes[key], FIRST_MIXES, PERIOD):
@@ -225,16 +231,17 @@ def _check_equal(operator: OpOverload, tensors: Sequence[Tensor]) -> None:
     for tensor in ordinary:
         if differs_between_ranks(tensor, mesh):
             raise PlanError(
-                f"{operator}{_in_optimizer()}: an ordinary tensor of shape {tuple(tensor.shape)}"
-                " meets parameters of a planned model, and differs between ranks, which would make"
-                " their parameters differ\nmake it alike on all ranks: `torch.manual_seed` with one"
-                " number before random draws, or draw with `torch.randn_like(p)`"
+                f"{operator}{_optimizer_name()}: an ordinary tensor of shape {tuple(tensor.shape)}"
+                " is combined with parameters of a planned model, but differs between ranks, so the"
+                " parameters would differ too\nmake the tensor equal on all ranks: call"
+                " `torch.manual_seed(0)` on every rank before random draws, or draw with"
+                " `torch.randn_like(p)`"
             )
 
 
 def _mixed_tensors_error(operator: OpOverload | str) -> MixedTensorsError:
     return MixedTensorsError(
-        f"{operator}{_in_optimizer()}: got mixed torch.Tensor and DTensor; the parameters of a"
+        f"{operator}{_optimizer_name()}: got mixed torch.Tensor and DTensor; the parameters of a"
         " planned model, their gradients and tensors computed from them are DTensors\nuse the full"
         " parameter (`p.full_tensor()`, which is differentiable), or shard the ordinary tensor"
         " like the parameter"
@@ -246,9 +253,9 @@ def _mixed_tensors_error(operator: OpOverload | str) -> MixedTensorsError:
 
 def _refuse_collective(operator: OpOverload, *_: object) -> NoReturn:
     raise PlanError(
-        f"{operator}{_in_optimizer()} of parameters or gradients that are DTensors: a planned model"
-        " reduces its gradients itself\nremove `DistributedDataParallel` and your own reductions"
-        " of gradients (`mode='data_parallel'` plans them), and use the optimizer's variant for one"
+        f"{operator}{_optimizer_name()} of parameters or gradients that are DTensors: a planned"
+        " model reduces its gradients itself\nremove `DistributedDataParallel` and reductions of"
+        " gradients (`mode='data_parallel'` plans them), and use the optimizer's variant for one"
         " device, which does not communicate; pass other collectives `p.full_tensor()`"
     )
 
@@ -263,7 +270,8 @@ def _refuse_fully_shard(parameter: Tensor) -> None:
         )
 
 
-def _in_optimizer() -> str:
-    """The name of the optimizer that is stepping, as ` in Name.step`; empty without one."""
+def _optimizer_name() -> str:
+    """Return the name of the optimizer whose step is running, as ` in Name.step`; empty without
+    one."""
     optimizer = optimizer_among_callers()
     return f" in `{type(optimizer).__name__}.step`" if optimizer is not None else ""

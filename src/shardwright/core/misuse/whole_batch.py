@@ -2,7 +2,7 @@
 
 With `dataset_strategy`, each rank passes a local batch but gets outputs of the global batch. The
 labels of a local batch, combined with an output, would broadcast (a local batch of one sample) or
-be paired with rows of other ranks (`gather`). So outputs, and tensors computed from outputs, are
+be paired with samples of other ranks (`gather`). So outputs, and tensors computed from outputs, are
 `WholeBatchTensor`s, which record their batch dimensions and check each function call.
 """
 
@@ -103,7 +103,8 @@ def output_batches(
 
 
 def batch_sizes(leaves: Sequence[Any], global_leaves: Sequence[Any]) -> BatchSizes | None:
-    """Return the batch sizes of a call; None if this rank passes the global batch, or no rows.
+    """Return the batch sizes of a call; None if this rank passes the global batch, or an
+    empty one.
 
     Args:
         leaves: leaves of the arguments that this rank passes.
@@ -133,7 +134,7 @@ def to_plain_tensors(
         if name in arrivals and isinstance(leaf, WholeBatchTensor) and 0 in leaf.batch_dims:
             assert leaf.batch is not None
             raise DataError(
-                f"input {name!r}{user_line()} is {leaf.batch.output}, which has the rows of the"
+                f"input {name!r}{user_line()} is {leaf.batch.output}, which has the samples of the"
                 " global batch, but with this `dataset_strategy` each rank passes a local batch\n"
                 "combine both models in one module and plan that, or plan with"
                 " `dataset_strategy='full_batch'`"
@@ -199,7 +200,7 @@ def to_plain_tensor(tensor: Tensor) -> Tensor:
 def _batch_call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Sequence[Tensor]
 ) -> BatchCall | None:
-    """Return the call with the batch dimensions of its arguments; None if no argument has any."""
+    """Return the call with the batch dimensions of its arguments; None if they have none."""
     derived = [tensor for tensor in arguments if isinstance(tensor, WholeBatchTensor)]
     with_rows = [tensor for tensor in derived if tensor.batch_dims]
     if not with_rows or with_rows[0].batch is None:
@@ -220,10 +221,10 @@ def _batch_call(
 
 
 def _refuse_shards(call: BatchCall, arguments: Sequence[Tensor]) -> None:
-    """Check that a call does not pair rows of the global batch with rows of a local batch.
+    """Check that a call does not pair samples of the global batch with samples of a local batch.
 
     Raises:
-        DataError: if it does.
+        DataError: if the call pairs them.
     """
     with without_torch_function_of_subclasses():
         shards = call.paired_shards() or _shards_used_as_indices(call)
@@ -234,10 +235,11 @@ def _refuse_shards(call: BatchCall, arguments: Sequence[Tensor]) -> None:
 
 
 def _shards_used_as_indices(call: BatchCall) -> tuple[Tensor, ...]:
-    """Return the indices in `output[torch.arange(len(labels)), labels]` if they have local rows.
+    """Return the indices in `output[torch.arange(len(labels)), labels]` if `labels` has the size of
+    the local batch; empty for other calls.
 
-    Indexing runs with any sizes, so `paired_shards` does not detect it, but every rank would read
-    the rows of the first rank. Empty for other calls.
+    Indexing accepts indices of any size, so `paired_shards` does not detect this call, but every
+    rank would read the samples of the first rank.
     """
     if call.function is not Tensor.__getitem__ or not isinstance(call.args[1], tuple):
         return ()
@@ -260,8 +262,8 @@ def _raise_pairing_error(
     raise DataError(
         f"`{resolve_name(call.function) or call.function}`{user_line()} combines {batch.output},"
         f" of shape {list(output.shape)}, with a tensor of shape {shapes}, but with this"
-        f" `dataset_strategy` this rank passed {sizes.local} of {sizes.total} rows, and outputs"
-        f" have all rows\n{REMEDY}"
+        f" `dataset_strategy` this rank passed {sizes.local} of {sizes.total} samples, and"
+        f" outputs have all samples\n{REMEDY}"
     )
 
 
@@ -275,7 +277,7 @@ def _mark_results(
     Args:
         results: return value of the function.
         batch: the global batch of an argument.
-        call: the call with its batch dimensions; None if no argument has any.
+        call: the call with its batch dimensions; None if no argument has a batch dimension.
         arguments: the tensors that the function was called with.
     """
     leaves, spec = pytree.tree_flatten(results)

@@ -75,14 +75,14 @@ def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
 def _draw_from_full_tensor(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Gather what is read, and draw for all ranks on the first."""
+    """Gather the arguments, draw on the first rank of the mesh, and broadcast the result."""
     if not isinstance(args[0], DTensor) or _draws_as_one_device(args[0]):
         return operator(*args, **kwargs)
     return compute_on_full_tensors(operator, args, kwargs)
 
 
 def _draws_as_one_device(tensor: DTensor) -> bool:
-    """Whether PyTorch draws for each shard what one device draws for it."""
+    """Whether PyTorch draws the numbers of one device for the shards of `tensor`."""
     # Generators of accelerators are counter-based (Philox), and DTensor sets their offset for each
     # shard. The generator of CPUs (Mersenne Twister) has no offset.
     return tensor.device_mesh.device_type != "cpu" or type(local_tensor(tensor)) is not Tensor
