@@ -123,6 +123,10 @@ DISPATCH = (
         "leaves a deferred tensor to `__torch_dispatch__` alone",
     ),
     PrivateName(
+        "torch.fx.proxy.TracerBase._filter_traceback_frames",
+        "names the line of a function that `forward` calls, such as a loss function",
+    ),
+    PrivateName(
         "torch._C._functorch.peek_interpreter_stack",
         "refuses transforms of a planned model, whose collectives are differentiable once",
     ),

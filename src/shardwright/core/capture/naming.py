@@ -7,6 +7,7 @@ import linecache
 import operator
 import re
 import sys
+import sysconfig
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -115,11 +116,17 @@ def _main(nodes: list[fx.Node]) -> fx.Node | None:
 
 _OURS = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
 
 
 def _is_users(file: str) -> bool:
     return not file.startswith((_OURS, _TORCH, "<"))
+
+
+def is_users_function(file: str) -> bool:
+    """Whether a file is neither of an installed library nor of Python's."""
+    return _is_users(file) and not file.startswith(_LIBRARIES)
 
 
 def _frame(node: fx.Node) -> tuple[str, int] | None:

@@ -37,7 +37,7 @@ from shardwright.core.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.core.capture.inline_regions import inline_regions
 from shardwright.core.capture.known_values import KnownValues
 from shardwright.core.capture.layer_progress import report_layers
-from shardwright.core.capture.naming import LocatedError, line_of, line_of_error
+from shardwright.core.capture.naming import LocatedError, is_users_function, line_of, line_of_error
 from shardwright.core.capture.shared_memory import check_constants, check_memory
 from shardwright.core.capture.signature import (
     Signature,
@@ -57,6 +57,7 @@ from shardwright.core.capture.views import read_strides_of_elements
 from shardwright.core.graph.graph import Graph
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
+from shardwright.core.torch_internals.stack_traces import innermost_frames_recorded
 from shardwright.core.torch_internals.transforms import transforms_called_by
 from shardwright.errors import CaptureError, StrategyError
 from shardwright.progress import OnProgress, ignore_progress
@@ -192,6 +193,7 @@ def _export(
             traced_autocast(call.autocast) as regions,
             preserve_tags(),
             transforms_called_by(as_operators),
+            innermost_frames_recorded(is_users_function),
             KnownValues(module, twin) as known,
             RecordedEffects(),
             PassedGuards(),
