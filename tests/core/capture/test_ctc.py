@@ -59,3 +59,17 @@ def test_targets_that_are_selected_from_anywhere_come_first_in_their_rows() -> N
     args = batch(torch.tensor([[0, 2, 1], [3, 0, 0], [5, 0, 1], [0, 0, 4]]))
     check = sw.check(net, args, None, sw.plan(net, args, devices=4))
     assert check.passes(), check
+
+
+class Listed(Recognizer):
+    """Passes lengths as lists."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        scores = self.out(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, targets, [STEPS] * len(x), (3,) * len(x), 0, "mean", True)
+
+
+def test_lengths_may_be_lists() -> None:
+    net, args = Listed(selected=False, reduction="mean"), batch()[:2]
+    plan = sw.plan(net, args, devices=2, micro_batches=2)
+    assert sw.check(net, args, None, plan).passes()

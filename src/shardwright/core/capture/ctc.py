@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, fx
 from torch.nn import functional
@@ -15,20 +17,26 @@ aten = torch.ops.aten
 def static_ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.ctc_loss`, by an operator whose shapes do not depend on lengths."""
-    lengths = input_lengths, target_lengths
-    if log_probs.ndim != 3 or not all(isinstance(each, Tensor) for each in lengths):
+    lengths = _as_tensor(input_lengths, targets), _as_tensor(target_lengths, targets)
+    if log_probs.ndim != 3:
         return functional.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
     losses: Tensor = ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)
     if reduction == "mean":
-        return (losses / target_lengths.clamp(min=1)).mean()
+        return (losses / lengths[1].clamp(min=1)).mean()
     return losses.sum() if reduction == "sum" else losses
+
+
+def _as_tensor(lengths: Tensor | Sequence[int], targets: Tensor) -> Tensor:
+    if isinstance(lengths, Tensor):
+        return lengths
+    return torch.tensor(lengths, dtype=torch.long, device=targets.device)
 
 
 def keep_rows_of_targets(graph: fx.Graph) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.graph.graph import Graph, Value, WholeBatch
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.lower.program import lower
 from shardwright.core.parallel.train_step import GradientAccumulation, StepInputs
@@ -113,9 +113,13 @@ class Ranks:
 
     def __post_init__(self) -> None:
         # Each rank slices its block of a constant, so each rank needs a copy.
-        graph, replicated = self.partitioned.graph, self.partitioned.mesh.replicated
-        constants = {v: self.shard(t, replicated(t.ndim)) for v, t in graph.constants.items()}
-        self.partitioned = replace(self.partitioned, graph=replace(graph, constants=constants))
+        graph = self.partitioned.graph
+        whole_batch = graph.whole_batch
+        if isinstance(whole_batch, WholeBatch) and whole_batch.prologue is not None:
+            prologue = self._with_constants_of_ranks(whole_batch.prologue)
+            whole_batch = replace(whole_batch, prologue=prologue)
+        graph = replace(self._with_constants_of_ranks(graph), whole_batch=whole_batch)
+        self.partitioned = replace(self.partitioned, graph=graph)
 
     def shard(self, tensor: Tensor, layout: TensorLayout) -> Tensor:
         """Shard a full tensor over the ranks; return the `LocalTensor` that holds all shards."""
@@ -124,6 +128,11 @@ class Ranks:
             return tensor.detach()[layout.slices(rank, tuple(tensor.shape))].clone()
 
         return block(0) if self.mode is None else self.mode.rank_map(block)
+
+    def _with_constants_of_ranks(self, graph: Graph) -> Graph:
+        replicated = self.partitioned.mesh.replicated
+        constants = {v: self.shard(t, replicated(t.ndim)) for v, t in graph.constants.items()}
+        return replace(graph, constants=constants)
 
     def shard_inputs(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Any]
