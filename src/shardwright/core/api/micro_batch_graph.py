@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from shardwright.core.capture.explanation import error_of_model
 from shardwright.core.graph.graph import Graph, WholeBatch
 from shardwright.core.micro_batches.batch_dims import JoinedDims
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
@@ -18,7 +19,13 @@ from shardwright.core.runtime.micro_batches import (
     micro_batch,
     of_micro_batches,
 )
-from shardwright.errors import CaptureError, PlanError, with_note
+from shardwright.errors import (
+    CaptureError,
+    MixedSamplesError,
+    PlanError,
+    ShardwrightError,
+    with_note,
+)
 
 
 @dataclass(frozen=True)
@@ -54,12 +61,16 @@ class MicroBatchCapture:
             StrategyError: if a name in `batch_dims` is no input of the model.
             PlanError: if the number of micro-batches does not divide the batch size.
             CaptureError: if the model cannot be captured.
+            MixedSamplesError: if it can be captured for the batch, but not for a micro-batch.
         """
         if self.count == 1:
             return self.capture(list(self.leaves)), ()
         if batch_dims is not None:
             dims = JoinedDims(self._global_batch_graph).named(batch_dims)
-            return self._capture_with_dims(dims), dims
+            try:
+                return self._capture_with_dims(dims), dims
+            except CaptureError as error:
+                raise self._explained(error) from error
         graph, failure = None, None
         try:
             graph = self._capture_with_dims(())
@@ -71,8 +82,25 @@ class MicroBatchCapture:
                 return found
         if graph is None:
             assert failure is not None
-            raise failure
+            raise self._explained(failure)
         return graph, ()
+
+    def _explained(self, error: ShardwrightError) -> ShardwrightError:
+        """Return the error to raise where a micro-batch is not captured because of `error`.
+
+        Raises:
+            CaptureError: if the batch is not captured either.
+        """
+        if not self.averages or not isinstance(error.__cause__, CaptureError):
+            return error
+        _ = self._global_batch_graph
+        return MixedSamplesError(
+            f"micro_batches={self.count}: the model runs for the batch, but not for a micro-batch:"
+            f" {error_of_model(str(error.__cause__).splitlines()[0])} ({SPLIT_NOTE})\n"
+            "write `forward` for any number of samples; plan with fewer micro-batches, or 1"
+            " (`recompute='auto'` saves memory); or name the batch dimension of each input, None"
+            " for what all samples share (`batch_dims={'x': 1, 'table': None}`)"
+        )
 
     def _capture_with_other_dims(self, default: Graph | None) -> tuple[Graph, SampleDims] | None:
         tried = first_dims(self.leaves)

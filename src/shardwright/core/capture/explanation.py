@@ -12,6 +12,13 @@ NESTED = (
 )
 
 OWN_ERROR = "the model itself raises an error for these arguments"
+ACCEPTED = ". Pass arguments whose shapes and dtypes it accepts"
+
+
+def error_of_model(message: str) -> str:
+    """Return a message of `explain_export` without blaming the arguments, where the model itself
+    raises the error."""
+    return message.replace(f"{OWN_ERROR}: ", "").replace(ACCEPTED, "")
 
 
 def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]) -> str:
@@ -76,10 +83,7 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
     if of_arguments and "data pointer" not in text and raises_alone():
         # Of an operator that a module of torch calls there may be no line of the user's.
         where = "" if line == NO_LINE else f"{line}: "
-        return (
-            f"{where}{OWN_ERROR}:"
-            f" {type(error).__name__}: {first}. Pass arguments whose shapes and dtypes it accepts"
-        )
+        return f"{where}{OWN_ERROR}: {type(error).__name__}: {first}{ACCEPTED}"
     return (
         f"{line}: torch.export cannot capture this: {type(error).__name__}: {first}. If the line is"
         " right where the model runs, write it with operators whose shapes and branches do not"

@@ -15,6 +15,9 @@ NORMALIZES_ALL = "normalizes by statistics of all samples"
 AVERAGES_ALL = "updates running statistics by those of all samples"
 """Verb phrases of errors, which `batch_norm="per_micro_batch"` resolves."""
 
+UPDATED = "each micro-batch updates "
+"""Start of the error for a buffer that `forward` updates."""
+
 
 def takes_statistics(op: Op) -> bool:
     """Whether an operator takes statistics of all its samples: a batch norm in training, or an
@@ -58,5 +61,5 @@ def refused_update(graph: Graph, per_micro_batch: bool) -> str | None:
         # `num_batches_tracked` counts micro-batches, as in gradient accumulation.
         is_count = before.name.rpartition(".")[2] == "num_batches_tracked" and after in statistics
         if after not in measured and not is_count:
-            return f"each micro-batch updates {before.name!r}"
+            return f"{UPDATED}{before.name!r}"
     return None

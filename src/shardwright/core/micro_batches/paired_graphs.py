@@ -31,7 +31,12 @@ FEWER_TENSORS = "returns fewer tensors for a micro-batch than for the batch"
 CALLED_ONCE = "is called for one batch size only: operators depend on it"
 DIVIDES_BATCH = "divides the batch into parts"
 OTHER_ARGUMENTS = "is called with other arguments for a micro-batch: they depend on its size"
-DEPENDENCES_ON_SIZE = (NOT_CALLED, FEWER_TENSORS, CALLED_ONCE, DIVIDES_BATCH, OTHER_ARGUMENTS)
+TAKES_PART = "takes a part of the samples"
+NOT_PROPORTIONAL = "reads a tensor whose size is not proportional to the batch size"
+DEPENDENCES_ON_SIZE = (
+    *(NOT_CALLED, FEWER_TENSORS, CALLED_ONCE, DIVIDES_BATCH, OTHER_ARGUMENTS),
+    *(TAKES_PART, NOT_PROPORTIONAL),
+)
 """Verb phrases for errors."""
 
 
@@ -121,6 +126,14 @@ class PairedGraphs:
             return value.shape
         pairs = zip(value.shape, twin.shape, strict=True)
         return [size if size == other else size // self._count for size, other in pairs]
+
+    def is_proportional(self, value: Value, dim: int) -> bool:
+        """Whether the size of a dimension of a value of `whole` is a multiple of the batch size,
+        the same one for all batch sizes."""
+        inputs = zip(self.whole.input_values, self.twin.input_values, strict=True)
+        pairs = (pair for a, b in inputs for pair in zip(a.shape, b.shape, strict=True))
+        size, twin_size = next((pair for pair in pairs if pair[0] != pair[1]), (1, 1))
+        return value.shape[dim] * twin_size == self.twin_values[value].shape[dim] * size
 
     @cached_property
     def _count(self) -> int:

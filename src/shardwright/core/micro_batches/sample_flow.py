@@ -10,8 +10,16 @@ import torch
 from shardwright.core.graph.graph import Op, Value
 from shardwright.core.micro_batches.batch_norms import takes_statistics
 from shardwright.core.micro_batches.micro_batch_graph import MicroBatchGraph
-from shardwright.core.micro_batches.paired_graphs import PairedGraphs
-from shardwright.core.micro_batches.sample_states import UNKNOWN, WHOLE, SampleState
+from shardwright.core.micro_batches.paired_graphs import NOT_PROPORTIONAL, PairedGraphs
+from shardwright.core.micro_batches.sample_states import (
+    UNKNOWN,
+    WHOLE,
+    SampleState,
+    UnsplittableError,
+)
+
+PAIRS_SAMPLES = "reads a tensor of several sizes that depend on the batch size, so it mixes samples"
+"""Verb phrase for errors."""
 
 
 @dataclass
@@ -77,6 +85,11 @@ class SampleFlow:
         pairs = zip(value.shape, twin.shape, strict=True)
         return {dim for dim, (size, twin_size) in enumerate(pairs) if size != twin_size}
 
+    @property
+    def not_divisible(self) -> str:
+        """Verb phrase for errors."""
+        return f"reads samples that cannot be divided into {self.count} equal parts"
+
     def num_samples(self) -> int:
         """Return the batch size; 1 if no input has a batch dimension."""
         pairs = ((v, self.states[v]) for v in self.pair.whole.input_values)
@@ -87,12 +100,22 @@ class SampleFlow:
 
         Returns:
             Their batch dimensions.
+
+        Raises:
+            UnsplittableError: if an input, such as `x[2:]` or `torch.eye(len(x))`, has no
+                equal parts for micro-batches.
         """
         split: set[SampleState] = set()
         for value in [each for each in dict.fromkeys(op.inputs) if each in self.outside]:
             dims = self.varying_dims(value)
-            if len(dims) == 1 and -1 not in dims and value.shape[min(dims)] % self.count == 0:
+            if len(dims) > 1:
+                raise UnsplittableError(op, PAIRS_SAMPLES)
+            if dims and -1 not in dims:
                 (dim,) = dims
+                if value in self.pair.twin_values and not self.pair.is_proportional(value, dim):
+                    raise UnsplittableError(op, NOT_PROPORTIONAL)
+                if value.shape[dim] % self.count:
+                    raise UnsplittableError(op, self.not_divisible)
                 self.outside.remove(value)
                 self.states[value] = dim
                 self.result.replaced[value] = self.result.take(value, dim)

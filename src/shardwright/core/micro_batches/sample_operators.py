@@ -10,7 +10,7 @@ from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.micro_batches.batch_norms import takes_statistics, use_of_statistics
 from shardwright.core.micro_batches.linear_operators import dims_of_indexed_sum
 from shardwright.core.micro_batches.micro_batch_graph import count_of_targets, is_mean_over_targets
-from shardwright.core.micro_batches.paired_graphs import DIVIDES_BATCH
+from shardwright.core.micro_batches.paired_graphs import DIVIDES_BATCH, TAKES_PART
 from shardwright.core.micro_batches.sample_flow import SampleFlow
 from shardwright.core.micro_batches.sample_states import (
     AVERAGE,
@@ -27,6 +27,34 @@ from shardwright.core.rules.rule import Dims, Local, ShardingRule
 DIVISIONS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "unbind"})
 """Names of operators that return parts of a tensor along a dimension."""
 
+PARTS = frozenset({"slice", "select", "narrow"})
+"""Names of operators that return one part of a tensor along a dimension."""
+
+JOINS = frozenset({"view", "reshape", "flatten", "_unsafe_view"})
+"""Names of operators that may join the batch dimension with a dimension before it."""
+
+MIXES = "mixes samples"
+RESHAPED = (
+    "joins the batch dimension with others so that consecutive samples are not consecutive in the"
+    " result (transpose the batch dimension to the front before)"
+)
+NO_RULE = "has no sharding rule, so it may mix samples"
+RAGGED = {
+    "nanmean": (
+        "divides by the number of elements that are not NaN, which depends on parameters (multiply"
+        " by a mask of the labels, and divide by its sum)"
+    ),
+    "embedding_bag": (
+        "reads bags of any sizes from one list, which has no equal parts (pass indices of shape"
+        " (samples, length), padded with `padding_idx`)"
+    ),
+    "ctc_losses": (
+        "reads targets of any lengths from one list, which has no equal parts (pass targets of"
+        " shape (samples, length), padded)"
+    ),
+}
+"""Why some operators cannot be split into micro-batches, and what to do, by name."""
+
 
 def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     """Return the states of the outputs of an operator that reads samples.
@@ -37,14 +65,14 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     if any(flow.states[value] in (SUM, AVERAGE) for value in op.inputs):
         raise UnsplittableError(op, "reads a sum over all samples that depends on parameters")
     rule = rule_of(op)
-    factor = None if rule is None else _sample_factor(flow, op, rule)
+    factor, why = (None, NO_RULE) if rule is None else _sample_factor(flow, op, rule)
     summed_dims = dims_of_indexed_sum(op, flow.states, flow.outside)
     if factor is None and summed_dims is not None:
         shared = flow.shared_values(op.inputs[:1])
         flow.result.emit(op, summed_dims, flow.outside.difference(shared), shared)
         return [SUM]
     if rule is None or factor is None:
-        raise UnsplittableError(op, _why_mixed(flow, op))
+        raise UnsplittableError(op, _why_mixed(flow, op, why))
     dims = [
         place.index(factor) if _is_sliced(flow, value, place, factor) else None
         for value, place in zip(op.inputs, rule.inputs, strict=True)
@@ -63,41 +91,47 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     ]
 
 
-def _why_mixed(flow: SampleFlow, op: Op) -> str:
+def _why_mixed(flow: SampleFlow, op: Op, why: str) -> str:
+    """Return the reason of an error, `why` unless the kind of the operator says more."""
     if flow.keeps_statistics(op):
         return "normalizes samples that are not in its dimension 0"
     if op.short_name in DIVISIONS:
         return DIVIDES_BATCH
-    return use_of_statistics(op) if takes_statistics(op) else "mixes samples"
+    if op.short_name in PARTS:
+        return TAKES_PART
+    if op.short_name in JOINS:
+        return RESHAPED
+    return use_of_statistics(op) if takes_statistics(op) else RAGGED.get(op.short_name, why)
 
 
-def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> str | None:
-    """Return the factor of the batch dimension in the operator's rule; None if it mixes
-    samples."""
+def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | None, str]:
+    """Return the factor of the batch dimension in the operator's rule; None if it mixes samples,
+    with the reason."""
     factors: set[str | None] = set()
     for value, place in zip(op.inputs, rule.inputs, strict=True):
         state = flow.states[value]
         if isinstance(state, int):
             factors.add(place[state])
     if len(factors) != 1 or None in factors:
-        return None
+        return None, MIXES
     (factor,) = factors
     assert factor is not None
     if any(place.count(factor) > 1 for place in (*rule.inputs, *rule.outputs)):
-        return None
+        return None, MIXES
     for value, place in zip(op.inputs, rule.inputs, strict=True):
         # A value that depends on no sample must be equal for all samples: positional embeddings
         # along the batch dimension would differ between a micro-batch and the batch.
         if _is_sliced(flow, value, place, factor) and value not in flow.outside:
-            return None
-    divides = rule.capacity.get(factor, 0) % flow.count == 0
+            return None, MIXES
+    if rule.capacity.get(factor, 0) % flow.count:
+        return None, flow.not_divisible
     # A reduction within the operator, as in batch norm, runs over all samples. In a mean over
     # targets it is the divisor, which the prologue computes.
     if flow.keeps_statistics(op):
         reduces = flow.states[op.inputs[0]] != 0
     else:
         reduces = bool(not is_mean_over_targets(op) and rule.reductions(op, {factor: 2}))
-    return factor if divides and not reduces else None
+    return (None, MIXES) if reduces else (factor, "")
 
 
 def _local_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> dict[str, Any]:

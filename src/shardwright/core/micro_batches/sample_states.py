@@ -54,10 +54,8 @@ def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | No
     sample_dim = states.get(x)
     indexed = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     dims = [dim for dim, _ in indexed]
-    # Where indices are not adjacent, PyTorch moves the indexed dimensions to the front.
-    adjacent = dims == [*range(dims[0], dims[0] + len(dims))]
     rows = [index for dim, index in indexed if dim == sample_dim]
-    if not adjacent or not rows or states.get(rows[0]) != POSITIONS:
+    if not rows or states.get(rows[0]) != POSITIONS:
         return None
     # The dimensions of the broadcast indices replace the indexed dimensions.
     rank = max(len(index.shape) for _, index in indexed)
@@ -73,4 +71,6 @@ def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | No
 
     if not all(follows(index) for dim, index in indexed if dim != sample_dim):
         return None
-    return dims[0] + rank + from_end
+    # Where indices are not adjacent, PyTorch moves the indexed dimensions to the front.
+    adjacent = dims == [*range(dims[0], dims[0] + len(dims))]
+    return (dims[0] if adjacent else 0) + rank + from_end

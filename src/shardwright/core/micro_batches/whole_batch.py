@@ -15,6 +15,7 @@ from shardwright.core.micro_batches.batch_norms import (
 from shardwright.core.micro_batches.paired_graphs import PairedGraphs, different_operator
 from shardwright.core.micro_batches.sample_flow import SampleFlow
 from shardwright.core.micro_batches.sample_states import UnsplittableError
+from shardwright.errors import CaptureError
 
 
 def with_whole_batch(
@@ -54,7 +55,10 @@ def _paired(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) 
         # Dimensions of size 1 are captured differently: they are broadcast, or dropped from views.
         # So are numbers such as `len(x) - 1` if they are 0 or 1. So the batch is compared with one
         # of another size.
-        twin = captured(4 if micro_batches == 2 else 2)
+        try:
+            twin = captured(4 if micro_batches == 2 else 2)
+        except CaptureError:
+            raise UnsplittableError(*different) from None
         if different_operator(twin, whole) is not None:
             raise UnsplittableError(*different)
     return PairedGraphs(whole, graph, twin)

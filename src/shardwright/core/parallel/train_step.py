@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.lower.program import Program, lower
-from shardwright.core.micro_batches.batch_norms import AVERAGES_ALL, NORMALIZES_ALL
+from shardwright.core.micro_batches.batch_norms import AVERAGES_ALL, NORMALIZES_ALL, UPDATED
 from shardwright.core.micro_batches.paired_graphs import DEPENDENCES_ON_SIZE
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.core.parallel.whole_batch_values import WholeBatchValues, whole_batch_of
@@ -132,6 +132,12 @@ def check_whole_batch(graph: Graph, micro_batches: int) -> None:
             " on the batch size; pass parts that the loss treats differently as separate inputs;"
             " plan with `micro_batches=1` (`recompute='auto'` saves memory); or"
             " name the batch dimension if it is not 0 (`batch_dims={'x': 1}`)"
+        )
+    if isinstance(graph.whole_batch, str) and graph.whole_batch.startswith(UPDATED):
+        raise MixedSamplesError(
+            f"micro_batches={micro_batches}: {graph.whole_batch}, which changes once per batch in"
+            " the model\nreturn what the update reads, and update the buffer outside of `forward`;"
+            " or plan with `micro_batches=1` (`recompute='auto'` saves memory)"
         )
     if isinstance(graph.whole_batch, str):
         raise MixedSamplesError(
