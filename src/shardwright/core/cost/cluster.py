@@ -27,12 +27,12 @@ LOCAL = "local"
 """Name of the cluster of processes on this machine's CPU."""
 
 Spans = tuple[tuple[int, int], ...]
-"""(index of a link level, number of devices or inner groups that the level joins) for each level
-that a group crosses, innermost first."""
+"""Link levels that a group of devices crosses, innermost first: (index of the level, number of
+devices or inner groups that the level joins)."""
 
 TREES, RINGS, GLOO = "trees", "rings", "gloo"
-"""Algorithms of collectives, on which the number of sequential messages depends; see
-`LinkLevel`."""
+"""Algorithms of collectives, which differ in the number of sequential messages; values of
+`LinkLevel.collectives`."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class LinkLevel:
             processor, the latency of a single process; `Cluster.among` scales it.
         devices: number of devices in one group of this level; None for any number.
         collectives: `trees`: a group of p devices needs ⌈log₂ p⌉ sequential messages; `rings`: as
-            `trees` for all-reduce, but all-gather and reduce-scatter go around one ring of all
-            devices, as in NCCL; `gloo`: p − 1 sequential messages between neighbors, and
-            reduce-scatter costs an all-reduce.
+            `trees` for all-reduce, but all-gather and reduce-scatter use one ring of all devices,
+            as in NCCL; `gloo`: p − 1 sequential messages between neighbors, and reduce-scatter
+            takes as long as an all-reduce.
         efficiency: fraction of the bandwidth that collectives of large tensors reach.
-        call: seconds that each collective takes in addition to its messages; scaled like `latency`.
+        call: constant seconds per collective, in addition to its messages; scaled like `latency`.
     """
 
     name: str
@@ -129,11 +129,11 @@ class Device:
         return self.memory_bandwidth * self.memory_efficiency
 
     def shared(self, devices: int) -> bool:
-        """Whether `devices` devices share a processor, so that each slows down the others."""
+        """Whether `devices` devices exceed `at_full_rate`, and slow down each other."""
         return self.at_full_rate is not None and devices > self.at_full_rate
 
     def among(self, devices: int) -> Device:
-        """Return this device with the rates that it has while `devices` devices compute."""
+        """Return a copy with the rates of each device while `devices` devices compute."""
         if self.at_full_rate is None or not self.shared(devices):
             return self
         processor_share = self.at_full_rate / devices
@@ -156,7 +156,7 @@ class Cluster:
     levels: tuple[LinkLevel, ...]
 
     def among(self, devices: int) -> Cluster:
-        """Return this cluster with the rates that it has while `devices` devices compute."""
+        """Return a copy with the rates of devices and links while `devices` devices compute."""
         if self.device.at_full_rate is None or not self.device.shared(devices):
             return self
         # To send a message, a process has to wait for its turn on the processor.
@@ -168,19 +168,19 @@ class Cluster:
         return replace(self, device=self.device.among(devices), levels=levels)
 
     def servers(self, devices: int) -> int:
-        """Return the number of nodes of `devices` devices; a cluster with one link level is one
-        node."""
+        """Return the number of nodes that `devices` devices need; 1 on a cluster with a single link
+        level."""
         node_size = self.levels[0].devices if len(self.levels) > 1 else None
         return 1 if node_size is None else -(-devices // node_size)
 
     def nodes(self, devices: int) -> tuple[int, ...]:
-        """Return the group sizes, ascending, of the link levels on which `devices` devices need
-        several groups."""
+        """Return the group sizes, ascending, of the link levels whose groups have fewer than
+        `devices` devices."""
         sizes = (level.devices for level in self.levels)
         return tuple(size for size in sizes if size is not None and size < devices)
 
     def check_nodes(self, size: int) -> None:
-        """Check that the nodes of a run have as many devices as groups of a link level.
+        """Check that the number of devices per node is the group size of an inner link level.
 
         Args:
             size: number of devices per node, in a run on several nodes.
@@ -199,7 +199,7 @@ class Cluster:
     def levels_of(
         self, mesh: DeviceMatrix, first_ranks: tuple[int, ...] = (0,)
     ) -> tuple[Spans, ...]:
-        """Return for each axis of `mesh` the link levels that it crosses.
+        """Return the link levels that each axis of `mesh` crosses.
 
         Args:
             mesh: device matrix of one pipeline stage.
@@ -208,7 +208,7 @@ class Cluster:
         Raises:
             ConfigError: if the cluster has too few devices.
         """
-        self._check_size(max(first_ranks) + mesh.num_devices)
+        self._check_num_devices(max(first_ranks) + mesh.num_devices)
         mesh_ranks = np.asarray(mesh.ranks).reshape(mesh.device_matrix)
         # All stages at once: a collective counts as in the stage in which it crosses the slowest
         # links.
@@ -243,14 +243,14 @@ class Cluster:
         Raises:
             ConfigError: if the cluster has too few devices.
         """
-        self._check_size(max(rank, other) + 1)
+        self._check_num_devices(max(rank, other) + 1)
         # Levels are nested, so the first level with both ranks in one group has the fastest links.
         for level in self.levels[:-1]:
             if level.devices is not None and rank // level.devices == other // level.devices:
                 return level
         return self.levels[-1]
 
-    def _check_size(self, devices: int) -> None:
+    def _check_num_devices(self, devices: int) -> None:
         num_devices = self.levels[-1].devices
         if num_devices is not None and devices > num_devices:
             raise ConfigError(
@@ -261,7 +261,7 @@ class Cluster:
 
 
 def _blocks_in_one_group(groups: np.ndarray[Any, Any], length: int) -> bool:
-    """Whether all entries are equal in each aligned block of `length` entries along the last axis.
+    """Whether each aligned block of `length` ranks along the last dimension is in one group.
 
     Args:
         groups: index of the group of each rank.
@@ -282,10 +282,10 @@ def read_cluster(text: str, where: str) -> Cluster:
             the valid values.
     """
     content = parse_yaml(text, where, ConfigError)
-    entries = _Entries(content, where, "")
+    entries = _MappingReader(content, where, "")
     entries.check_keys("name", "device", "levels")
     name = str(content.get("name", Path(where).stem))
-    device = _read_device(_Entries(entries.required("device"), where, "device."))
+    device = _read_device(_MappingReader(entries.required("device"), where, "device."))
     levels = entries.required("levels")
     if not isinstance(levels, list) or not levels:
         raise ConfigError(
@@ -293,7 +293,7 @@ def read_cluster(text: str, where: str) -> Cluster:
             "for example `levels: [{name: NVLink, bandwidth: 450 GB/s, latency: 1 us}]`"
         )
     parsed = tuple(
-        _read_link_level(_Entries(level, where, f"levels[{i}].")) for i, level in enumerate(levels)
+        _read_level(_MappingReader(level, where, f"levels[{i}].")) for i, level in enumerate(levels)
     )
     _check_levels(parsed, where)
     return Cluster(name, device, parsed)
@@ -304,14 +304,14 @@ def cluster_to_yaml(cluster: Cluster) -> str:
     # Numbers in base units are read back exactly, unlike rounded numbers with prefixes.
     content = {
         "name": cluster.name,
-        "device": _changed_fields(cluster.device),
-        "levels": [_changed_fields(level) for level in cluster.levels],
+        "device": _non_default_fields(cluster.device),
+        "levels": [_non_default_fields(level) for level in cluster.levels],
     }
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def _changed_fields(part: Device | LinkLevel) -> dict[str, Any]:
-    """Return the fields of `part` whose values are not the defaults, by name."""
+def _non_default_fields(part: Device | LinkLevel) -> dict[str, Any]:
+    """Return the fields of `part` that differ from their defaults, by name."""
     values = ((each, getattr(part, each.name)) for each in fields(part))
     return {
         each.name: dict(value) if isinstance(value, Mapping) else value
@@ -325,8 +325,8 @@ LARGEST_VALUE = 1e30
 overflows within this range."""
 
 
-class _Entries:
-    """Reads the entries of one mapping of a cluster file; errors contain the file and the key.
+class _MappingReader:
+    """Reader of one mapping of a cluster file; its errors contain the file and the key.
 
     Args:
         where: name of the file.
@@ -355,7 +355,7 @@ class _Entries:
         if key not in self.mapping:
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} is missing\n"
-                "add the key; the built-in clusters are examples"
+                "add the key, as in the built-in cluster files in shardwright/core/cost/clusters"
             )
         return self.mapping[key]
 
@@ -390,8 +390,8 @@ class _Entries:
         choice = self.mapping.get(key, valid[0])
         if choice not in valid:
             raise ConfigError(
-                f"{self.where}: {self.prefix}{key} must be one of {', '.join(valid)},"
-                f" not {short_repr(choice)}"
+                f"{self.where}: {self.prefix}{key} {short_repr(choice)} is unknown\n"
+                f"use one of {', '.join(valid)}"
             )
         return str(choice)
 
@@ -403,18 +403,18 @@ class _Entries:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be a positive whole number,"
-                f" not {short_repr(count)}\nuse such a number, or omit the key for no limit"
+                f" not {short_repr(count)}\nuse for example 8, or omit the key for no limit"
             )
         return count
 
 
-def _read_device(entries: _Entries) -> Device:
+def _read_device(entries: _MappingReader) -> Device:
     entries.check_keys(
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
         *("attention_efficiency", "matrix_half", "overlap_slowdown", "overhead"),
         *("pass_overhead", "step_overhead", "at_full_rate"),
     )
-    rates = _Entries(entries.required("rates"), entries.where, f"{entries.prefix}rates.")
+    rates = _MappingReader(entries.required("rates"), entries.where, f"{entries.prefix}rates.")
     for dtype in rates.mapping:
         if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
             raise ConfigError(
@@ -446,7 +446,7 @@ def _read_device(entries: _Entries) -> Device:
     )
 
 
-def _read_link_level(entries: _Entries) -> LinkLevel:
+def _read_level(entries: _MappingReader) -> LinkLevel:
     entries.check_keys(
         "name", "bandwidth", "latency", "devices", "efficiency", "call", "collectives"
     )

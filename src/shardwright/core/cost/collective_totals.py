@@ -1,6 +1,6 @@
 """Count, bytes and seconds of the collectives of a stage in one step, by kind and mesh axes.
 
-The sum of the bytes is `Partitioned.step_bytes` without the transfers between stages.
+The bytes add up to `Partitioned.step_bytes` without the transfers between stages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwright.core.partition.transfer import Transfer
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """All collectives of one kind over the same mesh axes that a device runs in one step.
+    """Totals of the collectives of one kind over the same mesh axes, for one device and step.
 
     Args:
         kind: kind of collective, one of `COLLECTIVES`.
@@ -57,7 +57,7 @@ def collective_totals(
     links = None if cluster is None else Links(cluster, mesh, pipeline.stages)
     totals: dict[tuple[str, Axes], list[float]] = {}
     for chunk in partitioned.chunks_of(stage):
-        for kind, axes, calls, size in _chunk_calls(chunk, pipeline.micro_batches):
+        for kind, axes, calls, size in _collectives_of_chunk(chunk, pipeline.micro_batches):
             total = totals.setdefault((kind, tuple(sorted(axes))), [0, 0, 0])
             seconds = 0.0 if links is None else links.seconds(kind, axes, size)
             per_call = (1, COLLECTIVES[kind].sent(size, mesh.size(axes)), seconds)
@@ -71,7 +71,7 @@ def collective_totals(
     )
 
 
-def _chunk_calls(chunk: Chunk, micro_batches: int) -> Iterator[_Calls]:
+def _collectives_of_chunk(chunk: Chunk, micro_batches: int) -> Iterator[_Calls]:
     communication = chunk.communication
     # The gathers and reductions of parameters in a bucket are one collective, counted below.
     bucketed = {
@@ -79,7 +79,7 @@ def _chunk_calls(chunk: Chunk, micro_batches: int) -> Iterator[_Calls]:
     }
     for transfer in communication.transfers:
         if id(transfer) not in bucketed:
-            yield from _transfer_calls(transfer, micro_batches)
+            yield from _collectives_of_transfer(transfer, micro_batches)
     # Collectives inside operators, such as the sums of a batch norm.
     for name, op_reductions in communication.reductions.items():
         trained = any(value.requires_grad for value in chunk.graph.by_name[name].outputs)
@@ -93,10 +93,10 @@ def _chunk_calls(chunk: Chunk, micro_batches: int) -> Iterator[_Calls]:
             size = prod(reduction.shape) * reduction.dtype.itemsize
             yield reduction.collective, bound.axes, calls * micro_batches, size
     for bucket in communication.buckets:
-        yield from _bucket_calls(bucket, micro_batches)
+        yield from _collectives_of_bucket(bucket, micro_batches)
 
 
-def _transfer_calls(transfer: Transfer, micro_batches: int) -> Iterator[_Calls]:
+def _collectives_of_transfer(transfer: Transfer, micro_batches: int) -> Iterator[_Calls]:
     step, value = transfer.step, transfer.value
     # The larger of input and output: the output of an all-gather, the input of a reduce-scatter.
     size = max(prod(side.shard_shape(value.shape)) for side in (step.source, step.target))
@@ -108,9 +108,9 @@ def _transfer_calls(transfer: Transfer, micro_batches: int) -> Iterator[_Calls]:
         yield step.backward, step.axes, micro_batches, size * value.itemsize
 
 
-def _bucket_calls(bucket: Bucket, micro_batches: int) -> Iterator[_Calls]:
-    """Yield the calls of a bucket: one all-gather over all axes of its parameters, and for its
-    gradients one reduce-scatter and one all-reduce, as far as needed."""
+def _collectives_of_bucket(bucket: Bucket, micro_batches: int) -> Iterator[_Calls]:
+    """Yield the collectives of a bucket: at most one all-gather of its parameters, and one
+    reduce-scatter and one all-reduce of its gradients, each over all of its axes."""
     # Level 3 (ZeRO-3) frees gathered parameters after use, so each micro-batch gathers them.
     gathers = micro_batches if bucket.level == "level3" else 1
     gathers += micro_batches if bucket.regathers else 0

@@ -5,7 +5,7 @@ call adds a constant. Over several levels of links, collectives are hierarchical
 HCCL: an all-reduce over nodes is a reduce-scatter within each node, an all-reduce of the shards
 between nodes, and an all-gather within each node. A group of p devices needs ⌈log₂ p⌉ sequential
 messages (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-MPICH", 2005), or p − 1 on a ring, which gloo uses always, and NCCL for all-gather and
+MPICH", 2005), or p − 1 on a ring. Gloo always uses rings; NCCL uses rings for all-gather and
 reduce-scatter.
 """
 
@@ -23,7 +23,7 @@ ELEMENT = 4
 
 
 class Links:
-    """Link levels that the axes of a device matrix cross on a cluster, and seconds of collectives.
+    """Time model of collectives over the axes of a device matrix on a cluster.
 
     Args:
         mesh: device matrix of one pipeline stage.
@@ -79,7 +79,7 @@ class Links:
 
         Args:
             levels_of_group: (link level, number of devices or inner groups joined).
-            may_skip_parts: whether empty parts of a small tensor are not sent.
+            may_skip_parts: whether devices skip sending the empty parts of a small tensor.
         """
         seconds, level_bytes, devices = 0.0, num_bytes, prod(size for _, size in levels_of_group)
         for level, size in levels_of_group:
@@ -133,7 +133,7 @@ def sequential_messages(link: LinkLevel, devices: int) -> int:
 
 
 def rounds(link: LinkLevel, collective: str) -> int:
-    """Return how often the tensor passes through the group: twice for an all-reduce, which is a
+    """Return the number of passes of a tensor through its group: 2 for an all-reduce, which is a
     reduce-scatter and an all-gather."""
     spec = COLLECTIVES[collective]
     over_gloo = link.collectives == GLOO and spec.gloo_rounds is not None

@@ -2,8 +2,9 @@
 
 A dry run executes the program that a rank will run, forward and backward through PyTorch's own
 autograd. Tensors have shapes and lifetimes but no data, so a model of any size takes about a
-second. Memory needs no model: autograd saves and frees the same tensors, gradients accumulate, and
-buckets and recomputed segments allocate as in training. Chunks that differ only in names run once.
+second. No memory model is needed: autograd saves and frees the same tensors, gradients accumulate,
+and buckets and recomputed segments allocate as in training. Chunks that differ only in names run
+once.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ BATCH, BUFFERS, GRADIENTS, ACTIVATIONS = "batch", "buffers", "gradients", "activ
 TEMPORARY = ""
 
 LARGEST = 8
-"""Maximum number of tensors that are listed at a peak, the largest first."""
+"""Maximum number of tensors in `Phase.largest`."""
 
 Kinds = Mapping[str, int]
 """Bytes by kind of tensor: stored `parameters`, the `batch` (inputs of a micro-batch and receive
@@ -69,8 +70,8 @@ class Phase:
     Args:
         peak: change in bytes from the start of the action to its peak.
         change: change in bytes from the start of the action to its end.
-        largest: (kind, index of the operator that produces or first reads it, bytes) of the largest
-            tensors of the micro-batch at the peak.
+        largest: (kind, index of the operator that produces or first reads the tensor, bytes) of the
+            largest tensors of the micro-batch at the peak, in descending order.
     """
 
     peak: Kinds
@@ -84,11 +85,11 @@ class DryRun:
 
     Args:
         stock: bytes before the step, with the inputs of one micro-batch.
-        begin: memory of the start of the step, at which parameters may be gathered.
+        begin: memory of the start of the step, when parameters may be gathered.
         first: memory of each action of the first micro-batch, by kind of action.
         later: memory of each action of later micro-batches, which accumulate into existing
             gradients.
-        end: memory of the end of the step, at which gradients are reduced.
+        end: memory of the end of the step, when gradients are reduced.
     """
 
     stock: Kinds
@@ -125,7 +126,7 @@ def dry_run_chunk(
 
 @dataclass
 class _MetaChunk:
-    """A chunk on the meta device.
+    """A chunk on the meta device, and the state of its dry run.
 
     Args:
         module: the chunk as a module.
@@ -211,7 +212,7 @@ class _MetaChunk:
         return len(self.live.history)
 
     def phase(self, function: Callable[[], None], kind: str) -> Phase:
-        """Run `function` and return its memory; tensors that stay alive after it are of `kind`."""
+        """Run `function` and return its memory; label the tensors that stay alive with `kind`."""
         start = len(self.live.history)
         function()
         end = self.label_live_tensors(kind)
@@ -245,7 +246,7 @@ class _MetaChunk:
             later[kind] = self.action(kind)
             first[kind] = self._first_phase_from_later(start, later[kind])
             if kind == FORWARD:
-                self._add_gradients()
+                self._preallocate_gradients()
         return first, later
 
     def _first_phase_from_later(self, start: int, later: Phase) -> Phase:
@@ -265,11 +266,11 @@ class _MetaChunk:
         peak_bytes = bytes_by_kind(events[: events_at_peak(events)])
         return Phase(peak_bytes, bytes_by_kind(events), later.largest)
 
-    def _add_gradients(self) -> None:
+    def _preallocate_gradients(self) -> None:
         """Allocate a gradient of each parameter that the backward pass reaches, as an earlier
         micro-batch would have done."""
         leaves = {id(leaf) for leaf in self.module.unsharded.leaves()}
-        for leaf in filter(lambda leaf: id(leaf) in leaves, _reached_leaves(self.outputs)):
+        for leaf in filter(lambda leaf: id(leaf) in leaves, _reachable_leaves(self.outputs)):
             leaf.grad = torch.empty(leaf.shape, dtype=leaf.dtype, device=META)
             self.live.watch([leaf.grad], GRADIENTS)
             gradient = self.live.storage_of(leaf.grad)
@@ -280,8 +281,8 @@ class _MetaChunk:
             )
 
     def _largest_tensors(self, num_events: int) -> tuple[tuple[str, int, int], ...]:
-        """Return (kind, operator index, bytes) of the largest tensors that are alive after
-        `num_events` events, summed by kind and operator."""
+        """Return (kind, operator index, bytes) of the largest live tensors after `num_events`
+        events, summed by kind and operator."""
         sizes: dict[tuple[str, int], int] = {}
         for (kind, line), size in self.live.bytes_by_line(num_events).items():
             if line in self._operator_of_line and size:
@@ -340,18 +341,15 @@ class _MetaChunk:
         outputs, _ = module.program(tensors, step.buffers, module.read(0, self.inputs))
         return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 
-    def _take_tensors(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:
-        """Return the outputs, their gradients and the inputs of the micro-batch, and drop the
-        references to outputs and inputs.
-
-        So the backward pass frees them, as in a pipeline schedule.
-        """
+    def _release_micro_batch(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:
+        """Return outputs, gradients of outputs and inputs of the micro-batch, and drop the module's
+        references, so that the backward pass frees outputs and inputs as in a pipeline schedule."""
         tensors = self.outputs, self.gradients or None, self.inputs
         self.outputs, self.inputs = (), []
         return tensors
 
     def backward(self) -> None:
-        outputs, gradients, inputs = self._take_tensors()
+        outputs, gradients, inputs = self._release_micro_batch()
         if gradients:
             stage_backward(outputs, gradients, inputs)
         # A model without a loss: the user passes a gradient for each output.
@@ -364,7 +362,7 @@ class _MetaChunk:
         if not self.splits_backward:
             self.backward()
         elif self.module.chunk.number:
-            outputs, gradients, inputs = self._take_tensors()
+            outputs, gradients, inputs = self._release_micro_batch()
             _, self.groups = stage_backward_input(
                 list(outputs), gradients, inputs, self.module.parameters()
             )
@@ -377,7 +375,7 @@ class _MetaChunk:
             self.backward()
 
 
-def _reached_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+def _reachable_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the leaf tensors that a backward pass from `outputs` reaches."""
     pending: list[Any] = [output.grad_fn for output in outputs]
     seen = {None}
@@ -416,7 +414,7 @@ class DryRunCache:
         kinds: Sequence[str],
         on_share: OnShare = ignore_share,
     ) -> DryRun:
-        """Return the memory of `chunk` by a dry run, which is cached.
+        """Return the memory of `chunk` from a dry run, or from the cache.
 
         Args:
             kinds: kinds of the actions of one micro-batch, in order.

@@ -44,12 +44,12 @@ WorkKind = Literal["attention", "matrix products", "other operators"]
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one unsharded operator.
+    """FLOPs and bytes of one unsharded operator.
 
     Args:
         dtype: dtype of the computation.
-        forward_flops, backward_flops: FLOPs of matrix products; of an operator without a rule, all
-            FLOPs.
+        forward_flops, backward_flops: FLOPs of matrix products; all FLOPs for an operator without a
+            rule.
         forward_bytes, backward_bytes: (bytes, factors that shard the tensor) for each tensor that
             is read or written.
         gradients: number of inputs whose gradients the backward pass computes.
@@ -69,13 +69,13 @@ class Work:
 
 
 def work_of(op: Op) -> Work:
-    """Return the work of `op`, cached by its rule and by which tensors need a gradient."""
+    """Return the FLOPs and bytes of `op`, cached by rule and by the tensors with gradients."""
     rule, cached = rule_of(op), _CACHED_WORK.get(op)
     if cached is None or cached[0] is not rule:
         needs_gradient = tuple(value.requires_grad for value in op.inputs)
         differentiable = any(value.requires_grad for value in op.outputs)
         if rule is None:
-            work = _work(op, None, needs_gradient, differentiable)
+            work = _compute_work(op, None, needs_gradient, differentiable)
         else:
             work = _cached_work(_WorkKey(id(rule), needs_gradient, differentiable, rule, op))
         cached = _CACHED_WORK[op] = rule, work
@@ -83,13 +83,12 @@ def work_of(op: Op) -> Work:
 
 
 _CACHED_WORK: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKeyDictionary()
-"""Work of each operator, with the rule from which it was derived, as rules can be registered
-later."""
+"""(rule, work derived from the rule) of each operator; outdated when a new rule is registered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _WorkKey:
-    """An operator as a cache key: equal for operators with one rule object and equal gradients."""
+    """Cache key of an operator: the identity of its rule, and which tensors need a gradient."""
 
     rule_id: int
     needs_gradient: tuple[bool, ...]
@@ -100,13 +99,13 @@ class _WorkKey:
 
 @lru_cache(maxsize=1 << 14)
 def _cached_work(key: _WorkKey) -> Work:
-    return _work(key.op, key.rule, key.needs_gradient, key.differentiable)
+    return _compute_work(key.op, key.rule, key.needs_gradient, key.differentiable)
 
 
-def _work(
+def _compute_work(
     op: Op, rule: ShardingRule | None, needs_gradient: tuple[bool, ...], differentiable: bool
 ) -> Work:
-    inputs, outputs = _tensors(op, rule)
+    inputs, outputs = _tensor_bytes(op, rule)
     read = inputs
     # A lookup reads only the indexed rows of the table.
     if op.target in _LOOKUPS:
@@ -180,10 +179,10 @@ def _matmul_dims(
     )
 
 
-def _tensors(
+def _tensor_bytes(
     op: Op, rule: ShardingRule | None
 ) -> tuple[list[tuple[int, frozenset[str]]], list[tuple[int, frozenset[str]]]]:
-    """Return (bytes, factors that shard it) of each input and of each output."""
+    """Return (bytes, factors that shard the tensor) of each input and of each output."""
 
     def tensor(value: Value, dims: tuple[str | None, ...]) -> tuple[int, frozenset[str]]:
         factors = rule.factors_of(dims) if rule is not None else frozenset[str]()
@@ -213,7 +212,7 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
     """Return the forward FLOPs of the matrix products of `op`, unsharded.
 
     Args:
-        rule: sharding rule of `op`; without one, all FLOPs that PyTorch's counter knows.
+        rule: sharding rule of `op`; if None, PyTorch's counter counts all FLOPs of `op`.
     """
     if op.target in _RECURRENT:
         return _recurrence_flops(op)
@@ -252,9 +251,10 @@ def _flops_by_counter(op: Op) -> float:
 
 
 def _attention_flops(op: Op) -> float:
-    """Return the FLOPs of scores and weighted values, 2·b·h·s·t·(d + e).
+    """Return the FLOPs of scores and weighted values, 2·b·h·s·t·(d + e), for batch size b, h heads,
+    s queries, t keys, and head dimensions d of keys and e of values.
 
-    Causal attention has half as many. With a sliding window t is the mean number of keys in the
+    Causal attention takes half as many. With a sliding window, t is the mean number of keys in the
     window.
     """
     arguments = call_arguments(op)
@@ -271,8 +271,8 @@ def _attention_flops(op: Op) -> float:
 
 
 def _convolution_flops(op: Op) -> float:
-    """Return the FLOPs of a convolution: one filter per output element (transposed: input
-    element)."""
+    """Return the FLOPs of a convolution: one filter per output element, or per input element of a
+    transposed convolution."""
     arguments = call_arguments(op)
     weight, transposed = arguments["weight"], arguments.get("transposed", op.target in _TRANSPOSED)
     elements = (op.inputs[0] if transposed else op.output).numel
@@ -297,8 +297,8 @@ def _expert_matmul_dims(op: Op) -> tuple[float, float, float]:
 
 
 def _dispatched_tensors(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozenset[str]], ...]:
-    """Return (bytes, factors) of the tokens sorted by expert with their results, and of the hidden
-    layer of experts."""
+    """Return (bytes, factors) of the intermediate tensors of a mixture of experts: tokens sorted by
+    expert together with their results, and the hidden activations of the experts."""
     arguments = call_arguments(op)
     rows, factors = arguments["ids"].numel * op.output.itemsize, _token_factors(rule) | {"e"}
     _, columns, hidden = _expert_matmul_dims(op)
@@ -311,8 +311,8 @@ def _token_factors(rule: ShardingRule) -> frozenset[str]:
 
 
 def _recurrence_flops(op: Op) -> float:
-    """Return the FLOPs of a recurrent layer: each row of each time step is multiplied by every
-    weight matrix."""
+    """Return the FLOPs of a recurrent layer, which multiplies each sample of each time step by
+    every weight matrix."""
     x = op.inputs[0]
     matrices = sum(v.numel for v in op.inputs[1:] if len(v.shape) == 2)
     return 2.0 * (x.numel // x.shape[-1]) * matrices

@@ -29,8 +29,8 @@ logger = logging.getLogger("shardwright.cost")
 
 ASSUMED_LINK = LinkLevel("processes", bandwidth=1e9, latency=8.5e-5, call=2.4e-4, collectives=GLOO)
 PASS_OVERHEAD = 7.5e-4
-"""Defaults before calibration: links of gloo over loopback, and seconds of overhead per pass of a
-pipeline stage. Both were measured with 8 processes on two cores."""
+"""Defaults without calibration: gloo over loopback, and seconds of overhead per pass of a pipeline
+stage. Both were measured with 8 processes on two cores."""
 
 
 def cache_file() -> Path:
@@ -57,8 +57,8 @@ def local_cluster() -> Cluster:
 
 
 def save(cluster: Cluster) -> None:
-    """Write `cluster` to `cache_file()`; a warning says if that fails, as the next run measures
-    again."""
+    """Write `cluster` to `cache_file()`; log a warning if that fails, since the next run can
+    measure again."""
     # Written to a temporary file and renamed, so that parallel processes never read half a file.
     file = cache_file()
     try:

@@ -21,10 +21,11 @@ MATRIX, STREAM = 768, 1 << 23
 takes some milliseconds, and vectors of 32 MB are larger than the cache."""
 
 LARGE_MATRIX, LARGE_STREAM = 8192, 1 << 28
-"""Rows and elements on an accelerator, which reaches its rates only with larger operators."""
+"""Rows of the matrices and elements of the vectors that are timed on an accelerator, which reaches
+its peak rates only with operators of this size."""
 
 ROWS, WIDTH, HEADS, BLOCKS = 8, 64, 4, 4
-"""Sizes of a transformer that is so small that each operator takes only its overhead."""
+"""Sizes of a transformer small enough that each operator takes only its launch overhead."""
 
 OPERATORS = 22 + 38
 """Number of operators of one block of `SmallTransformer` in the time model: forward + backward."""
@@ -32,12 +33,12 @@ OPERATORS = 22 + 38
 CORES = os.cpu_count() or 1
 
 REPEATS = 7
-"""Number of timed rounds, whose median counts; odd, so that the median is one of them."""
+"""Number of timed rounds; odd, so that the median is the time of one round."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Measures the time of work that several processes run at the same time.
+    """Timer of a function that several processes run at the same time.
 
     Args:
         processes: number of processes.
@@ -75,14 +76,14 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
     """Return the measured rates of the CPU, or of an accelerator that no other process uses.
 
     Args:
-        clock: clock of the processes that share the CPU, each with all threads of torch; by default
-            a clock of this process only.
+        clock: timer of the processes that share the CPU, each with all threads of torch; by default
+            a timer of this process only.
         device: device to measure.
     """
     clock = clock or Clock()
 
     def seconds(work: Callable[[], object]) -> float:
-        """Return the seconds that all cores of the CPU together take for `work` of one process."""
+        """Return the seconds of `work`; on a CPU, of one process that uses all cores."""
         # An accelerator is timed by events, as its kernels run after the call has returned.
         if device != CPU:
             return median([seconds_of(work, device) for _ in range(REPEATS + 1)][1:])
@@ -110,7 +111,7 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
 
 
 class SmallTransformer:
-    """Transformer blocks on `ROWS` rows, with the usual views between operators."""
+    """`BLOCKS` small transformer blocks over `ROWS` tokens, with views between operators."""
 
     def __init__(self, device: torch.device) -> None:
         self.blocks = [_SmallBlock().to(device) for _ in range(BLOCKS)]
@@ -137,13 +138,13 @@ class _SmallBlock(nn.Module):
             linear(rows).view(1, -1, HEADS, WIDTH // HEADS).transpose(1, 2)
             for linear in (query, key, value)
         )
-        attention = nn.functional.scaled_dot_product_attention(_rotated(q), _rotated(k), v)
+        attention = nn.functional.scaled_dot_product_attention(_rope(q), _rope(k), v)
         x = x + out(attention.transpose(1, 2).reshape(1, -1, WIDTH))
         y: Tensor = down(nn.functional.gelu(up(self.norms[1](x))))
         return x + y
 
 
-def _rotated(x: Tensor) -> Tensor:
+def _rope(x: Tensor) -> Tensor:
     """Return `x` with a rotary position embedding of a constant angle."""
     half = x.shape[-1] // 2
     return x * 0.6 + torch.cat([-x[..., half:], x[..., :half]], -1) * 0.8

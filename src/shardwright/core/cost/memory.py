@@ -63,7 +63,7 @@ MAX_CURVE_PASSES = 600
 """Maximum number of passes of a step for which a memory curve is recorded."""
 
 OUTSIDE = BEGIN, END, UPDATE = "begin of the step", "end of the step", "optimizer step"
-"""Names of the moments outside of forward and backward passes."""
+"""Names of the moments of a step outside of forward and backward passes."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class StageMemory:
         inputs: batch, buffers and constants.
         temporary: gradients of activations, buffers of collectives, intermediate results.
         moment: name of the pass with the peak, or of the moment in `OUTSIDE`.
-        largest: (name of the operator that produces or first reads it, kind, bytes) of the largest
-            tensors of the micro-batch at the peak.
+        largest: (name of the operator that produces or first reads the tensor, kind, bytes) of the
+            largest tensors of the micro-batch at the peak.
         curve: (name of the pass, peak in bytes) of each pass; empty if there are more than
             `MAX_CURVE_PASSES`.
     """
@@ -119,7 +119,7 @@ class Memory:
     """Peak memory of each stage in a training step.
 
     Args:
-        stages: memory of one device of each measured stage; all devices of a stage need as much.
+        stages: memory of each measured stage, equal on all of its devices.
         optimizer: name of the assumed optimizer.
     """
 
@@ -137,7 +137,7 @@ class Memory:
         return self.largest_stage.peak
 
     def __str__(self) -> str:
-        """Return the memory as the text of a table."""
+        """Return `memory_table` as text."""
         console = Console(file=StringIO(), width=140, color_system=None)
         console.print(memory_table(self))
         written: StringIO = console.file  # type: ignore[assignment]
@@ -203,7 +203,7 @@ def memory(
         }
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
         state = optimizer_bytes(optimizer, trained_shards(chunks, tables))
-        moments = _enumerate_moments(order, dry_run_of, borders, state, pipeline.micro_batches)
+        moments = _memory_moments(order, dry_run_of, borders, state, pipeline.micro_batches)
         stages_memory.append(_stage_memory(number, list(moments), state, chunks))
     return Memory(tuple(stages_memory), optimizer_name(optimizer))
 
@@ -299,7 +299,7 @@ def trained_shards(chunks: Sequence[Chunk], tables: Container[Shape]) -> list[Tr
 
 
 @dataclass(frozen=True)
-class _Moment:
+class _StepMoment:
     """Memory at the peak of one action, without optimizer state.
 
     Args:
@@ -320,7 +320,7 @@ class _Moment:
 
 
 def _stage_memory(
-    number: int, moments: Sequence[_Moment], optimizer: OptimizerBytes, chunks: Sequence[Chunk]
+    number: int, moments: Sequence[_StepMoment], optimizer: OptimizerBytes, chunks: Sequence[Chunk]
 ) -> StageMemory:
     moment = max(moments, key=lambda each: each.total)
     ops = next((c.graph.ops for c in chunks if c.number == moment.chunk), chunks[0].graph.ops)
@@ -340,18 +340,18 @@ def _stage_memory(
     )
 
 
-def _enumerate_moments(
+def _memory_moments(
     order: Sequence[Action],
     dry_run_of: Mapping[int, DryRun],
     borders: Mapping[int, BorderBytes],
     optimizer: OptimizerBytes,
     micro_batches: int,
-) -> Iterator[_Moment]:
+) -> Iterator[_StepMoment]:
     live: Kinds = plus({}, *(each.stock for each in dry_run_of.values()))
     # A dry run has the inputs of one micro-batch; a device has those of all micro-batches.
     live = {**live, BATCH: live.get(BATCH, 0) * micro_batches}
     for each in dry_run_of.values():
-        yield _Moment(BEGIN, plus(live, each.begin.peak))
+        yield _StepMoment(BEGIN, plus(live, each.begin.peak))
         live = plus(live, each.begin.change)
     done_actions: set[tuple[int, str]] = set()
     for action in order:
@@ -359,16 +359,16 @@ def _enumerate_moments(
         # The first backward pass allocates gradients, and later backward passes add to them.
         phase = (each.later if key in done_actions else each.first)[action.kind]
         name, peak = _action_name(action, len(dry_run_of)), plus(live, phase.peak)
-        yield _Moment(name, peak, action.chunk, phase.largest)
+        yield _StepMoment(name, peak, action.chunk, phase.largest)
         border_change = borders[action.chunk].border_change(action.kind, key in done_actions)
         live = plus(live, phase.change, {ACTIVATIONS: border_change})
         done_actions.add(key)
     for each in dry_run_of.values():
-        yield _Moment(END, plus(live, each.end.peak))
+        yield _StepMoment(END, plus(live, each.end.peak))
         live = plus(live, each.end.change)
     # All tensors sent between stages are freed by the end of the step.
     live = {**live, ACTIVATIONS: 0}
-    yield _Moment(UPDATE, plus(live, {TEMPORARY: optimizer.temporary}))
+    yield _StepMoment(UPDATE, plus(live, {TEMPORARY: optimizer.temporary}))
 
 
 def _action_name(action: Action, num_chunks: int) -> str:
@@ -412,7 +412,8 @@ class BorderBytes:
 
 
 def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
-    """Return the bytes of values that cross the borders of `chunk` and stay alive."""
+    """Return the bytes per micro-batch of values that cross the borders of `chunk` and stay
+    alive."""
     sent, returned = chunk.border_bytes
 
     def on_same_stage(number: int) -> bool:

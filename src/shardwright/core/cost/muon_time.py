@@ -1,7 +1,8 @@
-"""Seconds of orthogonalizing matrices in the step of Muon.
+"""Seconds that Muon takes to orthogonalize matrices in an optimizer step.
 
-The n devices that share matrices take n of them at a time (`core/runtime/muon.py`): an all-to-all
-collects them, each device orthogonalizes one, and an all-to-all returns the shards.
+The n devices over which matrices are sharded process n matrices at a time (`core/runtime/muon.py`):
+an all-to-all collects the matrices, each device orthogonalizes one, and an all-to-all returns the
+shards.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ITERATION_OPERATORS = 3
 def orthogonalization_seconds(
     graph: Graph, flow: Communication, names: Collection[str], model: TimeModel
 ) -> float:
-    """Seconds that orthogonalizing the parameters of these names adds to a step."""
+    """Return the seconds that orthogonalizing the parameters `names` adds to a step."""
     shapes: dict[Axes, list[Shape]] = defaultdict(list)
     for value in graph.parameters:
         if value.name in names and value.requires_grad:
@@ -49,7 +50,8 @@ def orthogonalization_seconds(
 
 
 def _iteration_seconds(shape: Shape, model: TimeModel) -> float:
-    """Seconds of `X X^T`, its square and their product with `X`, for a matrix of m <= k."""
+    """Return the seconds of a Newton-Schulz iteration: `A = X Xᵀ`, `A²` and their product with
+    `X`."""
     m, k = sorted(shape)
     dtype, device = torch.bfloat16, model.device
     wide, square = device.rate(dtype, (m, k, m)), device.rate(dtype, (m, m, m))

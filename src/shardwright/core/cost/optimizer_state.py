@@ -2,10 +2,10 @@
 
 Both are measured: two steps of the PyTorch optimizer run on the meta device for each parameter
 shape. An optimizer that reads values runs on a small parameter instead. The dims of this parameter
-have different prime sizes, from which follows the dim to which each dim of a state tensor belongs.
-The parameters of an instance have the options of its groups, and no state if they are in none.
-State is sharded if it is computed from the parameter or its gradient (`zeros_like(p)`), as DTensors
-are; state made of a shape (`torch.zeros(p.shape)`) is full on every device.
+have different prime sizes, which identify the parameter's dim of each dim of a state tensor.
+With an optimizer instance, a parameter has the options of its group, or no state without a group.
+State computed from the parameter or its gradient (`zeros_like(p)`) is sharded like these DTensors;
+state created from a shape (`torch.zeros(p.shape)`) is replicated on every device.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class TrainedShard(NamedTuple):
     """A device's shard of a trained parameter.
 
     Args:
-        full_shape: shape of the parameter; None if that of the shard.
-        is_table: whether it has the shape of an embedding of the model.
+        full_shape: shape of the full parameter; None if equal to `shape`.
+        is_table: whether the full parameter has the shape of an embedding of the model.
     """
 
     shape: Shape
@@ -45,7 +45,7 @@ class TrainedShard(NamedTuple):
 
     @property
     def full(self) -> Shape:
-        """Shape of the parameter."""
+        """Shape of the full parameter."""
         return self.shape if self.full_shape is None else self.full_shape
 
 
@@ -65,8 +65,8 @@ class NamedOptimizer:
     required: Mapping[str, float] = field(default_factory=dict)
 
     def example(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """Return an optimizer of this class with example arguments, on which shapes and dtypes of
-        its state do not depend."""
+        """Return an optimizer of this class with example arguments, which do not affect the shapes
+        and dtypes of its state."""
         return self.constructor(parameters, lr=1e-3, **self.required)
 
 
@@ -108,7 +108,7 @@ def optimizer_bytes(
     """
     shards = [TrainedShard(*each) for each in parameters]
     if isinstance(optimizer, torch.optim.LBFGS):
-        return _flat_bytes(optimizer, shards)
+        return _lbfgs_bytes(optimizer, shards)
     factories = _factories_by_shard(optimizer, shards)
     measures = {
         make: partial(_named_optimizer_bytes, make)
@@ -125,15 +125,14 @@ def optimizer_bytes(
         state += measured.state
         needed = measured.temporary
         if shard.full != shard.shape and is_orthogonalized_by(optimizer, shard):
-            needed = measures[make](shard.full, shard.dtype, shard.full).temporary + _exchanged(
-                shard
-            )
+            full_update = measures[make](shard.full, shard.dtype, shard.full)
+            needed = full_update.temporary + _exchange_bytes(shard)
         temporary = max(temporary, needed)
     return OptimizerBytes(state, temporary)
 
 
 def is_orthogonalized_by(optimizer: str | torch.optim.Optimizer, shard: TrainedShard) -> bool:
-    """Whether an optimizer, if it updates a parameter, orthogonalizes its full matrix."""
+    """Whether `optimizer` orthogonalizes the full matrix of a parameter that it updates."""
     if isinstance(optimizer, torch.optim.Muon):
         return len(shard.full) == 2
     tables: Iterable[Shape] = ()
@@ -144,15 +143,15 @@ def is_orthogonalized_by(optimizer: str | torch.optim.Optimizer, shard: TrainedS
     return not shard.is_table and is_orthogonalized(shard.full, tuple(tables))
 
 
-def _exchanged(shard: TrainedShard) -> int:
-    """Bytes of the buffers in which a device collects a matrix in bfloat16, less what an update of
-    the full matrix has more: the momentum is a shard."""
+def _exchange_bytes(shard: TrainedShard) -> int:
+    """Return the bytes that a sharded matrix needs in addition to an update of a full one: two
+    bfloat16 buffers of the full matrix, minus the momentum of the other shards."""
     buffers = 2 * prod(shard.full) * torch.bfloat16.itemsize
     return buffers - (prod(shard.full) - prod(shard.shape)) * shard.dtype.itemsize
 
 
 def table_shapes_of(graph: Graph) -> frozenset[Shape]:
-    """The shapes of the embeddings of a model."""
+    """Return the shapes of the embedding tables of a model."""
     embedding = torch.ops.aten.embedding.default
     tables = (op.args[0] for op in graph.ops if op.target is embedding)
     return frozenset(table.shape for table in tables if isinstance(table, Value))
@@ -161,7 +160,7 @@ def table_shapes_of(graph: Graph) -> frozenset[Shape]:
 def orthogonalized_parameters(
     optimizer: str | torch.optim.Optimizer, graph: Graph
 ) -> frozenset[str]:
-    """Names of the trained parameters of which an optimizer orthogonalizes the updates."""
+    """Return the names of the trained parameters whose updates `optimizer` orthogonalizes."""
     if not isinstance(optimizer, torch.optim.Muon | MuonAdamW) and optimizer != "muon":
         return frozenset()
     tables = table_shapes_of(graph)
@@ -182,7 +181,7 @@ StateFactory = str | MakeOptimizer
 def _factories_by_shard(
     optimizer: str | torch.optim.Optimizer, shards: Sequence[TrainedShard]
 ) -> list[StateFactory | None]:
-    """Return the name or the constructor of the optimizer of each parameter; None without one."""
+    """Return the name or constructor of each parameter's optimizer; None without an optimizer."""
     if isinstance(optimizer, str):
         _optimizer_factory(optimizer)
         by_name: list[StateFactory | None] = [optimizer] * len(shards)
@@ -203,7 +202,7 @@ def _factories_by_shard(
 
 
 def _group_factory(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> MakeOptimizer:
-    """Makes an optimizer with the options of a group."""
+    """Return a constructor of optimizers like `optimizer` with the options of a parameter group."""
     optimizer_class = type(optimizer)
     signature = inspect.signature(optimizer_class).parameters
     options = {
@@ -214,12 +213,12 @@ def _group_factory(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
     return lambda parameters: optimizer_class(parameters, **options)
 
 
-def _flat_bytes(optimizer: torch.optim.LBFGS, shards: Sequence[TrainedShard]) -> OptimizerBytes:
-    """The state of LBFGS: a direction, a gradient, and two histories of vectors of all parameters,
-    which every device has in full."""
+def _lbfgs_bytes(optimizer: torch.optim.LBFGS, shards: Sequence[TrainedShard]) -> OptimizerBytes:
+    """Return the bytes of LBFGS: a direction, a gradient and two histories of vectors, each over
+    all parameters and replicated on every device."""
     history = max(group["history_size"] for group in optimizer.param_groups)
     vector = sum(prod(shard.full) * shard.dtype.itemsize for shard in shards)
-    # The gradient of the step, its difference to the last one, and the direction times the rate.
+    # The gradient, its difference to the previous one, and the direction times the learning rate.
     return OptimizerBytes((2 * history + 2) * vector, 3 * vector)
 
 
@@ -252,8 +251,8 @@ def _named_optimizer_bytes(
     return _bytes_for_parameter(_optimizer_factory(optimizer), shape, dtype, shape)
 
 
-class _Computed(Tensor):
-    """A parameter, or a tensor computed from one by operators, which is a DTensor on devices."""
+class _DerivedTensor(Tensor):
+    """A parameter, or a tensor computed from a parameter; on devices, a DTensor."""
 
 
 def _bytes_for_parameter(
@@ -272,25 +271,25 @@ def _bytes_for_parameter(
         measured = _measure_steps(optimizer, parameter)
         if full == shape:
             return measured
-        replicated = _replicated_state(make, full, dtype) - _replicated_state(make, shape, dtype)
+        replicated = _replicated_bytes(make, full, dtype) - _replicated_bytes(make, shape, dtype)
         return OptimizerBytes(measured.state + replicated, measured.temporary)
     except Exception:
         # The step reads values, which tensors on the meta device do not have.
         return _bytes_from_small_parameter(make, shape, dtype, full)
 
 
-def _replicated_state(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
-    """Return the bytes of the state that is not computed from a parameter of `shape`."""
-    optimizer = make([_computed_parameter(torch.empty(shape, dtype=dtype, device="meta"))])
+def _replicated_bytes(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
+    """Return the bytes of state tensors that are created from `shape`, not from the parameter."""
+    optimizer = make([_derived_parameter(torch.empty(shape, dtype=dtype, device="meta"))])
     optimizer.step()
     optimizer.step()
     tensors = _state_tensors(optimizer)
-    return sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, _Computed))
+    return sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, _DerivedTensor))
 
 
-def _computed_parameter(value: Tensor) -> Tensor:
-    parameter = value.as_subclass(_Computed)
-    parameter.grad = value.clone().as_subclass(_Computed)
+def _derived_parameter(value: Tensor) -> Tensor:
+    parameter = value.as_subclass(_DerivedTensor)
+    parameter.grad = value.clone().as_subclass(_DerivedTensor)
     return parameter.requires_grad_()
 
 
@@ -310,7 +309,7 @@ def _bytes_from_small_parameter(
     """
     # Different primes, 5, 11, 17, ..., so that the size of a state's dim identifies the dim.
     small = tuple(next(_primes_from(5 * (index + 1))) for index in range(len(shape)))
-    parameter = _computed_parameter(torch.ones(small, dtype=dtype))
+    parameter = _derived_parameter(torch.ones(small, dtype=dtype))
     optimizer = make([parameter])
     try:
         measured = _measure_steps(optimizer, parameter)
@@ -323,33 +322,33 @@ def _bytes_from_small_parameter(
         ) from error
     state = 0
     for tensor in _state_tensors(optimizer):
-        stored = shape if isinstance(tensor, _Computed) else full
+        stored = shape if isinstance(tensor, _DerivedTensor) else full
         sizes = dict(zip(small, stored, strict=True))
         state += _scaled_numel(tensor.shape, sizes, prod(small), prod(stored)) * tensor.itemsize
     temporary = measured.temporary * prod(shape) // max(prod(small), 1)
     return OptimizerBytes(state, temporary)
 
 
-def _scaled_numel(state: Shape, sizes: Mapping[int, int], small: int, full: int) -> int:
-    """Return the number of elements of a state tensor of the full parameter.
+def _scaled_numel(state: Shape, sizes: Mapping[int, int], small: int, actual: int) -> int:
+    """Return the number of elements of a state tensor, scaled from that of a small parameter.
 
     Args:
         state: shape of the state tensor of the small parameter.
-        sizes: size of a dim of the full parameter, by size of the dim of the small parameter.
-        small, full: number of elements of the small and of the full parameter.
+        sizes: size of a dim of the actual parameter, by size of the dim of the small parameter.
+        small, actual: number of elements of the small and of the actual parameter.
     """
     # A flat state tensor has as many elements as the parameter; unrelated sizes stay as they are.
-    return prod(full if size == small else sizes.get(size, size) for size in state)
+    return prod(actual if size == small else sizes.get(size, size) for size in state)
 
 
 def _primes_from(start: int) -> Iterator[int]:
-    """Return an iterator over the primes of at least `start`."""
+    """Iterate over the primes from `start` upward."""
     return (n for n in count(start) if all(n % d for d in range(2, isqrt(n) + 1)))
 
 
 def _measure_steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> OptimizerBytes:
-    """Return the bytes of state and temporary tensors, measured in two steps with the gradient of
-    `parameter`."""
+    """Return the bytes of state and temporary tensors, measured in two steps of `optimizer` over
+    `parameter`, which has a gradient."""
     assert parameter.grad is not None
     with LiveBytes() as live:
         live.watch([parameter, parameter.grad], "")

@@ -1,8 +1,7 @@
 """Timeline of a pipeline schedule: start and end of each pass of each stage, and bubbles.
 
-The order of passes is that of the schedules of `torch.distributed.pipelining`, which run the plan.
-The timeline follows from the seconds of each chunk: a pass begins when its stage is free and its
-inputs have arrived.
+Passes are in the order of the schedules of `torch.distributed.pipelining`, which run the plan. A
+pass starts when its stage is free and its inputs have arrived, and takes the seconds of its chunk.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
     micro-batches.
 
     Raises:
-        PlanError: if it cannot; the message contains valid numbers.
+        PlanError: if the schedule cannot; the message contains valid numbers.
     """
     stages, chunks, pieces = pipeline.stages, pipeline.chunks, pipeline.micro_batches
     for name, number in (("stages", stages), ("chunks", chunks), ("micro_batches", pieces)):
@@ -169,7 +168,7 @@ class ChunkSeconds:
     send: float = 0.0
 
     def of(self, kind: str) -> float:
-        """Return the seconds of an action of a kind."""
+        """Return the seconds of an action of kind `F`, `B`, `I` or `W`."""
         # A linear layer has two matrix products of the same size, one for each gradient.
         weight = self.backward / 2 if self.of_weight is None else self.of_weight
         return {
@@ -234,7 +233,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
 
     Raises:
         PlanError: if the schedule cannot run; see `check_pipelining`.
-        ValueError: if the number of `chunks` differs from that of the pipeline.
+        ValueError: if `chunks` does not have one entry per chunk of the pipeline.
     """
     if len(chunks) != pipeline.num_chunks:
         raise ValueError(
@@ -300,8 +299,7 @@ def _arrival_seconds(
 def draw_timeline(timeline: Timeline, width: int = 96) -> str:
     """Return a drawing with one line per stage: `F2` is the forward pass of micro-batch 2.
 
-    Dots are idle time. Passes of the second, third, ... chunk of a stage are marked `F2'`, `F2''`,
-    ...
+    Dots are idle time. `F2'`, `F2''`, ... are passes of the second, third, ... chunk of a stage.
 
     Args:
         width: number of characters for the step.

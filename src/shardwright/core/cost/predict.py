@@ -1,4 +1,4 @@
-"""Predict the seconds of a training step, those of its chunks, and the timeline of its stages."""
+"""Predict the seconds of a training step and of its chunks, and the timeline of its stages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _seconds_on_cluster(
     blocking: bool = False,
     orthogonalized: Collection[str] = (),
 ) -> Iterator[tuple[StepTime, ChunkSeconds]]:
-    """Yield for each chunk its seconds in a step and in a micro-batch, on the cluster of `model`.
+    """Yield the seconds of each chunk in a step and in a micro-batch, on the cluster of `model`.
 
     Args:
         blocking: whether redistributions of activations do not overlap computation.
@@ -96,7 +96,7 @@ class Predicted:
         cluster: cluster on which the step runs.
         chunks: seconds of each chunk in the step, in model order.
         timeline: timeline of the stages; None for a single stage.
-        seconds: seconds of the whole step.
+        seconds: seconds of the step.
     """
 
     cluster: Cluster
@@ -112,12 +112,12 @@ class Predicted:
 
     @property
     def computation(self) -> float:
-        """Seconds of computation in a step, of the stage with the most."""
+        """Seconds of computation in a step, on the stage that computes longest."""
         return max(self._stage_seconds(lambda chunk: chunk.computation))
 
     @property
     def communication(self) -> float:
-        """Seconds of exposed communication within a stage in a step, of the stage with the most."""
+        """Seconds of exposed communication within a stage in a step, on the stage with the most."""
         return max(self._stage_seconds(lambda chunk: chunk.communication))
 
     def _stage_seconds(self, seconds: Callable[[StepTime], float]) -> list[float]:
@@ -145,8 +145,8 @@ def predict(
     Args:
         blocking: whether redistributions of activations do not overlap computation, as in programs
             that do not start them early.
-        optimizer: the optimizer that trains; only Muon differs from AdamW, by the matrices that it
-            orthogonalizes.
+        optimizer: name or instance of the optimizer; every optimizer is assumed to take the time of
+            AdamW, except that Muon also orthogonalizes matrices.
 
     Raises:
         ConfigError: if the cluster has too few devices.
@@ -174,10 +174,9 @@ def predict(
 
 
 def _shared_gradient_seconds(partitioned: Partitioned, model: TimeModel) -> list[float]:
-    """Return for each stage the seconds of reducing gradients of parameters that it shares with
-    others.
+    """Return the seconds per stage of reducing gradients of parameters that stages share.
 
-    There is one all-reduce per parameter, one after another.
+    Each parameter takes one all-reduce; all-reduces do not overlap each other.
     """
     seconds = [0.0] * partitioned.pipeline.stages
     devices = partitioned.mesh.num_devices

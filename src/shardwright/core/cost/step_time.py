@@ -35,7 +35,7 @@ from shardwright.core.rules.rule import Cuts
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one training step on one device, by kind of work.
+    """Seconds of computation, communication and optimizer in one training step on one device.
 
     Args:
         forward, backward: seconds of computation per micro-batch.
@@ -94,8 +94,8 @@ class StepTime:
         """Exposed seconds (forward, backward) of communicating parameters and gradients in each
         micro-batch."""
         return (
-            self._exposed_part(self.gathers_per_micro_batch, self.forward - self.forward_hidden),
-            self._exposed_part(
+            self._exposed_seconds(self.gathers_per_micro_batch, self.forward - self.forward_hidden),
+            self._exposed_seconds(
                 self.gradients_per_micro_batch, self.backward - self.backward_hidden
             ),
         )
@@ -109,8 +109,8 @@ class StepTime:
         forward = max(0.0, self.forward - self.forward_hidden - self.gathers_per_micro_batch)
         backward = max(0.0, self.backward - self.backward_hidden - self.gradients_per_micro_batch)
         return (
-            self._exposed_part(self.gathers, forward),
-            self._exposed_part(self.gradients, backward),
+            self._exposed_seconds(self.gathers, forward),
+            self._exposed_seconds(self.gradients, backward),
         )
 
     @property
@@ -118,9 +118,9 @@ class StepTime:
         """Sum of `exposed_per_step`, in seconds."""
         return sum(self.exposed_per_step)
 
-    def _exposed_part(self, communication: float, computation: float) -> float:
-        """Return the exposed seconds of `communication`, plus the seconds by which its hidden part
-        slows down `computation`."""
+    def _exposed_seconds(self, communication: float, computation: float) -> float:
+        """Return the exposed seconds of `communication`, plus the seconds by which its overlapped
+        part slows down `computation`."""
         return communication - (1 - self.slowdown) * min(communication, computation)
 
     @property
@@ -132,7 +132,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of the step."""
         # The optimizer and exposed reductions run after all micro-batches.
         busy = self.micro_batches * (self.forward_seconds + self.backward_seconds)
         return busy / (1 - self.bubble) + self.exposed + self.update

@@ -1,4 +1,4 @@
-"""The symbolic cost of the double recursion: relative costs, without hardware or a profile.
+"""Symbolic cost of the double recursion: relative costs that need no hardware data or profile.
 
 For `C[i, j] = sum over k of A[i, k] · B[k, j]` (sizes of the current shard, B the weight) the
 published table is
@@ -25,10 +25,10 @@ IMPOSSIBLE = sys.float_info.max
 """Cost of an impossible cut, as in MindSpore's log."""
 
 REDISTRIBUTION_PER_ELEMENT = 16
-"""Cost per element of a tensor whose producer and consumer are cut differently."""
+"""Redistribution cost per element of the current shard of a tensor."""
 
 NO_CUT_DIVISOR = 25
-"""Divisor in the cost of no cut, from the published logs; see the table in the module docstring."""
+"""Divisor of the squared cost of the cheapest cut in the cost of no cut, from published logs."""
 
 
 def cut_cost(
@@ -39,7 +39,7 @@ def cut_cost(
     Args:
         elements: number of elements of the current shard of each input, then of each output.
         carries: for each tensor whether the cut shards it.
-        weight: index of the tensor whose elements `mem_coeff` multiplies; None if there is none.
+        weight: index of the tensor whose elements `mem_coeff` multiplies; None without a weight.
         mem_coeff: weight of parameter memory: values below 1 favor data parallelism, values above 1
             model parallelism.
 

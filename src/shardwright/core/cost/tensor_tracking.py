@@ -45,7 +45,7 @@ class TrackedStorage:
 
 
 Event = tuple[TrackedStorage, bool]
-"""(storage, whether it is allocated); False if it is freed."""
+"""Allocation `(storage, True)` or release `(storage, False)` of a storage."""
 
 
 def events_at_peak(events: Iterable[Event]) -> int:
@@ -73,7 +73,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         history: allocations and frees in order.
-        now: live bytes at present.
+        now: current live bytes.
     """
 
     def __init__(self) -> None:
@@ -83,9 +83,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[weakref.ref[Any], TrackedStorage]] = {}
 
     def watch(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Track existing tensors, and set the kind of their storages."""
+        """Track the storages of existing tensors, and set their kind to `kind`."""
         for tensor in tensors:
-            self._track(tensor, kind)
+            self._track_storage(tensor, kind)
             self.storage_of(tensor).kind = kind
 
     def storage_of(self, tensor: Tensor) -> TrackedStorage:
@@ -93,7 +93,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._storages[storage_id(tensor)][1]
 
     def label(self, kind: str) -> None:
-        """Set the kind of all live storages that have none."""
+        """Set the kind of all live storages without a kind to `kind`."""
         for _, storage in self._storages.values():
             storage.kind = storage.kind or kind
 
@@ -139,9 +139,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _track_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
         # A view shares a storage that is tracked already.
         if storage_id(out) not in self._storages:
-            self._track(out, WEIGHTS if self._are_only_weights(args) else "")
+            self._track_storage(out, WEIGHTS if self._have_only_weights(args) else "")
 
-    def _are_only_weights(self, args: tuple[Any, ...]) -> bool:
+    def _have_only_weights(self, args: tuple[Any, ...]) -> bool:
         """Whether all tensors in `args` are parameters or computed only from parameters."""
         has_weights = False
         for argument in args:
@@ -153,7 +153,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     has_weights = True
         return has_weights
 
-    def _track(self, tensor: Tensor, kind: str) -> None:
+    def _track_storage(self, tensor: Tensor, kind: str) -> None:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         if key in self._storages:
             return
@@ -171,7 +171,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _program_line() -> int:
-    """Return the line at which the generated program on the call stack is; 0 if there is none."""
+    """Return the current line of the generated program on the call stack; 0 without a program."""
     # Not `traceback`, which builds a list of all frames: this function runs for every new tensor.
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
@@ -225,11 +225,11 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _returns_new_tensors(func):
             if is_collective(func):
-                return self._communicate(func, args, kwargs)
+                return self._run_collective(func, args, kwargs)
             return func(*args, **kwargs)
         try:
             key = (func, *map(_argument_key, args), *map(_argument_key, kwargs.items()))
-        except _NotPlainError:
+        except _UncacheableArgumentError:
             return func(*args, **kwargs)
         if key in self._cached_results:
             return _results_from_key(self._cached_results[key])
@@ -240,7 +240,7 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
             self._cached_results[key] = _argument_key(out)
         return out
 
-    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is functional_collectives.wait_tensor.default:
             # The meta kernel returns a new tensor, but the kernel of a device returns its argument.
             self._in_flight.pop(storage_id(args[0]), None)
@@ -250,12 +250,12 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
         if func is functional_collectives.reduce_scatter_tensor.default:
             # Gloo reduces in a copy of the input, other backends do not: an upper bound.
             kept_alive.append(torch.empty_like(args[0]))
-            self._track(kept_alive[-1], "")
+            self._track_storage(kept_alive[-1], "")
         self._in_flight[storage_id(out)] = kept_alive
         return out
 
 
-class _NotPlainError(Exception):
+class _UncacheableArgumentError(Exception):
     """An argument of an operator is neither a tensor nor a plain value, nor a list of these."""
 
 
@@ -274,7 +274,8 @@ def _argument_key(argument: Any) -> Any:
     """Return a hashable key of an argument, for a tensor its shape, strides and dtype.
 
     Raises:
-        _NotPlainError: if `argument` is neither a tensor nor a plain value, nor a list of these.
+        _UncacheableArgumentError: if `argument` is neither a tensor nor a plain value, nor a list
+            of these.
     """
     if (value_type := type(argument)) in _PLAIN:
         return value_type, argument
@@ -284,18 +285,18 @@ def _argument_key(argument: Any) -> Any:
         return _TensorKey((argument.shape, argument.stride(), argument.dtype, argument.is_meta))
     if isinstance(argument, list | tuple) and len(argument) <= _MAX_LIST_LENGTH:
         return tuple(map(_argument_key, argument))
-    raise _NotPlainError
+    raise _UncacheableArgumentError
 
 
 class _TensorKey(tuple[Any, ...]):
-    """Key of a tensor: shape, strides, dtype, and whether it is on the meta device."""
+    """Cache key of a tensor: shape, strides, dtype, and whether it is on the meta device."""
 
     __slots__ = ()
 
 
 def _results_from_key(described: Any) -> Any:
-    """Return results of an operator with the key `described`; tensors are empty and on the meta
-    device."""
+    """Return the results of an operator that the cached key `described` stands for, with empty
+    tensors on the meta device."""
     if isinstance(described, _TensorKey):
         shape, stride, dtype, _ = described
         return torch.empty_strided(shape, stride, dtype=dtype, device=META)

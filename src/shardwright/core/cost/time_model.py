@@ -23,19 +23,19 @@ parameter, the gradient and two moments, and writes the parameter and the moment
 PARAMETER_OPERATORS, MEMBER_OPERATORS, RECOMPUTE_OPERATORS = 4.5, 2.5, 1.7
 """Host time in units of the overhead of an operator: AdamW's update of a parameter; copying a
 parameter or gradient into a bucket and out of it; bookkeeping of `torch.utils.checkpoint` per
-recomputed operator. It counts only on CPUs, as an accelerator computes meanwhile. Measured with
-steps of a small model on 8 processes."""
+recomputed operator. Added only on CPUs, since accelerators compute meanwhile. Measured with steps
+of a small model on 8 processes."""
 
 RING_OPERATORS = 20
-"""Number of operators launched per step of ring attention: attention on two parts, and merging the
-result of each."""
+"""Number of operators launched per step of ring attention, for attention on two parts of the
+sequence and for merging both results."""
 
 ForwardBackward = tuple[float, float]
 """(seconds of the forward pass, seconds of the backward pass)."""
 
 
 class TimeModel:
-    """Seconds of operators and redistributions on a device matrix of a cluster, cached.
+    """Time model of operators and redistributions on a device matrix of a cluster, with a cache.
 
     Args:
         mesh: device matrix of one pipeline stage.
@@ -69,7 +69,7 @@ class TimeModel:
         self._steps: dict[tuple[RedistributionStep, Shape, int], ForwardBackward] = {}
 
     def operator(self, op: Op, cuts: Cuts) -> ForwardBackward:
-        """Return the seconds (forward, backward) in which a device computes its shard of `op`."""
+        """Return the seconds (forward, backward) that a device computes for its shard of `op`."""
         # The id of the work: `work_of` returns one object for operators of the same rule, and
         # hashing all fields of the object would take most of the time.
         work = work_of(op)
@@ -81,15 +81,15 @@ class TimeModel:
         return seconds
 
     def recompute_seconds(self, op: Op, cuts: Cuts) -> float:
-        """Return the seconds in which a device recomputes its shard of `op` in the backward
+        """Return the seconds that a device takes to recompute its shard of `op` in the backward
         pass."""
         # Views are recomputed too, but launch no kernels.
         count = RECOMPUTE_OPERATORS if work_of(op).forward_bytes else 0
         return self.operator(op, cuts)[0] + self.host_seconds(count)
 
     def host_seconds(self, operators: float) -> float:
-        """Return the host seconds of `operators` operator launches; 0 on an accelerator, which
-        hides them."""
+        """Return the host seconds to launch `operators` operators; 0 on an accelerator, which hides
+        launches."""
         return 0.0 if self.device.at_full_rate is None else operators * self.device.overhead
 
     def work(self, work: Work, shard_counts: Mapping[str, int]) -> ForwardBackward:
@@ -127,8 +127,8 @@ class TimeModel:
         if key not in self._steps:
             local = max(prod(s.shard_shape(value.shape)) for s in (step.source, step.target))
             self._steps[key] = (
-                self._collective(step.forward, step, local * itemsize),
-                self._collective(step.backward, step, local * itemsize),
+                self._step_seconds(step.forward, step, local * itemsize),
+                self._step_seconds(step.backward, step, local * itemsize),
             )
         forward, backward = self._steps[key]
         return forward, backward if differentiable else 0.0
@@ -165,12 +165,12 @@ class TimeModel:
         )
         return forward, backward
 
-    def _collective(self, kind: str | None, step: RedistributionStep, num_bytes: int) -> float:
+    def _step_seconds(self, kind: str | None, step: RedistributionStep, num_bytes: int) -> float:
         return 0.0 if kind is None else self.links.seconds(kind, step.axes, num_bytes)
 
     def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
-        """Return the weighted seconds that a tensor adds to a bucketed collective: those of its
-        bytes, and its share of the latency of the bucket.
+        """Return the weighted seconds that a tensor adds to a bucketed collective: the seconds to
+        send its bytes, and its share of the latency of the bucket.
 
         Args:
             num_bytes: bytes of the local input or output, whichever is larger.
@@ -182,16 +182,16 @@ class TimeModel:
         return self.parameter_weight * (full - saved)
 
     def parameter(self, varying: Axes, replicated: Axes, num_bytes: float) -> tuple[float, float]:
-        """Return the weighted seconds of gathering a parameter and of reducing its gradient,
-        bucketed.
+        """Return the weighted seconds of gathering a parameter and of reducing its gradient, both
+        in buckets.
 
-        ZeRO shards over all axes that replicate a parameter, including those that replicate the
-        computation too, over which the gradient needs no reduction.
+        ZeRO shards over all axes that replicate a parameter. Axes that also replicate the
+        computation need no reduction of the gradient.
 
         Args:
             varying: axes over which the gradient is a partial sum.
             replicated: all other axes that replicate the parameter.
-            num_bytes: bytes of the shard with which a device computes.
+            num_bytes: bytes of the local shard in forward and backward.
         """
         if self.optimizer_shard_size is None:
             return 0.0, self.bucketed(varying, num_bytes)
@@ -205,12 +205,12 @@ class TimeModel:
         return moving + self.host_seconds(PARAMETER_OPERATORS * count)
 
     def parameter_update(self, num_bytes: float, num_shards: int) -> float:
-        """Return the weighted seconds of the optimizer step over a parameter, which ZeRO shards
-        further.
+        """Return the weighted seconds of the optimizer step over a parameter, or over its ZeRO
+        shard.
 
         Args:
-            num_bytes: bytes of the shard with which a device computes.
-            num_shards: number of shards of the parameter with which devices compute.
+            num_bytes: bytes of the local shard in forward and backward.
+            num_shards: number of shards of the parameter in forward and backward.
         """
         if self.optimizer_shard_size is None:
             return self.parameter_weight * self.update(num_bytes)

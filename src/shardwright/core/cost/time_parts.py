@@ -28,10 +28,10 @@ KINDS = (*COMPUTATION, *COMMUNICATION, WAITING)
 
 @dataclass(frozen=True)
 class TimePart:
-    """Seconds of one kind of work in a step.
+    """Seconds of one kind of computation or communication in a step.
 
     Args:
-        kind: kind of work, one of `KINDS`; for communication the kind of data that is sent.
+        kind: one of `KINDS`; communication is distinguished by the kind of data sent.
         axes: names of the mesh axes over which data is sent; empty for computation.
         seconds: exposed seconds, which lengthen the step.
         hidden: seconds of communication that overlap computation.
@@ -44,14 +44,14 @@ class TimePart:
 
 
 _Parts = dict[tuple[str, Axes, bool], float]
-"""Seconds of work, by (kind, mesh axes, whether the seconds overlap computation)."""
+"""Seconds by (kind of `TimePart`, mesh axes, whether the seconds overlap computation)."""
 
 
 def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart, ...]:
-    """Return the parts of a step, whose seconds add up to those of the step.
+    """Return a breakdown of the seconds of a step, which add up to the predicted step.
 
-    The parts are those of the stage with the most exposed seconds, and the time in which this stage
-    waits for others. Where devices share a processor, they are means over stages.
+    It describes the stage with the most exposed seconds, pipeline bubbles included. Where devices
+    share a processor, it is the mean over stages.
 
     Args:
         predicted: prediction for `partitioned`.
@@ -60,7 +60,7 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
     model = TimeModel(predicted.cluster, partitioned.mesh, pipeline.stages)
     stages: list[_Parts] = [defaultdict(float) for _ in range(pipeline.stages)]
     for chunk, time in zip(partitioned.chunks, predicted.chunks, strict=True):
-        for kind, axes, seconds, hidden in _chunk_parts(chunk, time, model):
+        for kind, axes, seconds, hidden in _chunk_time_parts(chunk, time, model):
             stages[chunk.stage][kind, tuple(sorted(axes)), False] += seconds - hidden
             stages[chunk.stage][kind, tuple(sorted(axes)), True] += hidden
     # Stages on separate devices run at the same time, so the slowest stage determines the step.
@@ -86,10 +86,10 @@ def _exposed_seconds(parts: _Parts) -> float:
     return sum(seconds for (_, _, hidden), seconds in parts.items() if not hidden)
 
 
-def _chunk_parts(
+def _chunk_time_parts(
     chunk: Chunk, time: StepTime, model: TimeModel
 ) -> Iterator[tuple[str, Axes, float, float]]:
-    """Yield (kind, axes, seconds, overlapped seconds) of all work of a chunk in a step."""
+    """Yield (kind, axes, seconds, overlapped seconds) of the time parts of a chunk in a step."""
     communication, times = chunk.communication, time.micro_batches
     for op in chunk.graph.ops:
         cuts = chunk.decisions.cuts.get(op.name, {})

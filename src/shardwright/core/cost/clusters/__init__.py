@@ -20,7 +20,7 @@ def built_in() -> tuple[str, ...]:
 
 
 def load_cluster(name: str | Path) -> Cluster:
-    """Return the cluster with a name, or the cluster that a file describes.
+    """Return a built-in cluster by name, the cluster of this machine, or the cluster of a file.
 
     Args:
         name: `local`, the name of a built-in cluster, or the path of a YAML file.
