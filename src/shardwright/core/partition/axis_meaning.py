@@ -35,8 +35,8 @@ from shardwright.core.rules.rule import Dims, ShardingRule
 class Meaning(Enum):
     """Meaning of a tensor dimension or of a factor.
 
-    If the dimensions with a factor have several meanings, the factor has the first of them, in the
-    order of this enumeration.
+    A factor whose dimensions have several meanings takes the first of them, in the order of this
+    enumeration.
     """
 
     BATCH = auto()
@@ -56,7 +56,7 @@ def name_axes(graph: Graph, num_axes: int, decisions: Decisions) -> tuple[str, .
 
     Args:
         num_axes: number of axes of the device matrix.
-        decisions: decisions on this device matrix.
+        decisions: decisions for the axes of this device matrix.
     """
     meanings: list[set[Meaning | None]] = [set() for _ in range(num_axes)]
     for meaning, axes in _sharded_meanings(graph, decisions):
@@ -123,7 +123,7 @@ def trace_meanings(graph: Graph) -> _MeaningTrace:
 
 @dataclass
 class _MeaningTrace:
-    """The meanings of dimensions and factors that are inferred so far.
+    """Meanings of dimensions and factors, as far as they are inferred.
 
     Args:
         data: values that depend on the inputs of the model.
@@ -143,8 +143,8 @@ class _MeaningTrace:
 
     @classmethod
     def from_graph(cls, graph: Graph) -> _MeaningTrace:
-        """Return the meanings before propagation: of the batch dimension of inputs, and of
-        parameters."""
+        """Return the meanings before propagation, which only the batch dimension of inputs and the
+        dimensions of parameters have."""
         inputs = graph.input_values
         values: dict[Value, Meanings] = {
             value: (None,) * len(value.shape) for value in graph.values()

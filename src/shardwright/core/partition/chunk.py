@@ -48,8 +48,8 @@ class Chunk:
 
     @cached_property
     def overlaps(self) -> dict[Transfer, Overlap]:
-        """The computation that overlaps each redistribution; redistributions without one are
-        missing."""
+        """Computation that overlaps each redistribution; no entry for a redistribution without
+        overlap."""
         return overlaps(self.graph, self.communication, delays=not self.splits_backward)
 
     @property

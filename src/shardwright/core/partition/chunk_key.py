@@ -17,7 +17,7 @@ def chunk_key(chunk: Chunk) -> tuple[object, ...]:
 
 
 class _ChunkDescription:
-    """Describes a chunk by hashable parts, with numbers instead of names."""
+    """Hashable description of a chunk, with numbers instead of names."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk, self.decisions = chunk, chunk.decisions

@@ -64,10 +64,10 @@ class Communication:
 
     Args:
         mesh: device matrix of the program.
-        initial_layouts: layout in which each value is computed, stored (parameters) or passed in
-            (inputs).
-        leading_transfers: transfers of each pinned output to its pinned layout, with which all
-            routes of the output begin.
+        initial_layouts: layout in which each value is computed, a parameter is stored, or an input
+            is passed in.
+        leading_transfers: transfers of each pinned output to its pinned layout, at which all
+            routes to consumers begin.
         input_layouts: layouts in which each operator reads its inputs, by operator name.
         routes: transfers to each input of an operator, by (operator name, input index).
         output_routes: transfers of each graph output to the layout in which it is returned.
@@ -137,7 +137,7 @@ class Communication:
 
 
 def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Communication:
-    """Return all communication of a program, which follows from the layouts that `decisions` imply.
+    """Return all communication of a program between the layouts that `decisions` imply.
 
     Inputs are replicated unless `decisions.arrivals` contains them. The loss is returned
     replicated, and so are all outputs of a model without a loss. If there is a loss, other outputs
@@ -262,11 +262,12 @@ def _add_route(
     differentiable: bool,
     trained: bool,
 ) -> tuple[Transfer, ...]:
-    """Return the transfers of `value` to `target`, some of which earlier consumers may share.
+    """Add the missing transfers of `value` to `target`, and return all transfers of the route.
 
     Args:
         result: communication to which new transfers are added.
-        shared: transfers so far, by (value, steps from `result.layout(value)`).
+        shared: existing transfers, by (value, steps from `result.layout(value)`); extended in
+            place.
         differentiable: whether a gradient may flow back from this consumer.
         trained: whether a gradient flows back when the graph's `trained` outputs are
             differentiated.

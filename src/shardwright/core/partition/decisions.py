@@ -135,8 +135,8 @@ def adapt_decisions(decisions: Decisions, graph: Graph, mesh: DeviceMatrix) -> D
 def _adapt_cuts(
     cuts: Mapping[str, Cuts], graph: Graph, mesh: DeviceMatrix
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the cuts of the operators in `graph`, of each factor only the leading axes by which
-    its size is divisible."""
+    """Return the cuts of the operators in `graph`, reduced to the leading axes by which the size of
+    the cut factor is divisible."""
     result = {}
     for op in graph.ops:
         rule = rule_of(op)

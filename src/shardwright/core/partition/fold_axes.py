@@ -16,12 +16,12 @@ from shardwright.core.partition.partitioned import Partitioned
 
 
 def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = None) -> Partitioned:
-    """Return `partitioned` with neighboring axes joined that all decisions and redistributions use
-    together, and with axes named by their meaning.
+    """Join neighboring axes that all decisions and redistributions use together, and name the
+    joined axes by their meaning.
 
-    Shards and communication of each device do not change. A search decides axes of prime sizes.
-    Plans, process groups and DTensor placements have the folded axes: data and tensor parallelism
-    on 1,024 devices are (dp 128, tp 8).
+    Shards and communication of each device do not change. A search decides over axes of prime
+    sizes; plans, process groups and DTensor placements have the folded axes, such as (dp 128, tp 8)
+    on 1,024 devices.
 
     Args:
         unjoined_mesh: device matrix of the same ranks, whose axes are not joined with each other.
@@ -71,8 +71,8 @@ def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
 
 
 def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, Decisions]:
-    """Return the device matrix with each axis split into axes of prime sizes, and `decisions` for
-    it."""
+    """Return the device matrix with each axis split into axes of prime sizes, and `decisions` with
+    the axes of this device matrix."""
     primes_of_axis = [prime_factors(size) for size in mesh.device_matrix]
     starts = list(accumulate(map(len, primes_of_axis), initial=0))
     sizes = tuple(size for primes in primes_of_axis for size in primes)
@@ -89,8 +89,8 @@ def _strides(mesh: DeviceMatrix) -> list[int]:
 
 
 def _used_axes(partitioned: Partitioned) -> Iterator[Axes]:
-    """Yield all tuples of axes in decisions and redistributions; sets of axes in ascending
-    order."""
+    """Yield all tuples of axes in decisions and redistributions, and all sets of axes as sorted
+    tuples."""
     decisions = partitioned.decisions
     for factors in decisions.cuts.values():
         yield from factors.values()

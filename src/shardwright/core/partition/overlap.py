@@ -41,7 +41,7 @@ class Overlap:
 
 
 def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Transfer, Overlap]:
-    """Return the computation that overlaps each redistribution; those without any are missing.
+    """Return the computation that overlaps each redistribution; no entry without overlap.
 
     Args:
         flow: communication of `graph`.
@@ -97,7 +97,7 @@ def _can_overlap(transfer: Transfer) -> bool:
 def _ops_between(
     flow: Communication, transfer: Transfer, ops: Sequence[Op], returned: bool
 ) -> tuple[Op, ...]:
-    """Return the operators between producer and first consumer of a transfer; () if all are views.
+    """Return the operators between producer and first consumer of `transfer`; () if all are views.
 
     A recomputed segment is a separate function, so start and finish must both be inside the same
     segment or both outside of all segments.
@@ -117,7 +117,7 @@ def _ops_between(
 
 
 def _is_in_segment(flow: Communication, op: Op, segment: str | None) -> bool:
-    """Whether `op` belongs to the recomputed segment with this name; with None, to no segment."""
+    """Whether `op` belongs to the recomputed segment named `segment`; None for no segment."""
     op_segment = flow.segment_of.get(op.name)
     return (op_segment.name if op_segment is not None else None) == segment
 

@@ -26,8 +26,8 @@ pass has ended, and nothing overlaps with it. Below 1 MiB, the size of the first
 `DistributedDataParallel`, latency outweighs what overlaps."""
 
 BUCKETED_KINDS = ("vary", "all_gather")
-"""Kinds of steps that are coalesced in buckets. In a route `vary` comes first, so that its
-gradient, the all-reduce, is that of shards."""
+"""Kinds of steps that are coalesced in buckets. `vary` comes first in a route, so that the
+all-reduce, which is its backward pass, operates on shards."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters whose collectives are coalesced; all have equal kinds of steps over equal axes.
+    """Parameters whose collectives are coalesced, with steps of equal kinds over equal axes.
 
     Args:
         number: index of the bucket in order of first use.
@@ -199,7 +199,7 @@ def buckets(
 
 @dataclass
 class _BucketedUse:
-    """One of the layouts in which operators read a parameter, before parameters are grouped.
+    """Use of a parameter in one layout, before uses are grouped into buckets.
 
     Args:
         value: the parameter.
@@ -272,5 +272,5 @@ def _gathered_bytes(use: _BucketedUse) -> int:
 
 
 def varying_axes(bucket: Bucket) -> Axes:
-    """Return the axes over which the gradients of a bucket are all-reduced; () if they are not."""
+    """Return the axes over which the gradients of a bucket are all-reduced; () if none."""
     return next((step.axes for step in bucket.steps if step.kind == "vary"), ())

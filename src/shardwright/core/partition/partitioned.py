@@ -1,4 +1,4 @@
-"""A partitioned model: graph, mesh, decisions and pipeline, and the chunks that follow from these.
+"""A partitioned model: graph, mesh, decisions and pipeline, and the chunks derived from these.
 
 Plan, cost, lowering and runtime receive the same object, so that they use the same chunks and the
 same communication.
@@ -27,7 +27,7 @@ class Partitioned:
 
     Args:
         graph: graph of one micro-batch.
-        mesh: device matrix of one stage; those of all stages have the same shape.
+        mesh: device matrix of one stage; the device matrices of all stages have the same shape.
         decisions: decisions for the whole model.
         pipeline: stages, chunks and micro-batches.
     """
@@ -138,8 +138,8 @@ class Partitioned:
     def _check_parameter_updates(self) -> None:
         """Check that trained parameters which `forward` updates are read once per step.
 
-        The new value is written at the end of a call, so that a later read of the parameter in the
-        same step would get another value than on one device.
+        The new value is written at the end of a call, so a second read of the parameter in the
+        same step would differ from a step on one device.
 
         Raises:
             PlanError: if several chunks, micro-batches or gathers of `level3` would read such a
@@ -219,7 +219,7 @@ class Partitioned:
 
     def _consumer_layout(self, value: Value) -> CutAxes:
         """Return the axes that shard each dimension of a value in the layout required by its first
-        consumer with a sharding rule; no axes if there is none."""
+        consumer with a sharding rule; replicated without such a consumer."""
         for consumer, index in self.graph.consumers[value]:
             rule = rule_of(consumer)
             if rule is not None:

@@ -10,7 +10,7 @@ from shardwright.core.micro_batches.batch_norms import WHOLE_BATCH
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
 
 AUTO: Literal["auto"] = "auto"
-"""Value of an option with which the planner chooses the value."""
+"""Value of an option that the planner is to choose."""
 
 REDUCTIONS = ("mean", "sum")
 

@@ -58,8 +58,8 @@ class OperatorTransfers:
 
     @cached_property
     def first_consumer(self) -> dict[Transfer, str]:
-        """Name of the first operator that needs the result of each transfer. The transfer is
-        emitted right before this operator."""
+        """Name of the first operator that needs the result of each transfer, and before which the
+        transfer is emitted."""
         first_consumer: dict[Transfer, str] = {}
         for op in self.graph.ops:
             for _, transfer in self.transfers_to(op):
@@ -151,7 +151,7 @@ class _OpenSegment:
 def _candidate_segments(
     graph: Graph, recompute: Mapping[str, Recompute], transfers: OperatorTransfers
 ) -> Iterator[_OpenSegment]:
-    """Yield maximal segments; operators at their ends may need no recomputation."""
+    """Yield maximal segments, which may end with operators that need no recomputation."""
     segment: _OpenSegment | None = None
     for op in graph.ops:
         op_recompute = recompute.get(op.name)
@@ -231,8 +231,8 @@ def _num_saved_steps(route: Sequence[Transfer], segment: Segment) -> int:
     """Return the number of leading transfers of `route`, to an input of `segment`, that are not
     repeated.
 
-    The last of these transfers is the last that sends data and whose result is no larger than the
-    value at any earlier point of the route.
+    These end with the last transfer that sends data and whose result is no larger than the source
+    of the route and the results of earlier sends.
     """
     previous = route[0].previous if route else None
     # The transfers before `route` are repeated already, so those of `route` must be repeated too.

@@ -1,7 +1,7 @@
 """Registry of pipeline schedules.
 
-To add a schedule of `torch.distributed.pipelining`, add its `ScheduleSpec` here. The order of
-passes, from which timeline and live activations follow, is that of PyTorch's class.
+To add a schedule of `torch.distributed.pipelining`, add its `ScheduleSpec` here. Timeline and live
+activations are derived from the order of passes of PyTorch's class.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class ScheduleSpec:
         reuses_messages: whether all micro-batches share one send buffer per direction.
         fallback: name of the schedule that runs fewer micro-batches than stages; None if this
             schedule runs them.
-        interleaved: name of the corresponding schedule with several chunks per stage; None if there
-            is none.
+        interleaved: name of the corresponding schedule with several chunks per stage, if any.
     """
 
     name: str
@@ -54,7 +53,7 @@ class ScheduleSpec:
 
     @property
     def valid_chunks(self) -> str:
-        """Phrase for the valid numbers of chunks per stage, such as "2 or more", for errors."""
+        """Valid numbers of chunks per stage for an error message, such as "2 or more"."""
         return f"{self.min_chunks}" + (" or more" if self.max_chunks is None else "")
 
     def allows_chunks(self, chunks: int) -> bool:
@@ -127,7 +126,7 @@ SCHEDULES = {
 
 
 def schedule_spec(name: str, argument: str = "schedule") -> ScheduleSpec:
-    """Return the schedule with a name.
+    """Return the schedule called `name`.
 
     Args:
         argument: name of the option in errors.

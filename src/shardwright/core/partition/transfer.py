@@ -16,8 +16,8 @@ class Transfer:
     Transfers are compared by identity: an equal step after other steps is another transfer.
 
     Args:
-        previous: transfer whose result the step redistributes; None if it redistributes the value
-            as it is produced.
+        previous: transfer whose result the step redistributes; None if the step redistributes the
+            output of the producer.
         trained: whether a gradient flows through the transfer when the graph's `trained` outputs
             are differentiated.
         segment: name of the recomputed segment that repeats the transfer in the backward pass; None
