@@ -42,7 +42,7 @@ __all__ = ["ShardingRule", "is_random", "register", "rule_of"]
 
 
 def rule_of(op: Op) -> ShardingRule | None:
-    """Return the sharding rule of `op`, or None if it has none and is therefore replicated.
+    """Return the sharding rule of `op`, or None if it has no rule, so that it is replicated.
 
     Operators with the same target, shapes, dtypes and arguments share one rule.
     """
@@ -55,7 +55,7 @@ def rule_of(op: Op) -> ShardingRule | None:
 
 
 _CACHED_RULES: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyDictionary()
-"""The rule of each operator, with the number of rules registered when it was looked up."""
+"""(number of registered rules at the lookup, rule) of each operator."""
 
 
 def _find_rule(op: Op) -> ShardingRule | None:
@@ -70,7 +70,7 @@ def _find_rule(op: Op) -> ShardingRule | None:
 def is_random(op: Op) -> bool:
     """Whether `op` draws random numbers, so that the program seeds it.
 
-    Operators without a rule count too: the devices that replicate one must draw the same numbers.
+    This includes operators without a rule: all devices must draw the same numbers for them.
     """
     rule = rule_of(op)
     return draws_random(op) if rule is None else rule.random
@@ -78,7 +78,7 @@ def is_random(op: Op) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _RuleKey:
-    """The cache key of a rule; `op` is any operator with this key, and is not compared."""
+    """Cache key of a rule; `op`, any operator with this key, is not compared."""
 
     maker: RuleMaker
     target: Any
@@ -93,5 +93,5 @@ def _build_rule(key: _RuleKey) -> ShardingRule | None:
     except ValueError as error:
         raise StrategyError(
             f"the sharding rule of `{key.target}` does not match a call of the operator: {error}\n"
-            "correct the notation of the rule"
+            "correct the notation, with one name per dimension as in `b s k, j k -> b s j`"
         ) from error

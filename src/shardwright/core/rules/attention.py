@@ -4,10 +4,10 @@ Context parallelism has two forms: sharding by `s` all-gathers keys and values f
 queries; sharding by `ring` passes blocks of keys and values from device to device
 (`core/rules/ring_attention.py`).
 
-Under a causal mask each query reads one key more than the one before, so that later blocks have
-more work. Of n devices, those with blocks i and n - 1 - i therefore swap the second halves of their
-queries, and swap the outputs back. Each device then computes the same number of query-key pairs, as
-with the load balancing of Megatron-LM's context parallelism.
+Under a causal mask each query reads one key more than the previous query, so later blocks have more
+work. Of n devices, the devices with blocks i and n - 1 - i therefore swap the second halves of
+their queries, and swap the outputs back. Each device then computes the same number of query-key
+pairs, as with the load balancing of Megatron-LM's context parallelism.
 """
 
 from __future__ import annotations
@@ -95,15 +95,15 @@ def _attention_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Redu
 
 
 def _leading_factors(ndim: int) -> tuple[str, ...]:
-    """Return the factors of all `ndim` dimensions but the last two, positions and features."""
+    """Return the factors of all dimensions before the last two, positions and features."""
     return ("b", "h", *(f"h{i}" for i in range(2, ndim - 2)))[: ndim - 2]
 
 
 def exchanged_halves(
     op: Op, shard_counts: Mapping[str, int], query_vectors: Sequence[Value] = ()
 ) -> tuple[Reduction, ...]:
-    """Return the swaps that balance causal attention sharded by queries: of half a block of
-    queries, of `query_vectors`, and of outputs.
+    """Return the swaps that balance causal attention sharded by queries: half a block of queries,
+    `query_vectors`, and outputs.
 
     Returns () if queries are not sharded, or a block is a single query.
 
@@ -133,7 +133,8 @@ def exchanged_halves(
 def _causal_block_kernel(op: Op, local: Local) -> Callable[..., Any]:
     """Local kernel of causal attention sharded by queries.
 
-    Computes the first half of this device's block and the second half of the mirrored block.
+    On the device with block i of n, computes the first half of block i and the second half of block
+    n - 1 - i.
     """
     if local.shard_counts.get("s", 1) == 1:
         return op.target

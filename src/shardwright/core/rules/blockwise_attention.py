@@ -79,8 +79,8 @@ def _causal_mask_swaps(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reducti
 
 
 def _masked_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Local kernel of masked attention sharded by queries; a causal mask is balanced by swapping
-    the second halves of blocks."""
+    """Local kernel of masked attention sharded by queries; with a causal mask, devices swap the
+    second halves of blocks for equal work."""
     blocks, rows = local.shard_counts.get("s", 1), local.output_shapes[0][-2]
     if blocks == 1:
         return op.target
@@ -116,9 +116,9 @@ def _masked_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def rows_before(op: Op, blocks: int) -> list[int]:
-    """Return the number of positions that a block's window reaches in each preceding block.
+    """Return the number of positions of each preceding block that a block's window reaches.
 
-    The nearest block comes first; blocks that the window does not reach are left out.
+    Starts with the nearest block, and omits blocks that the window does not reach.
 
     Args:
         blocks: number of blocks of the sequence.

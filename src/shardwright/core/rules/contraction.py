@@ -142,7 +142,7 @@ def _tensor_product_rule(op: Op, first: tuple[int, ...], second: tuple[int, ...]
 
 @rule_for(aten.einsum.default)
 def einsum(op: Op) -> ShardingRule | None:
-    """The equation itself is the rule; None if it takes a diagonal (`ii`)."""
+    """Use the equation as the rule; None if a tensor repeats a label, as in the diagonal `ii`."""
     terms, out = _equation_labels(op)
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
@@ -171,7 +171,7 @@ def grouped_mm(op: Op) -> ShardingRule | None:
 
 
 def _grouped_mm_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Local kernel of `grouped_mm` sharded by rows: translates `offs`, the ends of the groups, to
+    """Local kernel of `grouped_mm` sharded by rows, which clips `offs`, the ends of the groups, to
     the rows of this device."""
     if local.shard_counts.get("b", 1) == 1:
         return op.target
@@ -217,7 +217,7 @@ def _matrix_product_rule(op: Op, left: Dims, right: Dims, out: Dims) -> Sharding
 
 
 def _mark_as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
-    """Return `rule` marked as main: a product of inputs `first` and `first + 1`.
+    """Return `rule` marked as a main operator, the product of inputs `first` and `first + 1`.
 
     Args:
         weight: index of the input that is the weight; None for a product of activations.

@@ -54,7 +54,7 @@ def _convolution_rule(op: Op, transposed: bool) -> ShardingRule:
             # Inputs and outputs of a group must be on one device, so shards end between groups.
             capacity={"g": groups},
             main=Main({"b": "I", "g": "J"}, weight=1),
-            kernel=_grouped_kernel,
+            kernel=_grouped_convolution_kernel,
         )
     k = "k" if arguments["bias"] is None else None
     filters: Dims = (k, "j") if transposed else ("j", k)
@@ -71,5 +71,5 @@ def _input_factors(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, 
     return input_dims(op, {"input": x, "weight": weight, "bias": (channels,)})
 
 
-def _grouped_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _grouped_convolution_kernel(op: Op, local: Local) -> Callable[..., Any]:
     return WithArguments(op, groups=call_arguments(op)["groups"] // local.shard_counts.get("g", 1))

@@ -1,9 +1,9 @@
 """Cross entropy of logits `b s v`, whose last dimension, the classes, can be sharded too.
 
-With log(Σ exp) written out, the loss of one row is `W log Σ_c exp z_c - Σ_c a_c z_c`, where z are
+With log(Σ exp) written out, the loss of one token is `W log Σ_c exp z_c - Σ_c a_c z_c`, where z are
 the logits minus their maximum, a_c is the weight of class c times its (smoothed) target
 probability, and W = Σ_c a_c. All of these are sums over the classes, so two all-reduces, one of the
-maximum and one of the sums, give every device the loss of its rows (vocabulary parallel cross
+maximum and one of the sums, give every device the loss of its tokens (vocabulary-parallel cross
 entropy, as in Megatron-LM).
 """
 
@@ -34,10 +34,10 @@ NONE = 0
 
 @rule_for(cross_entropy)
 def cross_entropy_rule(op: Op) -> ShardingRule:
-    """`b s v, b s -> b s`, or `-> ()` if reduced: rows and classes can be sharded.
+    """`b s v, b s -> b s`, or `-> ()` if reduced: tokens and classes can be sharded.
 
-    If rows are sharded, a reduced loss is a partial sum; sums over sharded classes are all-reduced
-    inside the kernel.
+    If tokens are sharded, a reduced loss is a partial sum; sums over sharded classes are
+    all-reduced inside the kernel.
     """
     arguments = call_arguments(op)
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["logits"].shape) - 1]
@@ -79,7 +79,7 @@ def _cross_entropy_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[
 
 
 def _num_class_sums(op: Op) -> int:
-    """Return the number of sums over classes per row: Σ exp z, Σ a z, W unless it is 1 and, with
+    """Return the number of sums over classes per token: Σ exp z, Σ a z, W unless W is 1 and, with
     class weights, the weight of the target class."""
     if _has_probability_targets(op):
         return 3
@@ -135,7 +135,7 @@ def _sharded_classes_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def _class_index_terms(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """Return the terms of this device in the sums over classes, each of the shape of the targets:
+    """Return this device's terms of the sums over classes, each with the shape of the targets:
     Σ a z and, with class weights, W and the weight of the target class.
 
     Args:
@@ -169,8 +169,10 @@ def _class_index_terms(
 def _probability_terms(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """Return the terms of this device in Σ a z and W, for targets that are class probabilities;
-    same arguments as `_class_index_terms`."""
+    """Return this device's terms of Σ a z and W, for targets that are class probabilities.
+
+    See `_class_index_terms` for the arguments.
+    """
     smoothing = arguments["label_smoothing"]
     weighted = arguments["target"].to(scores.dtype) * (1 - smoothing) + smoothing / classes
     if arguments["weight"] is not None:

@@ -1,8 +1,8 @@
 """Dropout and other operators that draw random numbers in the shape of their input.
 
-Lowering seeds them by operator, step and shard: a plan draws the same numbers on every run, and all
-devices with the same shard draw the same numbers. The numbers of a sharded tensor differ from those
-that a single device would draw.
+Lowering seeds each call by operator, step and shard: a plan draws the same numbers on every run,
+and all devices with the same shard draw the same numbers. A single device would draw other numbers
+than the devices of a sharded tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def random_like(op: Op) -> ShardingRule:
 
 
 def is_active_dropout(op: Op) -> bool:
-    """Whether the dropout has an effect: not in evaluation mode, nor with probability 0."""
+    """Whether dropout has an effect: in training mode, with a probability above 0."""
     arguments = call_arguments(op)
     # `native_dropout` has train=None, which means that it drops.
     return arguments["train"] is not False and arguments["p"] > 0

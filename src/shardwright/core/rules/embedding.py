@@ -59,15 +59,15 @@ def in_other_blocks(indices: Tensor, first: Any, size: int, total: int) -> Tenso
 
 
 def _local_rows(op: Op, local: Local) -> tuple[Any, int, int]:
-    """Return (first row of the table on this device, number of local rows, number of all rows)."""
+    """Return (first table row on this device, number of local rows, number of rows)."""
     total = op.inputs[0].shape[0]
     size = total // local.shard_counts["v"]
     return local.index("v") * size, size, total
 
 
 def _embedding_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Local kernel of `embedding`; if table rows are sharded, a row on another device counts as
-    zero, and the outputs are partial sums."""
+    """Local kernel of `embedding`; if table rows are sharded, rows of other devices are looked
+    up as zero, and the outputs are partial sums."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
     first, size, total = _local_rows(op, local)
@@ -96,7 +96,7 @@ MAXIMUM = 2
 def embedding_bag_rule(op: Op) -> ShardingRule:
     """`v e, b _ -> b e`: bags, features and, except for a maximum, table rows can be sharded.
 
-    Bags given by offsets cannot be sharded, as the data decide where each begins. If gradients are
+    Bags given by offsets cannot be sharded, as their boundaries depend on data. If gradients are
     scaled by the frequency of an index, only the features can be sharded.
     """
     arguments = call_arguments(op)

@@ -1,7 +1,7 @@
 """Mixtures of experts: tokens, experts, and the inner dimension of each expert can be sharded.
 
-Expert parallelism without an all-to-all: the devices along the expert axes read the same tokens,
-and the sum over their own experts is a partial sum. No token is dropped, however unbalanced the
+Expert parallelism needs no all-to-all: the devices along the expert axes read the same tokens, and
+the output over the local experts is a partial sum. No token is dropped, however unbalanced the
 routing. The hidden dimension is not sharded: the gate needs the complete sum over it.
 """
 

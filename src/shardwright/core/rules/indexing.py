@@ -149,7 +149,7 @@ def scatter(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("take"))
 def take(op: Op) -> ShardingRule:
-    """`_ _, b -> b`: the positions can be sharded; the flattened tensor that they index cannot."""
+    """`_ _, b -> b`: the indices can be sharded; the flattened tensor that they index cannot."""
     dims = names(op.inputs[1])
     return sharding_rule(op, ((None,) * len(op.inputs[0].shape), dims), (dims,))
 

@@ -1,4 +1,4 @@
-"""Calls that run unchanged on local tensors: the dimension names that users declare can be sharded.
+"""`local_map` calls, which run unchanged on local tensors: declared dimension names can be sharded.
 
 Parameters and buffers are replicated, so their gradients are partial sums. Results declared as a
 mean over shards, and buffers that the call updates, such as running statistics, are divided by the
@@ -24,8 +24,8 @@ from shardwright.core.rules.rule import Local, Main, ShardingRule, rule_for
 
 @rule_for(LocalCall)
 def local_map_rule(op: Op) -> ShardingRule:
-    """Build the rule of a declared call: the inputs and outputs have the declared dimension names;
-    parameters and buffers are replicated."""
+    """Build the rule of a `local_map` call, with the declared dimension names for inputs and
+    outputs, and with replicated parameters and buffers."""
     call: LocalCall = op.target  # type: ignore[assignment]
     declared = call.declaration
     state = [(None,) * len(value.shape) for value in op.inputs[len(declared.inputs) :]]
@@ -43,8 +43,8 @@ def local_map_rule(op: Op) -> ShardingRule:
 
 
 def _shardable_names(declared: Declaration) -> list[str]:
-    """Return the dimension names of the inputs that can be sharded: each output has the name or is
-    declared partial. In order of first occurrence."""
+    """Return the dimension names of inputs that every output has or is declared partial over, which
+    can be sharded, in order of first occurrence."""
     names = dict.fromkeys(name for dims in declared.input_dims for name in dims if name is not None)
     pairs = list(zip(declared.output_dims, declared.partial, strict=True))
     return [n for n in names if all(n in dims or partial for dims, partial in pairs)]
@@ -55,7 +55,7 @@ def _local_map_kernel(op: Op, local: Local) -> Callable[..., Any]:
     declared, counts = call.declaration, local.shard_counts
 
     def num_terms(dims: DimNames) -> int:
-        """The number of local terms that add up to a result with dimensions `dims`."""
+        """Return the number of local terms that add up to a result with dimensions `dims`."""
         return prod(count for name, count in counts.items() if name not in dims)
 
     pairs = zip(declared.output_dims, declared.partial, strict=True)

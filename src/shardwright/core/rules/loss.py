@@ -1,4 +1,4 @@
-"""Elementwise losses, losses per row, and negative log-likelihood losses."""
+"""Elementwise losses, losses per sample, and negative log-likelihood losses."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def mean_loss_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def _loss_rule(
     op: Op, inputs: tuple[Dims, ...], rows: Dims, kernel: Kernel, reductions: Any = no_reductions
 ) -> ShardingRule:
-    """Build the rule of a loss with one value per row; a reduced loss is a partial sum.
+    """Build the rule of a loss with one value per sample; a reduced loss is a partial sum.
 
     Args:
         inputs: the factors of each input.
@@ -92,7 +92,7 @@ def _loss_rule(
 
 @rule_for(*overloads("cosine_embedding_loss"))
 def cosine_embedding_loss(op: Op) -> ShardingRule:
-    """`b _, b _, b -> b`: rows can be sharded; features, over which the cosine sums, cannot."""
+    """`b _, b _, b -> b`: samples can be sharded; features, over which the cosine sums, cannot."""
     rows: Dims = ("b",)[: len(op.inputs[-1].shape)]
     pairs = tuple((*rows, None) for _ in op.inputs[:2])
     return _loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
@@ -100,8 +100,8 @@ def cosine_embedding_loss(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("multi_margin_loss", "multilabel_margin_loss"))
 def margin_loss(op: Op) -> ShardingRule:
-    """`b _, b -> b`: rows can be sharded; classes cannot, as each score is compared with that of
-    the target class."""
+    """`b _, b -> b`: samples can be sharded; classes cannot, as each score is compared with the
+    score of the target class."""
     rows: Dims = ("b",)[: max(0, len(op.inputs[0].shape) - 1)]
     scores, target = ((*rows, None)[: len(value.shape)] for value in op.inputs[:2])
     inputs = input_dims(op, {"self": scores, "target": target, "weight": (None,)})
@@ -120,8 +120,8 @@ def nll_loss(op: Op) -> ShardingRule:
 
 
 def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Return the all-reduce of the count (or weight) of valid targets; () unless a mean loss has
-    sharded rows."""
+    """Return the all-reduce of the count (or weight) of valid targets; () unless the samples of a
+    mean loss are sharded."""
     sharded = tuple(name for name, count in shard_counts.items() if name != "v" and count > 1)
     if call_arguments(op)["reduction"] != MEAN or not sharded:
         return ()
@@ -134,8 +134,8 @@ def _nll_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
-    """Local kernel of a mean loss: the local sum over rows divided by the count (or weight) of the
-    valid targets on all devices.
+    """Local kernel of a mean loss: the local sum over samples divided by the count (or weight) of
+    the valid targets on all devices.
 
     The all-reduce of the count is launched early, so that no device waits for others before its
     backward pass. The sum is in single precision: in half precision it may overflow although the

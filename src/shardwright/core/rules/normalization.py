@@ -196,7 +196,7 @@ def _batch_norm_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def training_instance_norm(op: Op) -> ShardingRule:
     """`b c _ _, c -> b c _ _, c, c`; the new running statistics are means over the instances.
 
-    If the batch dimension is sharded, the kernel all-reduces them.
+    If the batch dimension is sharded, the kernel all-reduces these means.
     """
     dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
     return sharding_rule(

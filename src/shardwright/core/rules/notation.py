@@ -144,18 +144,18 @@ def sharding_rule(
 
 
 def names(value: Value, exclude: str = "") -> Dims:
-    """Return a factor for each dimension of `value`, none in `exclude`: `("b", "s", "t")`."""
+    """Return one factor per dimension of `value`: `("b", "s", "t")`, or others than `exclude`."""
     return tuple([name for name in NAMES if name not in exclude][: len(value.shape)])
 
 
 def without(dims: Dims, *positions: int) -> Dims:
-    """Return `dims` with None (never sharded) at `positions`; negative ones count from the end."""
+    """Return `dims` with None (never sharded) at `positions`, which may be negative."""
     excluded = {position % len(dims) for position in positions} if dims else set()
     return tuple(None if i in excluded else name for i, name in enumerate(dims))
 
 
 def aligned(op: Op, dims: Dims) -> tuple[Dims, ...]:
-    """Return the factors of each input, right-aligned to `dims`, those of the broadcast output."""
+    """Return the factors of each input, right-aligned to the factors `dims` of the output."""
     return tuple(dims[len(dims) - len(value.shape) :] for value in op.inputs)
 
 
@@ -190,13 +190,13 @@ def overloads(*operators: str) -> tuple[Any, ...]:
 
 
 def _parse_tensors(notation: str) -> list[list[str]]:
-    """Split the inputs or the outputs of a notation into tensors, and each of these into tokens."""
+    """Split the inputs or the outputs of a notation into tensors, and each tensor into tokens."""
     texts = [text.strip() for text in notation.split(",")] if notation.strip() else []
     return [[] if text == "()" else text.split() for text in texts]
 
 
 def _parse_dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
-    """Return the factors of a tensor of `ndim` dimensions; `...` is the last names of `leading`."""
+    """Return the factors of a tensor of `ndim` dimensions, with names of `leading` for `...`."""
     if "..." in tokens:
         ellipsis_index, count = tokens.index("..."), ndim - len(tokens) + 1
         if count < 0:
@@ -212,7 +212,7 @@ def _parse_dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
 
 @cache
 def schema_parameters(target: OpTarget) -> dict[str, Any]:
-    """Return the default of each parameter of `target` (None without one), by name, in order."""
+    """Return the default of each parameter of `target`, or None, by name, in order."""
     if isinstance(target, OpOverload):
         schema = schema_of(target).arguments
         return {a.name: a.default_value if a.has_default_value() else None for a in schema}
@@ -231,7 +231,7 @@ def call_arguments(op: Op) -> dict[str, Any]:
 
 
 def input_dims(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
-    """Return the factors of each tensor input of `op`, in order; `dims` has them by argument."""
+    """Return the factors of each tensor input of `op`, in order, from factors by argument name."""
     return tuple(
         dims[name] for name, value in named_arguments(op).items() if isinstance(value, Value)
     )

@@ -78,8 +78,7 @@ def glu(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("bucketize", "searchsorted"))
 def bucketize(op: Op) -> ShardingRule | None:
-    """`b s, _ -> b s`: elements can be sharded; the sorted sequence in which they are looked up
-    cannot.
+    """`b s, _ -> b s`: elements can be sharded; the sorted sequence of boundaries cannot.
 
     None for `searchsorted` with one sequence per row.
     """

@@ -1,4 +1,4 @@
-"""Operators that work along dimensions: reductions, scans, sorts.
+"""Operators along dimensions: reductions, scans, sorts.
 
 Sums and means are linear, so a dimension that they reduce can be sharded: the output is then a
 partial sum. The other operators cannot be sharded along the dimensions that they reduce or scan.
@@ -123,7 +123,7 @@ def cosine_similarity(op: Op) -> ShardingRule:
 
 
 def _reduced_dims(op: Op) -> tuple[int, ...]:
-    """Return the dimensions that `dim` or `dims` lists, from 0; all if both are absent or empty."""
+    """Return the nonnegative dimensions in `dim` or `dims`; all if both are absent or empty."""
     ndim = len(op.inputs[0].shape)
     dims = argument(op, "dim", argument(op, "dims"))
     listed = [dims] if isinstance(dims, int) else dims
@@ -138,8 +138,8 @@ def _reduced_factors(op: Op) -> tuple[str, ...]:
 
 
 def _output_factors(op: Op, dims: Dims) -> Dims:
-    """Return the factors of the output, given `dims`, those of the input: reduced dimensions are
-    removed or, with `keepdim`, None."""
+    """Return the factors of the output, given the factors `dims` of the input: reduced dimensions
+    are removed or, with `keepdim`, None."""
     if argument(op, "keepdim", False):
         return without(dims, *_reduced_dims(op))
     return _without_dims(dims, set(_reduced_dims(op)))

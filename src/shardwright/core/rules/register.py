@@ -56,7 +56,7 @@ def register(
         return from_notation(notation, op, reduced=reduced, kernel=kernel)
 
     # Test before registering, so that a wrong rule is not registered.
-    _check_on_example(target, rule, example)
+    _check_rule_on_example(target, rule, example)
     rule_for(target)(rule)
 
 
@@ -70,7 +70,7 @@ def example_op(target: OpTarget, args: tuple[Any, ...]) -> Op:
     return Op("example", target, pytree.tree_map_only(Tensor, value, args), {}, outputs)
 
 
-def _check_on_example(target: OpTarget, maker: RuleMaker, example: tuple[Any, ...]) -> None:
+def _check_rule_on_example(target: OpTarget, maker: RuleMaker, example: tuple[Any, ...]) -> None:
     op = example_op(target, example)
     try:
         rule = maker(op)

@@ -1,15 +1,15 @@
 """Ring attention: queries stay on their device; keys and values travel around a ring of devices.
 
-Each device has a block of positions. In step 0 it attends to its own keys and values while these
-are sent to the next device; in each later step, to those that it has just received. After n - 1
-transfers each block has visited all n devices, and the partial results are merged by their
+Each device has a block of positions. In step 0 it attends to its own keys and values while sending
+these to the next device; in each later step it attends to the keys and values just received. After
+n - 1 transfers each block has visited all n devices, and the partial results are merged by their
 log-sum-exp. In the backward pass keys and values travel again, and the gradient of each block
-follows it home. Memory is that of a few blocks, independently of n (Liu, Zaharia and Abbeel, "Ring
-Attention with Blockwise Transformers for Near-Infinite Context", 2023).
+travels with them, back to its device. Memory is that of a few blocks, independently of n (Liu,
+Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023).
 
-Under a causal mask later blocks have more work. Devices with the blocks i and n - 1 - i therefore
-swap the second halves of their blocks before the ring (the load balancing of Megatron-LM's context
-parallelism); each step then has equal work on all devices.
+Under a causal mask later blocks have more work. The devices with blocks i and n - 1 - i therefore
+swap the second halves of their blocks before the ring, as in the load balancing of Megatron-LM's
+context parallelism; each step then has equal work on all devices.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def has_ring(arguments: Mapping[str, Any]) -> bool:
 
 
 def positions(arguments: Mapping[str, Any]) -> int:
-    """Return the number that the number of devices in a ring must divide."""
+    """Return the capacity of `ring`: the number of devices in the ring must divide it."""
     # Queries and keys are sharded into equal numbers of blocks, also in cross attention.
     return gcd(arguments["query"].shape[-2], arguments["key"].shape[-2])
 
@@ -69,7 +69,7 @@ def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction,
 
     heads = [n // shard_counts.get("h", 1) if n > 1 else 1 for n in (query[1], key[1])]
     ring = reduction(RING, heads[1], key[2] // devices, pair_size)
-    swapped = _num_swapped(arguments, devices, shard_counts.get("s", 1))
+    swapped = _num_swapped_rows(arguments, devices, shard_counts.get("s", 1))
     if swapped == (0, 0):
         return (ring,)
     return (
@@ -80,7 +80,7 @@ def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction,
     )
 
 
-def _num_swapped(arguments: Mapping[str, Any], devices: int, parts: int) -> tuple[int, int]:
+def _num_swapped_rows(arguments: Mapping[str, Any], devices: int, parts: int) -> tuple[int, int]:
     """Return the numbers of queries and of keys that a device swaps with the mirrored block.
 
     Args:
@@ -95,11 +95,11 @@ def _num_swapped(arguments: Mapping[str, Any], devices: int, parts: int) -> tupl
 
 
 def ring_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Local kernel of ring attention, on a device with a block of queries and a block of keys and
-    values."""
+    """Local kernel of ring attention, for one block of queries and one block of keys and values on
+    each device."""
     bind, full_arguments = binder(op), call_arguments(op)
     devices, parts = local.shard_counts["ring"], local.shard_counts.get("s", 1)
-    swapped = _num_swapped(full_arguments, devices, parts)
+    swapped = _num_swapped_rows(full_arguments, devices, parts)
     ring = _Ring(
         devices=devices,
         index=local.index("ring"),
@@ -132,12 +132,12 @@ def _swap_last_rows(block: Tensor, count: int, swap: Reduce) -> Tensor:
 
 
 Part = tuple[slice, slice, BlockIndex | None]
-"""(query rows, key rows, diagonal of the causal mask between them, or None without a mask)."""
+"""(query rows, key rows, diagonal of the causal mask between both, or None without a mask)."""
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """The ring of one attention operator, as seen from one device.
+    """Ring of one attention operator on one device.
 
     Args:
         devices: number of devices in the ring.
@@ -165,7 +165,7 @@ class _Ring:
     def parts_of_step(self, step: int, queries: int, keys: int) -> Iterator[Part]:
         """Yield the pairs of query rows and key rows to compute in a step, at most 2 x 2.
 
-        Leaves out pairs that the causal mask excludes.
+        Omits pairs that the causal mask excludes.
 
         Args:
             step: number of transfers that the current keys have made.

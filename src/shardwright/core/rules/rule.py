@@ -23,24 +23,24 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
 
 Dims = tuple[str | None, ...]
-"""The factor of each dimension of a tensor; None for dimensions that cannot be sharded."""
+"""Factor of each dimension of a tensor; None for dimensions that cannot be sharded."""
 
 Cuts = Mapping[str, tuple[int, ...]]
 """Indices of the mesh axes that shard each factor, most significant first, by factor."""
 
 OperatorLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
-"""The layouts of an operator's inputs and of its outputs."""
+"""Layouts of the inputs and of the outputs of an operator."""
 
 
 @dataclass(frozen=True)
 class Main:
-    """Marks a main operator: one expensive enough that the search chooses its cuts by cost.
+    """Properties of a main operator, expensive enough that the search chooses its cuts by cost.
 
     Args:
         labels: the label of each factor in the literature (`I`, `J`, `K`), by factor. The search
             shards only these factors; ties go to the first.
-        weight: index of the input whose replication costs memory, as weighed by `mem_coeff`; None
-            if there is no such input.
+        weight: index of the input whose replication costs memory, weighted by `mem_coeff`; None
+            without a weight.
         exclusive: pairs of factors of which the search shards at most one, such as J and K of a
             matrix product.
     """
@@ -155,7 +155,7 @@ class Local:
     Args:
         shard_counts: the number of shards of each factor of the rule (1 if it is not sharded).
         index: function from a factor to the index of this device's shard: an int, or a `SymInt` if
-            many ranks are simulated at once. A kernel that depends on it calls it when it is built.
+            many ranks are simulated at once. Kernels call it while they are built, not in each run.
         output_shapes: shapes of the local outputs.
         reduce: one bound collective per entry of the rule's `reductions`, in order.
     """
@@ -178,7 +178,7 @@ def no_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, .
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """How one operator can be sharded.
+    """Shardable factors of one operator, and its local computation.
 
     Args:
         inputs: the factor of each dimension of each tensor input, in the order of `Op.inputs`.
@@ -198,7 +198,7 @@ class ShardingRule:
             `expand`), which the program replaces by the local sizes; None without one.
         random: whether the operator draws random numbers, so that the program seeds it.
         joined: inner factor by outer factor, where `outer` also shards the dimensions of `inner`;
-            with both, `inner` subdivides the shards of `outer`. Searches shard only one of the two.
+            with both, `inner` subdivides the shards of `outer`. Searches shard by only one of both.
     """
 
     inputs: tuple[Dims, ...]
@@ -223,7 +223,7 @@ class ShardingRule:
         object.__setattr__(self, "factors", tuple(f for f in named if self.can_shard(f)))
 
     def __str__(self) -> str:
-        """The rule in notation: `b s k, j k -> b s j`.
+        """Return the rule in notation: `b s k, j k -> b s j`.
 
         `_` is a dimension that is never sharded, `()` a scalar, `s/ring` a dimension that two
         factors shard.
@@ -245,19 +245,19 @@ class ShardingRule:
         return factor in summed or all(factor in self.factors_of(dims) for dims in self.outputs)
 
     def factors_of_dim(self, name: str | None) -> tuple[str, ...]:
-        """The factors that shard a dimension of factor `name`: `name` and its outer factors; () for
-        None."""
+        """Return the factors that shard a dimension of factor `name`: `name` and its outer factors;
+        () for None."""
         if name is None:
             return ()
         return (name, *(outer for outer, inner in self.joined.items() if inner == name))
 
     def factors_of(self, dims: Dims) -> frozenset[str]:
-        """The factors that shard any dimension of a tensor; `dims` has the factor of each."""
+        """Return the factors that shard any dimension of a tensor with dimensions `dims`."""
         return frozenset(factor for name in dims for factor in self.factors_of_dim(name))
 
     def indivisible_factor(self, mesh: DeviceMatrix, cuts: Cuts) -> str | None:
-        """The first inner factor in `joined` whose capacity is not divisible by the product of its
-        own and its outer factors' shard counts, or None."""
+        """Return the first inner factor in `joined` whose capacity is not divisible by the product
+        of its own and its outer factors' shard counts, or None."""
         for factor in self.joined.values():
             shards = prod(mesh.size(cuts.get(f, ())) for f in self.factors_of_dim(factor))
             if self.capacity[factor] % shards:
@@ -297,7 +297,7 @@ class ShardingRule:
             )
 
         def lacking(dims: Dims) -> frozenset[int]:
-            """The axes that shard the operator but not a tensor with the dimensions `dims`."""
+            """Return the axes that shard the operator but not a tensor with dimensions `dims`."""
             own = self.factors_of(dims)
             return frozenset(axis for axis, factor in cut_axes.items() if factor not in own)
 
@@ -314,7 +314,7 @@ class ShardingRule:
         return inputs, outputs
 
     def shard_counts(self, mesh: DeviceMatrix, cuts: Cuts) -> dict[str, int]:
-        """The number of shards of each factor of the rule: 1 if `cuts` do not shard it."""
+        """Return the number of shards of each factor of the rule, 1 for factors not in `cuts`."""
         return {f: prod(mesh.device_matrix[a] for a in cuts.get(f, ())) for f in self.factors}
 
 
@@ -323,7 +323,7 @@ _RULES: dict[Any, RuleMaker] = {}
 
 
 def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
-    """Register the decorated function as the builder of the rule of these operators.
+    """Register the decorated function as the builder of the rules of `targets`.
 
     Args:
         targets: ATen operators, other functions, classes of callable objects, or names of library
@@ -354,10 +354,10 @@ def find_rule_maker(target: Any) -> RuleMaker | None:
 
 
 def num_rules() -> int:
-    """The number of registered rules; caches compare it to detect a new registration."""
+    """Return the number of registered rules, by which caches detect a new registration."""
     return len(_RULES)
 
 
 def registry() -> Mapping[Any, RuleMaker]:
-    """A read-only view of the registered builders of rules, by operator, class or operator name."""
+    """Return a read-only view of the rule builders, by operator, class or operator name."""
     return MappingProxyType(_RULES)

@@ -58,10 +58,10 @@ def _reshape_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def reshape_segments(
     source: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[Dims, Dims, dict[str, int]]:
-    """Find the dimensions that can be sharded if a tensor is reshaped from `source` to `target`.
+    """Return the factors of the dimensions that can be sharded in a reshape.
 
     Args:
-        source, target: shapes before and after.
+        source, target: shapes before and after the reshape.
 
     Returns:
         The factors of `source`, the factors of `target`, and the capacity of each factor.
@@ -198,7 +198,7 @@ def im2col_rule(op: Op) -> ShardingRule:
 def _matrix_and_diagonal_factors(op: Op, dims: Dims) -> tuple[Dims, Dims]:
     """Return the factors of the tensor of matrices and of the tensor of diagonals.
 
-    The dimensions of the plane have no factor, nor has the last dimension, the diagonal.
+    The two dimensions of a matrix and the dimension of its diagonal have no factor.
 
     Args:
         dims: factors of the tensor of matrices.
