@@ -85,7 +85,8 @@ def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
         if stride % inner:
             raise LayoutError(
                 f"device matrices {', '.join(map(str, device_matrices))} have no common axes:"
-                f" groups of {inner} and groups of {stride} neighboring devices do not nest"
+                f" groups of {inner} and groups of {stride} neighboring devices do not nest\n"
+                "use sizes of which one divides the other, such as (8,) and (2, 4)"
             )
         sizes = prime_factors(stride // inner) + sizes
         inner = stride
@@ -99,7 +100,7 @@ INTERLEAVED = "interleaved_parallel"
 def axes_with_devices(
     sizes: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Validate the axes of a device matrix and leave out a virtual `interleaved_parallel` axis.
+    """Check the axes of a device matrix, and return them without a virtual `interleaved_parallel`.
 
     Raises:
         LayoutError: if `sizes` is not a tuple of positive ints, `names` is not a tuple of distinct
@@ -122,7 +123,9 @@ def axes_with_devices(
 
 def _check_sizes(sizes: object) -> None:
     if not isinstance(sizes, tuple):
-        raise LayoutError(f"device_matrix must be a tuple of positive ints, not {sizes!r}")
+        raise LayoutError(
+            f"device_matrix must be a tuple of positive ints, not {sizes!r}\nuse for example (2, 4)"
+        )
     for size in sizes:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise LayoutError(
@@ -136,7 +139,9 @@ def _check_sizes(sizes: object) -> None:
 
 def _check_names(names: object) -> None:
     if not isinstance(names, tuple):
-        raise LayoutError(f"alias_names must be a tuple of names, not {names!r}")
+        raise LayoutError(
+            f"alias_names must be a tuple of names, not {names!r}\nuse for example ('dp', 'tp')"
+        )
     for name in names:
         if not isinstance(name, str) or not name:
             raise LayoutError(
@@ -145,17 +150,20 @@ def _check_names(names: object) -> None:
         if name == "None":
             raise LayoutError(
                 "an axis is called 'None', which stands for a dimension that is not sharded\n"
-                "use another name"
+                "use another name, such as 'dp'"
             )
         if names.count(name) > 1:
             raise LayoutError(f"alias_names {names} contains {name!r} twice\nuse different names")
 
 
 def check_ranks(ranks: object, devices: int) -> None:
-    """Raise LayoutError unless `ranks` is a tuple of distinct ranks, one per device."""
+    """Raise a LayoutError unless `ranks` is a tuple of distinct ranks, one for each device."""
     if not isinstance(ranks, tuple) or not all(isinstance(rank, int) for rank in ranks):
-        raise LayoutError(f"rank_list must be a tuple of ints, not {ranks!r}")
+        raise LayoutError(
+            f"rank_list must be a tuple of ints, not {ranks!r}\nuse for example (0, 1, 2, 3)"
+        )
     if len(ranks) != devices or len(set(ranks)) != devices or min(ranks) < 0:
         raise LayoutError(
-            f"rank_list {ranks} must contain {devices} different ranks, one for each device"
+            f"rank_list {ranks} must contain {devices} different ranks\n"
+            "use one rank for each device, or omit `rank_list` for the ranks 0, 1, 2, ..."
         )

@@ -6,8 +6,8 @@ table `BINDINGS` of `core/runtime/collectives.py`.
 The communication volume is the bytes that one device sends, by the ring algorithms of Patarasuk and
 Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009: with p devices
 in the group an all-gather sends (p-1)/p of its output, a reduce-scatter (p-1)/p of its input, an
-all-reduce both, an all-to-all (p-1)/p of the local tensor, a permute or an all-to-all of unequal
-parts the full local tensor.
+all-reduce the sum of both, an all-to-all (p-1)/p of the local tensor, and a permute or an
+all-to-all of unequal parts the full local tensor.
 """
 
 from __future__ import annotations
@@ -24,32 +24,31 @@ from shardwright.core.layout.axes import Axes, common_length, shard_index
 from shardwright.core.layout.layout import TensorLayout
 
 Pattern = Literal["ring", "pairwise", "point_to_point"]
-"""Traffic pattern of a collective: around a ring of the group; between all pairs of devices; from
-each device to the devices that need parts of its shard."""
+"""Traffic pattern of a collective: around a ring of the group, between all pairs of devices, or
+from each device to the devices that need parts of its shard."""
 
 AxesBetween = Callable[[TensorLayout, TensorLayout], Axes | None]
-"""Function of a source and a target layout; see `CollectiveSpec.axes_between`."""
+"""Type of `CollectiveSpec.axes_between`: a function of a source and a target layout."""
 
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """One kind of step between two layouts.
+    """One kind of redistribution step.
 
     Args:
         kind: name of the kind, such as `all_gather`.
-        local: whether the forward pass communicates nothing.
-        backward: kind of the collective of the backward pass; None if it communicates nothing.
+        local: whether the forward pass needs no communication.
+        backward: kind of the collective of the backward pass; None without communication.
         backward_if_varying: kind of the collective of the backward pass if the target is varying
             over the axes of the step.
-        pattern: the traffic pattern.
+        pattern: traffic pattern of the forward pass.
         passes: number of times that each device sends (p-1)/p of the larger of input and output;
             with a point-to-point pattern, the full local tensor.
         rounds: number of times that data travels around the group, for the latency.
         gloo_rounds: number of rounds with gloo; None for `rounds`.
-        joins: kind of two consecutive steps that one step of this kind can replace; None for no
-            kind.
-        axes_between: function that returns the axes over which one step of this kind leads from
-            the first layout to the second, or None if no such step does; None without `joins`.
+        joins: kind of two consecutive steps that one step of this kind can replace, if any.
+        axes_between: function of two layouts that returns the axes of one step of this kind from
+            the first to the second, or None if no such step exists; None without `joins`.
     """
 
     kind: str
@@ -64,7 +63,7 @@ class CollectiveSpec:
     axes_between: AxesBetween | None = None
 
     def backward_of(self, varying: bool) -> str | None:
-        """Return the kind of the collective of the backward pass; None if it communicates nothing.
+        """Return the kind of the collective of the backward pass; None without communication.
 
         Args:
             varying: whether the target is varying over the axes of the step.
@@ -111,7 +110,7 @@ class CellExchange:
 
     @property
     def backward(self) -> CellExchange:
-        """The exchange of the backward pass, in the opposite direction."""
+        """Exchange of the backward pass, in the opposite direction."""
         return CellExchange(
             self.receive_cuts,
             self.send_cuts,

@@ -58,7 +58,7 @@ def joined_layout(layout: DeviceMatrix, joined: tuple[Axes, ...]) -> DeviceMatri
 def on_joined_axes(
     layout: TensorLayout, joined: tuple[Axes, ...], mesh: DeviceMatrix
 ) -> TensorLayout:
-    """Express a tensor's layout on joined axes.
+    """Return the same layout of a tensor on joined axes.
 
     Args:
         layout: a layout on the device matrix before joining.
@@ -75,7 +75,7 @@ def on_joined_axes(
         if tuple(axis for group in groups for axis in joined[group]) != axes:
             raise LayoutError(
                 f"{layout} uses only some of the axes that are joined in {mesh.device_matrix}, or"
-                " in another order"
+                " in another order\njoin only axes that all layouts use together, in one order"
             )
         return groups
 

@@ -109,7 +109,7 @@ class Layout:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The rank at each position of the matrix in row-major order."""
+        """Rank at each position of the matrix in row-major order."""
         return self.rank_list if self.rank_list is not None else tuple(range(self.num_devices))
 
     def axis(self, name: str) -> int:
@@ -124,12 +124,12 @@ class Layout:
         return self.alias_names.index(name)
 
     def named(self, axes: Iterable[int], between: str = "·") -> str:
-        """Join the names of `axes`: `dp·tp`."""
+        """Return the joined names of `axes`, such as `dp·tp`."""
         return between.join(self.alias_names[axis] for axis in axes)
 
     @property
     def sizes(self) -> str:
-        """The axes with their numbers of devices, as text: `dp 4, tp 2`."""
+        """Text of all axes with their numbers of devices, such as `dp 4, tp 2`."""
         return ", ".join(map("{} {}".format, self.alias_names, self.device_matrix))
 
     def size(self, axes: Iterable[int]) -> int:
@@ -142,19 +142,19 @@ class Layout:
         Raises:
             LayoutError: if the layout does not have this rank.
         """
-        if rank not in self._positions:
+        if rank not in self._position_of_rank:
             first, last = min(self.ranks), max(self.ranks)
             raise LayoutError(
                 f"this layout has no rank {rank}\nuse one of its ranks, from {first} to {last}"
             )
-        position, coordinates = self._positions[rank], []
+        position, coordinates = self._position_of_rank[rank], []
         for size in reversed(self.device_matrix):
             position, coordinate = divmod(position, size)
             coordinates.append(coordinate)
         return tuple(reversed(coordinates))
 
     @cached_property
-    def _positions(self) -> dict[int, int]:
+    def _position_of_rank(self) -> dict[int, int]:
         return {rank: position for position, rank in enumerate(self.ranks)}
 
     def replicated(self, ndim: int) -> TensorLayout:
@@ -162,7 +162,7 @@ class Layout:
         return TensorLayout(self, ((),) * ndim)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the layout as JSON data; with the key `rank_list` only if it is not None."""
+        """Return the layout as JSON data, without `rank_list` if it is None."""
         data: dict[str, Any] = {
             "device_matrix": list(self.device_matrix),
             "alias_names": list(self.alias_names),
@@ -180,7 +180,7 @@ class Layout:
 
 
 DeviceMatrix = Layout
-"""The name of `Layout` in the core; users know it as `sw.Layout`, its name in MindSpore."""
+"""Name of `Layout` within the package; the public name `sw.Layout` is that of MindSpore."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -329,7 +329,7 @@ class TensorLayout:
         return {block: tuple(ranks) for block, ranks in ranks_of.items()}
 
     def on(self, mesh: DeviceMatrix) -> TensorLayout:
-        """Express the layout on a finer device matrix, or one with another order of the ranks.
+        """Return the same layout on a finer device matrix, or on one with another order of ranks.
 
         Raises:
             LayoutError: if `mesh` has other ranks, or an axis of this layout is not a product of
@@ -349,7 +349,7 @@ class TensorLayout:
 
     @property
     def placement(self) -> str:
-        """The names of the axes that shard each dimension, as text: `(a, b·c; partial d)`."""
+        """Text of the axes that shard each dimension, such as `(a, b·c; partial d)`."""
         named = self.layout.named
         dims = ", ".join(named(dim) or "None" for dim in self.axes)
         suffix = f"; partial {named(sorted(self.partial), ' ')}" if self.partial else ""
@@ -365,12 +365,12 @@ class TensorLayout:
     def visualize(self, shape: tuple[int, ...] | None = None) -> Drawing:
         """Draw a grid of the shards with the ranks of each; notebooks show it in color.
 
-        Rows are the last dimension but one, columns the last. With more dimensions there is one
-        grid per index of the leading dimensions.
+        Rows are the second-to-last dimension, columns the last. With more than two dimensions,
+        draws one grid per index of the leading dimensions.
 
         Args:
-            shape: global shape of the tensor, to label the edges with element ranges; without it
-                they are labeled with shard indices.
+            shape: global shape of the tensor, to label the edges with element ranges; None to label
+                them with shard indices.
 
         Raises:
             LayoutError: if the layout cannot shard the shape.
@@ -404,8 +404,7 @@ class TensorLayout:
 
 
 def _fine_axes_of(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
-    """Return, for each axis of `coarse`, the axes of `fine` of which it is the product, most
-    significant first.
+    """Return the axes of `fine` whose product is each axis of `coarse`, most significant first.
 
     Raises:
         LayoutError: if the ranks differ, or an axis of `coarse` is not such a product.
@@ -433,13 +432,13 @@ def _fine_axes_of(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     if not _is_refinement(coarse, fine, fine_axes):
         raise LayoutError(
             f"an axis of the device matrix {coarse.device_matrix} is not a product of axes of the"
-            f" device matrix {fine.device_matrix}"
+            f" device matrix {fine.device_matrix}\nuse a finer one, such as (2, 2) for (4,)"
         )
     return fine_axes
 
 
 def _is_refinement(coarse: DeviceMatrix, fine: DeviceMatrix, fine_axes: tuple[Axes, ...]) -> bool:
-    """Whether all ranks have the same coordinates on the axes of `coarse` and on the products of
+    """Whether every rank has the same coordinates on the axes of `coarse` and on the products of
     `fine_axes`."""
     if tuple(map(fine.size, fine_axes)) != coarse.device_matrix:
         return False
@@ -457,7 +456,7 @@ def interned_layout(
     partial: frozenset[int] = frozenset(),
     varying: frozenset[int] = frozenset(),
 ) -> TensorLayout:
-    """Return a `TensorLayout`, the same object for equal arguments.
+    """Return the `TensorLayout` of these arguments, the same object for equal arguments.
 
     Searches use layouts as cache keys very often, and lookups compare identical objects fastest.
     """

@@ -16,6 +16,6 @@ def prime_mesh(devices: int) -> DeviceMatrix:
         LayoutError: if `devices` is less than 1.
     """
     if devices < 1:
-        raise LayoutError(f"a device matrix needs at least one device, not {devices}")
+        raise LayoutError(f"a device matrix cannot have {devices} devices\nuse at least one device")
     sizes = prime_factors(devices)
     return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

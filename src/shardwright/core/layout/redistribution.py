@@ -67,12 +67,12 @@ class RedistributionStep:
 
     @property
     def forward(self) -> str | None:
-        """Kind of the collective of the forward pass; None if it communicates nothing."""
+        """Kind of the collective of the forward pass; None without communication."""
         return None if self.spec.local else self.kind
 
     @property
     def backward(self) -> str | None:
-        """Kind of the collective of the backward pass; None if it communicates nothing."""
+        """Kind of the collective of the backward pass; None without communication."""
         return self.spec.backward_of(self.target.varying.issuperset(self.axes))
 
     def forward_bytes(self, shape: Shape, itemsize: int) -> int:
@@ -312,7 +312,7 @@ def _check_layouts(source: TensorLayout, target: TensorLayout, shape: Shape) -> 
 
 @dataclass(frozen=True)
 class _ProblemTranslation:
-    """The translation between a redistribution and the smaller problem that `route_search` solves.
+    """Translation between a redistribution and the smaller problem that `route_search` solves.
 
     Args:
         layout: the device matrix of both layouts.
@@ -337,7 +337,7 @@ class _ProblemTranslation:
     def problem(
         self, source: TensorLayout, target: TensorLayout, shape: Shape, differentiable: bool
     ) -> route_search.Problem:
-        """Return the problem of finding the cheapest route from `source` to `target`."""
+        """Return the search problem for the cheapest route from `source` to `target`."""
         sizes = tuple(self.layout.size(axes) for axes in self.joined)
         problem_axis = {axes[0]: index for index, axes in enumerate(self.joined)}
         num_devices = prod(sizes)
@@ -363,7 +363,7 @@ class _ProblemTranslation:
         return tuple(axis for problem_axis in problem_axes for axis in self.joined[problem_axis])
 
     def layout_after(self, current: TensorLayout, move: route_search.Move) -> TensorLayout:
-        """Return the layout of a tensor after `move`, given its layout `current` before."""
+        """Return the layout of a tensor after `move`, given its layout `current` before `move`."""
         axes = list(current.axes)
         for dim, problem_axes in zip(self.dims, move.axes_by_dim, strict=True):
             axes[dim] = self.prefixes[dim] + self.mesh_axes(problem_axes)
@@ -383,7 +383,7 @@ def _step_of_move(
     source: TensorLayout,
     target: TensorLayout,
 ) -> RedistributionStep:
-    """Translate a move to the step from `source` to `target`."""
+    """Return the step from `source` to `target` that a move stands for."""
     axes = translation.mesh_axes(move.axes)
     if move.kind == route_search.PERMUTE:
         pairs = zip(source.axes, target.axes, strict=True)
@@ -443,7 +443,7 @@ def _group_moving_axes(
 
 def _axis_states(layout: TensorLayout, fixed: set[int]) -> dict[int, tuple[int | str, int | None]]:
     """Return the state of each axis: (dimension, index among the axes of the dimension) for an axis
-    that shards it, else (name, None), where name is "fixed", "partial", "varying" or ""."""
+    that shards a dimension, or (name, None) with the name "fixed", "partial", "varying" or ""."""
     states: dict[int, tuple[int | str, int | None]] = {}
     for axis in range(len(layout.device_matrix)):
         state = "partial" if axis in layout.partial else "varying" if axis in layout.varying else ""

@@ -27,10 +27,10 @@ from shardwright.core.layout.axes import Axes, common_length
 from shardwright.core.layout.collective_spec import COLLECTIVES
 
 AxesByDim = tuple[Axes, ...]
-"""The axes that shard each dimension, most significant first."""
+"""Axes that shard each dimension, most significant first."""
 
 KINDS = tuple(COLLECTIVES)
-"""The kinds of moves; `Move.kind` is an index. Ties go to the kind that is listed first."""
+"""Kinds of moves, which `Move.kind` indexes. Ties go to the kind that is listed first."""
 
 SLICE, REDUCE_SCATTER, PERMUTE, ALL_TO_ALL = map(
     KINDS.index, ("slice", "reduce_scatter", "permute", "all_to_all")
@@ -58,8 +58,9 @@ class State(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A move; ties in cost are broken by comparing moves as tuples, so that all ranks find the same
-    route.
+    """A move from one state to another, as defined in the module docstring.
+
+    Ties in cost are broken by comparing moves as tuples, so that all ranks find the same route.
 
     Args:
         kind: index in `KINDS`.
@@ -88,7 +89,7 @@ class Move(NamedTuple):
 
 
 Path = tuple[Move, ...]
-"""Consecutive moves."""
+"""Consecutive moves of a route."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Problem:
 
     @cached_property
     def runs(self) -> tuple[AxesByDim, ...]:
-        """Return the runs of axes that one move may add to each dimension, the longest first.
+        """Runs of axes that one move may add to each dimension, the longest first.
 
         These are runs of consecutive axes of the target. For problems of up to `ALL_MOVES_AXES`
         axes, single axes that do not shard the dimension in the target are added, which a later
@@ -210,8 +211,8 @@ def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tupl
 
 
 def _exact_search(problem: Problem, limit: int) -> Path | None:
-    """Find the cheapest route; None if all routes cost more than `limit`, or none is found within
-    `EXACT_STATES` expanded states."""
+    """Find the cheapest route; None if all routes cost more than `limit`, or if the search ends
+    after `EXACT_STATES` expanded states."""
     goal, target_size = problem.goal, problem.local_size(problem.target)
     expanded: set[State] = set()
     # Entries are (lower bound on the total cost, moves, path, cost of the path, state).
@@ -346,7 +347,7 @@ def _permuted_axes(
 ) -> Iterator[AxesByDim]:
     """Yield other assignments of axes to dimensions with the same numbers of shards.
 
-    For problems of more than `ALL_MOVES_AXES` axes, only assignments that settle more axes.
+    For problems of more than `ALL_MOVES_AXES` axes, yields only assignments that settle more axes.
 
     Args:
         problem: the problem to solve.
@@ -374,8 +375,8 @@ def _permuted_axes(
 def _assignments_of_equal_counts(
     sizes: Axes, axes_by_dim: AxesByDim, axes: frozenset[int]
 ) -> tuple[AxesByDim, ...]:
-    """Return the other assignments of axes to dimensions with the numbers of shards of
-    `axes_by_dim`.
+    """Return the assignments of axes to dimensions, other than `axes_by_dim`, with the same numbers
+    of shards.
 
     Args:
         sizes: number of devices along each axis.
@@ -405,8 +406,8 @@ def _assignments_of_equal_counts(
 
 
 def _plain_route(problem: Problem, state: State) -> Path:
-    """Return the route of all-reduce, all-gather of axes that are not settled, and slice, which is
-    always possible but rarely cheap."""
+    """Return the route of an all-reduce, all-gathers of unsettled axes, and slices, which always
+    exists but is rarely the cheapest."""
     moves, axes_by_dim = [], state.axes_by_dim
     settled = _num_settled_axes(axes_by_dim, problem.target)
     if state.partial:
