@@ -1,4 +1,4 @@
-"""Generates Python source line by line; the text that a program prints is the text that runs.
+"""Generate Python source line by line; the text that a program prints is the text that runs.
 
 Names of operators, axes and segments may come from a file. Only their letters, digits and
 underscores become part of identifiers, and comments stay on one line, so that no file can inject
@@ -20,7 +20,7 @@ from shardwright.core.graph.graph import Value
 from shardwright.core.runtime.collective_errors import TEXT
 
 NAMED_RANGE = "named_range"
-"""Name, in the program text, of the context manager that marks a line in profiler traces."""
+"""Name in the program text of the context manager that marks a line in profiler traces."""
 
 RecomputeFunction = Callable[..., Any]
 """Function that runs its first argument with activation checkpointing, like
@@ -29,7 +29,7 @@ RecomputeFunction = Callable[..., Any]
 
 @dataclass
 class Source:
-    """Source text of a function under construction.
+    """Source of a function under construction.
 
     Args:
         scope: objects that the text refers to by global names: operators, redistributions,
@@ -54,7 +54,7 @@ class Source:
         return candidate
 
     def refer(self, hint: str, target: Any) -> str:
-        """Add `target` to the scope and return its name; if it is there already, return that name.
+        """Return the name of `target` in the scope, to which a missing `target` is added.
 
         Args:
             hint: preferred name; characters that identifiers cannot have are replaced.
@@ -71,7 +71,7 @@ class Source:
             elif candidate not in self._used_names:
                 self.scope[candidate] = target
                 return candidate
-        raise AssertionError("no free name")
+        raise AssertionError(f"all names for {hint!r} are in use")
 
     def add(
         self,
@@ -142,10 +142,9 @@ class Line:
         reads: variables that the expression reads.
         comment: text of the comment above the line; empty for none.
         unpack: whether the expression returns a sequence with an element for each name.
-        segment: name of the recomputed segment that the line belongs to; None if it belongs to
-            none.
+        segment: name of the recomputed segment of the line; None without a segment.
         function, body: name and lines of the inner function that the line defines and calls; empty
-            if it defines none.
+            without an inner function.
         label: name of the line's range in profiler traces; empty for none.
     """
 
@@ -194,8 +193,8 @@ def nest_segments(
 ) -> list[Line]:
     """Return `lines` with each recomputed segment replaced by a line that calls an inner function.
 
-    Lines of no segment that are between lines of a segment move ahead of the segment, or behind it
-    if they depend on it.
+    Lines without a segment between the lines of a segment move before the segment, or after it if
+    they depend on its results.
 
     Args:
         lines: the lines of a function.
@@ -228,17 +227,17 @@ def nest_segments(
 def _split_at_segment(
     lines: Sequence[Line], segment: str
 ) -> tuple[list[Line], list[Line], list[Line]]:
-    """Return the lines to emit ahead of a segment, those of the segment, and those behind it."""
+    """Return the lines to emit before a segment, its own lines, and the lines to emit after it."""
     before: list[Line] = []
     inside: list[Line] = []
     after: list[Line] = []
     assigned: set[str] = set()
     for line in lines:
-        assert line.segment in (None, segment), f"{line.segment} lies within {segment}"
+        assert line.segment in (None, segment), f"{line.segment} is nested in {segment}"
         if line.segment is not None:
             inside.append(line)
-        # Independent lines move ahead of the segment: gathers and starts of collectives, whose
-        # overlap would be lost behind the segment.
+        # Independent lines move before the segment: gathers and starts of collectives, whose
+        # overlap would be lost after the segment.
         elif assigned.isdisjoint(line.reads):
             before.append(line)
             continue
@@ -255,7 +254,7 @@ def _segment_call(
 
     Args:
         inside: the lines of the segment.
-        readers: for each variable the segments that read it; None stands for lines of no segment.
+        readers: segments that read each variable; None stands for lines without a segment.
         function: name of the inner function.
         runner: name of the function that runs inner functions with activation checkpointing.
     """

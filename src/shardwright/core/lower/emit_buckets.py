@@ -1,4 +1,4 @@
-"""Emits the lines of a program that gather parameters and reduce their gradients in buckets."""
+"""Emit the lines of a program that gather parameters and reduce their gradients in buckets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardwright.core.runtime.regather import BackwardRegather
 
 @dataclass
 class BucketLines:
-    """Emits the lines of buckets.
+    """Emitter of the lines that gather parameters and reduce gradients in buckets.
 
     The gather of a bucket starts before the gather of the previous bucket is finished, and is
     finished at the first use of a member. Buckets whose gradients are all-reduced over replicas
@@ -34,9 +34,9 @@ class BucketLines:
     all-reduces last. Other buckets enter just before their gather starts: after the reduce-scatter
     nothing is left to wait for, and their gradients are passed on at once.
 
-    A program of unsharded parameters has no buckets that are reduced once per step: it reads their
-    members in the layouts in which they are used. It reads members of `level2` buckets gathered,
-    and only their gradients pass through the bucket.
+    A program of unsharded parameters has no buckets that are reduced once per step: it reads the
+    members of these buckets in the layouts in which they are used. It reads gathered members of
+    `level2` buckets, and only their gradients pass through the bucket.
 
     Args:
         communication: the communication of the program, with its buckets.
@@ -70,7 +70,7 @@ class BucketLines:
             for member in bucket.members:
                 # By the identity of transfers, as a parameter that is read in two layouts is a
                 # member of two buckets.
-                self._bucket_of[member.value, _ids(member.transfers)] = (bucket, member)
+                self._bucket_of[member.value, _transfer_ids(member.transfers)] = (bucket, member)
         if any(
             bucket.regathers and bucket.segment is None for bucket in self.communication.buckets
         ):
@@ -81,7 +81,7 @@ class BucketLines:
         for bound in self._program_buckets:
             # Lines at the top run last in the backward pass: reductions overlap all of it.
             if not bound.bucket.gathers or bound.replicas is not None:
-                self._emit_enter(bound)
+                self._emit_bucket_entry(bound)
         # The first gather cannot overlap the use of an earlier bucket, so it starts at once.
         first = next((b.bucket for b in self._program_buckets if _can_prefetch(b.bucket)), None)
         if first is not None:
@@ -89,13 +89,13 @@ class BucketLines:
 
     @cached_property
     def _program_buckets(self) -> tuple[BoundBucket, ...]:
-        """The buckets that the program itself gathers or reduces."""
+        """Buckets that the program itself gathers or reduces."""
         return tuple(each for each in self.bound if self._is_in_program(each.bucket))
 
     def _is_in_program(self, bucket: Bucket) -> bool:
         return not (self.unsharded and bucket.reduces_once)
 
-    def _emit_enter(self, bound: BoundBucket) -> str:
+    def _emit_bucket_entry(self, bound: BoundBucket) -> str:
         number = bound.bucket.number
         name = self._entered[bound.bucket] = self.source.name(f"bucket_{number}")
         function = self.source.refer(f"enter_{number}", EnterBucket(bound))
@@ -109,7 +109,7 @@ class BucketLines:
         num_bucketed = num_bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
         if not num_bucketed:
             return None
-        bucket, member = self._bucket_of[value, _ids(route[:num_bucketed])]
+        bucket, member = self._bucket_of[value, _transfer_ids(route[:num_bucketed])]
         if member not in self._members:
             if self._is_in_program(bucket):
                 self._emit_members(bucket)
@@ -122,7 +122,7 @@ class BucketLines:
         if bucket in self._started:
             return
         # Buckets without all-reduce enter just before their gather; see the class docstring.
-        entered = self._entered.get(bucket) or self._emit_enter(self.bound[bucket.number])
+        entered = self._entered.get(bucket) or self._emit_bucket_entry(self.bound[bucket.number])
         bound, number = self.bound[bucket.number], bucket.number
         name = self._started[bucket] = self.source.name(f"bucket_{number}")
         # `UnshardedParameters` gathers once per step; the bucket only reduces gradients.
@@ -139,7 +139,7 @@ class BucketLines:
         if bucket.gathers:
             self._emit_gather_start(bucket)
             # Start before the wait, so that the next gather overlaps the use of this bucket.
-            following = self._next_prefetch(bucket)
+            following = self._next_bucket_to_prefetch(bucket)
             if following is not None:
                 self._emit_gather_start(following)
         bucket_variable = self._started.get(bucket) or self._entered[bucket]
@@ -155,7 +155,7 @@ class BucketLines:
         # All members at once, so that later uses of any of them emit nothing.
         self._members.update(zip(bucket.members, names, strict=True))
 
-    def _next_prefetch(self, bucket: Bucket) -> Bucket | None:
+    def _next_bucket_to_prefetch(self, bucket: Bucket) -> Bucket | None:
         """Return the bucket to prefetch before `bucket` is used, or None."""
         if bucket.segment is not None:
             return None
@@ -164,12 +164,12 @@ class BucketLines:
 
 
 def _can_prefetch(bucket: Bucket) -> bool:
-    """Whether a bucket can be prefetched; buckets of recomputed segments are gathered in them."""
+    """Whether a bucket can be prefetched; recomputed segments gather their buckets themselves."""
     return bucket.gathers and bucket.segment is None
 
 
 def used_member_key(member: Member) -> str:
-    """Return the key, in `UnshardedParameters.tensors`, of a member in the layout of its use."""
+    """Return the key, in `UnshardedParameters.tensors`, of a member in the layout of use."""
     return f"{member.name} as used"
 
 
@@ -183,7 +183,7 @@ def gathered_bucket_key(bucket: Bucket) -> str:
     return f"bucket {bucket.number}"
 
 
-def _ids(transfers: Sequence[Transfer]) -> tuple[int, ...]:
+def _transfer_ids(transfers: Sequence[Transfer]) -> tuple[int, ...]:
     return tuple(id(transfer) for transfer in transfers)
 
 

@@ -1,4 +1,4 @@
-"""Emits the lines of a program that redistribute values."""
+"""Emit the lines of a program that redistribute values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwright.core.runtime.overlap import DelayGradient, FinishCollective, St
 
 @dataclass
 class TransferLines:
-    """Emits one line per transfer, or start and finish lines if it overlaps computation.
+    """Emitter of one line per transfer, or of two, start and finish, to overlap computation.
 
     Args:
         communication: the communication of the program.
@@ -50,13 +50,13 @@ class TransferLines:
                 self._starts_after.setdefault(transfer.value, []).append(transfer)
 
     def start(self, value: Value, name: str) -> None:
-        """Emit the starts of overlapped transfers of `value`, just computed in variable `name`."""
+        """Emit the starts of overlapped transfers of `value`, computed in variable `name`."""
         for transfer in self._starts_after.get(value, ()):
-            self._emit_start(transfer, name)
+            self._emit_transfer_start(transfer, name)
 
     def convert(self, name: str, route: Sequence[Transfer]) -> str:
-        """Emit the transfers of `route`, from the variable `name`; return the resulting
-        variable."""
+        """Emit the transfers of `route` from the variable `name`, and return the variable of the
+        result."""
         for transfer in route:
             # Consumers of a value in the same layout share its transfers: `q`, `k` and `v` read the
             # result of one `vary`, and their gradients are all-reduced once.
@@ -68,24 +68,24 @@ class TransferLines:
     def _emit_transfer(self, transfer: Transfer, variable: str) -> str:
         if transfer not in self.overlaps or transfer is self.pending:
             prefix = "start" if transfer is self.pending else ""
-            return self._emit_call(transfer, prefix, self._function(transfer), variable)
+            return self._emit_step(transfer, prefix, self._transfer_function(transfer), variable)
         if transfer not in self._started:
-            self._emit_start(transfer, variable)
+            self._emit_transfer_start(transfer, variable)
         # Emitted between start and finish, so that the backward pass, in reverse order, computes
         # weight gradients while it communicates the gradient of the input.
         for op in self.overlaps[transfer].delayed_linears:
-            self._emit_delay(op, transfer)
+            self._emit_gradient_delay(op, transfer)
         pending = self._started[transfer]
-        return self._emit_call(
+        return self._emit_step(
             transfer, "finish", self._overlap_function(transfer, FinishCollective), pending
         )
 
-    def _emit_start(self, transfer: Transfer, variable: str) -> None:
+    def _emit_transfer_start(self, transfer: Transfer, variable: str) -> None:
         function = self._overlap_function(transfer, StartCollective)
-        self._started[transfer] = self._emit_call(transfer, "start", function, variable)
+        self._started[transfer] = self._emit_step(transfer, "start", function, variable)
 
-    def _emit_delay(self, op: Op, transfer: Transfer) -> None:
-        """Emit the line at which the backward pass computes a linear layer's weight gradient."""
+    def _emit_gradient_delay(self, op: Op, transfer: Transfer) -> None:
+        """Emit the line at which the backward pass computes the delayed weight gradient of `op`."""
         weight = self.weight_of(op)
         shape = self.communication.initial_layouts[op.output].shard_shape(op.output.shape)
         x_shape = self.communication.input_layouts[op.name][0].shard_shape(op.inputs[0].shape)
@@ -95,7 +95,7 @@ class TransferLines:
         name = self.delayed[op] = self.source.name(weight)
         self.source.add([name], call, [weight], segment=transfer.segment)
 
-    def _emit_call(self, transfer: Transfer, prefix: str, function: Any, variable: str) -> str:
+    def _emit_step(self, transfer: Transfer, prefix: str, function: Any, variable: str) -> str:
         step = transfer.step
         axes = self.devices.matrix.named(step.axes, "_")
         dims = "_to_".join(f"dim{d}" for d in (step.dim, step.to_dim) if d is not None)
@@ -112,10 +112,10 @@ class TransferLines:
     def _overlap_function(
         self, transfer: Transfer, half: type[StartCollective] | type[FinishCollective]
     ) -> Any:
-        function = self._function(transfer)
+        function = self._transfer_function(transfer)
         return self._bound.setdefault((half, id(function)), half(function))
 
-    def _function(self, transfer: Transfer) -> BoundCollective:
+    def _transfer_function(self, transfer: Transfer) -> BoundCollective:
         """Return the function that executes a transfer; transfers with equal steps share it."""
         step, pending = transfer.step, transfer is self.pending
         key: tuple[Any, ...] = (pending, step.kind, step.axes, step.dim, step.to_dim, step.backward)

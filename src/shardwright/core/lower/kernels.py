@@ -22,7 +22,7 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 @dataclass
 class Kernels:
-    """The kernels of a program's operators, each created once."""
+    """Kernels of the operators of a program, each created once."""
 
     devices: Devices
     cuts: Mapping[str, Cuts]
@@ -30,23 +30,23 @@ class Kernels:
     _kernels: dict[Op, Callable[..., Any]] = field(default_factory=dict)
 
     def of(self, op: Op) -> Callable[..., Any]:
-        """Return the kernel of `op`: that of its sharding rule if the operator is sharded and the
-        rule has one, else the operator's own target."""
+        """Return the kernel of `op`: the kernel of its sharding rule, or `op.target` if the rule
+        has no kernel or the operator is not sharded."""
         if op not in self._kernels:
             self._kernels[op] = op.target
             rule, is_cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
             # An operator that is not sharded runs unchanged, bitwise as on one device.
             if rule is not None and rule.kernel is not None and is_cut:
-                self._kernels[op] = rule.kernel(op, self._local(op, rule))
+                self._kernels[op] = rule.kernel(op, self._local_sharding(op, rule))
             if isinstance(op.target, LocalCall):
-                self._kernels[op] = self._user_kernel(op, op.target.name)
+                self._kernels[op] = self._local_map_kernel(op, op.target.name)
         return self._kernels[op]
 
-    def _user_kernel(self, op: Op, name: str) -> Callable[..., Any]:
+    def _local_map_kernel(self, op: Op, name: str) -> Callable[..., Any]:
         """Return the kernel of a `local_map` operator.
 
-        Ranks along axes that do not shard the operator must return equal results, which
-        `EqualReplicas` checks.
+        `EqualReplicas` checks that ranks along axes that do not shard the operator return equal
+        results.
         """
         function, device_matrix = self._kernels[op], self.devices.matrix.device_matrix
         cut_axes = {axis for axes in self.cuts.get(op.name, {}).values() for axis in axes}
@@ -59,10 +59,10 @@ class Kernels:
         disabled: Callable[..., Any] = disable(function, reason=f"{name} is a local_map")
         return disabled
 
-    def _local(self, op: Op, rule: ShardingRule) -> Local:
+    def _local_sharding(self, op: Op, rule: ShardingRule) -> Local:
         cuts, layouts = self.cuts.get(op.name, {}), self.communication.initial_layouts
         functions = tuple(
-            self._reduce(inner) for inner in self.communication.reductions.get(op.name, ())
+            self._bound_reduction(inner) for inner in self.communication.reductions.get(op.name, ())
         )
         return Local(
             shard_counts=rule.shard_counts(self.devices.matrix, cuts),
@@ -71,7 +71,7 @@ class Kernels:
             reduce=functions,
         )
 
-    def _reduce(self, inner: InnerReduction) -> Reduce:
+    def _bound_reduction(self, inner: InnerReduction) -> Reduce:
         reduction, axes = inner.reduction, inner.axes
         reduce = bound_reduction(self.devices, axes, reduction.kind, reduction.varying)
         if self.devices.named_ranges:

@@ -1,7 +1,7 @@
-"""Lowers a chunk to the program of one rank.
+"""Lower a chunk to the program of one rank.
 
 The program is Python text over local tensors: the operators of the graph in order, and a
-redistribution wherever a value is read in another layout than that in which it was computed.
+redistribution wherever a value is read in another layout than the layout of its producer.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Program:
     """The program of one rank.
 
     Args:
-        source: the Python text.
-        function: the function compiled from `source`.
+        source: Python text of the program.
+        function: function compiled from `source`.
         communication: redistributions and buckets of the program.
         parameters: parameters that the graph reads.
         buckets: buckets of `communication`, bound to this rank's process groups.
@@ -81,8 +81,8 @@ class Program:
     by_region: Callable[[Compiler], Callable[..., Any] | None] = lambda compiler: None
 
     def compiled(self, compiler: Compiler, regional: bool) -> Program:
-        """Return the program compiled by `compiler`; with `regional`, only its repeated blocks,
-        once as one function."""
+        """Return the program compiled by `compiler`; if `regional`, only its repeated blocks, as
+        one function compiled once."""
         function = self.by_region(compiler) if regional else None
         return replace(self, function=function or compiler(self.function))
 
@@ -130,7 +130,7 @@ def lower(
     Args:
         chunk: a partitioned graph, all or a part of the model.
         devices: this rank's view of the devices.
-        unsharded: whether the program reads parameters that `UnshardedParameters` holds for the
+        unsharded: whether the program reads parameters that `UnshardedParameters` caches for the
             micro-batches of a step, instead of gathering them itself.
         pending_loss: whether the all-reduce of the loss is started but not finished, as the
             backward pass does not need it; call `collectives.wait` before reading the loss.
@@ -180,7 +180,7 @@ class _Lowering:
             self.devices,
             self.source,
             self.chunk.overlaps,
-            self._pending_loss(),
+            self._pending_loss_transfer(),
             self._weight_variable,
         )
         if self.devices.named_ranges:
@@ -204,15 +204,15 @@ class _Lowering:
                 self._emit_operator(op)
         routes = self.communication.output_routes
         outputs = [
-            self._redistributed(leaf, routes[leaf]) if isinstance(leaf, Value) else repr(leaf)
+            self._emit_route(leaf, routes[leaf]) if isinstance(leaf, Value) else repr(leaf)
             for leaf in self.graph.outputs
         ]
         updates = [
-            self._redistributed(value, self.communication.update_routes[before])
+            self._emit_route(value, self.communication.update_routes[before])
             for before, value in self.graph.updates
         ]
         returns = f"[{', '.join(outputs)}], [{', '.join(updates)}]"
-        lines = self.source.nest_segments([*outputs, *updates], self._checkpoint())
+        lines = self.source.nest_segments([*outputs, *updates], self._recompute_function())
         body = write_body(lines, [*outputs, *updates])
         text = "\n".join([HEADER, *body, f"    return {returns}\n"])
         return Program(
@@ -227,8 +227,8 @@ class _Lowering:
             partial(compile_regions, self.source, lines, (HEADER, returns)),
         )
 
-    def _checkpoint(self) -> Callable[..., Any]:
-        """Return the function that runs recomputed segments.
+    def _recompute_function(self) -> Callable[..., Any]:
+        """Return the function that runs segments with recomputation.
 
         On one device, random operators draw from PyTorch's generator, whose state the function must
         restore if a recomputed operator is random; on several devices each draw has its own seed.
@@ -240,8 +240,8 @@ class _Lowering:
 
     # Values
 
-    def _variable(self, value: Value) -> str:
-        """Return the variable that holds `value` in its initial layout; emit reads of arguments."""
+    def _initial_variable(self, value: Value) -> str:
+        """Return the variable of `value` in its initial layout; emit reads of program arguments."""
         if value not in self.variables:
             name = self.variables[value] = self.source.name(value.name)
             is_cast = value.dtype != value.stored_dtype
@@ -266,16 +266,16 @@ class _Lowering:
                 self.source.add([name], constant, [])
         return self.variables[value]
 
-    def _redistributed(self, value: Value, route: Sequence[Transfer]) -> str:
-        """Emit the transfers of `route`, and return the variable that holds `value` after them."""
+    def _emit_route(self, value: Value, route: Sequence[Transfer]) -> str:
+        """Emit the transfers of `route`, and return the variable of `value` after these."""
         name = self.buckets.member(value, route)
         if name is None:
-            name = self._variable(value)
+            name = self._initial_variable(value)
         else:
             route = route[num_bucketed_steps(route) :]
         return self.transfers.convert(name, route)
 
-    def _pending_loss(self) -> Transfer | None:
+    def _pending_loss_transfer(self) -> Transfer | None:
         """Return the all-reduce of the loss that the program does not finish, or None."""
         loss = self.graph.loss
         # An operator that reads the loss would wait for the all-reduce anyway.
@@ -285,13 +285,13 @@ class _Lowering:
         return route[-1] if route and route[-1].step.kind == "all_reduce" else None
 
     def _weight_variable(self, op: Op) -> str:
-        return self._redistributed(op.inputs[1], self.communication.routes[op.name, 1])
+        return self._emit_route(op.inputs[1], self.communication.routes[op.name, 1])
 
     # Operators
 
     def _emit_early_starts(self) -> set[Op]:
-        """Emit the first halves of two-phase kernels that depend on inputs only at the top of the
-        program, so that their second halves need not wait for other devices.
+        """Emit at the top of the program the first halves of two-phase kernels that depend only on
+        inputs, so that the second halves need not wait for other devices.
 
         Returns:
             The operators emitted to compute the inputs of these kernels.
@@ -312,7 +312,7 @@ class _Lowering:
                     self._emit_operator(producer)
             emitted_early.update(producers)
             routes = [(op.inputs[i], self.communication.routes[op.name, i]) for i in kernel.reads]
-            reads = [self._redistributed(value, route) for value, route in routes]
+            reads = [self._emit_route(value, route) for value, route in routes]
             name = self.started_kernels[op] = self.source.name(f"{op.name}_ahead")
             start = self.source.refer(f"start_{op.short_name}", kernel.start)
             self.source.add([name], f"{start}({', '.join(reads)})", reads, f"{op.name}: ahead")
@@ -324,22 +324,22 @@ class _Lowering:
         for index, value in enumerate(op.inputs):
             # Inputs of the linear layer come first, as in the graph: overlap depends on the order.
             if value in self.deferred_linears:
-                self._emit_inputs(self.deferred_linears[value])
+                self._emit_linear_inputs(self.deferred_linears[value])
                 continue
             route = self.communication.routes[op.name, index]
-            variables.append(self._redistributed(value, route))
+            variables.append(self._emit_route(value, route))
             input_variables[index] = variables[-1]
         if op.inputs and op.inputs[0] in self.deferred_linears:
-            self._emit_with_bias(self.deferred_linears.pop(op.inputs[0]), op, input_variables[1])
+            self._emit_biased_layer(self.deferred_linears.pop(op.inputs[0]), op, input_variables[1])
             return
         rule = rule_of(op)
-        args, kwargs = self._arguments(op, rule)
+        args, kwargs = self._local_args(op, rule)
         counter = iter(range(len(op.inputs)))
 
         def variable(_: Value) -> str:
             return input_variables[next(counter)]
 
-        function = self._function(op, rule)
+        function = self._function_name(op, rule)
         # The layer's weight gradient overlaps a collective of the backward pass
         # (`runtime/overlap.py`).
         if op in self.transfers.delayed:
@@ -357,21 +357,21 @@ class _Lowering:
             variables.append(self.started_kernels[op])
         names = [self.source.name(value.name) for value in op.outputs]
         self.variables.update(zip(op.outputs, names, strict=True))
-        call, comment = f"{function}({', '.join(texts)})", self._comment(op, rule)
-        segment, label = self._segment_name(op), self._label(op)
+        call, comment = f"{function}({', '.join(texts)})", self._operator_comment(op, rule)
+        segment, label = self._segment_name(op), self._range_label(op)
         self.source.add(names, call, variables, comment, returns_many(op), segment, label)
         for value, name in zip(op.outputs, names, strict=True):
             self.transfers.start(value, name)
 
-    def _label(self, op: Op) -> str:
+    def _range_label(self, op: Op) -> str:
         return op.name if self.devices.named_ranges else ""
 
     def _segment_name(self, op: Op) -> str | None:
         segment = self.communication.segment_of.get(op.name)
         return segment.name if segment is not None else None
 
-    def _arguments(self, op: Op, rule: ShardingRule | None) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments of the operator, with output sizes replaced by local sizes."""
+    def _local_args(self, op: Op, rule: ShardingRule | None) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of `op`, with output sizes replaced by local sizes."""
         args, kwargs = list(op.args), dict(op.kwargs)
         if rule is not None and rule.sizes is not None:
             # `view(b, s, d)` of a shard has local sizes.
@@ -382,7 +382,7 @@ class _Lowering:
             kwargs["device"] = self.devices.device
         return args, kwargs
 
-    def _function(self, op: Op, rule: ShardingRule | None) -> str:
+    def _function_name(self, op: Op, rule: ShardingRule | None) -> str:
         """Return the name of the function that computes `op` on local tensors."""
         function = self.kernels.of(op)
         if op in self.started_kernels:
@@ -414,7 +414,7 @@ class _Lowering:
             f"local_{op.short_name}" if function is not op.target else op.short_name, function
         )
 
-    def _comment(self, op: Op, rule: ShardingRule | None) -> str:
+    def _operator_comment(self, op: Op, rule: ShardingRule | None) -> str:
         if rule is None:
             return f"{op.name}: no sharding rule, computed in full on every device"
         named = self.devices.matrix.named
@@ -449,24 +449,24 @@ class _Lowering:
             and self._segment_name(op) == self._segment_name(add)
         )
 
-    def _emit_inputs(self, layer: Op) -> list[str]:
+    def _emit_linear_inputs(self, layer: Op) -> list[str]:
         """Emit the inputs of a linear layer, and return their variables."""
         return [
-            self._redistributed(value, self.communication.routes[layer.name, index])
+            self._emit_route(value, self.communication.routes[layer.name, index])
             for index, value in enumerate(layer.inputs)
         ]
 
-    def _emit_with_bias(self, layer: Op, add: Op, bias: str) -> None:
-        reads, function = self._emit_inputs(layer), "aten.linear.default"
+    def _emit_biased_layer(self, layer: Op, add: Op, bias: str) -> None:
+        reads, function = self._emit_linear_inputs(layer), "aten.linear.default"
         if layer in self.transfers.delayed:
             function, reads[1] = (
                 self.source.refer("linear", delayed_linear),
                 self.transfers.delayed[layer],
             )
         name = self.variables[add.output] = self.source.name(layer.output.name)
-        comment = f"{self._comment(layer, rule_of(layer))}; with {add.name}"
+        comment = f"{self._operator_comment(layer, rule_of(layer))}; with {add.name}"
         reads.append(bias)
         call, segment = f"{function}({', '.join(reads)})", self._segment_name(layer)
-        label = self._label(layer)
+        label = self._range_label(layer)
         self.source.add([name], call, reads, comment, segment=segment, label=label)
         self.transfers.start(add.output, name)

@@ -14,7 +14,7 @@ from shardwright.core.lower.emit import Line, Source, write_body
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 REGION = "region"
-"""Name, in the program text, of the function of a repeated block."""
+"""Name of the function of a repeated block in the program text."""
 
 _VARIABLE = re.compile(r"(?<![\w.'])[A-Za-z_]\w*(?!=)\b")
 _READS_PARAMETERS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|reuse|finish)_\d+\(")
@@ -41,8 +41,7 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
     """Replace the longest run of repeated blocks by calls of one function; None if no blocks
     repeat.
 
-    Lines that read or gather parameters differ from block to block, and are moved ahead of the
-    block.
+    Lines that read or gather parameters differ between blocks, and are moved before their block.
 
     Args:
         lines: lines of a program.
@@ -78,19 +77,19 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
         for number in range(first + n * length, first + (n + 1) * length):
             result += moved_before.get(number, ())
         names = tuple(block[line].names[position] for line, position in positions)
-        result.append(_call(block, names))
+        result.append(_region_call(block, names))
     for number in range(first + count * length, len(remaining)):
         result += [*moved_before.get(number, ()), remaining[number]]
     result += moved_before.get(len(remaining), ())
     returns = tuple(blocks[0][line].names[position] for line, position in positions)
-    return Regions(result, blocks[0], _arguments(blocks[0]), returns)
+    return Regions(result, blocks[0], _region_arguments(blocks[0]), returns)
 
 
 def compile_regions(
     source: Source, lines: Sequence[Line], ends: tuple[str, str], compiler: Compiler
 ) -> Callable[..., Any] | None:
-    """Return the function of a program with its repeated blocks compiled once, as one function;
-    None if no blocks repeat.
+    """Return the function of a program whose repeated blocks are one function that is compiled
+    once; None if no blocks repeat.
 
     Args:
         source: source of the program, whose scope its text refers to.
@@ -112,12 +111,12 @@ def compile_regions(
     return Source({**source.scope, REGION: region}).compile(text, "program")
 
 
-def _call(block: Sequence[Line], names: tuple[str, ...]) -> Line:
-    arguments = _arguments(block)
+def _region_call(block: Sequence[Line], names: tuple[str, ...]) -> Line:
+    arguments = _region_arguments(block)
     return Line(names, f"{REGION}({', '.join(arguments)})", arguments, unpack=True)
 
 
-def _arguments(block: Sequence[Line]) -> tuple[str, ...]:
+def _region_arguments(block: Sequence[Line]) -> tuple[str, ...]:
     assigned = {name for line in block for name in line.names}
     return tuple(dict.fromkeys(n for line in block for n in line.reads if n not in assigned))
 
@@ -169,8 +168,8 @@ def _aligned_blocks(
 def _return_positions(
     lines: Sequence[Line], blocks: tuple[int, int, int], outputs: Collection[str]
 ) -> list[tuple[int, int]]:
-    """Return the variables that are read after their block: for each, the index of its line in the
-    block and its index among the line's names."""
+    """Return the positions of variables that are read after their block: (index of the line in the
+    block, index among the names of the line)."""
     length, first, count = blocks
     positions: dict[tuple[int, int], None] = {}
     read_by: dict[str, list[int]] = {}
@@ -186,18 +185,18 @@ def _return_positions(
     return sorted(positions)
 
 
-def _variables(line: Line) -> Iterator[str]:
-    yield from chain(line.reads, *map(_variables, line.body), line.names)
+def _line_variables(line: Line) -> Iterator[str]:
+    yield from chain(line.reads, *map(_line_variables, line.body), line.names)
 
 
 def _without_variable_names(line: Line) -> str:
     """Return the text of a line with all variables replaced by `_`."""
-    return _rename_variables(line, dict.fromkeys(_variables(line), "_"))
+    return _rename_variables(line, dict.fromkeys(_line_variables(line), "_"))
 
 
 def _with_numbered_variables(block: Sequence[Line]) -> list[str]:
     """Return the text of a block with variables numbered in order of first appearance."""
-    names = dict.fromkeys(chain(*map(_variables, block)))
+    names = dict.fromkeys(chain(*map(_line_variables, block)))
     numbered = {name: f"v{number}" for number, name in enumerate(names)}
     return [_rename_variables(line, numbered) for line in block]
 
