@@ -74,7 +74,7 @@ def test_keys_before_the_first_position_are_not_read() -> None:
 
 def test_a_block_reads_the_keys_of_its_window_only() -> None:
     query, key = torch.empty(1, 1, 2048, 2), torch.empty(1, 1, 2560, 2)
-    mask = blockwise_attention._Mask((query, key, key), (), "", True, 1024, 512)
+    mask = blockwise_attention._BlockMask((query, key, key), (), "", True, 1024, 512)
     read = [(rows, keys) for (rows, keys, _), _ in mask.blocks()]
     assert [(s.start, s.stop) for s, _ in read] == [(n, n + 256) for n in range(0, 2048, 256)]
     assert [keys.stop - rows.stop for rows, keys in read] == [512] * 8
@@ -106,7 +106,7 @@ def test_a_block_reads_the_keys_of_its_documents_only() -> None:
     query = torch.empty(1, 1, 1024, 2)
     document = torch.arange(1024) // 300
     vectors = document[:, None], document[None]
-    mask = blockwise_attention._Mask((query, query), vectors, "eq 0 1", False, None, 0)
+    mask = blockwise_attention._BlockMask((query, query), vectors, "eq 0 1", False, None, 0)
     read = [(keys.start, keys.stop) for (_, keys, _), _ in mask.blocks()]
     assert read == [(0, 300), (0, 600), (300, 900), (600, 1024)]
 

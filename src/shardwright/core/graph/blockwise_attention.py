@@ -19,7 +19,7 @@ from shardwright.core.torch_internals.dispatch import autograd_in_operators
 aten = torch.ops.aten
 
 MIN_ROWS = 256
-"""Minimum number of queries per block; with a wide window, a quarter of the window is used."""
+"""Minimum number of queries per block; with a wide window, a block is a quarter of the window."""
 
 
 @torch.library.custom_op("shardwright::blockwise_attention", mutates_args=())
@@ -62,7 +62,7 @@ def blockwise_attention(
     tensors = _without_negative_positions((query, key, value), first_key)
     if _can_use_flash(tensors, causal, window, terms):
         out, lse, *_ = aten._flash_attention_forward(
-            *_transposed(tensors),
+            *_flash_layout(tensors),
             *_length_arguments(tensors),
             0.0,
             False,
@@ -71,14 +71,14 @@ def blockwise_attention(
         )
         return out.transpose(1, 2), lse
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
-    mask = _Mask(tensors, vectors, terms, causal, window, start - max(0, first_key))
+    mask = _BlockMask(tensors, vectors, terms, causal, window, start - max(0, first_key))
     for slices, allowed in mask.blocks():
         out[..., slices[0], :] = _attend_block(_slice_rows(tensors, slices), allowed, scale)
     return out, query.new_zeros(query.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("shardwright::blockwise_attention_backward", mutates_args=())
-def _backward(
+def _attention_backward(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -98,7 +98,7 @@ def _backward(
         _without_negative_positions(each, first_key) for each in ((query, key, value), gradients)
     )
     if _can_use_flash(tensors, causal, window, terms):
-        transposed = _transposed((gradient, *tensors, out))
+        transposed = _flash_layout((gradient, *tensors, out))
         # The state of the random generator is only read if there is dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         results = aten._flash_attention_backward(
@@ -114,7 +114,7 @@ def _backward(
         for total, result in zip(nonnegative_gradients, results, strict=True):
             total.copy_(result.transpose(1, 2))
         return gradients
-    mask = _Mask(tensors, vectors, terms, causal, window, start - max(0, first_key))
+    mask = _BlockMask(tensors, vectors, terms, causal, window, start - max(0, first_key))
     for slices, allowed in mask.blocks():
         # Autograd is off inside operators; here it recomputes and differentiates one block.
         with autograd_in_operators():
@@ -129,11 +129,11 @@ def _backward(
 
 
 Slices = tuple[slice, slice, slice]
-"""The ranges of positions of a block in queries, keys and values."""
+"""Ranges of positions of a block in queries, keys and values."""
 
 
-class _Mask:
-    """The attention mask, computed block by block.
+class _BlockMask:
+    """Attention mask, computed block by block.
 
     Args:
         tensors: query, key and value.
@@ -191,7 +191,7 @@ class _Mask:
 
 
 def _trim_to_allowed(keys: slice, allowed: Tensor) -> tuple[slice, Tensor]:
-    """Trim a range of keys, and the mask, from the first to the last key that a query of the block
+    """Trim a range of keys and its mask to the first through the last key that a query of the block
     reads; at least one key remains."""
     read_keys = allowed.flatten(0, -2).any(0).nonzero()
     first, last = (int(read_keys[0]), int(read_keys[-1])) if len(read_keys) else (0, 0)
@@ -245,7 +245,7 @@ def _window_options(window: int | None, scale: float | None) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
 
 
-def _transposed(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _flash_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors in the layout of flash kernels: `[batch, positions, heads, size]`."""
     return [tensor.transpose(1, 2) for tensor in tensors]
 
@@ -262,21 +262,21 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
     return query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=torch.float32)
 
 
-@_backward.register_fake
+@_attention_backward.register_fake
 def _(gradient: Tensor, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (torch.empty_like(each) for each in tensors[:3])
     return query, key, value
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, vectors, *ctx.options = inputs
     ctx.save_for_backward(query, key, value, *output, *vectors)
 
 
-def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _attention_gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
     query, key, value, out, lse, *vectors = ctx.saved_tensors
-    gradients = _backward(gradient, query, key, value, vectors, out, lse, *ctx.options)
+    gradients = _attention_backward(gradient, query, key, value, vectors, out, lse, *ctx.options)
     return (*gradients, [None] * len(vectors), *(None for _ in ctx.options))
 
 
-blockwise_attention.register_autograd(_gradients, setup_context=_save)
+blockwise_attention.register_autograd(_attention_gradients, setup_context=_save_for_backward)

@@ -72,13 +72,13 @@ def _(gradient: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(log_probs)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.options = inputs[4:]
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _ctc_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return ctc_gradient(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 5
 
 
-ctc_losses.register_autograd(_backward, setup_context=_save)
+ctc_losses.register_autograd(_ctc_backward, setup_context=_save_for_backward)

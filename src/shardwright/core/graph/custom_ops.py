@@ -70,7 +70,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     scale_grad_by_freq: bool = False,
 ) -> Tensor:
-    """Compute `torch.nn.functional.embedding_bag`: `[bags, features]`, one row per bag.
+    """Compute `torch.nn.functional.embedding_bag`, `[bags, features]`.
 
     Args:
         weight: `[rows, features]`.
@@ -114,7 +114,7 @@ def batch_norm_train(
         eps: added to the variance.
 
     Returns:
-        The normalized `x`; with running statistics also the new ones, `[c]`, without gradient.
+        The normalized `x`, and new running statistics, `[c]`, without gradient, if passed.
     """
     if running_mean is None or running_var is None:
         return F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
@@ -149,7 +149,7 @@ def instance_norm_train(
     return y, mean, variance
 
 
-class _Assigned(torch.autograd.Function):
+class _AssignParameter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, value: Tensor) -> Tensor:
         return value.view_as(value)
@@ -165,12 +165,12 @@ def assigned(parameter: Tensor, value: Tensor) -> Tensor:
     The gradient of the result flows to `parameter` unchanged, since autograd does not record the
     change. Both tensors have the same shape.
     """
-    result: Tensor = _Assigned.apply(parameter, value)  # type: ignore[no-untyped-call]
+    result: Tensor = _AssignParameter.apply(parameter, value)  # type: ignore[no-untyped-call]
     return result
 
 
 Steps = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
-"""A function of one tensor as data: (operator, arguments, keyword arguments) of each step.
+"""Function of one tensor as data: (operator, arguments, keyword arguments) of each step.
 
 Operators are ATen names such as `aten.mul.Tensor`, or `getitem`. Among the arguments, `"%0"` is the
 input tensor and `"%1"` the result of the first step."""
@@ -350,5 +350,5 @@ def _step_function(name: str) -> Any:
     _, packet, overload = name.split(".")
     step = getattr(getattr(torch.ops.aten, packet), overload)
     if not isinstance(step, OpOverload):  # names may come from a file, which must not run code
-        raise ValueError(f"{name!r} is not an ATen operator")
+        raise ValueError(f"{name!r} is no ATen operator\nuse a name such as aten.mul.Tensor")
     return step

@@ -31,8 +31,9 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
 
     Args:
         graph: the graph to convert.
-        twin: a graph captured from the module in float64. If it has the same operators, its floats
-            and constants are used, which may depend on the dtype (`torch.finfo(x.dtype).eps`).
+        twin: a graph captured from the module in float64. If both graphs have the same operators,
+            floats and constants are taken from `twin`, since they may depend on the dtype
+            (`torch.finfo(x.dtype).eps`).
     """
     new = {
         value: replace(value, dtype=double_dtype(value.dtype), outer_dtype=None)
@@ -77,11 +78,11 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
         updates=tuple((new[a], new[b]) for a, b in graph.updates),
         loss=None if graph.loss is None else new[graph.loss],
         other_losses=tuple(new[v] for v in graph.other_losses),
-        whole_batch=_in_float64(graph.whole_batch, None if twin is None else twin.whole_batch),
+        whole_batch=_whole_batch_in_float64(graph.whole_batch, twin.whole_batch if twin else None),
     )
 
 
-def _in_float64(
+def _whole_batch_in_float64(
     whole_batch: WholeBatch | str | None, twin: WholeBatch | str | None
 ) -> WholeBatch | str | None:
     if not isinstance(whole_batch, WholeBatch) or whole_batch.prologue is None:
@@ -93,9 +94,9 @@ def _in_float64(
 def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
     """Map each operator of `graph` to the operator of `twin`; empty if the operators differ.
 
-    Casts between floating-point dtypes are left out, since a graph in float64 has fewer of them.
+    Omits casts between floating-point dtypes, since a graph in float64 has fewer casts.
     """
-    ops, twin_ops = ([op for op in g.ops if not _is_cast(op)] for g in (graph, twin))
+    ops, twin_ops = ([op for op in g.ops if not _is_float_cast(op)] for g in (graph, twin))
     # A model may branch on dtypes, and then have other operators in float64.
     if [_target_in_float64(op) for op in ops] != [_target_in_float64(op) for op in twin_ops]:
         return {}
@@ -113,7 +114,7 @@ def _target_in_float64(op: Op) -> object:
     return SEGMENT_MATMUL if is_product_of_row_groups(op) else op.target
 
 
-def _is_cast(op: Op) -> bool:
+def _is_float_cast(op: Op) -> bool:
     """Whether the operator converts one floating-point dtype to another."""
     values = (*op.inputs[:1], *op.outputs)
     converts = str(op.target).startswith(("aten.to.", "aten._to_copy.", "aten.type_as."))
@@ -217,7 +218,7 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`torch._grouped_mm` with a float64 kernel for products of groups of rows."""
+    """Compute `torch._grouped_mm`, also in float64 for products of groups of rows."""
     if offs is None or bias is not None or (mat_a.ndim, mat_b.ndim) != (2, 3):
         product: Tensor = GROUPED_MM(mat_a, mat_b, offs, bias, out_dtype)
     else:

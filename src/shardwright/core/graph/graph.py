@@ -23,7 +23,7 @@ from shardwright.core.torch_internals.operators import OpOverload, operator_name
 
 
 class Kind(Enum):
-    """The origin of a value."""
+    """Origin of a value."""
 
     INPUT = "input"
     PARAMETER = "parameter"
@@ -92,13 +92,13 @@ def target_name(target: OpTarget) -> str:
     return f"{target.__module__}.{target.__qualname__}"
 
 
-def _structure(argument: Any) -> Any:
+def _hashable_structure(argument: Any) -> Any:
     if isinstance(argument, Value):
         return argument.shape, argument.dtype
     if isinstance(argument, (list, tuple)):
-        return tuple([_structure(item) for item in argument])
+        return tuple([_hashable_structure(item) for item in argument])
     if isinstance(argument, dict):
-        return tuple([(key, _structure(item)) for key, item in argument.items()])
+        return tuple([(key, _hashable_structure(item)) for key, item in argument.items()])
     return argument
 
 
@@ -135,26 +135,26 @@ class Op:
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
-        """The tensor arguments: those in `args`, then those in `kwargs`."""
+        """Tensor arguments, first from `args`, then from `kwargs`."""
         flat = pytree.tree_leaves((self.args, self.kwargs))
         return tuple(leaf for leaf in flat if isinstance(leaf, Value))
 
     @cached_property
     def structure(self) -> Any:
-        """A hashable form of `args` and `kwargs`, with shape and dtype in place of each tensor."""
-        return _structure(self.args), _structure(self.kwargs)
+        """Hashable form of `args` and `kwargs`, with shape and dtype in place of each tensor."""
+        return _hashable_structure(self.args), _hashable_structure(self.kwargs)
 
     @property
     def short_name(self) -> str:
-        """The operator without namespace and overload, `mean` for `aten.mean.dim`, or the name of
-        the function."""
+        """Name of the function, or of the ATen operator without namespace and overload: `mean` for
+        `aten.mean.dim`."""
         if isinstance(self.target, OpOverload):
             return operator_name(self.target)
         return self.target.__name__
 
     @property
     def takes_device(self) -> bool:
-        """Whether the operator creates a tensor without reading any, and has a `device`
+        """Whether the operator creates a tensor from no tensor inputs, and has a `device`
         argument."""
         if self.inputs or not isinstance(self.target, OpOverload):
             return False
@@ -188,17 +188,17 @@ SampleReduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """The relation between the graph of a micro-batch and the loss of the global batch.
+    """Relation between the graph of a micro-batch and the loss of the global batch.
 
     Args:
         reduction: whether the loss of the batch is the mean or the sum of the micro-batches'
             losses.
         prologue: a graph of the global batch whose outputs depend on no parameter, such as the
             number of valid targets; run once per step, before the first micro-batch.
-        values: for each output of the prologue, the name of the buffer as which micro-batches read
-            it, and the dimension that is split into micro-batches, or None.
-        outputs: name of each output that is a mean or sum over samples, with that reduction, and of
-            each output with a batch dimension, with that dimension.
+        values: (name of the buffer that passes the output to micro-batches, dimension that is split
+            into micro-batches or None) for each output of the prologue.
+        outputs: (name, reduction) of each output that is a mean or sum over samples, and (name,
+            batch dimension) of each output with a batch dimension.
         rewritten: whether operators differ from those of the captured micro-batch.
     """
 
@@ -242,7 +242,7 @@ class Graph:
             None for no cast.
         attributes: (module path, name, text) of each plain attribute that `forward` reads; the
             text is `""` unless the attribute consists of numbers and strings.
-        autocast_on: the device type of the captured autocast regions; None without any.
+        autocast_on: the device type of the captured autocast regions; None without regions.
         whole_batch: for the graph of a micro-batch, its relation to the loss of the global batch. A
             string is the reason why micro-batches cannot compute that loss; None if the graph has
             not been analyzed.
@@ -293,12 +293,12 @@ class Graph:
 
     @cached_property
     def producer(self) -> dict[Value, Op]:
-        """The operator that computes each activation."""
+        """Operator that computes each activation."""
         return {value: op for op in self.ops for value in op.outputs}
 
     @cached_property
     def consumers(self) -> dict[Value, tuple[tuple[Op, int], ...]]:
-        """The operators that read each value, each with the index of the input."""
+        """(operator, input index) of each read of each value."""
         consumers: dict[Value, list[tuple[Op, int]]] = {value: [] for value in self.values()}
         for op in self.ops:
             for index, value in enumerate(op.inputs):
@@ -321,7 +321,7 @@ class Graph:
 
     @property
     def module_buffers(self) -> tuple[Value, ...]:
-        """The buffers of the module, without those that the prologue of a step computes."""
+        """Buffers of the module, without buffers that the prologue of a step computes."""
         if not isinstance(self.whole_batch, WholeBatch):
             return self.buffers
         computed = self.whole_batch.names
@@ -329,8 +329,8 @@ class Graph:
 
     @property
     def trained(self) -> tuple[Value, ...]:
-        """The outputs whose gradients search and prediction count: the losses or, without a loss,
-        all outputs."""
+        """Outputs whose gradients search and prediction count: the losses or, without a loss, all
+        outputs."""
         return (self.loss, *self.other_losses) if self.loss is not None else self.output_values
 
     def values(self) -> Iterator[Value]:

@@ -20,7 +20,7 @@ def interpret(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Run a captured module.
+    """Run a captured module on one device.
 
     Args:
         graph: the captured module.
@@ -68,7 +68,7 @@ def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[
 
 
 def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the leaves of a call's arguments, after checking them.
+    """Return the leaves of the arguments of a call, after checking that they match the graph.
 
     Raises:
         CaptureError: if structure, shapes or constants differ from those of the captured call.

@@ -1,13 +1,13 @@
 """The declaration of a `local_map`: the dimensions of its tensors, and which may be sharded.
 
 In "b s _h, _h -> b s _h", a name such as `b` is a dimension that may be sharded; `_` and names
-that begin with it, such as `_h`, are dimensions that may not.
+that begin with `_`, such as `_h`, are dimensions that may not.
 
 - An input that lacks a sharded name is replicated, and its gradient is a partial sum.
 - A result that lacks a sharded name must be declared a partial sum or a partial mean.
 
-Local and global sizes follow from those of the inputs by name. Example, sharded into two along
-`b`: inputs `[8, 4, 16]` and `[16]` become `[4, 4, 16]` and `[16]`, the result `[4, 4, 16]`.
+Local and global sizes of results are inferred from the inputs by name. In two shards along `b`,
+inputs `[8, 4, 16]` and `[16]` become `[4, 4, 16]` and `[16]`, and the result `[4, 4, 16]`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 DimNames = tuple[str | None, ...]
-"""The name of each dimension of a tensor; None for a dimension that is never sharded."""
+"""Name of each dimension of a tensor; None for a dimension that is never sharded."""
 
 ShapeEntry = tuple[str, ...]
-"""The notation of each dimension of a tensor: a name, `_`, `_name`, or the size of a result."""
+"""Notation of each dimension of a tensor: a name, `_`, `_name`, or the size of a result."""
 
 Partial = Literal["sum", "mean"] | None
 """Reduction of the local results over a sharded name that a result lacks."""
@@ -45,17 +45,17 @@ class Declaration:
 
     @cached_property
     def input_dims(self) -> tuple[DimNames, ...]:
-        return tuple(map(_dims, self.inputs))
+        return tuple(map(_dim_names, self.inputs))
 
     @cached_property
     def output_dims(self) -> tuple[DimNames, ...]:
-        """The names of the dimensions of each result; None in place of names that no input has.
+        """Names of the dimensions of each result; None in place of names that no input has.
 
-        The part that a rank computes of such a dimension would be unknown.
+        Without an input, the size of a rank's shard of a dimension is unknown.
         """
         input_names = {name for dims in self.input_dims for name in dims}
         return tuple(
-            tuple(name if name in input_names else None for name in _dims(entry))
+            tuple(name if name in input_names else None for name in _dim_names(entry))
             for entry in self.outputs
         )
 
@@ -82,5 +82,5 @@ class Declaration:
         return tuple(sizes.get(name, size) for name, size in pairs)
 
 
-def _dims(entry: ShapeEntry) -> DimNames:
+def _dim_names(entry: ShapeEntry) -> DimNames:
     return tuple(None if token[0] == "_" or token.isdigit() else token for token in entry)

@@ -95,7 +95,7 @@ def connect_unread_inputs(
 
 
 def reached_by_gradients(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
-    """Return, for each of `tensors`, whether a result depends on it.
+    """Return for each tensor in `tensors` whether a result depends on it.
 
     Args:
         results: the results of the code.
@@ -160,7 +160,7 @@ RunLocally = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def on_each_rank(run: RunLocally, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run code separately on each simulated rank, since it may depend on values that differ.
+    """Run code separately on each simulated rank, since values that it reads differ between ranks.
 
     Args:
         run: the code.
@@ -245,7 +245,7 @@ def record_saved_inputs(
 def _gradient_of_ranks(
     gradients_of_rank: dict[int, list[Tensor | None]], index: int
 ) -> Tensor | None:
-    """Combine the gradients of input `index` on all simulated ranks; None if no rank has one."""
+    """Return the gradient of input `index` on all simulated ranks, or None if it is None on all."""
     gradients = {
         rank: gradient
         for rank, of_inputs in gradients_of_rank.items()

@@ -1,4 +1,4 @@
-"""`LocalCall`: the operator of a `local_map`, a part of a model that is not traced.
+"""`LocalCall`: the operator of a `local_map`, code of a model that is not traced.
 
 The Python code, kernels and data-dependent shapes of a `local_map` are opaque. In a graph it is one
 operator whose inputs are the tensors of the call, then the parameters and buffers of the module,
@@ -36,7 +36,7 @@ log = logging.getLogger("shardwright.cost")
 
 
 class Body(Protocol):
-    """The original code of a `local_map`."""
+    """Original code of a `local_map`."""
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
         """Run the code with `state` in place of its parameters and buffers.
@@ -47,13 +47,12 @@ class Body(Protocol):
 
     @property
     def text(self) -> str:
-        """A text that identifies the code; equal for layers that differ only in their
-        parameters."""
+        """Text that identifies the code; equal for layers that differ only in their parameters."""
 
 
 @dataclass(frozen=True, eq=False)
 class FunctionBody:
-    """The code of a function, which has no state."""
+    """Code of a function, which has no state."""
 
     function: Callable[..., Any]
 
@@ -88,7 +87,7 @@ def _argument_text(argument: Any) -> str:
 
 @dataclass(frozen=True)
 class _BoundModule:
-    """A module, and its attributes that are replaced while it runs.
+    """Module with the attributes that are replaced while it runs.
 
     Args:
         module: the module.
@@ -131,13 +130,13 @@ class _BoundModule:
 
 @dataclass(frozen=True, eq=False)
 class ModuleBody:
-    """The code of a module in a model.
+    """Code of a module in a model.
 
     Args:
         root: returns the model, or None if it has been deleted.
         path: path of the module in the model.
-        names: all names of each parameter and buffer in the module, parameters first; more than one
-            name if it is tied.
+        names: all names of each parameter and buffer in the module, parameters first; several names
+            for a tied tensor.
         parameters: number of parameters in `names`; the rest are buffers.
         text: class and submodules of the module.
     """
@@ -150,7 +149,7 @@ class ModuleBody:
     _bound: dict[int, _BoundModule] = field(default_factory=dict)
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
-        module = self._module()
+        module = self._submodule()
         is_first = id(module) not in self._bound
         if is_first:
             self._bound[id(module)] = _BoundModule.of(module, self.names)
@@ -169,7 +168,7 @@ class ModuleBody:
                 changed[index] = after[index]
         return result, changed
 
-    def _module(self) -> nn.Module:
+    def _submodule(self) -> nn.Module:
         root = self.root()
         if root is None:
             raise PlanError(
@@ -186,7 +185,7 @@ def _container_text(result: Any) -> str:
 
 
 def _has_other_values(tensor: Tensor, copied: Tensor) -> bool:
-    """Whether a tensor differs from an earlier copy; False if it has no values."""
+    """Whether a tensor differs from an earlier copy; False for a tensor without values."""
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
     return not torch.equal(tensor.detach().nan_to_num(), copied.nan_to_num())
@@ -194,23 +193,23 @@ def _has_other_values(tensor: Tensor, copied: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LocalCall:
-    """The target of an operator: one call of a `local_map`. It is called with tensors only.
+    """Operator target of one call of a `local_map`; a function of tensors only.
 
     Args:
         name: path of the module, or name of the function.
-        declaration: the user's declaration of its tensors.
+        declaration: the user's declaration of the tensors of the call.
         body: the code, for tensors with values.
-        sample: a copy of the code for tensors without values; None if it needs values.
+        sample: a copy of the code for tensors without values; None if the code needs values.
         structure: pytree structure of the arguments of the call.
         constants: (index, leaf) of the leaves of the arguments that are not tensors.
         results: global shape and dtype of each result, followed by those of changed buffers.
         changed: indices of the buffers that the code changes, in the state.
         autocast: dtype of the autocast region around the call; None outside of one.
         random: whether the code draws random numbers.
-        flops: floating-point operations of a forward pass of the full batch, as stated by the user;
+        flops: floating-point operations of a forward pass of the full batch, declared by the user;
             None to count them on `sample`.
-        saved_bytes: bytes saved for the backward pass of the full batch, as stated by the user;
-            None to count them on `sample`.
+        saved_bytes: bytes saved for the backward pass of the full batch, declared by the user; None
+            to count them on `sample`.
         in_float64: whether all floating-point tensors are float64, for exact comparisons.
     """
 
@@ -234,14 +233,14 @@ class LocalCall:
         object.__setattr__(self, "__qualname__", repr(self))
 
     @property
-    def _key(self) -> tuple[Any, ...]:
-        """The fields that equality compares; names, models and sizes follow from the arguments."""
+    def _eq_key(self) -> tuple[Any, ...]:
+        """Fields that equality compares; the arguments imply names, models and sizes."""
         dtypes = tuple(dtype for _, dtype in self.results)
         constants = repr(self.constants)
         return (self.declaration, self.body.text, constants, dtypes, self.autocast)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, LocalCall) and self._key == other._key)
+        return self is other or (isinstance(other, LocalCall) and self._eq_key == other._eq_key)
 
     def __hash__(self) -> int:
         return hash((self.declaration, self.body.text))
@@ -281,7 +280,7 @@ class LocalCall:
         return results[0] if len(results) == 1 else results
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the code on local shards; same as `__call__`, but always returns a tuple."""
+        """Run the code on local shards as `__call__` does, and always return a tuple."""
         if any(by_rank(tensor) is not None for tensor in tensors):
             return on_each_rank(self.run, tensors)
         if all(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -323,7 +322,8 @@ class LocalCall:
     def _check_container(self, result: Any, count: int) -> None:
         """Check that code that needs values returns the container that capture has assumed.
 
-        Capture cannot run such code, and assumes a tensor or a tuple of `count` tensors.
+        Capture cannot run code that needs values, and assumes a tensor or a tuple of `count`
+        tensors.
 
         Raises:
             CaptureError: if the code returns another container.
@@ -350,7 +350,7 @@ class LocalCall:
         device_type = tensors[0].device.type
         return torch.autocast("cpu" if device_type == "meta" else device_type, self.autocast)
 
-    def _local_results(
+    def _local_result_types(
         self, tensors: Sequence[Tensor]
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return the declared local shape and dtype of each result for these inputs."""
@@ -368,12 +368,12 @@ class LocalCall:
         Raises:
             CaptureError: unless number, shapes and dtypes of the results are as declared.
         """
-        expected, num_changed = self._local_results(tensors), len(self.changed)
+        expected, num_changed = self._local_result_types(tensors), len(self.changed)
         if len(results) != len(expected):
             raise CaptureError(
                 f"local_map {self.name!r} returns {len(results) - num_changed} tensors, but"
                 f" `{self.declaration.text}` declares {len(expected) - num_changed}\n"
-                "write an entry for each result"
+                "declare each result, separated by commas as in `b s -> b s, b`"
             )
         for index, (tensor, (shape, dtype)) in enumerate(zip(results, expected, strict=True)):
             # In float64, a kernel may still return another floating-point dtype.
@@ -436,7 +436,7 @@ class LocalCall:
                     *(self.name, error),
                 )
         return empty_results(
-            self._local_results(tensors), tensors, self._local_saved_bytes(tensors)
+            self._local_result_types(tensors), tensors, self._local_saved_bytes(tensors)
         )
 
     def _local_saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:
@@ -445,12 +445,12 @@ class LocalCall:
         if self.saved_bytes is None:
             return None
         global_numel = sum(math.prod(shape) for shape, _ in self.results)
-        local_numel = sum(math.prod(shape) for shape, _ in self._local_results(tensors))
+        local_numel = sum(math.prod(shape) for shape, _ in self._local_result_types(tensors))
         return int(self.saved_bytes * local_numel / max(global_numel, 1))
 
 
 def bind_modules(graph: Graph, root: nn.Module) -> Graph:
-    """Return a graph whose `local_map` calls run the modules of `root`; `graph` if it has none."""
+    """Return `graph` with `local_map` calls that run the modules of `root`."""
     if not any(is_module_call(op.target) for op in graph.ops):
         return graph
 

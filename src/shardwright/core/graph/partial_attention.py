@@ -38,12 +38,12 @@ def partial_attention(
         The attention output, `[batch, heads, queries, size]` with the size of the values, 0 for
         queries that read no key; and the log-sum-exp of the scores, `[batch, heads, queries]`.
     """
-    if _reads_none(query, diagonal):
+    if _reads_no_key(query, diagonal):
         rows = query.shape[:-1]
         empty_lse = query.new_full(rows, -torch.inf, dtype=_compute_dtype(query.dtype))
         return query.new_zeros(*rows, value.shape[-1]), empty_lse
     key, value = _repeat_heads(query, key, value)
-    causal = not _reads_all(key, diagonal)
+    causal = not _reads_all_keys(key, diagonal)
     if _can_use_flash(query, key, value, diagonal if causal else None):
         if query.is_cpu:
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -86,12 +86,12 @@ def partial_attention_backward(
         out, lse: the merged result and its log-sum-exp.
         diagonal, scale: the arguments of `partial_attention`.
     """
-    if _reads_none(query, diagonal):
+    if _reads_no_key(query, diagonal):
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     heads = key.shape[1]
     key, value = _repeat_heads(query, key, value)
     tensors = gradient, query, key, value, out, lse
-    causal = not _reads_all(key, diagonal)
+    causal = not _reads_all_keys(key, diagonal)
     if _can_use_flash(query, key, value, diagonal if causal else None):
         gradients = _flash_backward(tensors, causal, scale)
     else:
@@ -177,11 +177,11 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
-def _reads_none(query: Tensor, diagonal: int | None) -> bool:
+def _reads_no_key(query: Tensor, diagonal: int | None) -> bool:
     return diagonal is not None and diagonal <= -query.shape[-2]
 
 
-def _reads_all(key: Tensor, diagonal: int | None) -> bool:
+def _reads_all_keys(key: Tensor, diagonal: int | None) -> bool:
     return diagonal is None or diagonal >= key.shape[-2] - 1
 
 

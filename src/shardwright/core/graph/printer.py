@@ -26,8 +26,8 @@ def graph_text(graph: Graph) -> str:
 
 
 def typed(value: Value) -> str:
-    """Format a value with its type: `layer.weight float32 [8, 16]`, and `without gradient` for
-    frozen parameters."""
+    """Format a value with its type, `layer.weight float32 [8, 16]`, with the suffix `without
+    gradient` for a frozen parameter."""
     frozen = (
         " without gradient" if value.kind.value == "parameter" and not value.requires_grad else ""
     )

@@ -1,4 +1,4 @@
-"""The Python around a captured graph: state that a call reads, changes and returns besides
+"""Python code around a captured graph: state that a call reads, changes and returns besides
 tensors."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwright.core.torch_internals.dynamo import DynamoCapture, Guards
 
 @dataclass(frozen=True, eq=False)
 class HostNumbers:
-    """The operations of a graph on Python numbers alone, which every rank computes itself.
+    """Operations of a graph on Python numbers alone, which every rank computes itself.
 
     Args:
         inputs: the graph inputs that are numbers, each with its index.
@@ -33,7 +33,7 @@ class HostNumbers:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> HostNumbers:
-        """Find the numbers in a graph of Dynamo."""
+        """Return the numbers of a graph that Dynamo recorded."""
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         inputs = {node: i for i, node in enumerate(placeholders) if _is_number(node)}
         numbers, nodes = set(inputs), list[fx.Node]()
@@ -46,7 +46,7 @@ class HostNumbers:
                 numbers.add(node)
                 nodes.append(node)
         output = next(node for node in reversed(graph.nodes) if node.op == "output")
-        read = [n for n in (*inputs, *nodes) if any(_reads(u, numbers, output) for u in n.users)]
+        read = [n for n in (*inputs, *nodes) if _is_read_by_operator(n, numbers, output)]
         outputs = {i: n for i, n in enumerate(output.args[0]) if n in numbers}
         return cls(inputs, tuple(nodes), tuple(read), outputs)
 
@@ -56,7 +56,7 @@ class HostNumbers:
         return frozenset((*self.inputs, *self.nodes))
 
     def values(self, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-        """Return the value of each number, from the inputs of the graph."""
+        """Return the value of each number, computed from the inputs of the graph."""
         values: dict[fx.Node, Any] = {}
         for node, index in self.inputs.items():
             number = inputs[index]
@@ -84,8 +84,8 @@ def _is_number(node: fx.Node) -> bool:
     return _is_symbol(node) or (is_float and bool(node.users) and all(items))
 
 
-def _reads(user: fx.Node, numbers: set[fx.Node], output: fx.Node) -> bool:
-    return user not in numbers and user is not output
+def _is_read_by_operator(number: fx.Node, numbers: set[fx.Node], output: fx.Node) -> bool:
+    return any(user not in numbers and user is not output for user in number.users)
 
 
 ONCE_PER_BATCH = (
@@ -93,7 +93,7 @@ ONCE_PER_BATCH = (
     " several times per batch\nplan with micro_batches=1 and stages=1, or keep the state in buffers"
     " (`register_buffer`)"
 )
-"""Message of the error if a call that depends on Python state would be split."""
+"""Error message for a call that depends on Python state and would run several times per batch."""
 
 
 def number_tensor(number: float | bool) -> Tensor:
@@ -109,17 +109,17 @@ buffers of the model, by name."""
 
 @dataclass(frozen=True, eq=False)
 class PythonCall:
-    """The Python of one captured call, as TorchDynamo recorded it.
+    """Python code and state of one captured call, as TorchDynamo recorded them.
 
     Args:
         capture: bytecode that replays side effects and rebuilds the result.
         guards: guards on the Python state that the call has read.
-        state: by name of a constant of the graph, index of the input of Dynamo's graph that it
-            represents: a tensor in a plain attribute, a container or a global variable.
+        state: index of the input of Dynamo's graph that a constant of the graph represents, by name
+            of the constant: a tensor in a plain attribute, a container or a global variable.
         numbers: numbers that change between calls.
-        number_constants: by name of a constant of the graph, the number that it represents.
-        outputs: for each output of Dynamo's graph, its index in the outputs of the graph, or the
-            name of the buffer to which it is assigned; None for a number.
+        number_constants: number that a constant of the graph represents, by name of the constant.
+        outputs: for each output of Dynamo's graph, the index in the outputs of the graph, or the
+            name of the buffer to which the output is assigned; None for a number.
         changes_objects: whether the call changes Python objects besides the model's buffers.
     """
 
@@ -153,14 +153,14 @@ class PythonCall:
             args, kwargs: arguments of the call.
         """
         # A stack, as `forward` of one model may call another model.
-        self._programs.append(program)
+        self._program_stack.append(program)
         try:
             return self._bytecode(owner, *args, **kwargs)
         finally:
-            self._programs.pop()
+            self._program_stack.pop()
 
     @cached_property
-    def _programs(self) -> list[ConstantsProgram]:
+    def _program_stack(self) -> list[ConstantsProgram]:
         return []
 
     @cached_property
@@ -172,17 +172,17 @@ class PythonCall:
         def outputs(*inputs: Any) -> list[Any]:
             call = reference()
             assert call is not None
-            return call._outputs(inputs)
+            return call._graph_outputs(inputs)
 
         return self.capture.around(outputs)
 
-    def _outputs(self, inputs: Sequence[Any]) -> list[Any]:
+    def _graph_outputs(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of Dynamo's graph for its inputs."""
         numbers = self.numbers.values(inputs)
         constants = {name: inputs[index] for name, index in self.state.items()}
         for name, node in self.number_constants.items():
             constants[name] = number_tensor(numbers[node])
-        outputs, buffers = self._programs[-1](constants)
+        outputs, buffers = self._program_stack[-1](constants)
         results: list[Any] = []
         for index, source in enumerate(self.outputs):
             if source is None:

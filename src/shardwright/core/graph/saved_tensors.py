@@ -19,7 +19,7 @@ from shardwright.core.torch_internals.tensors import FakeTensorMode, storage_id
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """The tensors that autograd saves for the backward pass of one operator.
+    """Tensors that autograd saves for the backward pass of one operator.
 
     Args:
         inputs, outputs: indices of the saved inputs and outputs.
@@ -44,7 +44,7 @@ def saved_tensors(op: Op) -> SavedTensors:
     if op not in _CACHED_RESULTS:
         differentiable = any(value.differentiable for value in op.inputs)
         _CACHED_RESULTS[op] = (
-            _run_on_fakes(_OperatorKey.of(op)) if differentiable else SavedTensors()
+            _run_on_fake_tensors(_OperatorKey.of(op)) if differentiable else SavedTensors()
         )
     return _CACHED_RESULTS[op]
 
@@ -78,7 +78,7 @@ def _value_type(value: Value) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _run_on_fakes(key: _OperatorKey) -> SavedTensors:
+def _run_on_fake_tensors(key: _OperatorKey) -> SavedTensors:
     op = key.op
     fake, inputs = FakeTensorMode(), list[Tensor]()
 
@@ -102,7 +102,7 @@ def _run_on_fakes(key: _OperatorKey) -> SavedTensors:
     ):
         args, kwargs = op.arguments(tensor)
         results = op.target(*args, **kwargs)
-    outputs = [r for r in _leaves(results) if isinstance(r, Tensor)]
+    outputs = [r for r in _result_leaves(results) if isinstance(r, Tensor)]
     return _classify(packed, inputs, outputs)
 
 
@@ -132,7 +132,7 @@ def _classify(packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor])
     )
 
 
-def _leaves(results: Any) -> list[Any]:
+def _result_leaves(results: Any) -> list[Any]:
     return list(results) if isinstance(results, list | tuple) else [results]
 
 
@@ -145,9 +145,9 @@ aten = torch.ops.aten
 def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
     """Return the operator inputs for which autograd saves a parameter or buffer.
 
-    A linear layer saves its weight; an embedding and an addition do not. If a view of a parameter
-    is saved, the input of the first view is returned instead. An opaque `local_map` may save all
-    inputs.
+    A linear layer saves its weight; an embedding saves no table, an addition no bias. If a view of
+    a parameter is saved, the input of the first view is returned instead. An opaque `local_map` may
+    save all inputs.
     """
     needed: set[InputUse] = set()
     views: dict[Value, InputUse] = {}

@@ -1,4 +1,4 @@
-"""Grouped matrix multiplication: rows sorted by group, each times the matrix of its group.
+"""Grouped matrix multiplication: rows sorted by group, each multiplied by its group's matrix.
 
 An opaque operator, since the sizes of the groups depend on values. PyTorch's own `grouped_mm`
 supports neither float64 nor all strides; without it, each group is a separate product.
@@ -27,7 +27,7 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
     Returns:
         `[rows, columns]`.
     """
-    if _has_kernel(rows, matrices):
+    if _has_grouped_kernel(rows, matrices):
         out = F.grouped_mm(rows, matrices, offs=ends)
     else:
         out = rows.new_empty(rows.shape[0], matrices.shape[2])
@@ -42,7 +42,7 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
 @torch.library.custom_op("shardwright::segment_outer", mutates_args=())
 def _segment_outer(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
     """Sum the outer products of the rows of each group: `[groups, inner, columns]`."""
-    if _has_kernel(rows, gradients):
+    if _has_grouped_kernel(rows, gradients):
         return F.grouped_mm(rows.mT, gradients, offs=ends)
     out = rows.new_zeros(ends.shape[0], rows.shape[1], gradients.shape[1])
     for group, part in _group_slices(ends):
@@ -50,7 +50,7 @@ def _segment_outer(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _has_kernel(*tensors: Tensor) -> bool:
+def _has_grouped_kernel(*tensors: Tensor) -> bool:
     """Whether `F.grouped_mm` supports these tensors; it needs strides of multiples of 16 bytes."""
     first = tensors[0]
     return (
@@ -81,12 +81,12 @@ def _(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(ends.shape[0], rows.shape[1], gradients.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.tail = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+def _matmul_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     rows, matrices, ends = ctx.saved_tensors
     needs_grad = ctx.needs_input_grad
     gradient = gradient.contiguous()
@@ -95,4 +95,4 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
     return grad_rows, grad_matrices, None, None
 
 
-segment_matmul.register_autograd(_backward, setup_context=_save)
+segment_matmul.register_autograd(_matmul_backward, setup_context=_save_for_backward)

@@ -44,11 +44,12 @@ def dumps(graph: Graph, key: str = "") -> bytes:
 
     Raises:
         TypeError: if the graph contains an unsupported object, such as a tag of a function call,
-            or has Python around it.
+            or has Python code around it.
     """
     if graph.python is not None:
-        raise TypeError("the Python around a graph cannot be serialized")
-    return with_header(json.dumps(_Writer().write(replace(graph, module_tags={}))).encode(), key)
+        raise TypeError("a graph with Python code around it cannot be serialized")
+    text = json.dumps(_GraphWriter().write(replace(graph, module_tags={})))
+    return with_header(text.encode(), key)
 
 
 def loads(content: bytes, key: str = "") -> Graph:
@@ -60,19 +61,19 @@ def loads(content: bytes, key: str = "") -> Graph:
     """
     header = _HEADER.match(content)
     if header is None:
-        raise ValueError("not a graph: no header" if content else "not a graph: empty")
+        raise ValueError(f"not a graph: {'no header line' if content else 'no content'}")
     # Before the digest, which depends on the format: an older file is not a damaged file.
     if int(header[1]) != FORMAT:
         raise ValueError(f"not a graph: format {int(header[1])}, expected {FORMAT}")
     body = content[header.end() :]
     if header[2].decode() != _digest(key, body):
-        raise ValueError("not a graph as written: its checksum differs")
+        raise ValueError("not a graph as written: the SHA-256 of its content differs")
     try:
-        graph = _Reader().read(json.loads(body))
+        graph = _GraphReader().read(json.loads(body))
     except Exception as error:  # malformed content may cause any error
         raise ValueError(f"not a graph: {type(error).__name__}: {error}") from error
     if not isinstance(graph, Graph):
-        raise ValueError(f"not a graph: {type(graph).__name__}")
+        raise ValueError(f"not a graph: the content is a {type(graph).__name__}")
     return graph
 
 
@@ -85,7 +86,7 @@ def _digest(key: str, body: bytes) -> str:
     return hashlib.sha256(f"{FORMAT} {key}\n".encode() + body).hexdigest()
 
 
-class _Writer:
+class _GraphWriter:
     def __init__(self) -> None:
         self._value_indices: dict[Value, int] = {}
 
@@ -111,7 +112,7 @@ class _Writer:
         raise TypeError(f"a graph with a {type(obj).__name__} ({obj!r}) cannot be written")
 
 
-class _Reader:
+class _GraphReader:
     def __init__(self) -> None:
         self._values: list[Value] = []
 
@@ -135,11 +136,11 @@ class _Reader:
 
 
 def _make_op(*parts: Any) -> Op:
-    """Construct an `Op`, after checking that its keywords are identifiers, as they become part of a
-    program's text.
+    """Construct an `Op`, after checking that its keywords, which become part of a program's text,
+    are identifiers.
 
     Raises:
-        ValueError: if a keyword is no identifier.
+        ValueError: if a keyword is not an identifier.
     """
     op = Op(*parts)
     if not all(keyword.isidentifier() for keyword in op.kwargs):
@@ -201,8 +202,8 @@ _LEAF_FORMATS: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]]
     "structure": (TreeSpec, treespec_dumps, treespec_loads),
     "tensor": (torch.Tensor, _tensor_text, _tensor_from_text),
 }
-"""By name in the file, types whose objects are written as a string: (type, function to a string,
-function from a string)."""
+"""(type, function to a string, function from a string) of objects that are written as strings, by
+name of the type in the file."""
 
 
 def _check_type(leaf_type: Any, obj: Any) -> Any:

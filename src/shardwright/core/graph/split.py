@@ -21,7 +21,7 @@ from shardwright.errors import PlanError
 
 @dataclass(frozen=True, eq=False)
 class GraphChunk:
-    """One model chunk.
+    """Chunk of a model as a graph, with the values that cross its borders.
 
     Args:
         graph: the chunk as a graph. Its inputs are the model inputs that the chunk reads, then
@@ -56,22 +56,22 @@ def split_graph(
     cached = _CACHED_CHUNKS.setdefault(graph, {})
     key = tuple(chunk_of.items()), random
     if key not in cached:
-        cached[key] = _split(graph, chunk_of, random)
+        cached[key] = _split_into_chunks(graph, chunk_of, random)
     return cached[key]
 
 
 _CACHED_CHUNKS: WeakKeyDictionary[Graph, dict[object, tuple[GraphChunk, ...]]] = WeakKeyDictionary()
-"""The chunks of each graph, so that plans with the same stages share chunks, and caches that are
+"""Chunks of each graph, so that plans with the same stages share chunks and the caches that are
 keyed by chunks."""
 
 
-def _split(
+def _split_into_chunks(
     graph: Graph, chunk_of: Mapping[str, int], random: frozenset[str]
 ) -> tuple[GraphChunk, ...]:
     count = _num_chunks(graph, chunk_of)
     repeatable = _repeatable_values(graph, random)
     ops_of_chunk = _ops_of_chunks(graph, chunk_of, count, repeatable)
-    _check_buffers(graph, chunk_of)
+    _check_buffer_updates(graph, chunk_of)
     crossing = _crossing_values(graph, chunk_of, ops_of_chunk, repeatable)
     chunks = []
     for chunk_index, ops in enumerate(ops_of_chunk):
@@ -119,7 +119,7 @@ def _repeatable_values(graph: Graph, random: frozenset[str]) -> frozenset[Value]
 def _ops_of_chunks(
     graph: Graph, chunk_of: Mapping[str, int], count: int, repeatable: frozenset[Value]
 ) -> list[tuple[Op, ...]]:
-    """Return the operators of each chunk, including those that it recomputes."""
+    """Return the operators of each chunk, recomputed operators included."""
     results = {*graph.output_values, *(value for _, value in graph.updates)}
     ops_of_chunk: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
     repeatable_ops: list[tuple[int, Op]] = []
@@ -139,11 +139,11 @@ def _ops_of_chunks(
     return [tuple(op for _, op in sorted(ops, key=itemgetter(0))) for ops in ops_of_chunk]
 
 
-def _check_buffers(graph: Graph, chunk_of: Mapping[str, int]) -> None:
+def _check_buffer_updates(graph: Graph, chunk_of: Mapping[str, int]) -> None:
     """Check that no buffer is read in one chunk and updated in another.
 
     Raises:
-        PlanError: if one is.
+        PlanError: if such a buffer exists.
     """
     for buffer, value in graph.updates:
         producer = graph.producer.get(value)
@@ -165,8 +165,8 @@ def _crossing_values(
     ops_of_chunk: Iterable[tuple[Op, ...]],
     repeatable: frozenset[Value],
 ) -> dict[Value, tuple[int, int]]:
-    """Return the crossing values, each with the chunk that computes it and the last that reads
-    it."""
+    """Return (chunk that computes the value, last chunk that reads the value) of each crossing
+    value."""
     last: dict[Value, int] = {}
     for chunk_index, ops in enumerate(ops_of_chunk):
         for op in ops:
@@ -201,7 +201,7 @@ def _build_chunk(
     leaving: list[Value],
 ) -> GraphChunk:
     received = {value: replace(value, kind=Kind.INPUT) for value in arriving}
-    ops = tuple(_replace_inputs(op, received) for op in ops)
+    ops = tuple(_replace_received(op, received) for op in ops)
     read = {value for op in ops for value in op.inputs}
     loss = _loss_of_chunk(graph, chunk_of, chunk_index, received)
     returned = _chunk_outputs(graph, chunk_of, chunk_index, loss)
@@ -240,7 +240,7 @@ def _chunk_of_value(graph: Graph, chunk_of: Mapping[str, int], value: Value) -> 
 def _loss_of_chunk(
     graph: Graph, chunk_of: Mapping[str, int], chunk_index: int, received: Mapping[Value, Value]
 ) -> Value | None:
-    """Return the loss if this is the last chunk, else None.
+    """Return the loss if `chunk_index` is the last chunk, else None.
 
     Args:
         graph: the graph of the model.
@@ -265,8 +265,8 @@ def _chunk_outputs(
     return tuple(dict.fromkeys((*outputs, *([] if loss is None else [loss]))))
 
 
-def _replace_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
-    """Return `op` with the inputs replaced that other chunks compute.
+def _replace_received(op: Op, received: Mapping[Value, Value]) -> Op:
+    """Return `op` with inputs that other chunks compute replaced by received values.
 
     Args:
         op: an operator of the model's graph.
@@ -279,7 +279,7 @@ def _replace_inputs(op: Op, received: Mapping[Value, Value]) -> Op:
 
 
 def assign_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
-    """Assign all operators to chunks, given the chunks of some.
+    """Assign all operators to chunks, given the chunks of some operators.
 
     Operators not in `anchored` are assigned to the latest chunk of their producers or, without
     producers, to the earliest chunk of their consumers.
