@@ -226,10 +226,10 @@ class _MetaChunk:
     def actions(
         self, kinds: Sequence[str], has_several: bool, on_share: OnShare
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
-        """Return the memory of each action of the first micro-batch and of a later one, by kind.
+        """Return the memory of each action in the first and in a later micro-batch, by kind.
 
-        With several micro-batches usually only a later one runs, and the first is derived from it
-        by `_first_phase_from_later`, which halves the time of a dry run.
+        With several micro-batches, usually only a later micro-batch runs, and
+        `_first_phase_from_later` derives the first, which halves the time of a dry run.
 
         Args:
             has_several: whether a step has several micro-batches; if not, the second result is {}.
@@ -250,13 +250,14 @@ class _MetaChunk:
         return first, later
 
     def _first_phase_from_later(self, start: int, later: Phase) -> Phase:
-        """Return the memory of an action of the first micro-batch, given that of a later one.
+        """Return the memory of an action of the first micro-batch, derived from `later`.
 
         A later micro-batch adds its gradients to existing gradients and then frees its own. The
         first micro-batch keeps its gradients, so an allocation is inserted at each accumulation.
 
         Args:
             start: length of the history at the start of the action.
+            later: memory of the same action of a later micro-batch.
         """
         events = self.live.history[start:]
         for position, gradient in reversed(self.added):

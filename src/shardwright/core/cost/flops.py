@@ -53,8 +53,8 @@ class Work:
         forward_bytes, backward_bytes: (bytes, factors that shard the tensor) for each tensor that
             is read or written.
         gradients: number of inputs whose gradients the backward pass computes.
-        sides: (size, factors that shard it) of m, n and k of a matrix product; empty for other
-            operators.
+        sides: (size, factors that shard the dimension) of m, n and k of a matrix product; empty for
+            other operators.
         kind: whether the FLOPs are those of fused attention, of matrix products, or of others.
     """
 

@@ -16,8 +16,8 @@ from shardwright.core.torch_internals.pipelining import get_schedule_ops
 from shardwright.errors import PlanError
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
-"""Kinds of actions, as in `torch.distributed.pipelining`: forward, full backward, and a split
-backward, first for the gradients of the chunk's inputs, then for those of its parameters."""
+"""Kinds of actions, as in `torch.distributed.pipelining`: forward, full backward, and the two
+halves of a split backward, for gradients of the chunk's inputs and of its parameters."""
 
 
 @dataclass(frozen=True, order=True)

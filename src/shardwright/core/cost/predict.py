@@ -138,8 +138,8 @@ def predict(
 ) -> Predicted:
     """Return the predicted seconds of a training step.
 
-    With pipeline stages, a step is their timeline, followed by the seconds that the slowest stage
-    takes once per step: exposed gradient reductions, reductions between stages that share a
+    With pipeline stages, a step takes the timeline of the stages plus the seconds that the slowest
+    stage spends once per step: exposed gradient reductions, reductions between stages that share a
     parameter, and the optimizer.
 
     Args:

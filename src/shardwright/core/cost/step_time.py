@@ -7,7 +7,7 @@ collectives. Communication overlaps computation as follows:
 - Redistributions of activations overlap the operators between producer and first consumer, and the
   weight gradients that linear consumers delay (`core/partition/overlap.py`). The rest is exposed.
 - Reductions of parameter gradients overlap the backward computation, bucket by bucket. Only the
-  seconds above those of the computation are exposed.
+  seconds in excess of the computation are exposed.
 - Gathers of sharded parameters overlap the forward computation in the same way.
 - Overlapped communication slows computation down by a fraction of the seconds of the communication
   (`overlap_slowdown`).

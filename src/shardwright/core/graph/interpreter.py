@@ -71,7 +71,7 @@ def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     """Return the leaves of the arguments of a call, after checking that they match the graph.
 
     Raises:
-        CaptureError: if structure, shapes or constants differ from those of the captured call.
+        CaptureError: if structure, shapes or constants differ from the captured call.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if spec != graph.in_spec:

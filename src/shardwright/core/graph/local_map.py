@@ -202,7 +202,7 @@ class LocalCall:
         sample: a copy of the code for tensors without values; None if the code needs values.
         structure: pytree structure of the arguments of the call.
         constants: (index, leaf) of the leaves of the arguments that are not tensors.
-        results: global shape and dtype of each result, followed by those of changed buffers.
+        results: global shape and dtype of each result, then of each changed buffer.
         changed: indices of the buffers that the code changes, in the state.
         autocast: dtype of the autocast region around the call; None outside of one.
         random: whether the code draws random numbers.

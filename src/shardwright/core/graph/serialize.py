@@ -120,7 +120,7 @@ class _GraphReader:
         if not isinstance(content, list):
             # Strings become part of a program's text, to which a line break could add a statement.
             if isinstance(content, str) and not content.isprintable():
-                raise ValueError(f"{content!r} cannot be part of a program")
+                raise ValueError(f"the string {content!r} cannot be part of a program")
             return content
         name, *parts = content
         if name == "value":
@@ -208,5 +208,5 @@ name of the type in the file."""
 
 def _check_type(leaf_type: Any, obj: Any) -> Any:
     if not isinstance(obj, leaf_type):
-        raise TypeError(f"{obj!r} is not a {leaf_type.__name__}")
+        raise TypeError(f"{obj!r} in place of a {leaf_type.__name__}")
     return obj

@@ -277,13 +277,13 @@ class TensorLayout:
         if len(shape) != len(self.axes):
             raise LayoutError(
                 f"the layout {self} has {len(self.axes)} dimensions, but the shape {tuple(shape)}"
-                f" has {len(shape)}"
+                f" has {len(shape)}\nuse a layout with one entry per dimension"
             )
         for dim, (size, count) in enumerate(zip(shape, self.shard_counts, strict=True)):
             if size % count:
                 raise LayoutError(
                     f"dimension {dim} of size {size} is not divisible into {count} shards"
-                    f" (shape {tuple(shape)}, layout {self})"
+                    f" (shape {tuple(shape)}, layout {self})\nuse a multiple of {count}"
                 )
         return tuple(size // count for size, count in zip(shape, self.shard_counts, strict=True))
 

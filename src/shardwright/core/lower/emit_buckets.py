@@ -105,7 +105,7 @@ class BucketLines:
 
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
         """Emit the steps of `route` that a bucket performs, and return the variable of the
-        parameter after them; None if `value` is not in a bucket."""
+        resulting parameter; None if `value` is not in a bucket."""
         num_bucketed = num_bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
         if not num_bucketed:
             return None

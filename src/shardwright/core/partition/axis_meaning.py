@@ -123,7 +123,7 @@ def trace_meanings(graph: Graph) -> _MeaningTrace:
 
 @dataclass
 class _MeaningTrace:
-    """Meanings of dimensions and factors, as far as they are inferred.
+    """Meanings of dimensions and factors that are inferred so far.
 
     Args:
         data: values that depend on the inputs of the model.

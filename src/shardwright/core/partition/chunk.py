@@ -1,4 +1,4 @@
-"""A chunk: consecutive operators that a pipeline stage runs; without stages, the whole model."""
+"""A chunk: consecutive operators that a pipeline stage runs; the full model without stages."""
 
 from __future__ import annotations
 

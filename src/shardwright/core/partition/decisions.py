@@ -98,7 +98,7 @@ class Decisions:
     """All decisions for the program of a model, or of a chunk of a model.
 
     Args:
-        cuts: the axes that cut each factor of each sharded operator, by operator name.
+        cuts: the axes that shard each factor of each sharded operator, by operator name.
         storage: storage layout of each parameter, by name.
         outputs: pinned layouts of operator outputs, by operator name.
         arrivals: layouts of inputs that are not replicated, by input name.

@@ -114,8 +114,8 @@ class Partitioned:
     def step_bytes(self) -> tuple[tuple[int, int], ...]:
         """Bytes that one device of each stage sends in a training step, (forward, backward).
 
-        The bytes are those of redistributions, of values sent to other stages, and of gradients of
-        parameters that several stages share.
+        Counts redistributions, values sent to other stages, and gradients of parameters that
+        several stages share.
         """
         chunks, micro_batches = self.chunks, self.pipeline.micro_batches
         sent = [[0, 0] for _ in range(self.pipeline.stages)]

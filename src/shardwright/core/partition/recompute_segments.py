@@ -82,7 +82,7 @@ def recompute_segments(
     Other operators between those of a segment run before the segment, or after it if they depend on
     its results. A segment is divided where an operator would read the result of an operator that
     runs after the segment, or of a redistribution that is not repeated. If communication is not
-    repeated, it is also divided around operators that communicate inside their kernels.
+    repeated, a segment is also divided around operators that communicate inside their kernels.
 
     Args:
         recompute: recomputation of each recomputed operator, by operator name.
@@ -173,7 +173,7 @@ def _candidate_segments(
 
 
 def _ops_to_recompute(segment: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
-    """Return the operators of `segment` without those at its end that need no recomputation.
+    """Return the operators of `segment` without trailing operators that need no recomputation.
 
     The result ends with the last operator that saves a tensor for the backward pass, followed by
     operators that send no data and need no further saved inputs, such as the addition of a bias. An

@@ -1,9 +1,9 @@
 """Attention in a sliding window or under a computed mask, without a mask tensor of all pairs.
 
 With a sliding window, `b h s _, b h s _, b h s _ -> b h s _`, a block of positions needs its own
-keys and those of the window before it, which it receives from the device with the previous block
-instead of gathering all keys. All devices have equal work. If the window is wider than a block,
-devices forward the keys that they have received.
+keys and the keys of the window before the block. A device receives the latter from the device with
+the previous block instead of gathering all keys. All devices have equal work. If the window is
+wider than a block, devices forward received keys.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ class WithArguments:
 
     Args:
         op: the operator.
-        replacements: the arguments that replace those of each call, by name.
+        replacements: values of the replaced arguments, by name.
     """
 
     def __init__(self, op: Op, **replacements: Any) -> None:

@@ -1,6 +1,6 @@
 """Elementwise operators, whose inputs are broadcast to the shape of the output.
 
-Most are recognized by ATen's tag `pointwise`; those without the tag are registered here.
+Most are recognized by ATen's tag `pointwise`; operators without the tag are registered here.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Each device has a block of positions. In step 0 it attends to its own keys and v
 these to the next device; in each later step it attends to the keys and values just received. After
 n - 1 transfers each block has visited all n devices, and the partial results are merged by their
 log-sum-exp. In the backward pass keys and values travel again, and the gradient of each block
-travels with them, back to its device. Memory is that of a few blocks, independently of n (Liu,
-Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023).
+travels one step behind, back to its device. Memory is that of a few blocks, independently of n
+(Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
+2023).
 
 Under a causal mask later blocks have more work. The devices with blocks i and n - 1 - i therefore
 swap the second halves of their blocks before the ring, as in the load balancing of Megatron-LM's
