@@ -137,7 +137,7 @@ class Memory:
         return self.largest_stage.peak
 
     def __str__(self) -> str:
-        """Return `memory_table` as text."""
+        """Return the table of `memory_table` as text."""
         console = Console(file=StringIO(), width=140, color_system=None)
         console.print(memory_table(self))
         written: StringIO = console.file  # type: ignore[assignment]

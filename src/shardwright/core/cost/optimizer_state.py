@@ -4,8 +4,8 @@ Both are measured: two steps of the PyTorch optimizer run on the meta device for
 shape. An optimizer that reads values runs on a small parameter instead. The dims of this parameter
 have different prime sizes, which identify the parameter's dim of each dim of a state tensor.
 With an optimizer instance, a parameter has the options of its group, or no state without a group.
-State computed from the parameter or its gradient (`zeros_like(p)`) is sharded like these DTensors;
-state created from a shape (`torch.zeros(p.shape)`) is replicated on every device.
+State computed from the parameter or its gradient (`zeros_like(p)`) is a DTensor sharded like the
+parameter; state created from a shape (`torch.zeros(p.shape)`) is replicated on every device.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class _DerivedTensor(Tensor):
 def _bytes_for_parameter(
     make: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
 ) -> OptimizerBytes:
-    """Return the bytes for a shard of `shape` of a parameter of shape `full`."""
+    """Return the optimizer bytes for a shard of shape `shape` of a parameter of shape `full`."""
     parameter = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     parameter.grad = torch.empty_like(parameter, requires_grad=False)
     try:
@@ -301,8 +301,8 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 def _bytes_from_small_parameter(
     make: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
 ) -> OptimizerBytes:
-    """Return the bytes for a shard of `shape` of a parameter of shape `full`, derived from the
-    state for a small parameter.
+    """Return the optimizer bytes for a shard of shape `shape` of a parameter of shape `full`,
+    scaled from a small parameter.
 
     Raises:
         PlanError: if a step of the optimizer fails.

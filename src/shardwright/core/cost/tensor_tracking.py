@@ -68,8 +68,8 @@ def bytes_by_kind(events: Iterable[Event]) -> dict[str, int]:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that tracks the storages of all tensors created while it is active, and of watched
-    tensors.
+    """Dispatch mode that tracks the storages of watched tensors and of all tensors created while
+    it is active.
 
     Attributes:
         history: allocations and frees in order.
@@ -199,7 +199,7 @@ _MAX_LIST_LENGTH = 64
 
 
 class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
-    """Mode that tracks live bytes on the meta device, and caches the results of operators.
+    """Dispatch mode that tracks live bytes on the meta device and caches results of operators.
 
     An operator runs once for each combination of argument shapes. Later calls create empty tensors
     of the same shapes, which makes dry runs of repeated blocks fast.

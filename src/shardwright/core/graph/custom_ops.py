@@ -340,7 +340,7 @@ def run_steps(steps: Steps, x: Tensor) -> Tensor:
 
 
 def _is_reference(argument: Any) -> bool:
-    """Whether an argument is the result of an earlier step: `"%1"`."""
+    """Whether an argument refers to the input or to the result of an earlier step: `"%1"`."""
     return isinstance(argument, str) and argument.startswith("%")
 
 

@@ -18,7 +18,7 @@ from shardwright.core.torch_internals.distributed import by_rank, on_simulated_r
 from shardwright.core.torch_internals.tensors import requires_grad, storage_id
 
 ShapesAndDtypes = Sequence[tuple[tuple[int, ...], torch.dtype]]
-"""(shape, dtype) of several tensors."""
+"""(shape, dtype) of each of several tensors."""
 
 
 def empty_results(

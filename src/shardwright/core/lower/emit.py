@@ -54,7 +54,7 @@ class Source:
         return candidate
 
     def refer(self, hint: str, target: Any) -> str:
-        """Return the name of `target` in the scope, to which a missing `target` is added.
+        """Return the name of `target` in the scope; add `target` if it is missing.
 
         Args:
             hint: preferred name; characters that identifiers cannot have are replaced.

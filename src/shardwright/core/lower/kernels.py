@@ -1,4 +1,4 @@
-"""Kernels, the functions that compute operators on local tensors."""
+"""Kernels: functions that compute operators on local tensors."""
 
 from __future__ import annotations
 

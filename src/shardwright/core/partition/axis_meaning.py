@@ -10,7 +10,7 @@ parameter introduced. An axis is named after the meanings of the dimensions that
 | `fsdp` | only the batch; the axis also shards the storage of parameters |
 | `sp` | positions, and optionally features: attention heads between two all-to-alls |
 | `tp` | parameters, and optionally features and positions, never the batch |
-| `ep` | experts, and optionally any other |
+| `ep` | experts, and optionally any other dimension |
 
 The storage of parameters alone does not name an axis. An axis that shards other combinations of
 dimensions, or none, has a letter as its name. Several axes with the same name are numbered.
@@ -172,8 +172,8 @@ class _MeaningTrace:
     def propagate_to_inputs(self) -> None:
         """Propagate meanings from the outputs of operators to their inputs, in reverse order.
 
-        For example, a dimension of a mask that is created inside the model becomes the batch, like
-        that of the attention scores to which the mask is added.
+        For example, a dimension of a mask that is created inside the model becomes the batch, as in
+        the attention scores to which the mask is added.
         """
         for op in reversed(self.graph.ops):
             rule = rule_of(op)

@@ -46,7 +46,7 @@ class InnerReduction:
     axes: tuple[int, ...]
 
     def bytes(self, mesh: DeviceMatrix, differentiable: bool) -> tuple[int, int]:
-        """Return the bytes that one device sends, (forward, backward).
+        """Return the bytes that one device sends in the collective, (forward, backward).
 
         Args:
             differentiable: whether the operator has a backward pass.
@@ -100,7 +100,7 @@ class Communication:
         return self.forward_bytes + self.backward_bytes
 
     def step_bytes(self, micro_batches: int) -> tuple[int, int]:
-        """Return the bytes that one device sends in a training step, (forward, backward).
+        """Return the bytes that one device sends per training step, (forward, backward).
 
         Activations are redistributed for each micro-batch; parameters are gathered, and their
         gradients reduced, as often as the ZeRO level requires.

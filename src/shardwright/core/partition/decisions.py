@@ -30,7 +30,7 @@ pinned."""
 NO_OUTPUTS: Outputs = MappingProxyType({})
 
 BUCKET_BYTES = 25 * 2**20
-"""Default bucket size in bytes, equal to that of DistributedDataParallel."""
+"""Default bucket size in bytes, as in DistributedDataParallel."""
 
 LEVELS = ("level1", "level2", "level3")
 

@@ -125,7 +125,7 @@ class Bucket:
         return total
 
     def step_bytes(self, micro_batches: int) -> tuple[int, int]:
-        """Return the bytes that one device sends in a training step, (forward, backward)."""
+        """Return the bytes that one device sends for the bucket per step, (forward, backward)."""
         # Only `level3` frees gathered parameters between micro-batches.
         num_gathers = micro_batches if self.level == "level3" else 1
         num_reductions = 1 if self.reduces_once else micro_batches

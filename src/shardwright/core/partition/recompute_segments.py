@@ -22,7 +22,7 @@ from shardwright.core.partition.transfer import Transfer
 
 @dataclass(frozen=True)
 class Segment:
-    """Operators that are recomputed together.
+    """Operators that are recomputed together in the backward pass.
 
     Args:
         name: segment name from the decisions; `name/2`, `name/3` for the second and third part of a
@@ -104,7 +104,7 @@ def recompute_segments(
 
 @dataclass
 class _OpenSegment:
-    """A segment under construction.
+    """A recomputed segment under construction.
 
     Args:
         recompute: decision that all operators of the segment share.

@@ -18,7 +18,7 @@ TorchSchedule = type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A pipeline schedule.
+    """Properties of a pipeline schedule of `torch.distributed.pipelining`.
 
     Args:
         name: value of the option `schedule`.

@@ -34,13 +34,13 @@ class Transfer:
 
     @cached_property
     def forward_bytes(self) -> int:
-        """Bytes that one device sends in the forward pass."""
+        """Bytes that one device sends for the transfer in the forward pass."""
         return self.step.forward_bytes(self.value.shape, self.value.itemsize)
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes that one device sends in the backward pass, to redistribute the gradient and to
-        repeat the forward step in a recomputed segment."""
+        """Bytes that one device sends for the transfer in the backward pass, to redistribute the
+        gradient and to repeat the forward step in a recomputed segment."""
         repeated_bytes = self.forward_bytes if self.is_repeated else 0
         if not self.trained:
             return repeated_bytes

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @rule_for(aten.linear.default)
 def linear(op: Op) -> ShardingRule:
-    """`... k, j k -> ... j`; with a bias, which every shard would add, K cannot be sharded."""
+    """`... k, j k -> ... j`; K cannot be sharded with a bias, which every shard would add."""
     if argument(op, "bias") is None:
         return _mark_as_main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
     return _mark_as_main(from_notation("... k, j k, j -> ... j", op), weight=1)

@@ -30,7 +30,7 @@ def transposed_convolution(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("convolution"))
 def general_convolution(op: Op) -> ShardingRule:
-    """`b k _ _, j k _ _ -> b j _ _` or, with `transposed=True`, `b k _ _, k j _ _ -> b j _ _`."""
+    """`aten.convolution`: the rule of a convolution or, if `transposed`, of its transpose."""
     return _convolution_rule(op, transposed=call_arguments(op)["transposed"])
 
 

@@ -67,8 +67,8 @@ def reduction_rule(op: Op) -> ShardingRule:
 @rule_for(*overloads("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"))
 @rule_for(*overloads("sort", "argsort", "topk", "flip", "roll"))
 def scan_rule(op: Op) -> ShardingRule:
-    """`b _ -> b _`: the dimensions in `dim` or `dims` cannot be sharded; if empty, as in `roll`, no
-    dimension can."""
+    """`b _ -> b _`: the dimensions in `dim` or `dims` cannot be sharded; no dimension can be if
+    these are empty, as in `roll`."""
     dims = without(names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 
