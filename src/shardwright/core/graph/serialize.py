@@ -67,7 +67,7 @@ def loads(content: bytes, key: str = "") -> Graph:
         raise ValueError(f"not a graph: format {int(header[1])}, expected {FORMAT}")
     body = content[header.end() :]
     if header[2].decode() != _digest(key, body):
-        raise ValueError("not a graph as written: the SHA-256 of its content differs")
+        raise ValueError("not a graph as written: its checksum differs")
     try:
         graph = _GraphReader().read(json.loads(body))
     except Exception as error:  # malformed content may cause any error

@@ -21,9 +21,9 @@ from shardwright.core.partition.transfer import Transfer
 
 MIN_BUCKETS = 4
 SMALL_BUCKET_BYTES = 2**20
-"""A program has at least `MIN_BUCKETS` buckets, as a single one is reduced only when the backward
-pass has ended, and nothing overlaps with it. Below 1 MiB, the size of the first bucket of
-`DistributedDataParallel`, latency outweighs what overlaps."""
+"""Minimum number of buckets of a program, since the reduction of a single bucket starts after the
+backward pass and overlaps nothing; and the bucket size in bytes below which latency outweighs
+overlap, that of the first bucket of `DistributedDataParallel`."""
 
 BUCKETED_KINDS = ("vary", "all_gather")
 """Kinds of steps that are coalesced in buckets. `vary` comes first in a route, so that the
