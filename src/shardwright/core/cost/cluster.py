@@ -83,7 +83,7 @@ class Device:
             rate; in general a dimension of size d multiplies the rate by d / (d + `matrix_half`).
         overlap_slowdown: seconds by which one second of overlapped communication slows down
             computation; 0 for free overlap, 1 for no gain from overlap.
-        overhead: minimum seconds of each operator, such as those of a kernel launch.
+        overhead: minimum seconds of each operator, such as the time of a kernel launch.
         pass_overhead: seconds per forward or backward pass of a chunk on a pipeline stage, in
             addition to its operators.
         step_overhead: seconds per step on a pipeline stage, in addition to its passes.

@@ -55,7 +55,7 @@ class Work:
         gradients: number of inputs whose gradients the backward pass computes.
         sides: (size, factors that shard the dimension) of m, n and k of a matrix product; empty for
             other operators.
-        kind: whether the FLOPs are those of fused attention, of matrix products, or of others.
+        kind: kind of operator to which the FLOPs are attributed.
     """
 
     dtype: torch.dtype

@@ -330,7 +330,7 @@ def _bytes_from_small_parameter(
 
 
 def _scaled_numel(state: Shape, sizes: Mapping[int, int], small: int, actual: int) -> int:
-    """Return the number of elements of a state tensor, scaled from that of a small parameter.
+    """Return the number of elements of a state tensor, scaled from a small parameter.
 
     Args:
         state: shape of the state tensor of the small parameter.

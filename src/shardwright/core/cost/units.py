@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 
 
 def quantity(text_or_number: Any, units: dict[str, float]) -> float | None:
-    """Parse a number with an optional unit; return it in the base unit, or None if it is invalid.
+    """Parse a number with an optional unit, and return it in the base unit; None if invalid.
 
     Args:
         text_or_number: text such as `80 GB`, or a number in the base unit.

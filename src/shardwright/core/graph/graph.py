@@ -39,7 +39,7 @@ class Value:
     Args:
         name: unique in its graph: the `state_dict()` name of a parameter or buffer, the path of an
             input in the call, the operator name of an activation.
-        shape: global shape; in a pipeline with micro-batches, that of one micro-batch.
+        shape: global shape; in a pipeline with micro-batches, the shape of one micro-batch.
         dtype: the dtype in which the model computes with the tensor.
         kind: the origin of the tensor.
         requires_grad: whether the graph's `trained` outputs have a gradient with respect to the

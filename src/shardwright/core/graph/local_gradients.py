@@ -245,7 +245,7 @@ def record_saved_inputs(
 def _gradient_of_ranks(
     gradients_of_rank: dict[int, list[Tensor | None]], index: int
 ) -> Tensor | None:
-    """Return the gradient of input `index` on all simulated ranks, or None if it is None on all."""
+    """Return the gradient of input `index` on all simulated ranks; None if no rank has one."""
     gradients = {
         rank: gradient
         for rank, of_inputs in gradients_of_rank.items()

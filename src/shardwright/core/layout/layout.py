@@ -195,7 +195,7 @@ class TensorLayout:
         varying: axes over which the tensor is replicated, but its gradient is a partial sum.
 
     Raises:
-        LayoutError: if an axis is used twice, or the device matrix does not have it.
+        LayoutError: if an axis is used twice, or is not an axis of the device matrix.
     """
 
     layout: DeviceMatrix
@@ -407,7 +407,7 @@ def _fine_axes_of(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     """Return the axes of `fine` whose product is each axis of `coarse`, most significant first.
 
     Raises:
-        LayoutError: if the ranks differ, or an axis of `coarse` is not such a product.
+        LayoutError: if the ranks differ, or an axis of `coarse` is no product of axes of `fine`.
     """
     if set(coarse.ranks) != set(fine.ranks):
         raise LayoutError(

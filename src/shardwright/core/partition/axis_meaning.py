@@ -137,7 +137,7 @@ class _MeaningTrace:
     factors: dict[str, dict[str, Meaning]]
 
     def of_factor(self, op: Op, factor: str) -> Meaning | None:
-        """Return the meaning of a factor of `op`, or None if it has none."""
+        """Return the meaning of a factor of `op`; None for a factor without a meaning."""
         is_expert = op.target is experts and factor == "e"
         return Meaning.EXPERT if is_expert else self.factors[op.name].get(factor)
 
@@ -187,7 +187,7 @@ class _MeaningTrace:
                     self._fill_meanings(value, dims, op_factors)
 
     def _fill_meanings(self, value: Value, dims: Dims, factors: Mapping[str, Meaning]) -> None:
-        """Set the meaning of each dimension of `value` without one to that of its factor."""
+        """Give each dimension of `value` without a meaning the meaning of its factor."""
 
         def meaning_of(factor: str | None) -> Meaning | None:
             meaning = None if factor is None else factors.get(factor)

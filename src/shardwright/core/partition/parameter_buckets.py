@@ -156,8 +156,8 @@ def buckets(
 ) -> tuple[Bucket, ...]:
     """Return the buckets of all parameters, in order of first use.
 
-    A bucket has at most `decisions.bucket_bytes` of gathered parameters, and at most a quarter of
-    all of them if that is 1 MiB or more, or a single parameter.
+    A bucket has a single parameter, or at most `decisions.bucket_bytes` of gathered parameters,
+    and at most a quarter of all gathered parameters if a quarter is at least 1 MiB.
 
     Args:
         routes: transfers to each input of an operator, by (operator name, input index).

@@ -31,7 +31,7 @@ class PipelineSpec:
         loss_reduction: reduction over the losses of micro-batches, `mean` or `sum`.
         batch_dims: dimension that is split into micro-batches, for each leaf of the arguments of
             the model, or None for a leaf that is not split; empty to split dimension 0 of all
-            leaves whose dimension 0 is as long as that of the first.
+            leaves with the same size of dimension 0 as the first leaf.
         batch_norm: one of `BATCH_NORMS`.
     """
 

@@ -79,8 +79,8 @@ def recompute_segments(
     """Return segments of operators with the same `Recompute`, each of which can run as one
     function.
 
-    Other operators between those of a segment run before the segment, or after it if they depend on
-    its results. A segment is divided where an operator would read the result of an operator that
+    Other operators between the operators of a segment run before the segment, or after it if they
+    depend on its results. A segment is divided where an operator would read the result of an operator that
     runs after the segment, or of a redistribution that is not repeated. If communication is not
     repeated, a segment is also divided around operators that communicate inside their kernels.
 

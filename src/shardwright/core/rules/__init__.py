@@ -42,7 +42,7 @@ __all__ = ["ShardingRule", "is_random", "register", "rule_of"]
 
 
 def rule_of(op: Op) -> ShardingRule | None:
-    """Return the sharding rule of `op`, or None if it has no rule, so that it is replicated.
+    """Return the sharding rule of `op`; None for an operator without a rule, which is replicated.
 
     Operators with the same target, shapes, dtypes and arguments share one rule.
     """

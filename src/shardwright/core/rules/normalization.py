@@ -78,7 +78,7 @@ def weight_norm(op: Op) -> ShardingRule:
 def batch_norm(op: Op) -> ShardingRule | None:
     """`b c s t, c, c, c, c -> b c s t`: with running statistics the operator is elementwise.
 
-    None in training mode, in which it updates its inputs in place: `batch_norm_train` replaces it.
+    None in training mode, which updates inputs in place: `batch_norm_train` replaces the operator.
     """
     return None if call_arguments(op)["training"] else _channel_norm_rule(op)
 
