@@ -80,9 +80,10 @@ def recompute_segments(
     function.
 
     Other operators between the operators of a segment run before the segment, or after it if they
-    depend on its results. A segment is divided where an operator would read the result of an operator that
-    runs after the segment, or of a redistribution that is not repeated. If communication is not
-    repeated, a segment is also divided around operators that communicate inside their kernels.
+    depend on its results. A segment is divided where an operator would read the result of an
+    operator that runs after the segment, or of a redistribution that is not repeated. If
+    communication is not repeated, a segment is also divided around operators that communicate
+    inside their kernels.
 
     Args:
         recompute: recomputation of each recomputed operator, by operator name.
