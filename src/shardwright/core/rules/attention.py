@@ -37,7 +37,8 @@ from shardwright.core.rules.rule import (
 
 @rule_for(torch.ops.aten.scaled_dot_product_attention.default)
 def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
-    """`b h s/ring _, b h ring _, b h ring _ -> b h s/ring _`: all but features can be sharded.
+    """Scaled dot product attention, `b h s/ring _, b h ring _, b h ring _ -> b h s/ring _`: all but
+    features can be sharded.
 
     With grouped-query attention the number of shards must divide the number of key-value heads, so
     that queries and their keys are on one device; a single key-value head is replicated. Keys can

@@ -80,7 +80,7 @@ for _spatial_dims in (2, 3):
 
 @rule_for(*overloads("linalg_solve", "linalg_solve_ex"))
 def solve(op: Op) -> ShardingRule | None:
-    """`b _ _, b _ _ -> b _ _`, or `b _ _, b _ -> b _`: the batch can be sharded.
+    """Linear systems, `b _ _, b _ _ -> b _ _`, or `b _ _, b _ -> b _`: the batch can be sharded.
 
     The right-hand side is a batch of vectors if its shape is `left.shape[:-1]`, as in torch.
     """
@@ -90,14 +90,15 @@ def solve(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("cdist"))
 def distances(op: Op) -> ShardingRule:
-    """`... i _, ... j _ -> ... i j`: vectors of both sets can be sharded, features cannot."""
+    """Pairwise distances, `... i _, ... j _ -> ... i j`: vectors of both sets can be sharded,
+    features cannot."""
     return from_notation("... i _, ... j _ -> ... i j", op)
 
 
 @rule_for(*overloads("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"))
 def sample_grid(op: Op) -> ShardingRule:
-    """`b c _ _, b s t _ -> b c s t`: a sampling point may read any pixel, so pixels cannot be
-    sharded."""
+    """Grid sampling, `b c _ _, b s t _ -> b c s t`: a sampling point may read any pixel, so pixels
+    cannot be sharded."""
     space = ("s", "t", "u")[: len(op.output.shape) - 2]
     image, grid = ("b", "c", *(None,) * len(space)), ("b", *space, None)
     return sharding_rule(op, (image, grid), (("b", "c", *space),))
@@ -105,7 +106,8 @@ def sample_grid(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("affine_grid_generator"))
 def affine_grid(op: Op) -> ShardingRule:
-    """`b _ _ -> b _ _ _`: the batch of affine matrices can be sharded; each yields one grid."""
+    """Affine grids, `b _ _ -> b _ _ _`: the batch of affine matrices can be sharded; each yields
+    one grid."""
 
     def kernel(op: Op, local: Local) -> Callable[..., Any]:
         return WithArguments(op, size=[local.output_shapes[0][0], *argument(op, "size")[1:]])
@@ -120,7 +122,7 @@ _TRANSFORMS = [f"fft_{name}{dims}" for name in _TRANSFORM_TYPES for dims in ("",
 
 @rule_for(*overloads(*_TRANSFORMS))
 def fourier(op: Op) -> ShardingRule:
-    """`b s _ -> b s _`: all but the transformed dimensions can be sharded."""
+    """Fourier transform, `b s _ -> b s _`: all but the transformed dimensions can be sharded."""
     dims, count = argument(op, "dim"), len(op.output.shape)
     if dims is None:
         # As in torch: `s` gives the sizes of the last dimensions; without it all are transformed.
@@ -132,8 +134,8 @@ def fourier(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("stft", "istft"))
 def short_fourier(op: Op) -> ShardingRule:
-    """`b _ -> b _ _` (`stft`), `b _ _ -> b _` (`istft`): the batch can be sharded; the window is
-    replicated."""
+    """Short-time Fourier transform, `b _ -> b _ _` (`stft`), `b _ _ -> b _` (`istft`): the batch
+    can be sharded; the window is replicated."""
     inverse = op.target is aten.istft.default
     batch: Dims = ("b",)[: len(op.inputs[0].shape) - (2 if inverse else 1)]
     values = [(v, batch if v is op.inputs[0] else ()) for v in op.inputs]

@@ -38,7 +38,8 @@ from shardwright.core.rules.rule import (
 
 @rule_for(windowed_attention)
 def windowed_attention_rule(op: Op) -> ShardingRule:
-    """`b h s _, b h s _, b h s _ -> b h s _`: batch, heads and positions can be sharded."""
+    """Sliding window attention, `b h s _, b h s _, b h s _ -> b h s _`: batch, heads and positions
+    can be sharded."""
     return _attention_rule(
         op, [_QUERIES] * 3, kernel=_windowed_attention_kernel, reductions=_window_transfers
     )
@@ -46,7 +47,8 @@ def windowed_attention_rule(op: Op) -> ShardingRule:
 
 @rule_for(masked_attention)
 def masked_attention_rule(op: Op) -> ShardingRule:
-    """`b h s _, b h _ _, b h _ _ -> b h s _`: batch, heads and queries can be sharded.
+    """Masked attention, `b h s _, b h _ _, b h _ _ -> b h s _`: batch, heads and queries can be
+    sharded.
 
     Inputs of the mask with a row per query are sharded like the queries.
     """

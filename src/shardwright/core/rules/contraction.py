@@ -31,7 +31,8 @@ aten = torch.ops.aten
 
 @rule_for(aten.linear.default)
 def linear(op: Op) -> ShardingRule:
-    """`... k, j k -> ... j`; K cannot be sharded with a bias, which every shard would add."""
+    """Linear layer, `... k, j k -> ... j`; K cannot be sharded with a bias, which every shard would
+    add."""
     if argument(op, "bias") is None:
         return _mark_as_main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
     return _mark_as_main(from_notation("... k, j k, j -> ... j", op), weight=1)
@@ -46,7 +47,8 @@ def linear(op: Op) -> ShardingRule:
     aten.vdot.default,
 )
 def matmul(op: Op) -> ShardingRule:
-    """`b s k, k j -> b s j`, or `b s i k, b s k j -> b s i j`: batch dimensions are broadcast."""
+    """Matrix product, `b s k, k j -> b s j`, or `b s i k, b s k j -> b s i j`: batch dimensions are
+    broadcast."""
     first, second = (len(value.shape) for value in op.inputs)
     leading = tuple(name for name in NAMES if name not in "ijk")
     # A matrix on the right is a weight that all leading dimensions share, as in `linear`; a batch
@@ -97,20 +99,22 @@ def addr(op: Op) -> ShardingRule:
 
 @rule_for(aten.bilinear.default)
 def bilinear(op: Op) -> ShardingRule:
-    """`b s _, b s _, j _ _ -> b s j`: the features of the inputs cannot be sharded."""
+    """Bilinear layer, `b s _, b s _, j _ _ -> b s j`: the features of the inputs cannot be
+    sharded."""
     notation = "... _, ... _, j _ _" + (", j" if argument(op, "bias") is not None else "")
     return from_notation(f"{notation} -> ... j", op)
 
 
 @rule_for(aten.outer.default, aten.ger.default)
 def outer(op: Op) -> ShardingRule:
-    """`i, j -> i j`: both vectors can be sharded."""
+    """Outer product, `i, j -> i j`: both vectors can be sharded."""
     return from_notation("i, j -> i j", op)
 
 
 @rule_for(aten.inner.default)
 def inner(op: Op) -> ShardingRule:
-    """`s k, t k -> s t`: contracts the last dimensions; with a scalar, an elementwise product."""
+    """Inner product, `s k, t k -> s t`: contracts the last dimensions; with a scalar, an
+    elementwise product."""
     if not all(value.shape for value in op.inputs):
         dims = names(op.output)
         return sharding_rule(op, aligned(op, dims), (dims,))
@@ -120,7 +124,8 @@ def inner(op: Op) -> ShardingRule:
 
 @rule_for(aten.tensordot.default)
 def tensordot(op: Op) -> ShardingRule:
-    """`b s t, s t u -> b u`: all dimensions can be sharded, also the contracted ones."""
+    """Tensor contraction, `b s t, s t u -> b u`: all dimensions can be sharded, also the contracted
+    ones."""
     return _tensor_product_rule(
         op, tuple(argument(op, "dims_self")), tuple(argument(op, "dims_other"))
     )
@@ -142,7 +147,7 @@ def _tensor_product_rule(op: Op, first: tuple[int, ...], second: tuple[int, ...]
 
 @rule_for(aten.einsum.default)
 def einsum(op: Op) -> ShardingRule | None:
-    """Use the equation as the rule; None if a tensor repeats a label, as in the diagonal `ii`."""
+    """Einsum, whose equation is the rule; None if a tensor repeats a label, as in `ii`."""
     terms, out = _equation_labels(op)
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
@@ -157,7 +162,8 @@ def einsum(op: Op) -> ShardingRule | None:
 @rule_for(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
 @rule_for("shardwright.segment_matmul.default")
 def grouped_mm(op: Op) -> ShardingRule | None:
-    """`b k, _ k j, _ -> b j`: rows sorted by group, each multiplied by the matrix of its group.
+    """Grouped matrix product, `b k, _ k j, _ -> b j`: rows sorted by group, each multiplied by the
+    matrix of its group.
 
     None for other shapes, in which columns or contracted dimensions are grouped.
     """

@@ -18,13 +18,14 @@ from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_fo
 
 @rule_for(*overloads("conv1d", "conv2d", "conv3d"))
 def convolution(op: Op) -> ShardingRule:
-    """`b k _ _, j k _ _ -> b j _ _`: batch and channels can be sharded."""
+    """Convolution, `b k _ _, j k _ _ -> b j _ _`: batch and channels can be sharded."""
     return _convolution_rule(op, transposed=False)
 
 
 @rule_for(*overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 def transposed_convolution(op: Op) -> ShardingRule:
-    """`b k _ _, k j _ _ -> b j _ _`: the weight has its input channels first."""
+    """Transposed convolution, `b k _ _, k j _ _ -> b j _ _`: the weight has its input channels
+    first."""
     return _convolution_rule(op, transposed=True)
 
 

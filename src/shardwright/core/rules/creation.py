@@ -19,8 +19,8 @@ from shardwright.core.rules.rule import ShardingRule, rule_for
 @rule_for(*overloads("new_zeros", "new_ones", "new_full", "new_empty"))
 @rule_for(torch.ops.aten.normal.float_float)
 def sharded_creation(op: Op) -> ShardingRule:
-    """`-> b s`: every device creates its shard; a tensor input, which only supplies the dtype, is
-    replicated."""
+    """Constant and random tensors, `-> b s`: every device creates its shard; a tensor input, which
+    only supplies the dtype, is replicated."""
     size_index = list(schema_parameters(op.target)).index("size")
     # Lowering replaces the sizes only where they are a positional argument.
     by_position = size_index < len(op.args)
@@ -36,7 +36,7 @@ def sharded_creation(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("zeros_like", "ones_like", "full_like", "empty_like"))
 def creation_like(op: Op) -> ShardingRule:
-    """`b s -> b s`: every device creates a tensor like its shard."""
+    """Tensors like another tensor, `b s -> b s`: every device creates a tensor like its shard."""
     dims = names(op.output)
     return sharding_rule(op, (dims,), (dims,))
 
@@ -44,7 +44,8 @@ def creation_like(op: Op) -> ShardingRule:
 @rule_for(*overloads("arange", "linspace", "logspace", "eye", "randperm", "scalar_tensor"))
 @rule_for(*overloads("tril_indices", "triu_indices", "hann_window", "hamming_window"))
 def replicated_creation(op: Op) -> ShardingRule:
-    """`-> _ _`: every device creates the full tensor; consumers slice it without communication.
+    """Sequences, windows and permutations, `-> _ _`: every device creates the full tensor;
+    consumers slice it without communication.
 
     A shard of `arange` or `eye` is not a shorter `arange` or `eye`.
     """

@@ -34,7 +34,7 @@ NONE = 0
 
 @rule_for(cross_entropy)
 def cross_entropy_rule(op: Op) -> ShardingRule:
-    """`b s v, b s -> b s`, or `-> ()` if reduced: tokens and classes can be sharded.
+    """Cross entropy, `b s v, b s -> b s`, or `-> ()` if reduced: tokens and classes can be sharded.
 
     If tokens are sharded, a reduced loss is a partial sum; sums over sharded classes are
     all-reduced inside the kernel.

@@ -16,13 +16,14 @@ from shardwright.core.rules.rule import Dims, ShardingRule, rule_for
 
 @rule_for(*overloads("dropout", "native_dropout", "alpha_dropout"))
 def dropout(op: Op) -> ShardingRule:
-    """`b s -> b s`: every dimension can be sharded."""
+    """Dropout, `b s -> b s`: every dimension can be sharded."""
     return _elementwise_random_rule(op, names(op.output), is_active_dropout(op))
 
 
 @rule_for(*overloads("feature_dropout", "feature_alpha_dropout"))
 def feature_dropout(op: Op) -> ShardingRule:
-    """`b s _ -> b s _`: only the dimensions of samples and channels, the first two, can be sharded.
+    """Dropout of channels, `b s _ -> b s _`: only the dimensions of samples and channels, the first
+    two, can be sharded.
 
     Shards of another dimension would drop different channels.
     """
@@ -36,7 +37,8 @@ def feature_dropout(op: Op) -> ShardingRule:
 @rule_for(torch.ops.aten.normal.float_Tensor)
 @rule_for(*overloads("bernoulli", "rand_like", "randn_like", "randint_like"))
 def random_like(op: Op) -> ShardingRule:
-    """`b s -> b s`: every device draws the numbers of its shard."""
+    """Random tensors in the shape of an input, `b s -> b s`: every device draws the numbers of its
+    shard."""
     return _elementwise_random_rule(op, names(op.output), random=True)
 
 

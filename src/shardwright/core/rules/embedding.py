@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @rule_for(aten.embedding.default)
 def embedding(op: Op) -> ShardingRule:
-    """`v e, b s -> b s e`: indices, features and rows of the table can be sharded.
+    """Embedding, `v e, b s -> b s e`: indices, features and rows of the table can be sharded.
 
     With sharded rows the output is a partial sum, as in the vocabulary-parallel embedding of
     Megatron-LM. Sparse gradients, and gradients scaled by the frequency of an index, need all
@@ -94,7 +94,8 @@ MAXIMUM = 2
 
 @rule_for(embedding_bag)
 def embedding_bag_rule(op: Op) -> ShardingRule:
-    """`v e, b _ -> b e`: bags, features and, except for a maximum, table rows can be sharded.
+    """Embedding bag, `v e, b _ -> b e`: bags, features and, except for a maximum, table rows can be
+    sharded.
 
     Bags given by offsets cannot be sharded, as their boundaries depend on data. If gradients are
     scaled by the frequency of an index, only the features can be sharded.

@@ -20,8 +20,9 @@ from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_fo
 
 @rule_for(experts)
 def experts_rule(op: Op) -> ShardingRule:
-    """`b s _, b s _, b s _, e _ i _, e _ i -> b s _`: tokens `b s`, experts `e` and the inner
-    dimension `i` can be sharded; sharding `e` or `i` makes the output a partial sum."""
+    """Mixture of experts, `b s _, b s _, b s _, e _ i _, e _ i -> b s _`: tokens `b s`, experts `e`
+    and the inner dimension `i` can be sharded; sharding `e` or `i` makes the output a partial
+    sum."""
     arguments = call_arguments(op)
     tokens = names(op.output, exclude="ei")[:-1]
     # A dimension of size 2, for gate and up projection, precedes or (interleaved) follows the inner

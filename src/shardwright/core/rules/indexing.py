@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @rule_for(*overloads("cat", "concat", "concatenate"))
 def cat(op: Op) -> ShardingRule:
-    """`b _, b _ -> b _`: all but the concatenated dimension can be sharded.
+    """Concatenation, `b _, b _ -> b _`: all but the concatenated dimension can be sharded.
 
     As in torch, some inputs may be empty one-dimensional tensors.
     """
@@ -31,7 +31,7 @@ def cat(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("stack"))
 def stack(op: Op) -> ShardingRule:
-    """`b s, b s -> b _ s`: all but the new dimension can be sharded."""
+    """Stacking, `b s, b s -> b _ s`: all but the new dimension can be sharded."""
     dim = argument(op, "dim") % len(op.output.shape)
     dims = without(names(op.output), dim)
     return sharding_rule(op, [_without_dim(dims, dim)] * len(op.inputs), (dims,))
@@ -42,7 +42,7 @@ def stack(op: Op) -> ShardingRule:
 @rule_for(aten.split.Tensor, aten.split.sizes, aten.split.default)
 @rule_for(aten.tensor_split.sections, aten.tensor_split.indices)
 def split_rule(op: Op) -> ShardingRule:
-    """`b _ -> b _, b _`: all but the split dimension can be sharded."""
+    """Split, `b _ -> b _, b _`: all but the split dimension can be sharded."""
     dims = without(names(op.inputs[0]), argument(op, "dim"))
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,) * len(op.outputs))
@@ -50,7 +50,7 @@ def split_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.unbind.int, aten.select.int)
 def unbind(op: Op) -> ShardingRule:
-    """`b _ s -> b s`: all but the removed dimension can be sharded."""
+    """Unbinding or selection, `b _ s -> b s`: all but the removed dimension can be sharded."""
     x = op.inputs[0]
     dim = argument(op, "dim") % len(x.shape)
     dims = without(names(x), dim)
@@ -59,7 +59,7 @@ def unbind(op: Op) -> ShardingRule:
 
 @rule_for(aten.slice.Tensor)
 def slice_rule(op: Op) -> ShardingRule:
-    """`b _ -> b _`, or `b s -> b s` for a slice over the full dimension."""
+    """Slice, `b _ -> b _`, or `b s -> b s` for a slice over the full dimension."""
     x, dim = op.inputs[0], argument(op, "dim")
     # `x[:, :]` is exported as slices over full dimensions; these must not keep a dimension
     # replicated.
@@ -70,8 +70,8 @@ def slice_rule(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("select_scatter", "slice_scatter"))
 def slice_scatter_rule(op: Op) -> ShardingRule:
-    """`b _, b _ -> b _` (`slice_scatter`) or `b _, b -> b _` (`select_scatter`): the dimension in
-    which the source is written cannot be sharded."""
+    """Write of a slice, `b _, b _ -> b _` (`slice_scatter`) or `b _, b -> b _` (`select_scatter`):
+    the dimension in which the source is written cannot be sharded."""
     x, source = op.inputs
     dim = argument(op, "dim") % len(x.shape)
     dims = without(names(x), dim)
@@ -83,7 +83,7 @@ def slice_scatter_rule(op: Op) -> ShardingRule:
 @rule_for(*overloads("reflection_pad3d", "replication_pad1d", "replication_pad2d"))
 @rule_for(*overloads("replication_pad3d"))
 def pad(op: Op) -> ShardingRule:
-    """`b s _ -> b s _`: padded (or cropped) dimensions cannot be sharded."""
+    """Padding, `b s _ -> b s _`: padded (or cropped) dimensions cannot be sharded."""
     # `pad` lists (before, after) of each dimension, the last dimension first.
     amounts = argument(op, "pad", argument(op, "padding"))
     padded = [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
@@ -93,8 +93,8 @@ def pad(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("one_hot"))
 def one_hot(op: Op) -> ShardingRule | None:
-    """`b s -> b s _`; None if the number of classes is inferred from the data, which differs
-    between shards."""
+    """One-hot encoding, `b s -> b s _`; None if the number of classes is inferred from the data,
+    which differs between shards."""
     if argument(op, "num_classes") < 0:
         return None
     dims = names(op.inputs[0])
@@ -103,7 +103,7 @@ def one_hot(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("meshgrid"))
 def meshgrid(op: Op) -> ShardingRule:
-    """`b, s -> b s, b s`: each input is one dimension of all outputs.
+    """Mesh grid, `b, s -> b s, b s`: each input is one dimension of all outputs.
 
     `indexing="xy"` swaps the first two dimensions of the outputs.
     """
@@ -117,7 +117,7 @@ def meshgrid(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("gather", "take_along_dim"))
 def gather(op: Op) -> ShardingRule | None:
-    """`b _, b s -> b s`: indices can be sharded; the dimension that they index cannot.
+    """Gather, `b _, b s -> b s`: indices can be sharded; the dimension that they index cannot.
 
     None without `dim`, which flattens the tensors.
     """
@@ -137,8 +137,8 @@ def gather(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
 def scatter(op: Op) -> ShardingRule:
-    """`b _, b _, b _ -> b _`: dimensions in which all tensors have the same size can be sharded,
-    except the indexed one."""
+    """Scatter, `b _, b _, b _ -> b _`: dimensions in which all tensors have the same size can be
+    sharded, except the indexed one."""
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
     unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _are_unequal(sizes)]
@@ -149,14 +149,16 @@ def scatter(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("take"))
 def take(op: Op) -> ShardingRule:
-    """`_ _, b -> b`: the indices can be sharded; the flattened tensor that they index cannot."""
+    """Lookup in a flattened tensor, `_ _, b -> b`: the indices can be sharded; the flattened tensor
+    that they index cannot."""
     dims = names(op.inputs[1])
     return sharding_rule(op, ((None,) * len(op.inputs[0].shape), dims), (dims,))
 
 
 @rule_for(*overloads("index_select"))
 def index_select(op: Op) -> ShardingRule:
-    """`b _, s -> b s`: the index can be sharded; the dimension that it indexes cannot."""
+    """Selection by index, `b _, s -> b s`: the index can be sharded; the dimension that it indexes
+    cannot."""
     x, indices = op.inputs
     dims = names(x)
     if not dims:
@@ -169,7 +171,8 @@ def index_select(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("index_add", "index_copy", "index_reduce", "index_fill"))
 def index_add_rule(op: Op) -> ShardingRule | None:
-    """`b _, _, b _ -> b _`: the dimension into which the index writes cannot be sharded."""
+    """Update by index, `b _, _, b _ -> b _`: the dimension into which the index writes cannot be
+    sharded."""
     x, indices, *source = op.inputs
     if not x.shape:
         return None
@@ -180,7 +183,8 @@ def index_add_rule(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(op: Op) -> ShardingRule | None:
-    """`_ s, b -> b s`: indexed dimensions cannot be sharded, dimensions of the index tensors can.
+    """Indexing by tensors, `_ s, b -> b s`: indexed dimensions cannot be sharded, dimensions of the
+    index tensors can.
 
     None for masks: the shape of the result depends on the data.
     """
@@ -194,7 +198,8 @@ def index(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.index_put.default)
 def index_put(op: Op) -> ShardingRule | None:
-    """`_ s, _, _ s -> _ s`: dimensions that are not indexed can be sharded; None for masks."""
+    """Assignment by index tensors, `_ s, _, _ s -> _ s`: dimensions that are not indexed can be
+    sharded; None for masks."""
     dims = _indexing_factors(op)
     if dims is None:
         return None

@@ -40,7 +40,7 @@ SUM = 2
 
 @rule_for(CTC_LOSSES)
 def ctc(op: Op) -> ShardingRule | None:
-    """`_ b _, b _, b, b -> b`: samples can be sharded if targets are padded to a matrix.
+    """CTC loss, `_ b _, b _, b, b -> b`: samples can be sharded if targets are padded to a matrix.
 
     None for concatenated targets: where each sample begins depends on the data.
     """
@@ -54,7 +54,7 @@ def ctc(op: Op) -> ShardingRule | None:
     *overloads("poisson_nll_loss", "hinge_embedding_loss", "margin_ranking_loss"),
 )
 def elementwise_loss(op: Op) -> ShardingRule:
-    """`b s, b s -> b s`, or `-> ()` if reduced: all dimensions can be sharded.
+    """Elementwise loss, `b s, b s -> b s`, or `-> ()` if reduced: all dimensions can be sharded.
 
     A mean is a partial sum of the local means, each divided by the number of shards.
     """
@@ -92,7 +92,8 @@ def _loss_rule(
 
 @rule_for(*overloads("cosine_embedding_loss"))
 def cosine_embedding_loss(op: Op) -> ShardingRule:
-    """`b _, b _, b -> b`: samples can be sharded; features, over which the cosine sums, cannot."""
+    """Cosine embedding loss, `b _, b _, b -> b`: samples can be sharded; features, over which the
+    cosine sums, cannot."""
     rows: Dims = ("b",)[: len(op.inputs[-1].shape)]
     pairs = tuple((*rows, None) for _ in op.inputs[:2])
     return _loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
@@ -100,8 +101,8 @@ def cosine_embedding_loss(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("multi_margin_loss", "multilabel_margin_loss"))
 def margin_loss(op: Op) -> ShardingRule:
-    """`b _, b -> b`: samples can be sharded; classes cannot, as each score is compared with the
-    score of the target class."""
+    """Margin loss over classes, `b _, b -> b`: samples can be sharded; classes cannot, as each
+    score is compared with the score of the target class."""
     rows: Dims = ("b",)[: max(0, len(op.inputs[0].shape) - 1)]
     scores, target = ((*rows, None)[: len(value.shape)] for value in op.inputs[:2])
     inputs = input_dims(op, {"self": scores, "target": target, "weight": (None,)})
@@ -110,8 +111,8 @@ def margin_loss(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("nll_loss_nd", "nll_loss", "nll_loss2d"))
 def nll_loss(op: Op) -> ShardingRule:
-    """`b _ s, b s -> b s`, or `-> ()` if reduced: all but the classes can be sharded; a mean counts
-    the valid targets of all devices."""
+    """Negative log-likelihood, `b _ s, b s -> b s`, or `-> ()` if reduced: all but the classes can
+    be sharded; a mean counts the valid targets of all devices."""
     arguments = call_arguments(op)
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["target"].shape)]
     scores = (*rows[:1], None, *rows[1:])

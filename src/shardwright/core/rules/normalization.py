@@ -31,7 +31,8 @@ CHANNELS = ("weight", "bias", "running_mean", "running_var")
 
 @rule_for(*overloads("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"))
 def feature_norm(op: Op) -> ShardingRule:
-    """`b s _, _ -> b s _`: all but the normalized dimensions, the last ones, can be sharded.
+    """Layer or RMS norm, `b s _, _ -> b s _`: all but the normalized dimensions, the last ones, can
+    be sharded.
 
     Mean and reciprocal standard deviation, if returned, have size 1 in the normalized dimensions.
     """
@@ -45,7 +46,8 @@ def feature_norm(op: Op) -> ShardingRule:
 
 @rule_for(aten.group_norm.default, aten.native_group_norm.default)
 def group_norm(op: Op) -> ShardingRule:
-    """`b c _ _, c, c -> b c _ _, b c, b c`: the batch can be sharded, and channels between groups.
+    """Group norm, `b c _ _, c, c -> b c _ _, b c, b c`: the batch can be sharded, and channels
+    between groups.
 
     The statistics are outputs of `native_group_norm` only.
     """
@@ -67,7 +69,8 @@ def group_norm(op: Op) -> ShardingRule:
 
 @rule_for(aten._weight_norm.default)
 def weight_norm(op: Op) -> ShardingRule:
-    """`b _, b _ -> b _`: only `dim`, along which each slice has its own norm, can be sharded."""
+    """Weight norm, `b _, b _ -> b _`: only `dim`, along which each slice has its own norm, can be
+    sharded."""
     weight, norms = op.inputs
     slice_dim = call_arguments(op)["dim"]
     dims = tuple(name if d == slice_dim else None for d, name in enumerate(names(weight)))
@@ -76,7 +79,8 @@ def weight_norm(op: Op) -> ShardingRule:
 
 @rule_for(aten.batch_norm.default)
 def batch_norm(op: Op) -> ShardingRule | None:
-    """`b c s t, c, c, c, c -> b c s t`: with running statistics the operator is elementwise.
+    """Batch norm in evaluation mode, `b c s t, c, c, c, c -> b c s t`: with running statistics the
+    operator is elementwise.
 
     None in training mode, which updates inputs in place: `batch_norm_train` replaces the operator.
     """
@@ -85,7 +89,8 @@ def batch_norm(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.instance_norm.default)
 def instance_norm(op: Op) -> ShardingRule | None:
-    """`b c _ _, c -> b c _ _`; with running statistics the spatial dimensions can be sharded, too.
+    """Instance norm, `b c _ _, c -> b c _ _`; with running statistics the spatial dimensions can be
+    sharded, too.
 
     None if the operator uses the statistics of its input and updates the running statistics in
     place: `instance_norm_train` replaces it.
@@ -116,7 +121,8 @@ def _image_factors(op: Op) -> Dims:
 
 @rule_for(batch_norm_train)
 def training_batch_norm(op: Op) -> ShardingRule:
-    """`b c s t, c -> b c s t, c, c`; every device computes the statistics of the global batch.
+    """Batch norm in training mode, `b c s t, c -> b c s t, c, c`; every device computes the
+    statistics of the global batch.
 
     If batch or spatial dimensions are sharded, the kernel all-reduces the sums, then the sums of
     squared deviations from the mean. Two passes, as on one device, avoid the cancellation of
@@ -194,7 +200,8 @@ def _batch_norm_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 @rule_for(instance_norm_train)
 def training_instance_norm(op: Op) -> ShardingRule:
-    """`b c _ _, c -> b c _ _, c, c`; the new running statistics are means over the instances.
+    """Instance norm in training mode, `b c _ _, c -> b c _ _, c, c`; the new running statistics are
+    means over the instances.
 
     If the batch dimension is sharded, the kernel all-reduces these means.
     """
@@ -239,6 +246,6 @@ def _update_running_average(running: Tensor, new: Tensor, momentum: float) -> Te
 
 @rule_for(*overloads("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"))
 def softmax(op: Op) -> ShardingRule:
-    """`b s _ -> b s _`: all but the normalized dimension can be sharded."""
+    """Softmax, `b s _ -> b s _`: all but the normalized dimension can be sharded."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))

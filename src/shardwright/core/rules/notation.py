@@ -144,7 +144,7 @@ def sharding_rule(
 
 
 def names(value: Value, exclude: str = "") -> Dims:
-    """Return one factor per dimension of `value`: `("b", "s", "t")`, or others than `exclude`."""
+    """Return a factor per dimension of `value`, such as `("b", "s", "t")`, none in `exclude`."""
     return tuple([name for name in NAMES if name not in exclude][: len(value.shape)])
 
 
@@ -212,7 +212,7 @@ def _parse_dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
 
 @cache
 def schema_parameters(target: OpTarget) -> dict[str, Any]:
-    """Return the default of each parameter of `target`, or None, by name, in order."""
+    """Return the default value, or None, of each parameter of `target`, by name and in order."""
     if isinstance(target, OpOverload):
         schema = schema_of(target).arguments
         return {a.name: a.default_value if a.has_default_value() else None for a in schema}

@@ -33,7 +33,7 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
     *overloads("resolve_conj"),
 )
 def pointwise(op: Op) -> ShardingRule | None:
-    """`b s, s -> b s`: every dimension of the output can be sharded.
+    """Elementwise operator, `b s, s -> b s`: every dimension of the output can be sharded.
 
     None if the operator mutates an input, outputs differ in shape, or an input has more dimensions
     than the output.
@@ -52,7 +52,8 @@ def pointwise(op: Op) -> ShardingRule | None:
 
 @rule_for(*overloads("to", "type_as"))
 def dtype_cast(op: Op) -> ShardingRule:
-    """`b s, _ _ -> b s`: a second tensor only supplies dtype and device, so it is replicated."""
+    """Cast, `b s, _ _ -> b s`: a second tensor only supplies dtype and device, so it is
+    replicated."""
     dims = names(op.output)
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,))
@@ -60,7 +61,8 @@ def dtype_cast(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("prelu", "_prelu_kernel"))
 def prelu(op: Op) -> ShardingRule:
-    """`b c s, c -> b c s`: the weight has one element per channel (dimension 1), or only one."""
+    """PReLU, `b c s, c -> b c s`: the weight has one element per channel (dimension 1), or only
+    one."""
     x, weight = op.inputs
     dims = names(x)
     if len(weight.shape) == len(x.shape):
@@ -71,14 +73,15 @@ def prelu(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("glu"))
 def glu(op: Op) -> ShardingRule:
-    """`b s _ -> b s _`: the dimension whose two halves are multiplied cannot be sharded."""
+    """Gated linear unit, `b s _ -> b s _`: the dimension whose two halves are multiplied cannot be
+    sharded."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("bucketize", "searchsorted"))
 def bucketize(op: Op) -> ShardingRule | None:
-    """`b s, _ -> b s`: elements can be sharded; the sorted sequence of boundaries cannot.
+    """Search in sorted boundaries, `b s, _ -> b s`: elements can be sharded; boundaries cannot.
 
     None for `searchsorted` with one sequence per row.
     """

@@ -43,14 +43,14 @@ for _spatial, _resizes in RESIZES.items():
 
 @rule_for(*overloads("pixel_shuffle", "pixel_unshuffle"))
 def shuffle_pixels(op: Op) -> ShardingRule:
-    """`b _ _ _ -> b _ _ _`: elements move between channels and pixels, so only leading dimensions
-    can be sharded."""
+    """Pixel shuffle, `b _ _ _ -> b _ _ _`: elements move between channels and pixels, so only
+    leading dimensions can be sharded."""
     dims = (*("b", "c", "d", "e", "f")[: len(op.output.shape) - 3], None, None, None)
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("channel_shuffle"))
 def shuffle_channels(op: Op) -> ShardingRule:
-    """`b _ s t -> b _ s t`: all dimensions but the channels can be sharded."""
+    """Channel shuffle, `b _ s t -> b _ s t`: all dimensions but the channels can be sharded."""
     dims = ("b", None, *("s", "t", "u")[: len(op.output.shape) - 2])
     return sharding_rule(op, (dims,), (dims,))

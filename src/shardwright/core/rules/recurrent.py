@@ -13,7 +13,8 @@ aten = torch.ops.aten
 
 @rule_for(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrence(op: Op) -> ShardingRule:
-    """`_ b _, _ b _, weights -> _ b _, _ b _`; with `batch_first` the sequences are `b _ _`.
+    """Recurrent layer, `_ b _, _ b _, weights -> _ b _, _ b _`; with `batch_first` the sequences
+    are `b _ _`.
 
     Without a batch dimension nothing can be sharded.
     """

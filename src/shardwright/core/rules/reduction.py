@@ -28,15 +28,15 @@ aten = torch.ops.aten
 
 @rule_for(*overloads("sum", "nansum", "count_nonzero"))
 def sum_rule(op: Op) -> ShardingRule:
-    """`b s -> b`: reduced dimensions can be sharded; the local sums are then partial sums."""
+    """Sum, `b s -> b`: reduced dimensions can be sharded; the local sums are then partial sums."""
     dims = names(op.inputs[0])
     return sharding_rule(op, (dims,), (_output_factors(op, dims),), reduced=_reduced_factors(op))
 
 
 @rule_for(*overloads("mean"))
 def mean(op: Op) -> ShardingRule:
-    """`b s -> b`: reduced dimensions can be sharded; the local means, divided by the number of
-    shards, are then partial sums."""
+    """Mean, `b s -> b`: reduced dimensions can be sharded; the local means, divided by the number
+    of shards, are then partial sums."""
     dims = names(op.inputs[0])
     reduced = _reduced_factors(op)
     return sharding_rule(
@@ -58,7 +58,7 @@ def _local_mean_kernel(op: Op, local: Local) -> Callable[..., Any]:
 @rule_for(*overloads("frobenius_norm", "logsumexp", "nanmean", "median", "nanmedian", "mode"))
 @rule_for(*overloads("kthvalue"))
 def reduction_rule(op: Op) -> ShardingRule:
-    """`b _ -> b`: reduced dimensions cannot be sharded."""
+    """Nonlinear reduction, `b _ -> b`: reduced dimensions cannot be sharded."""
     # A layout can express partial sums, but not a partial maximum, product or norm.
     dims = without(names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (_output_factors(op, dims),) * len(op.outputs))
@@ -67,22 +67,24 @@ def reduction_rule(op: Op) -> ShardingRule:
 @rule_for(*overloads("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"))
 @rule_for(*overloads("sort", "argsort", "topk", "flip", "roll"))
 def scan_rule(op: Op) -> ShardingRule:
-    """`b _ -> b _`: the dimensions in `dim` or `dims` cannot be sharded; no dimension can be if
-    these are empty, as in `roll`."""
+    """Scan, sort, flip or roll, `b _ -> b _`: the dimensions in `dim` or `dims` cannot be sharded;
+    no dimension can be if these are empty, as in `roll`."""
     dims = without(names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 
 
 @rule_for(*overloads("rot90"))
 def rotation(op: Op) -> ShardingRule:
-    """`b _ _ -> b _ _`: the two dimensions of the plane of rotation cannot be sharded."""
+    """Rotation by 90 degrees, `b _ _ -> b _ _`: the two dimensions of the plane of rotation cannot
+    be sharded."""
     dims = without(names(op.output), *argument(op, "dims"))
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("renorm"))
 def renorm(op: Op) -> ShardingRule:
-    """`_ s _ -> _ s _`: only the dimension whose slices are scaled can be sharded."""
+    """Renormalization of slices, `_ s _ -> _ s _`: only the dimension whose slices are scaled can
+    be sharded."""
     slice_dim = argument(op, "dim") % len(op.output.shape)
     dims = tuple(name if i == slice_dim else None for i, name in enumerate(names(op.output)))
     return sharding_rule(op, (dims,), (dims,))
@@ -90,22 +92,24 @@ def renorm(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("msort"))
 def sort_rows(op: Op) -> ShardingRule:
-    """`_ s -> _ s`: the first dimension, which is sorted, cannot be sharded."""
+    """Sort along the first dimension, `_ s -> _ s`: the first dimension, which is sorted, cannot be
+    sharded."""
     dims = without(names(op.output), 0)
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("diff", "linalg_cross"))
 def diff_rule(op: Op) -> ShardingRule:
-    """`b _ -> b _`: elements are combined along one dimension, which cannot be sharded."""
+    """Difference or cross product, `b _ -> b _`: elements are combined along one dimension, which
+    cannot be sharded."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, aligned(op, dims), (dims,))
 
 
 @rule_for(aten.histc.default)
 def histogram(op: Op) -> ShardingRule:
-    """`b s -> _`: all dimensions can be sharded if `min` and `max` are given; local counts are then
-    partial sums."""
+    """Histogram, `b s -> _`: all dimensions can be sharded if `min` and `max` are given; local
+    counts are then partial sums."""
     dims = names(op.inputs[0])
     # Equal bounds stand for the bounds of the data, which differ between shards.
     bounded = argument(op, "min") < argument(op, "max")
@@ -115,7 +119,8 @@ def histogram(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("cosine_similarity"))
 def cosine_similarity(op: Op) -> ShardingRule:
-    """`b s _, b s _ -> b s`: all but the features can be sharded; the two inputs are broadcast."""
+    """Cosine similarity, `b s _, b s _ -> b s`: all but the features can be sharded; the two inputs
+    are broadcast."""
     dim, ndim = argument(op, "dim"), len(op.output.shape) + 1
     dims = names(op.output)
     dims = (*dims[: dim % ndim], None, *dims[dim % ndim :])

@@ -30,13 +30,14 @@ aten = torch.ops.aten
 
 @rule_for(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def reshape_rule(op: Op) -> ShardingRule:
-    """`b s _ -> b s` if two dimensions are merged, `b s -> b s _` if one is split."""
+    """Reshape, `b s _ -> b s` if two dimensions are merged, `b s -> b s _` if one is split."""
     return _build_reshape_rule(op, sizes=1)
 
 
 @rule_for(*overloads("flatten", "unflatten", "squeeze", "unsqueeze", "ravel"))
 def reshape_to_local_shape(op: Op) -> ShardingRule:
-    """`b s _ -> b s` or `b s -> b s _`, computed by a reshape to the local shape.
+    """Flatten, unflatten, squeeze or unsqueeze, `b s _ -> b s` or `b s -> b s _`, computed by a
+    reshape to the local shape.
 
     The operator itself may be wrong on a shard: `squeeze` would drop a dimension of local size 1.
     """
@@ -95,7 +96,7 @@ def reshape_segments(
 @rule_for(*overloads("permute", "transpose", "t", "numpy_T", "mT", "movedim", "moveaxis"))
 @rule_for(*overloads("swapaxes", "swapdims", "adjoint", "matrix_H", "mH"))
 def permute_rule(op: Op) -> ShardingRule:
-    """`b s t -> t b s`: every dimension can be sharded."""
+    """Permutation of dimensions, `b s t -> t b s`: every dimension can be sharded."""
     dims = names(op.inputs[0])
     # To treat all these operators alike, run `op` on a tensor in which every dimension has another
     # size, and read the permutation off the shape of the result.
@@ -106,21 +107,23 @@ def permute_rule(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("expand", "broadcast_to"))
 def expand(op: Op) -> ShardingRule:
-    """`_ s -> b s`: every device expands to the shape of its shard of the output."""
+    """Expansion, `_ s -> b s`: every device expands to the shape of its shard of the output."""
     dims = names(op.output)
     return sharding_rule(op, aligned(op, dims), (dims,), sizes=1)
 
 
 @rule_for(*overloads("expand_as"))
 def expand_as(op: Op) -> ShardingRule:
-    """`_ s, b s -> b s`: every device expands to the shape of its shard of the second tensor."""
+    """Expansion to the shape of a tensor, `_ s, b s -> b s`: every device expands to the shape of
+    its shard of the second tensor."""
     dims = names(op.output)
     return sharding_rule(op, aligned(op, dims), (dims,))
 
 
 @rule_for(*overloads("broadcast_tensors"))
 def broadcast_tensors(op: Op) -> ShardingRule:
-    """`_ s, b _ -> b s, b s`: every device expands to the shape of its shards of the outputs."""
+    """Broadcast of several tensors, `_ s, b _ -> b s, b s`: every device expands to the shape of
+    its shards of the outputs."""
     dims = names(op.output)
     outputs = (dims,) * len(op.outputs)
     return sharding_rule(op, aligned(op, dims), outputs, kernel=_broadcast_tensors_kernel)
@@ -133,7 +136,7 @@ def _broadcast_tensors_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 @rule_for(*overloads("repeat", "tile"))
 def repeat_rule(op: Op) -> ShardingRule:
-    """`b s -> _ b _`: new and repeated dimensions cannot be sharded."""
+    """Repetition of a tensor, `b s -> _ b _`: new and repeated dimensions cannot be sharded."""
     dims = names(op.output)
     (x,) = aligned(op, dims)
     num_new = len(dims) - len(x)
@@ -148,7 +151,7 @@ def repeat_rule(op: Op) -> ShardingRule:
 
 @rule_for(aten.repeat_interleave.self_int)
 def repeat_interleave(op: Op) -> ShardingRule:
-    """`b s -> b s`: every device repeats the elements of its shard.
+    """Repetition of elements, `b s -> b s`: every device repeats the elements of its shard.
 
     Without `dim` the tensor is flattened, and nothing can be sharded.
     """
@@ -170,22 +173,23 @@ def _repeat_interleave_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 @rule_for(*overloads("view_as", "reshape_as"))
 def reshape_as(op: Op) -> ShardingRule:
-    """`b s _, b s -> b s`: the second tensor, which only supplies the shape, is sharded like the
-    output."""
+    """Reshape to the shape of a tensor, `b s _, b s -> b s`: the second tensor, which only supplies
+    the shape, is sharded like the output."""
     return _build_reshape_rule(op)
 
 
 @rule_for(*overloads("unfold"))
 def unfold(op: Op) -> ShardingRule:
-    """`b _ -> b _ _`: windows overlap, so the unfolded dimension cannot be sharded."""
+    """Sliding windows, `b _ -> b _ _`: windows overlap, so the unfolded dimension cannot be
+    sharded."""
     dims = without(names(op.inputs[0]), argument(op, "dimension"))
     return sharding_rule(op, (dims,), ((*dims, None),))
 
 
 @rule_for(*overloads("im2col", "col2im"))
 def im2col_rule(op: Op) -> ShardingRule:
-    """`b c _ _ -> b c _` (`im2col`), `b c _ -> b c _ _` (`col2im`): batch and channels can be
-    sharded, as the windows of one channel are adjacent in `c`."""
+    """Image to windows or back, `b c _ _ -> b c _` (`im2col`), `b c _ -> b c _ _` (`col2im`): batch
+    and channels can be sharded, as the windows of one channel are adjacent in `c`."""
     images, windows = op.inputs[0].shape, op.output.shape
     batch: Dims = ("b",) if max(len(images), len(windows)) == 4 else ()
     inputs, output = (
@@ -210,42 +214,47 @@ def _matrix_and_diagonal_factors(op: Op, dims: Dims) -> tuple[Dims, Dims]:
 
 @rule_for(*overloads("diagonal"))
 def diagonal(op: Op) -> ShardingRule:
-    """`b _ _ -> b _`: all but the two dimensions of the plane can be sharded."""
+    """Diagonals of matrices, `b _ _ -> b _`: all but the two dimensions of the plane can be
+    sharded."""
     plane, line = _matrix_and_diagonal_factors(op, names(op.inputs[0]))
     return sharding_rule(op, (plane,), (line,))
 
 
 @rule_for(*overloads("diagonal_scatter"))
 def diagonal_scatter(op: Op) -> ShardingRule:
-    """`b _ _, b _ -> b _ _`: all but the plane can be sharded; the last dimension of the second
-    input is the diagonal to write."""
+    """Write of diagonals, `b _ _, b _ -> b _ _`: all but the plane can be sharded; the last
+    dimension of the second input is the diagonal to write."""
     plane, line = _matrix_and_diagonal_factors(op, names(op.output))
     return sharding_rule(op, (plane, line), (plane,))
 
 
 @rule_for(*overloads("diag_embed"))
 def diag_embed(op: Op) -> ShardingRule:
-    """`b _ -> b _ _`: all but the last dimension, which becomes a diagonal, can be sharded."""
+    """Matrices from diagonals, `b _ -> b _ _`: all but the last dimension, which becomes a
+    diagonal, can be sharded."""
     plane, line = _matrix_and_diagonal_factors(op, names(op.output))
     return sharding_rule(op, (line,), (plane,))
 
 
 @rule_for(*overloads("tril", "triu"))
 def triangle_rule(op: Op) -> ShardingRule:
-    """`b _ _ -> b _ _`: matrices cannot be sharded, as their blocks have other diagonals."""
+    """Triangles of matrices, `b _ _ -> b _ _`: matrices cannot be sharded, as their blocks have
+    other diagonals."""
     dims = without(names(op.output), -2, -1)
     return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("view_as_complex"))
 def view_as_complex_rule(op: Op) -> ShardingRule:
-    """`b s _ -> b s`: the last dimension, real and imaginary part, cannot be sharded."""
+    """Complex view, `b s _ -> b s`: the last dimension, real and imaginary part, cannot be
+    sharded."""
     dims = names(op.output)
     return sharding_rule(op, ((*dims, None),), (dims,))
 
 
 @rule_for(*overloads("view_as_real"))
 def view_as_real_rule(op: Op) -> ShardingRule:
-    """`b s -> b s _`: all dimensions but the new one, real and imaginary part, can be sharded."""
+    """Real view, `b s -> b s _`: all dimensions but the new one, real and imaginary part, can be
+    sharded."""
     dims = names(op.inputs[0])
     return sharding_rule(op, (dims,), ((*dims, None),))
