@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 from core.rules.oracle import op_of
 from sample_models import encoder, gpt2, llama, mlp, resnet
 from shardwright.core.capture.capture import capture
-from shardwright.core.cost.flops import _work, is_view, work_of
+from shardwright.core.cost.flops import _compute_work, is_view, work_of
 from shardwright.core.graph.custom_ops import masked_attention, windowed_attention
 from shardwright.core.graph.graph import Graph
 from shardwright.core.rules.notation import from_notation
@@ -194,7 +194,7 @@ def test_a_product_of_one_tensor_with_a_rule_takes_what_is_registered() -> None:
             return power(x)
 
     (op,) = capture(Net(), (torch.zeros(8, 8),)).ops
-    work = _work(op, from_notation("_ _ -> _ _", op), (False,), False)
+    work = _compute_work(op, from_notation("_ _ -> _ _", op), (False,), False)
     assert (work.forward_flops, work.sides) == (2 * 8**3, ())
 
 

@@ -350,5 +350,5 @@ def _step_function(name: str) -> Any:
     _, packet, overload = name.split(".")
     step = getattr(getattr(torch.ops.aten, packet), overload)
     if not isinstance(step, OpOverload):  # names may come from a file, which must not run code
-        raise ValueError(f"{name!r} is no ATen operator\nuse a name such as aten.mul.Tensor")
+        raise ValueError(f"{name!r} is not an ATen operator\nuse one such as aten.mul.Tensor")
     return step

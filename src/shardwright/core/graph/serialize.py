@@ -208,5 +208,5 @@ name of the type in the file."""
 
 def _check_type(leaf_type: Any, obj: Any) -> Any:
     if not isinstance(obj, leaf_type):
-        raise TypeError(f"{obj!r} in place of a {leaf_type.__name__}")
+        raise TypeError(f"{obj!r} is not a {leaf_type.__name__}")
     return obj
