@@ -138,7 +138,7 @@ def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) 
         (
             "latency: 2 us",
             "latency: 2 us, collectives: nccl",
-            "collectives must be one of trees, rings, gloo",
+            "collectives 'nccl' is unknown\nuse one of trees, rings, gloo",
         ),
         ("devices: 16", "devices: many", r"levels\[1\].devices must be a positive whole number"),
         (TEXT, "[1, 2]", "the file must be a mapping"),
