@@ -22,7 +22,7 @@ _PUBLIC_NAMES = {
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
-"""(module, name in that module), by public name."""
+"""Module and name in that module, by public name of this package."""
 
 __all__ = sorted(_PUBLIC_NAMES)
 

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 HELP_ROOMS = ("cli", "errors", "text_files", "progress")
-"""Subpackages that `--help` needs; the others are needed only when commands run."""
+"""Subpackages that `--help` imports; all others are imported only when a command runs."""
 
 LOADING_NOTE = "loading torch"
 
@@ -46,7 +46,7 @@ def _is_help_requested(arguments: Sequence[str]) -> bool:
 
 
 class EmptyModules(MetaPathFinder, Loader):
-    """Import hook: imports torch, and subpackages that `--help` does not need, as empty modules."""
+    """Import hook that replaces torch, and subpackages not in `HELP_ROOMS`, with empty modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

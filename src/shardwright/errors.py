@@ -1,4 +1,4 @@
-"""The exceptions of Shardwright; all but `CommunicationError` are raised before any communication.
+"""Exceptions of Shardwright, and helpers for their messages.
 
 The first line of a message says what is wrong and where; the second line, if any, what to do.
 """
@@ -14,7 +14,7 @@ _OMISSION = "… and more"
 
 
 class ShardwrightError(Exception):
-    """Base class of all errors that Shardwright raises about its input.
+    """Base class of all errors that Shardwright raises, except `CommunicationError`.
 
     `str(error)` has at most 2,000 characters; `error.args[0]` is the full message.
     """
@@ -58,11 +58,11 @@ def _omit_middle(text: str, limit: int) -> str:
 
 
 class LayoutError(ShardwrightError, ValueError):
-    """An invalid layout: unknown or repeated axes, or a dimension that does not divide evenly."""
+    """An invalid layout: unknown or repeated axes, or a dimension that is not divisible."""
 
 
 class StrategyError(ShardwrightError, ValueError):
-    """An invalid sharding strategy: sizes that do not divide evenly, or too many shards."""
+    """An invalid sharding strategy: sizes that are not divisible, or too many shards."""
 
 
 class CaptureError(ShardwrightError):
@@ -70,8 +70,8 @@ class CaptureError(ShardwrightError):
 
 
 class PlanError(ShardwrightError):
-    """A plan that cannot be used: it belongs to another model, another number of devices, or an
-    unknown version."""
+    """A plan that cannot be used, for example because it is for another model or another number of
+    devices, or has an unknown version."""
 
 
 class MixedTensorsError(PlanError, RuntimeError):
@@ -117,7 +117,7 @@ class IndivisibleError(StrategyError):
 
 
 class MixedSamplesError(StrategyError):
-    """Several micro-batches for a loss that is no sum or mean of the losses of micro-batches."""
+    """A loss that is neither the sum nor the mean of the losses of several micro-batches."""
 
 
 class MemoryLimitError(ShardwrightError):

@@ -12,14 +12,14 @@ OnShare = Callable[[float], None]
 """Callback for the completed share of a phase, from 0 to 1."""
 
 _REPORTS_PER_PHASE = 100
-"""Number of equal parts of a phase after which its completed share can be reported."""
+"""Number of equal parts of a phase, after each of which its completed share may be reported."""
 
 # A callback may print a line for each report: a phase of an hour must not print thousands.
 _SECONDS_BETWEEN_REPORTS = 1.0
 
 
 class OnProgress(Protocol):
-    """Callback of a long call, called before each of its phases."""
+    """Progress callback of a long call, called before each phase of the call."""
 
     def __call__(self, phase: str, done: int = 0, total: int = 0, /) -> None:
         """Report the phase that begins.
@@ -42,7 +42,7 @@ def ignore_share(share: float) -> None:
 def share_reporter(
     on_progress: OnProgress, phase: str, clock: Callable[[], float] = time.monotonic
 ) -> OnShare:
-    """Report that a phase begins; return the callback for its completed share.
+    """Report the start of a phase, and return a callback for its completed share.
 
     The callback reports hundredths of the phase to `on_progress`, at most once a second.
 
@@ -67,7 +67,7 @@ def share_reporter(
 
 
 def subrange(on_share: OnShare, index: int, num_parts: int, size: int = 1) -> OnShare:
-    """Return the callback for the completed share of one part of a phase.
+    """Return a callback for the completed share of one part of a phase.
 
     Args:
         on_share: callback of the phase.

@@ -67,7 +67,7 @@ def check_exists(path: str | Path, error_type: ErrorType) -> None:
 
 @contextmanager
 def _convert_file_errors(path: str | Path, error_type: ErrorType) -> Iterator[None]:
-    """Context that re-raises errors of reading or decoding a file as `error_type`, naming it."""
+    """Context that re-raises errors of reading `path` as `error_type`, with the path as prefix."""
     try:
         yield
     except FileNotFoundError:

@@ -88,7 +88,7 @@ def compare_command(
                 cluster=cluster,
                 on_progress=on_progress,
             )
-        _print_measured(measured, json)
+        _print_measured_comparisons(measured, json)
         return
     with show_progress(progress) as on_progress:
         comparisons = [
@@ -116,7 +116,7 @@ def compare_command(
         raise typer.Exit(1)
 
 
-def _print_measured(comparisons: list[RealComparison], json: bool) -> None:
+def _print_measured_comparisons(comparisons: list[RealComparison], json: bool) -> None:
     if json:
         data = [{**asdict(each), "spearman": each.correlation} for each in comparisons]
         for run in (run for each in data for run in each["runs"]):
@@ -176,13 +176,13 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
             str(comparison.devices),
             str(comparison.global_batch),
             *(_alternative_text(comparison.of_kind(kind)) for kind in COLUMN_KINDS),
-            _gap_text(comparison.of_kind(AUTO)),
+            _optimality_gap_text(comparison.of_kind(AUTO)),
             f"{comparison.speed_up:.1%}",
         )
     return table
 
 
-def _gap_text(auto: Alternative | None) -> str:
+def _optimality_gap_text(auto: Alternative | None) -> str:
     return "-" if auto is None or auto.gap is None else f"{auto.gap:.1%}"
 
 

@@ -83,7 +83,7 @@ def init_command(
     files = available_files()
     if name is None:
         if out is not None:
-            raise typer.BadParameter("--out requires NAME, the configuration to write")
+            raise typer.BadParameter("--out needs NAME\nuse shardwright init llama --out my.yaml")
         for line in listing_lines(files):
             typer.echo(line)
         return

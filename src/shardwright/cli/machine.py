@@ -29,7 +29,7 @@ from shardwright.tools.compare.published_config import planned_runs
 
 TABLE_WIDTH = 140
 MAX_PROCESSES = 1024
-"""Upper limit of the number of processes on one machine, to catch typos."""
+"""Maximum number of processes on one machine, to catch typos."""
 
 TITLES_BY_FIELD = {
     "num_layers": "layers",
@@ -104,14 +104,14 @@ def calibrate_command(
     """
     if runs_file is None:
         if cluster is not None or out is not None:
-            raise typer.BadParameter("--cluster and --out need --from")
+            raise typer.BadParameter("--cluster and --out need --from\nadd --from RUNS.json")
         with show_progress(progress) as on_progress:
             measured = calibrate(devices or 2, on_progress)
         typer.echo(cluster_to_yaml(measured).rstrip())
         typer.echo(f"# saved in {cache_file()}")
         return
     if out is None or devices is not None:
-        raise typer.BadParameter("--from needs --out and cannot be combined with --devices")
+        raise typer.BadParameter("--from needs --out, and no --devices\nadd --out my_cluster.yaml")
     base = None if cluster is None else load_cluster(cluster)
     planned, left_out = planned_runs(runs_file, base)
     names = sorted({each.run.hardware for each in planned})

@@ -48,7 +48,7 @@ LogDirOption = Annotated[Path, typer.Option(help="Folder for the ranks' logs.")]
 DevicesOption = Annotated[int, typer.Option(help="Number of devices.", show_default=False)]
 
 
-def _check_coefficient(text: str | None) -> str | None:
+def _check_mem_coeff(text: str | None) -> str | None:
     """Return `text`; raise `typer.BadParameter` unless it is a positive number or `auto`."""
     error = typer.BadParameter(f"{text!r} is neither a positive number nor auto")
     try:
@@ -66,7 +66,7 @@ MemCoeffOption = Annotated[
         help="Weight of memory relative to communication; overrides the configuration. auto: the"
         " smallest weight whose plan fits into memory.",
         metavar="NUMBER|auto",
-        callback=_check_coefficient,
+        callback=_check_mem_coeff,
     ),
 ]
 

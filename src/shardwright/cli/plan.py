@@ -43,7 +43,7 @@ from shardwright.run.config.other_plans import AlternativePlanner
 
 PRESETS = "presets"
 MAX_LISTED_NAMES = 4
-"""Number of operators or parameters that `diff` lists for each difference."""
+"""Maximum number of operators or parameters that `diff` lists for each difference."""
 
 AXIS_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
@@ -270,7 +270,8 @@ def report_command(
         if devices is None:
             if len(files) < len(against or ()):
                 raise typer.BadParameter(
-                    f"--against {PRESETS} needs a configuration: {source} is a saved plan"
+                    f"--against {PRESETS} needs a configuration: {source} is a saved plan\n"
+                    "use its configuration with --devices, or leave out --against presets"
                 )
             plan, page = Plan.load(source), source.with_suffix(".html")
         else:

@@ -103,7 +103,7 @@ def train_command(
 
     Starts one process per device. Under torchrun it joins the processes that torchrun started.
     """
-    options = _Options(
+    options = _TrainOptions(
         config, devices, plan, log_dir, mem_coeff, resume, max_restarts, elastic, profile
     )
     node = _parse_node(nnodes, node_rank, rdzv, nproc_per_node, options)
@@ -116,8 +116,8 @@ def train_command(
 
 
 @dataclass(frozen=True)
-class _Options:
-    """Options of `train`, except those of a node."""
+class _TrainOptions:
+    """Options of the command `train`, except those of a node such as `--node-rank`."""
 
     config: Path
     devices: int | None
@@ -130,7 +130,7 @@ class _Options:
     profile: int | None
 
     def command(self, resume: bool) -> list[str]:
-        """Return the arguments with which each rank runs `python`."""
+        """Return the arguments of `python` on each rank."""
         # Without -P, `-m` puts the working folder on sys.path, where a file may shadow a module.
         command = ["-P", "-m", "shardwright", "train", str(self.config)]
         for name in ("plan", "log_dir", "mem_coeff", "profile"):
@@ -145,7 +145,7 @@ def _parse_node(
     rank: int | None,
     rdzv: str | None,
     local_size: int | None,
-    options: _Options,
+    options: _TrainOptions,
 ) -> Node | None:
     """Return the node that the options describe; None without --nnodes."""
     if nnodes is None:
@@ -167,7 +167,7 @@ def _parse_node(
     return Node.parse(nnodes, rank, rdzv, local_size)
 
 
-def _train_node(node: Node, options: _Options) -> None:
+def _train_node(node: Node, options: _TrainOptions) -> None:
     """Start the ranks of this node, which then plan and train."""
     run = run_of(options.config, options.mem_coeff, resume=options.resume)
     logs = LogFolder(options.log_dir)
@@ -182,7 +182,7 @@ def _train_node(node: Node, options: _Options) -> None:
     launch_node(command, node, logs, max_restarts=options.max_restarts, timeout=timeout)
 
 
-def _train_or_launch(options: _Options) -> None:
+def _train_or_launch(options: _TrainOptions) -> None:
     world, logs = World.from_environment(), LogFolder(options.log_dir)
     device_range = DeviceRange.parse(options.elastic) if options.elastic else None
     resume = options.resume or world.restarts > 0
@@ -190,7 +190,7 @@ def _train_or_launch(options: _Options) -> None:
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     # Under torchrun rank 0 takes the locks; a rank of this command inherits its launcher's.
     with (
-        check_same_run(world, _facts_to_compare(run), timeout, run.config.train.device),
+        check_same_run(world, _settings_to_compare(run), timeout, run.config.train.device),
         lock_folders(*(_output_folders(run, logs) if world.rank == 0 else ())) as locks,
     ):
         if world.local_size < world.size:
@@ -216,8 +216,8 @@ def _train_or_launch(options: _Options) -> None:
             _LocalRanks(options, run, logs, locks).train(plan_or_search, device_range)
 
 
-def _facts_to_compare(run: Run) -> dict[str, object]:
-    """Return the values that must be equal on all nodes of a run, by configuration key."""
+def _settings_to_compare(run: Run) -> dict[str, object]:
+    """Return the settings that must be equal on all nodes of a run, by configuration key."""
     # `resume` may differ, because a node that rejoins resumes.
     sections = run.config.model_dump(mode="json", exclude={"train": {"resume"}})
     keys = {
@@ -235,12 +235,12 @@ def _output_folders(run: Run, logs: LogFolder) -> list[Path]:
 
 
 def _load_or_search_plan(
-    run: Run, options: _Options, device_range: DeviceRange | None, world: World
+    run: Run, options: _TrainOptions, device_range: DeviceRange | None, world: World
 ) -> tuple[Run, Plan | Callable[[], Plan]]:
     """Return the run adjusted to its number of devices, and its plan.
 
-    With several launched ranks and no saved plan, returns a function that searches the plan: one
-    rank calls it, after all have joined.
+    With several launched ranks and no saved plan, returns a function that searches for a plan, to
+    be called on one rank after all have joined.
     """
     file, devices = options.plan, options.devices
     saved = Plan.load(file) if file is not None else None
@@ -286,7 +286,7 @@ class _LocalRanks:
         locks: file descriptors of the locked folders, which the ranks inherit.
     """
 
-    options: _Options
+    options: _TrainOptions
     run: Run
     logs: LogFolder
     locks: Collection[int]
@@ -326,7 +326,7 @@ class _LocalRanks:
             )
 
     def command(self, plan: Plan, resume: bool) -> list[str]:
-        """Save the plan, and return the arguments with which each rank runs `python`."""
+        """Save the plan, and return the arguments of `python` on each rank."""
         plan.save(self.logs.plan)
         return replace(self.options, plan=self.logs.plan, mem_coeff=None).command(resume)
 
@@ -353,7 +353,7 @@ class _LocalRanks:
 
     @contextmanager
     def progress(self) -> Iterator[LiveProgress]:
-        """Context that prints rank 0's output and steps while it writes them."""
+        """Context that prints the output and the training steps of rank 0 as they are written."""
         with LiveProgress(Console(), self.run.num_steps, len(self.run.batches)) as progress:
             on_line = {
                 self.logs.stdout(0): progress.line,
@@ -435,7 +435,7 @@ def _write_profile(plan: Plan, measured: Measured, logs: LogFolder) -> None:
 
 @contextmanager
 def _print_checkpoint_warnings(print_line: Callable[[str], None]) -> Iterator[None]:
-    """Context that passes warnings about checkpoints to `print_line`; others appear as usual."""
+    """Context that passes checkpoint warnings to `print_line`; others are shown as usual."""
     with warnings.catch_warnings():
         show_other = warnings.showwarning
 

@@ -25,7 +25,7 @@ from shardwright.tools.compare.tune import Trial, Tuning, tune_mem_coeff
 
 TABLE_WIDTH = 120
 MAX_LISTED_NAMES = 3
-"""Number of operators listed per line."""
+"""Maximum number of operators listed per line."""
 
 
 @app.command("tune")
@@ -79,12 +79,12 @@ def tuning_table(tuning: Tuning) -> Table:
 
 
 def _plan_lines(tuning: Tuning) -> list[str]:
-    """Return lines that say how each distinct plan shards the main operators."""
+    """Return lines with the shardings of the main operators in each distinct plan."""
     distinct = {trial.plan: trial for trial in reversed(tuning.trials)}
-    return [line for index in sorted(distinct) for line in _lines_of_trial(distinct[index])]
+    return [line for index in sorted(distinct) for line in _sharding_lines(distinct[index])]
 
 
-def _lines_of_trial(trial: Trial) -> list[str]:
+def _sharding_lines(trial: Trial) -> list[str]:
     operators: dict[str, list[str]] = {}
     for name, factors in trial.cuts.items():
         cuts = " ".join(f"{factor}/{count}" for factor, count in factors.items())
