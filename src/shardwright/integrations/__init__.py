@@ -1,1 +1,1 @@
-"""Training loops of other libraries for planned models."""
+"""Adapters that train planned models with the training loops of other libraries."""

@@ -1,7 +1,7 @@
-"""The optimizer in checkpoints of `Trainer`: of planned and of plain runs, each read by both.
+"""Optimizer state in checkpoints of `Trainer`, from which both planned and plain runs can resume.
 
-A planned run writes its shards into a subfolder, from which any plan resumes, and the full state
-into the files that a plain `Trainer` reads, which without them starts its optimizer anew.
+A planned run saves sharded optimizer state to a subfolder, from which any plan can resume, and full
+optimizer state to the file of a plain `Trainer`, which resets its optimizer if the file is missing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ random generators."""
 
 
 def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """Save the optimizer as shards, and in full as a plain `Trainer` reads it. Collective.
+    """Save the optimizer state, both sharded and in full for a plain `Trainer`.
+
+    Every rank must call it.
 
     Args:
         folder: checkpoint of `Trainer`, with the files of the model.
@@ -41,7 +43,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, step: i
         optimizer: optimizer of the model, without wrappers.
         step: number of optimizer steps before the checkpoint.
     """
-    names = trained_but_not_in(model, _tensor_names_in(folder))
+    names = trained_but_not_in(model, _saved_tensor_names(folder))
     position = Position(step=step)
     save_checkpoint(folder / STATE_FOLDER, model, optimizer, position=position, only=names)
     full_state = pytree.tree_map(_gather_on_rank_0, optimizer.state_dict())
@@ -50,7 +52,9 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, step: i
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load what `save_optimizer` or a plain `Trainer` saved, in place. Collective.
+    """Load optimizer state, in place, that `save_optimizer` or a plain `Trainer` has saved.
+
+    Every rank must call it.
 
     Raises:
         CheckpointError: the checkpoint has no optimizer state.
@@ -70,21 +74,21 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None
 
 
 def share_random_state(folder: Path) -> None:
-    """Save the random state of rank 0 also as that of a run on one process."""
+    """Copy the random state of rank 0 to the file from which a run on one process resumes."""
     if is_rank_0():
         shutil.copyfile(folder / "rng_state_0.pth", folder / RANDOM_FILE)
 
 
 def _gather_on_rank_0(value: Any) -> Any:
-    """Gather a sharded tensor; on other ranks than 0 its memory is freed at once."""
+    """Gather a DTensor to the CPU of rank 0; return None and free its memory on other ranks."""
     full = value.full_tensor() if isinstance(value, DTensor) else value
     if not is_rank_0():
         return None
     return full.cpu() if isinstance(full, Tensor) else full
 
 
-def _tensor_names_in(folder: Path) -> set[str]:
-    """Return, on all ranks, the tensor names in the safetensors files in rank 0's `folder`."""
+def _saved_tensor_names(folder: Path) -> set[str]:
+    """Return, on all ranks, the names of tensors in the safetensors files of rank 0's folder."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors") if is_rank_0() else ():
         with safe_open(file, "pt") as content:

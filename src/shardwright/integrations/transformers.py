@@ -66,9 +66,9 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     """A `Trainer` that plans and shards its model over all processes of the run.
 
     The global batch has `per_device_train_batch_size` samples per process, and every process loads
-    the whole global batch. The model is planned with the first batch, before training or
-    evaluation. Checkpoints have the format of `Trainer`: it resumes those of this class, which
-    resumes its own and those of `Trainer` with any plan.
+    the full global batch. The model is planned with the first batch, before training or evaluation.
+    Checkpoints have the format of `Trainer`: each class resumes checkpoints of the other, and this
+    class resumes them with any plan.
 
     To plan the model of another trainer, derive a class from both:
     `class Planned(ShardwrightTrainer, SFTTrainer): ...`.
@@ -103,7 +103,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             self.model.forward = _forward_in_bfloat16(self.model, self.args.device.type)
         plan = self._plan
         if not isinstance(plan, Plan):
-            args, kwargs = self._example_call(dataloader)
+            args, kwargs = self._example_args(dataloader)
             options = {"devices": self.args.world_size, **(plan or {})}
             plan = plan_model(self.model, args, kwargs, **options)
             log.info("planned %s:\n%s", type(self.model).__name__, plan)
@@ -129,7 +129,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         self.model = self.model_wrapped = parallel_model
         self.callback_handler.model = self.model
 
-    def _example_call(self, dataloader: DataLoader[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _example_args(self, dataloader: DataLoader[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with which `compute_loss` calls the model for the first batch."""
         batch_size = self._global_batch_size(self.args.per_device_train_batch_size)
         dataset = dataloader.dataset
@@ -162,7 +162,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         )
 
     def _global_batch_size(self, batch_size: int) -> int:
-        """Return the global size of a batch size per process; unchanged with `split_batches`."""
+        """Return the global batch size for a batch size per process; equal with `split_batches`."""
         if self.args.accelerator_config.split_batches:
             return batch_size
         return batch_size * int(self.args.world_size)
@@ -205,7 +205,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         if self.args.world_size < processes:
             raise ConfigError(
                 f"{processes} processes were started, but TrainingArguments uses"
-                f" {self.args.world_size} and each would train a model of its own\npass"
+                f" {self.args.world_size} and each would train its own model\npass"
                 " `use_cpu=True` on a machine without accelerators"
             )
         # Every rank has all tokens of the global batch.
@@ -285,7 +285,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss, with full tensors as outputs of the model if a subclass uses them."""
+        """Compute the loss; a trainer with its own `compute_loss` gets full tensors as outputs."""
         compute_loss = super().compute_loss
         if compute_loss.__func__ is not Trainer.compute_loss and isinstance(model, ParallelModule):
             model = _FullOutputModel(model)
@@ -408,7 +408,7 @@ def _forward_in_bfloat16(model: nn.Module, device_type: str) -> MethodType:
 
 
 class _FirstCallError(Exception):
-    """Carries the arguments of the first call of a model out of `compute_loss`."""
+    """Raised with the arguments of a model's first call, to leave `compute_loss` with them."""
 
     def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class _FirstCallError(Exception):
 
 
 class _FirstCallRecorder:
-    """A stand-in for a model, with its attributes, that raises the arguments of its first call."""
+    """Proxy of a model that raises `_FirstCallError` with the arguments of its first call."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -429,7 +429,7 @@ class _FirstCallRecorder:
 
 
 class _FullOutputModel(_FirstCallRecorder):
-    """A stand-in for a model, with its attributes, that returns full tensors, not DTensors."""
+    """Proxy of a model that returns full tensors instead of DTensors."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _gather_full_tensors(self._model(*args, **kwargs))

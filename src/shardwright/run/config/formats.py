@@ -67,9 +67,10 @@ class ConfigFormat(Protocol):
         """Whether `content`, a parsed YAML file, has this format."""
 
     def read_run(self, content: Any, file: str) -> ForeignRun:
-        """Parse `content`.
+        """Parse the content of a configuration file.
 
         Args:
+            content: the parsed YAML.
             file: name of the file, for error messages.
 
         Raises:

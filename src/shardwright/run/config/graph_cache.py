@@ -2,8 +2,9 @@
 
 Location: `$XDG_CACHE_HOME/shardwright/graphs`, by default `~/.cache/shardwright/graphs`. Each file
 name is a hash of the model, its input shapes, and the versions of all code that affects the graph;
-each file has a checksum. Loading runs no code, but whoever edits a graph decides what is trained:
-a folder writable by other users is ignored. `SHARDWRIGHT_GRAPH_CACHE=off` disables the cache.
+each file has a checksum. Loading a graph executes no code, but the graph determines the training
+step, so a folder writable by other users is ignored. `SHARDWRIGHT_GRAPH_CACHE=off` disables the
+cache.
 
 Cache failures never stop a run: they are logged as a warning, and the model is captured.
 """

@@ -61,13 +61,13 @@ def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) ->
     if model.hf is not None:
         is_path = isinstance(model.hf, str)
         source = folder / model.hf if is_path else model.hf  # type: ignore[operator]
-        return _call_naming_key("model", build_hf, source, **options)
+        return _call_with_key_in_errors("model", build_hf, source, **options)
     if model.prefix is not None:
         options["prefix"] = PrefixTuning(**model.prefix.model_dump())
     if model.sizes is not None:
-        sizes = _call_naming_key("model.sizes", Dimensions, **model.sizes)
-        return _call_naming_key("model", build, sizes, **options)
-    return _call_naming_key("model", build, model.name, **options)
+        sizes = _call_with_key_in_errors("model.sizes", Dimensions, **model.sizes)
+        return _call_with_key_in_errors("model", build, sizes, **options)
+    return _call_with_key_in_errors("model", build, model.name, **options)
 
 
 def compute_dtype_of(model: schema.ModelSection, folder: Path) -> str | None:
@@ -81,7 +81,7 @@ def compute_dtype_of(model: schema.ModelSection, folder: Path) -> str | None:
     if model.hf is None:
         return None
     source = folder / model.hf if isinstance(model.hf, str) else model.hf
-    return _call_naming_key("model", hf_compute_dtype, source)
+    return _call_with_key_in_errors("model", hf_compute_dtype, source)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def naming_file(file: str) -> Iterator[None]:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _call_naming_key(
+def _call_with_key_in_errors(
     key: str, function: Callable[..., Returned], *args: Any, **kwargs: Any
 ) -> Returned:
     """Call `function` with the remaining arguments, and prefix its errors with `key`.
@@ -283,7 +283,7 @@ def build_schedule(section: schema.OptimizerSection) -> LRSchedule | None:
 
 
 def call_target(key: str, target: str, arguments: Mapping[str, Any], folder: Path) -> Any:
-    """Import `target`, call it with `arguments` and return what it returns.
+    """Import `target`, call it with `arguments`, and return its result.
 
     Args:
         key: configuration key of `target`, such as `model.target`, for error messages.

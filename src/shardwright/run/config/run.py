@@ -159,13 +159,13 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the whole run."""
+        """Number of training steps of the run, from its first epoch to its last."""
         return self.last_step(BEGINNING)
 
     def last_step(self, start: Position) -> int:
         """Return the last step of a run that resumes at `start`, counted from 1 over all epochs.
 
-        The steps before `start` count as `start.step`, even if their batch size was another.
+        Steps before `start` count as `start.step`, even if they had another batch size.
         """
         settings = self.config.train
         steps = start.step + self.batches.steps_from(start, settings.epochs)
@@ -236,7 +236,7 @@ class Run:
         return ranking.ranked()
 
     def _search(self, devices: int, ranking: Ranking | None = None) -> Candidate:
-        """Search the fastest plan, over all numbers of micro-batches if the planner chooses it.
+        """Search for the fastest plan, and the number of micro-batches if the planner chooses it.
 
         Args:
             ranking: receives the candidates of each kind; None to rank nothing.
@@ -296,16 +296,16 @@ class Run:
         Raises:
             CaptureError: the model cannot be captured.
         """
-        graph = self._capture_or_load(model, batch)
+        graph = self._capture_or_load_graph(model, batch)
         # Captures with other numbers of samples too, to find what depends on the batch size.
         return with_whole_batch(
             graph,
             self.config.parallel.num_micro_batches,
-            lambda count: self._capture_or_load(model, of_micro_batches(batch, count)),
+            lambda count: self._capture_or_load_graph(model, of_micro_batches(batch, count)),
             self.config.parallel.batch_norm,
         )
 
-    def _capture_or_load(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:
+    def _capture_or_load_graph(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:
         autocast_dtype = torch.bfloat16 if self.compute_dtype == "bfloat16" else None
 
         def capture_now() -> Graph:
@@ -337,7 +337,7 @@ class Run:
         return model_in_config and data.seq_length is not None
 
     def model_to_plan(self) -> nn.Module:
-        """Build the model for capture: a language model on the meta device, a target deferred."""
+        """Build the model for capture: on the meta device if a language model, else deferred."""
         self.on_progress("build")
         if self.config.model.is_language_model:
             with torch.device("meta"):
@@ -424,7 +424,7 @@ class Run:
 
     @property
     def checkpoint_policy(self) -> CheckpointPolicy:
-        """Initial weights and checkpoints of the run, with the key names of its file's format."""
+        """Initial weights, checkpoint folder and save interval, with the key names of the file."""
         policy = CheckpointPolicy(self.config.train, self.folder, self.file)
         return policy if self.foreign is None else self.foreign.checkpoint_policy(policy)
 

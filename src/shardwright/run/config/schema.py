@@ -127,7 +127,7 @@ class DataSection(Section, frozen=True):
         return self
 
 
-def _first_message(error: ValidationError) -> str:
+def _first_error_message(error: ValidationError) -> str:
     return error.errors()[0]["msg"].removeprefix("Value error, ")
 
 
@@ -248,11 +248,11 @@ class RecomputeSection(Section, frozen=True):
 
     @model_validator(mode="before")
     @classmethod
-    def _expand_auto(cls, value: Any) -> Any:
+    def _expand_auto_recompute(cls, value: Any) -> Any:
         return {"auto": True} if value == "auto" else value
 
     @model_validator(mode="after")
-    def _check_one_selection(self) -> Self:
+    def _check_recompute_keys(self) -> Self:
         if self.auto and any(x is not None for x in (self.modules, self.blocks, self.operators)):
             raise ValueError("set either `auto: true`, or `modules`, `blocks` and `operators`")
         if self.modules is not None and (self.blocks is not None or self.whole_blocks):
@@ -278,7 +278,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
 
     @field_validator("mode", *requirements(FileOptions), mode="before")
     @classmethod
-    def _check_option(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_planner_option(cls, value: Any, info: ValidationInfo) -> Any:
         requirement = requirements(PlanOptions)[str(info.field_name)]
         if not requirement.accepts(value):
             raise PydanticCustomError(
@@ -310,7 +310,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
             )
 
     @model_validator(mode="after")
-    def _check_expert(self) -> Self:
+    def _check_expert_keys(self) -> Self:
         if self.expert is not None and self.mode != "semi_auto":
             raise ValueError(f"the key `expert` needs `mode: semi_auto`, not `mode: {self.mode}`")
         if self.expert is not None and self.strategies is not None:
@@ -395,7 +395,7 @@ class Config(Section, frozen=True):
             try:
                 _ = self.evaluation_data
             except ValidationError as error:
-                raise ValueError(f"train.evaluation: {_first_message(error)}") from None
+                raise ValueError(f"train.evaluation: {_first_error_message(error)}") from None
         return self
 
     @property

@@ -97,7 +97,7 @@ class Batches:
             yield tuple(batch[id(tensor)] for tensor in self.tensors)
 
     def first_sample(self, position: Position) -> int:
-        """Return the index in the epoch's shuffled order of the first sample at `position`."""
+        """Return the index of the first sample at `position` in the epoch's shuffled order."""
         # A position without `sample` comes from an epoch whose batches all have the same size.
         return position.batch * self.batch_size if position.sample is None else position.sample
 
@@ -189,7 +189,7 @@ def mnist_or_digits() -> tuple[Tensor, Tensor]:
         [samples].
 
     Raises:
-        DataError: see `mnist` and `digits`.
+        DataError: the MNIST files are missing or malformed, or scikit-learn is not installed.
     """
     if os.environ.get("DATA_PATH"):
         return mnist()

@@ -34,16 +34,15 @@ class PadToMultiple:
 
     def __post_init__(self) -> None:
         if not isinstance(self.multiple, int) or self.multiple < 1:
-            raise DataError(
-                f"PadToMultiple: multiple={self.multiple!r} is not an integer of at least 1"
-            )
+            problem = f"PadToMultiple: multiple={self.multiple!r} is not an integer of at least 1"
+            raise DataError(f"{problem}\nuse for example multiple=64")
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate `samples`, dicts with the same fields, into one batch."""
         if not all(isinstance(sample, Mapping) for sample in samples):
             raise DataError(
                 "PadToMultiple: samples must be dicts with the fields"
-                f" {', '.join(map(repr, self.values))}"
+                f" {', '.join(map(repr, self.values))}\nreturn a dict for each sample"
             )
         columns: dict[str, Any] = {
             name: [sample.get(name) for sample in samples] for name in {**self.values, **samples[0]}
@@ -59,11 +58,11 @@ class PadToMultiple:
         longest = max((len(value) for name in self.values for value in columns[name]), default=0)
         length = -(-longest // self.multiple) * self.multiple
         for name, padding_value in self.values.items():
-            columns[name] = [_pad(value, length, padding_value) for value in columns[name]]
+            columns[name] = [_pad_dim_0(value, length, padding_value) for value in columns[name]]
         return {name: default_collate(values) for name, values in columns.items()}
 
 
-def _pad(tensor: Tensor, length: int, value: float) -> Tensor:
+def _pad_dim_0(tensor: Tensor, length: int, value: float) -> Tensor:
     """Pad dimension 0 of `tensor` at its end to `length`, with `value`."""
     padding = tensor.new_full((length - len(tensor), *tensor.shape[1:]), value)
     return torch.cat([tensor, padding])

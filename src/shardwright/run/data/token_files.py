@@ -85,7 +85,7 @@ class TokenSequences:
         return self._array_ends[-1] // self.seq_length
 
     def __getitem__(self, rows: Tensor, /) -> Tensor:
-        """Read sequences by index, as int64 [rows, seq_length].
+        """Read the sequences with the indices `rows`, as int64 [len(rows), seq_length].
 
         Raises:
             DataError: a token id is not below the vocabulary size.
@@ -106,7 +106,7 @@ class TokenSequences:
 
     @cached_property
     def _array_ends(self) -> list[int]:
-        """End of each array, as a token position in the concatenation."""
+        """Token position in the concatenation at which each array ends."""
         return list(accumulate(len(array.values) for array in self.arrays))
 
 

@@ -88,6 +88,7 @@ class Node:
         if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
             raise ConfigError(
                 f"--nnodes {nnodes}: expected a number of nodes, or MIN:MAX with 1 ≤ MIN ≤ MAX"
+                "\nfor example --nnodes 2 or --nnodes 2:4"
             )
         if rank is None or rdzv is None:
             raise ConfigError(
@@ -169,7 +170,7 @@ def launch_node(
         try:
             elastic_launch(agent, sys.executable)(*command)
         except ChildFailedError as error:
-            ends = _rank_ends(error.failures, logs)
+            ends = _ends_of_failed_ranks(error.failures, logs)
             raise requested_stop(ends) or first_failure(ends, logs) from None
         except SignalException as error:
             raise StoppedError(error.sigval) from None
@@ -182,8 +183,8 @@ def launch_node(
             raise RankFailedError(_no_answer_message(node)) from None
 
 
-def _rank_ends(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankEnd]:
-    """Convert the agent's report of failed ranks to a `RankEnd` for each.
+def _ends_of_failed_ranks(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankEnd]:
+    """Convert the agent's report of failed ranks to one `RankEnd` per rank.
 
     After a failure, the agent sends SIGTERM to the other ranks, then SIGKILL to those that do not
     exit. It does not report the signals that it sent, so they are inferred from exit codes and
@@ -258,7 +259,7 @@ def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
     Yields:
         The IP address at which other nodes reach this one.
     """
-    address = _local_address(node)
+    address = _local_ip_address(node)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             node.host,
@@ -293,7 +294,7 @@ def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
 def _send_heartbeats(store: Store, node: Node, timeout: timedelta, ended: threading.Event) -> None:
     """Send heartbeats until `ended` is set, and exit the process if the store stops answering.
 
-    Needed because the agent does not detect a cut link, and would wait for the store forever.
+    Needed because the agent does not detect a broken connection, and would wait forever.
     """
     with suppress(RuntimeError):
         while not ended.wait(HEARTBEAT_SECONDS):
@@ -321,7 +322,7 @@ def _no_answer_message(node: Node) -> str:
     )
 
 
-def _local_address(node: Node) -> str:
+def _local_ip_address(node: Node) -> str:
     """Return the IP address of this node's interface to node 0.
 
     Raises:

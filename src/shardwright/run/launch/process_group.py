@@ -36,7 +36,7 @@ DeviceChoice = Literal["auto", "cpu"]
 
 @dataclass(frozen=True)
 class World:
-    """Rank and world size of this process, as its launcher (torchrun or ours) sets them.
+    """Rank and world size of this process, set by its launcher: torchrun or Shardwright.
 
     Args:
         rank, size: global rank and number of ranks.

@@ -1,4 +1,4 @@
-"""Finds the rank that made a run fail; the other ranks fail too, because they wait for it."""
+"""Finds the rank that caused a run to fail; the other ranks fail because they wait for it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class RankEnd:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the device of the rank counts as lost."""
+        """Whether a signal that indicates a lost device killed the process."""
         return self.killed_by in DEVICE_LOSS_SIGNALS
 
     @property
@@ -145,7 +145,7 @@ class RankEnd:
 
 
 def requested_stop(ends: Sequence[RankEnd]) -> StoppedError | None:
-    """Return the StoppedError of the first of `ends` that has one; None if none has."""
+    """Return the first StoppedError that ended a rank; None if no rank ended with one."""
     stops = (end.error.stop for end in ends if end.error is not None)
     return next((stop for stop in stops if stop is not None), None)
 

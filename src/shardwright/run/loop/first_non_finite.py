@@ -29,7 +29,7 @@ NON_FINITE: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def non_finite_value(tensor: Tensor) -> str | None:
-    """Return the first key of `NON_FINITE` found in `tensor`; None if all elements are finite."""
+    """Return the first of nan, inf and -inf in `tensor`; None if all elements are finite."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -86,7 +86,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
 
 
 def _step_inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a name for messages, and each row of the batch, then each parameter."""
+    """Yield (name for messages, tensor) of each sample of the batch, then of each parameter."""
     for index, tensor in enumerate(batch):
         for row, values in enumerate(tensor if tensor.ndim else tensor.view(1)):
             yield f"the batch itself: row {row} of input {index}", values
@@ -126,10 +126,10 @@ class _ResultChecker(TorchFunctionMode):
             if isinstance(tensor, Tensor) and _storage_address(tensor) not in addresses:
                 self._check_tensor(self.forward, tensor, line, "the output of")
                 if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_hook(self._backward_hook(line))
+                    tensor.grad_fn.register_hook(self._gradient_check_hook(line))
         return result
 
-    def _backward_hook(self, line: ProgramLine) -> Callable[[Any, Any], None]:
+    def _gradient_check_hook(self, line: ProgramLine) -> Callable[[Any, Any], None]:
         def hook(gradients: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
             for gradient in gradients:
                 if gradient is not None:

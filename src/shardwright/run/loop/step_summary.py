@@ -1,7 +1,7 @@
-"""Breaks down the time of a step by kind of work, from the events of `torch.profiler`.
+"""Breaks down the time of a step into categories, from the events of `torch.profiler`.
 
-On an accelerator, seconds are kernel time; on the CPU, self time of operators, which run one after
-another.
+Categories are those of the predicted time, such as attention or exposed communication. On an
+accelerator, seconds are kernel time; on the CPU, self time of operators.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MATRIX_PRODUCT = re.compile(r"aten::(\w*mm|\w*conv\w*|linear|matmul|mv|addmv|dot
 
 MATRIX, ATTENTION_KIND, OTHER, RECOMPUTED, UPDATE = COMPUTATION
 INHERITED_KINDS = (MATRIX, ATTENTION_KIND, RECOMPUTED, UPDATE, EXPOSED)
-"""Kinds of work that nested events inherit."""
+"""Categories that nested events inherit from the events that enclose them."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _EventContext:
     """Properties that an event inherits from the events that enclose it.
 
     Args:
-        kind: kind of work to which the event's time is added; empty if not yet determined.
+        kind: category to which the event's time is added; empty if not yet determined.
         backward: whether the event is in the backward pass.
         waiting: whether the event is in a pipeline schedule, but outside all passes of chunks.
         collective: collective and mesh axes of the enclosing send or wait; None outside one.
@@ -53,7 +53,7 @@ class StepSummary:
     """Averages over the profiled steps.
 
     Args:
-        kinds: seconds per step, by kind of work.
+        kinds: seconds per step, by category.
         totals: count, bytes and seconds per step of collectives, by collective and mesh axes.
     """
 
@@ -70,7 +70,7 @@ class StepSummary:
             is_accelerated: whether computation runs on an accelerator, whose kernel time counts.
         """
         events, summary = list(events), cls()
-        host = [each for each in events if _is_on_host(each)]
+        host = [each for each in events if _is_host_event(each)]
         for event, context in _traverse_with_contexts(host):
             microseconds = (
                 sum(kernel.duration for kernel in event.kernels)
@@ -81,7 +81,7 @@ class StepSummary:
                 event, context, microseconds / 1e6 / steps, 1 / steps, is_accelerated
             )
         if is_accelerated:
-            kernels = [e for e in events if not (_is_on_host(e) or e.is_user_annotation)]
+            kernels = [e for e in events if not (_is_host_event(e) or e.is_user_annotation)]
             summary.kinds[EXPOSED] = _exposed_microseconds(kernels) / 1e6 / steps
         return summary
 
@@ -125,13 +125,13 @@ class StepSummary:
 
 def peak_allocated(events: Iterable[Any]) -> int:
     """Return the peak bytes of CPU tensors, not counting those allocated before the first event."""
-    host = [each for each in events if _is_on_host(each) and not each.is_async]
+    host = [each for each in events if _is_host_event(each) and not each.is_async]
     ordered = sorted(host, key=lambda each: each.time_range.start)
     allocated = accumulate((int(each.self_cpu_memory_usage) for each in ordered), initial=0)
     return max(allocated)
 
 
-def _is_on_host(event: Any) -> bool:
+def _is_host_event(event: Any) -> bool:
     return bool(event.device_type.name == "CPU")
 
 
@@ -144,12 +144,12 @@ def _traverse_with_contexts(host: Sequence[Any]) -> Iterator[tuple[Any, _EventCo
     ]
     while stack:
         event, parent = stack.pop()
-        context = _context_of(event, parent)
+        context = _context_of_event(event, parent)
         yield event, context
         stack.extend((child, context) for child in event.cpu_children)
 
 
-def _context_of(event: Any, parent: _EventContext) -> _EventContext:
+def _context_of_event(event: Any, parent: _EventContext) -> _EventContext:
     """Return the context of an event whose enclosing event has the context `parent`."""
     name = event.name
     match = SEND.fullmatch(name) or WAIT.fullmatch(name)
@@ -168,10 +168,10 @@ def _context_of(event: Any, parent: _EventContext) -> _EventContext:
         # operators recomputed by activation checkpointing.
         recomputed = parent.backward and not BUCKET.fullmatch(name)
         return replace(parent, kind=RECOMPUTED) if recomputed else parent
-    return replace(parent, kind=_kind_of_op(name, parent))
+    return replace(parent, kind=_category_of_op(name, parent))
 
 
-def _kind_of_op(name: str, parent: _EventContext) -> str:
+def _category_of_op(name: str, parent: _EventContext) -> str:
     if name.startswith(COLLECTIVE_PREFIXES):
         # Receives between stages are already counted as waiting.
         return "" if parent.waiting else EXPOSED
