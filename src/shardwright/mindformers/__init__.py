@@ -1,4 +1,4 @@
-"""MindFormers configuration files, accepted as they are."""
+"""Reading of MindFormers configuration files, without changes to the files."""
 
 from shardwright.mindformers.run import LanguageRun, language_run
 from shardwright.mindformers.translate import translate_run

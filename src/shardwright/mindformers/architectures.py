@@ -32,7 +32,7 @@ _UNSUPPORTED_TASKS: Mapping[str, str] = {
     "WhisperForConditionalGeneration": "reads sound",
     "GPT2ForSequenceClassification": "is trained on a label of each text",
 }
-"""Task of each architecture that is not a causal language model on text."""
+"""Reason why an architecture is not a causal language model on text, as a predicate."""
 
 
 def read_architecture(arch: Keys) -> tuple[str, Positions, str]:

@@ -12,7 +12,7 @@ _KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
     "aux_loss_factor": "the loss has no load-balancing term",
     "z_loss_factor": "the loss has no router z-loss term",
 }
-"""Reasons why keys of `moe_config` have no effect."""
+"""Reason why a key of `moe_config` has no effect, by key."""
 
 
 def read_experts(

@@ -41,7 +41,7 @@ class Keys:
             ConfigError: the value is not a mapping.
         """
         if name not in self._opened_sections:
-            content = self._lookup(name) or {}
+            content = self._read_value(name) or {}
             if not isinstance(content, Mapping):
                 raise self.error(name, f"expected a mapping, got {content!r}")
             self._opened_sections[name] = Keys(content, self._full_key(name), self.file)
@@ -49,7 +49,7 @@ class Keys:
 
     def has(self, name: str) -> bool:
         """Whether the key is present and not null."""
-        return self._lookup(name) is not None
+        return self._read_value(name) is not None
 
     def number(
         self,
@@ -69,13 +69,13 @@ class Keys:
         Raises:
             ConfigError: the key is missing, not a number, or out of bounds.
         """
-        value = self._lookup(name)
+        value = self._read_value(name)
         number = default if value is None else _parse_number(value)
         if number is None:
             raise (
-                self._missing_error(name)
+                self._missing_key_error(name)
                 if value is None
-                else self._invalid_error(name, "a number", value)
+                else self._invalid_value_error(name, "a number", value)
             )
         if not (minimum <= number and above < number < below):
             bounds = ((minimum, "at least"), (above, "above"), (below, "below"))
@@ -91,7 +91,7 @@ class Keys:
         """
         number = float(self.number(name, default))
         if not number.is_integer():
-            raise self._invalid_error(name, "a whole number", self._lookup(name))
+            raise self._invalid_value_error(name, "a whole number", self._read_value(name))
         return int(self.number(name, default, minimum=minimum))
 
     def flag(self, name: str, default: bool) -> bool:
@@ -100,14 +100,14 @@ class Keys:
         Raises:
             ConfigError: the value is not a boolean.
         """
-        value = self._lookup(name)
+        value = self._read_value(name)
         if value is None:
             return default
         if isinstance(value, bool):
             return value
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
-        raise self._invalid_error(name, "True or False", value)
+        raise self._invalid_value_error(name, "True or False", value)
 
     def text(self, name: str, default: str = "", valid: Sequence[str] = ()) -> str:
         """Return the string at `name`.
@@ -118,11 +118,11 @@ class Keys:
         Raises:
             ConfigError: the value is not a string, or not one of `valid`.
         """
-        value = self._lookup(name)
+        value = self._read_value(name)
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self._invalid_error(name, "a string", value)
+            raise self._invalid_value_error(name, "a string", value)
         if valid and value not in valid:
             raise self.error(name, f"{value!r} is not supported\nuse one of {', '.join(valid)}")
         return value
@@ -133,18 +133,18 @@ class Keys:
         Raises:
             ConfigError: the value is not a size.
         """
-        value = self._lookup(name)
+        value = self._read_value(name)
         if value is None:
             return None
         match = _SIZE_PATTERN.fullmatch(value) if isinstance(value, str) else None
         number = _parse_number(match.group(1)) if match else None
         if match is None or number is None or number <= 0:
-            raise self._invalid_error(name, "a size such as 58GB", value)
+            raise self._invalid_value_error(name, "a size such as 58GB", value)
         return int(number * _BYTES_PER_UNIT[match.group(2).upper()])
 
     def any(self, name: str) -> Any:
         """Return the value at `name` as parsed from YAML; None if missing."""
-        return self._lookup(name)
+        return self._read_value(name)
 
     def error(self, name: str, problem: str) -> ConfigError:
         """Return an error whose message starts with the file and the full key."""
@@ -165,7 +165,7 @@ class Keys:
                     f" (did you mean {close_matches[0]}?)" if close_matches else ""
                 )
 
-    def _lookup(self, name: str) -> Any:
+    def _read_value(self, name: str) -> Any:
         self._read_names.add(name)
         value = self.content.get(name)
         return None if value in ("None", "") else value
@@ -173,10 +173,10 @@ class Keys:
     def _full_key(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else str(name)
 
-    def _missing_error(self, name: str) -> ConfigError:
+    def _missing_key_error(self, name: str) -> ConfigError:
         return self.error(name, "the key is missing")
 
-    def _invalid_error(self, name: str, expected: str, value: Any) -> ConfigError:
+    def _invalid_value_error(self, name: str, expected: str, value: Any) -> ConfigError:
         return self.error(name, f"expected {expected}, got {value!r}")
 
 

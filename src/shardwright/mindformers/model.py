@@ -49,7 +49,7 @@ _ONLY_VALUES: Mapping[str, bool | float] = {
     "out_proj_has_bias": True,
     "wo_has_bias": True,
 }
-"""The only supported value of a key, by key: models here compute nothing else."""
+"""The only supported value of a key of `model_config`, by key."""
 
 # MindSpore's "gelu" is the tanh approximation.
 _GELU: Mapping[str, Gelu] = {"gelu": "gelu_tanh", "fast_gelu": "fast_gelu"}
@@ -100,7 +100,7 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
             raise config.error(name, f"{config.any(name)} is not supported\nset it to {value}")
     adaptation = read_adaptation(config, arch.text("type"), notes)
     family, experts = read_experts(keys.section("moe_config"), config, family, notes)
-    sizes = _read_sizes(config, family, positions, experts, config_type, notes)
+    sizes = _read_dimensions(config, family, positions, experts, config_type, notes)
     # Of MindFormers' models, only PanguAlpha has flash attention by default.
     is_explicit = not config.flag("use_flash_attention", family == "pangualpha")
     return MindFormersModel(
@@ -112,7 +112,7 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
     )
 
 
-def _read_sizes(
+def _read_dimensions(
     config: Keys,
     family: str,
     positions: Positions,

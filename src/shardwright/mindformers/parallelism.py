@@ -104,7 +104,7 @@ def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
     """
     parallel, config = keys.section("parallel"), keys.section("parallel_config")
     parallelism = Parallelism(
-        mode=_read_mode(keys, parallel),
+        mode=_read_parallel_mode(keys, parallel),
         mem_coeff=_read_mem_coeff(config),
         data_parallel=config.integer("data_parallel", 1),
         model_parallel=config.integer("model_parallel", 1),
@@ -112,13 +112,13 @@ def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
         expert_parallel=config.integer("expert_parallel", 1),
         stages=config.integer("pipeline_stage", 1),
         micro_batch_num=config.integer("micro_batch_num", 1),
-        schedule=_read_schedule(parallel.section("pipeline_config")),
+        schedule=_read_pipeline_schedule(parallel.section("pipeline_config")),
         auto_pipeline=_read_auto_pipeline(parallel),
         full_batch=parallel.flag("full_batch", False),
         seq_parallel=config.flag("use_seq_parallel", False),
         vocab_emb_dp=config.flag("vocab_emb_dp", True),
         sharding=_read_zero_options(parallel),
-        strategies=_read_strategy_file(keys, parallel),
+        strategies=_read_strategy_input_file(keys, parallel),
         cluster=parallel.text("cluster"),
     )
     return _apply_mode(parallelism, config.has("vocab_emb_dp"), notes)
@@ -128,7 +128,7 @@ def _read_auto_pipeline(parallel: Keys) -> bool | None:
     return parallel.flag("auto_pipeline", False) if parallel.has("auto_pipeline") else None
 
 
-def _read_mode(keys: Keys, parallel: Keys) -> str:
+def _read_parallel_mode(keys: Keys, parallel: Keys) -> str:
     parallel_mode = parallel.any("parallel_mode")
     parallel_mode = 0 if parallel_mode is None else parallel_mode
     # A bool is an int in Python: `parallel_mode: True` must not mean 1.
@@ -139,14 +139,14 @@ def _read_mode(keys: Keys, parallel: Keys) -> str:
             f"{parallel_mode!r}{hybrid} is not supported\n"
             "use 0 (data parallel), 1 (semi-auto) or 2 (auto)",
         )
-    search = _read_search(parallel)
+    search = _read_search_mode(parallel)
     if not keys.flag("use_parallel", False):
         return "stand_alone"
     mode = _MODES[str(parallel_mode)]
     return search if mode == "auto" else mode
 
 
-def _read_search(parallel: Keys) -> str:
+def _read_search_mode(parallel: Keys) -> str:
     """Read `search_mode`, or its deprecated name `auto_parallel_search_mode`.
 
     Replaces dynamic programming, which is not implemented here, by the recursive search.
@@ -172,7 +172,7 @@ def _read_mem_coeff(config: Keys) -> float | str:
         raise config.error("mem_coeff", problem) from None
 
 
-def _read_schedule(config: Keys) -> str:
+def _read_pipeline_schedule(config: Keys) -> str:
     schedule = config.text("pipeline_scheduler", "1f1b", valid=_SCHEDULES)
     if not config.flag("pipeline_interleave", False):
         return schedule
@@ -184,9 +184,9 @@ def _read_schedule(config: Keys) -> str:
     return "interleaved_1f1b" if schedule == "1f1b" else schedule
 
 
-def _read_strategy_file(keys: Keys, parallel: Keys) -> str:
+def _read_strategy_input_file(keys: Keys, parallel: Keys) -> str:
     """Read the path of the strategy file to load; empty if not set."""
-    file, mode = parallel.text("strategy_ckpt_load_file"), _read_mode(keys, parallel)
+    file, mode = parallel.text("strategy_ckpt_load_file"), _read_parallel_mode(keys, parallel)
     if file and mode in WITHOUT_OPERATOR_PARALLEL:
         raise parallel.error(
             "strategy_ckpt_load_file",

@@ -65,7 +65,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
     keys, notes = Keys(content, "", file), list[str]()
     model, parallelism = read_model(keys, notes), read_parallelism(keys, notes)
     layers = check_parallelism(keys, parallelism, model.sizes)
-    strategy_file = _read_strategy_file(keys)
+    strategy_file = _read_strategy_output_file(keys)
     if strategy_file:
         notes.append(f"{strategy_file}: strategies of the plan are written as JSON")
     run = LanguageRun(
@@ -86,7 +86,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
     return replace(run, unused=tuple(keys.unread()))
 
 
-def _read_strategy_file(keys: Keys) -> str:
+def _read_strategy_output_file(keys: Keys) -> str:
     parallel = keys.section("parallel")
     config = parallel.section("strategy_ckpt_config")
     files = [parallel.text("strategy_ckpt_save_file"), config.text("save_file")]
@@ -121,7 +121,7 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
     if parallelism.shards_by_degrees:
         _check_optimizer_shards(keys, parallelism)
         _check_tensor_parallel(config, parallelism, sizes)
-        _check_sequence(config, parallelism, sizes)
+        _check_sequence_sharding(config, parallelism, sizes)
     return _read_layers_per_stage(keys, parallelism, sizes.num_layers)
 
 
@@ -231,7 +231,7 @@ def _check_tensor_parallel(config: Keys, parallelism: Parallelism, sizes: Dimens
             )
 
 
-def _check_sequence(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
+def _check_sequence_sharding(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
     seq_length, degree = sizes.seq_length, parallelism.context_parallel
     if seq_length % degree:
         raise config.error(

@@ -27,7 +27,7 @@ _SCHEDULES = {
 _CHECKPOINT_CALLBACKS = ("CheckpointMonitor", "CheckpointMointor")
 """Names of the callback that saves checkpoints; older MindFormers versions have the typo."""
 _ONLY_SCHEDULE_VALUES = {"warmup_lr_init": 0.0, "warmup_epochs": 0.0, "num_cycles": 0.5}
-"""Keys of `lr_schedule` with a single supported value."""
+"""The only supported value of a key of `lr_schedule`, by key."""
 
 _DEFAULT_CLIP_NORM = 1.0
 """MindFormers' default of `max_grad_norm`."""
@@ -96,7 +96,7 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
         raise keys.error(
             "resume_training", "True needs the folder to resume from\nset `load_checkpoint`"
         )
-    checkpoint = _read_checkpoint(keys)
+    checkpoint = _read_checkpoint_callback(keys)
     if resume:
         checkpoint["folder"] = load
     train: dict[str, Any] = {"epochs": epochs, "seed": seed, "resume": resume}
@@ -107,7 +107,7 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
     return Training(seed, resume, recompute, optimizer, train)
 
 
-def _read_checkpoint(keys: Keys) -> dict[str, Any]:
+def _read_checkpoint_callback(keys: Keys) -> dict[str, Any]:
     """Read the callback `CheckpointMonitor` as keys of `train.checkpoint`; {} if not set."""
     callbacks, folder = keys.any("callbacks") or [], keys.text("output_dir", "output")
     if not isinstance(callbacks, list):
@@ -133,7 +133,7 @@ def _read_optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
     return {
         "name": "adamw",
         "learning_rate": _read_learning_rate(section, keys.section("lr_schedule"), notes),
-        "schedule": _read_schedule(keys),
+        "schedule": _read_lr_schedule(keys),
         "betas": _read_betas(section),
         "eps": section.number("eps", 1e-8, above=0),
         "weight_decay": section.number("weight_decay", 0.0, minimum=0),
@@ -172,7 +172,7 @@ def _read_learning_rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> fl
     return rate
 
 
-def _read_schedule(keys: Keys) -> dict[str, Any]:
+def _read_lr_schedule(keys: Keys) -> dict[str, Any]:
     section = keys.section("lr_schedule")
     for name in ("lr_scale", "layer_scale"):
         if keys.flag(name, False):
@@ -257,7 +257,7 @@ class Batch:
 
     def micro_batches(self) -> int:
         """Return the number of micro-batches of a step."""
-        return self.interleave * self._named_accumulation_steps()[1]
+        return self.interleave * self._accumulation_key_and_steps()[1]
 
     def global_batch(self, devices: int) -> int:
         """Return the global batch size in samples."""
@@ -268,7 +268,7 @@ class Batch:
     def formula(self, devices: int) -> str:
         """Return the formula of the global batch size as text, with the values of the file."""
         full_batch = self.parallelism.full_batch
-        steps_name, steps = self._named_accumulation_steps()
+        steps_name, steps = self._accumulation_key_and_steps()
         replicas_name = "data_parallel" if full_batch else "devices"
         replicas = self.parallelism.data_parallel if full_batch else devices
         return (
@@ -276,7 +276,7 @@ class Batch:
             f" {replicas} · micro_batch_interleave_num {self.interleave} · {steps_name} {steps}"
         )
 
-    def _named_accumulation_steps(self) -> tuple[str, int]:
+    def _accumulation_key_and_steps(self) -> tuple[str, int]:
         """Return the key and value of the number of micro-batches before interleaving."""
         if self.parallelism.pipelined:
             return "micro_batch_num", self.parallelism.micro_batch_num

@@ -88,9 +88,9 @@ def _hsdp_and_recompute_sections(run: LanguageRun) -> dict[str, Any]:
         # pass, which is ZeRO stage 3.
         section["hsdp"] = vars(replace(sharding, level="level3") if recompute.gathers else sharding)
     if recompute.blocks or recompute.selective:
-        full = _block_indices(run, recompute.blocks)
+        full = _leading_blocks(run, recompute.blocks)
         selective = [
-            block for block in _block_indices(run, recompute.selective) if block not in full
+            block for block in _leading_blocks(run, recompute.selective) if block not in full
         ]
         section["recompute"] = {
             "communication": recompute.communication,
@@ -101,7 +101,7 @@ def _hsdp_and_recompute_sections(run: LanguageRun) -> dict[str, Any]:
     return section
 
 
-def _block_indices(run: LanguageRun, leading_blocks: StageBlocks) -> list[int]:
+def _leading_blocks(run: LanguageRun, leading_blocks: StageBlocks) -> list[int]:
     """Return the indices of the leading blocks of each stage, counted over all stages."""
     stage_ends = list(accumulate(run.layers))
     counts = run.layers if leading_blocks is True else leading_blocks or (0,) * len(stage_ends)

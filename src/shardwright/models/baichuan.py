@@ -80,7 +80,7 @@ class BaichuanBlock(nn.Module):
 
 
 class BaichuanBackbone(nn.Module):
-    """Maps token ids `[batch, positions]` to hidden states `[batch, positions, width]`."""
+    """Backbone from token ids `[batch, positions]` to hidden states `[batch, positions, width]`."""
 
     def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class NormHead(nn.Linear):
 
 
 class Baichuan(nn.Module):
-    """Baichuan 1 or 2, which returns its loss."""
+    """Baichuan 1 or 2 with a `forward` that returns the loss."""
 
     def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class Decoder(nn.Module):
 
 
 def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
-    """Build a decoder from the code of `transformers` for its family.
+    """Build the decoder of a model family from the classes of `transformers`.
 
     Qwen 1 is built as Qwen 2 without grouped-query attention; published Qwen 1 checkpoints store
     query, key and value projections as one tensor.
@@ -103,8 +103,8 @@ MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "qwen_moe": ("qwen2_moe", ("num_experts", "num_experts_per_tok", "moe_intermediate_size")),
     "deepseek_v2": ("deepseek_v2", ("n_routed_experts", "num_experts_per_tok")),
 }
-"""`model_type` of `transformers`, by family, and its arguments for the number of experts, the
-experts per token, and the width of an expert."""
+"""`model_type` of `transformers`, and names of its configuration's arguments for the number of
+experts, the experts per token and the width of an expert, by model family."""
 
 
 def _config_arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _has_expert_weights(module: nn.Module) -> bool:
 
 
 def _expert_layouts(module: nn.Module, layout: Layout) -> tuple[TensorLayout | None, ...]:
-    """Return layouts of tokens, router indices and weights, both projections, and their biases."""
+    """Return layouts of an expert layer's tokens, routing, two projections, and their biases."""
     # Gate and up projections share a dimension: (2, width) if concatenated, (width, 2) if
     # interleaved. Only the width is sharded.
     width_dimensions = (
@@ -170,7 +170,7 @@ def expert_stages(
     blocks = list(paths_of_blocks(net))
     if layers is not None and (len(layers) != stages or sum(layers) != len(blocks)):
         raise ConfigError(
-            f"layers {list(layers)} do not divide {len(blocks)} blocks over {stages} stages\n"
+            f"layers {list(layers)} do not assign {len(blocks)} blocks to {stages} stages\n"
             f"use {stages} numbers that add up to {len(blocks)}"
         )
     if len(blocks) < stages:

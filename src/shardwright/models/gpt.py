@@ -97,7 +97,7 @@ class GPTBlock(nn.Module):
 
 
 class GPTBackbone(nn.Module):
-    """Maps token ids `[batch, positions]` to hidden states `[batch, positions, width]`."""
+    """Backbone from token ids `[batch, positions]` to hidden states `[batch, positions, width]`."""
 
     def __init__(
         self, sizes: Dimensions, attention: Attention, num_blocks: int, activation: Activation
@@ -145,7 +145,7 @@ class PanguBackbone(GPTBackbone):
 
 
 class GPT(nn.Module):
-    """GPT-2, which returns its loss."""
+    """GPT-2 with a `forward` that returns the loss."""
 
     def __init__(self, sizes: Dimensions, attention: Attention) -> None:
         super().__init__()
@@ -163,6 +163,6 @@ class GPT(nn.Module):
 
 
 class PanguAlpha(GPT):
-    """PanguAlpha, which returns its loss."""
+    """PanguAlpha with a `forward` that returns the loss."""
 
     backbone = staticmethod(PanguBackbone)

@@ -56,11 +56,11 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
     try:
         return CausalLM(model_class(config))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"hf: {config.model_type}: {_first_line(error)}") from error
+        raise ConfigError(f"hf: {config.model_type}: {_first_line_of_error(error)}") from error
 
 
 def _attention_implementation(model_class: Any, config: Any, attention: Attention) -> str | None:
-    """Return the name of this package's attention; None for a model that does not support it."""
+    """Return the `attn_implementation` of a model; None for the default of `transformers`."""
     # Soft-capping (Gemma 2) changes scores before the softmax, and models with attention sinks are
     # not compatible with attention backends.
     if getattr(config, "attn_logit_softcapping", None) is not None:
@@ -90,7 +90,7 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
         try:
             return AutoConfig.for_model(**source)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"hf: {_first_line(error)}") from None
+            raise ConfigError(f"hf: {_first_line_of_error(error)}") from None
     if not Path(source).exists():
         raise ConfigError(
             f"hf: no such file or folder: {source}\nset it to a `config.json` or to its folder"
@@ -98,7 +98,7 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"hf: {source}: {_first_line(error)}") from None
+        raise ConfigError(f"hf: {source}: {_first_line_of_error(error)}") from None
 
 
 def hf_compute_dtype(source: str | Path | Mapping[str, Any]) -> str | None:
@@ -120,5 +120,5 @@ def hf_compute_dtype(source: str | Path | Mapping[str, Any]) -> str | None:
     return "bfloat16" if name in ("bfloat16", "float16") else None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line_of_error(error: Exception) -> str:
     return str(error).strip().split("\n")[0]

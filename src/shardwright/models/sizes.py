@@ -64,24 +64,27 @@ class Dimensions:
     hf: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._check_values()
+        self._check_field_values()
         if self.hidden_size % self.num_heads:
             raise ConfigError(
-                f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}"
+                f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}\n"
+                "use a multiple of num_heads as hidden_size"
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}\n"
+                "use a divisor of num_heads as num_kv_heads"
             )
         if self.positions == "rotary" and self.head_size % 2:
             raise ConfigError(
                 f"rotary positions need an even head size, not {self.head_size} = "
-                f"hidden_size {self.hidden_size} / num_heads {self.num_heads}"
+                f"hidden_size {self.hidden_size} / num_heads {self.num_heads}\n"
+                "use a hidden_size that is a multiple of 2 · num_heads"
             )
         if self.experts_per_token > self.num_experts:
             raise ConfigError(
                 f"experts_per_token={self.experts_per_token} is more than"
-                f" num_experts={self.num_experts}"
+                f" num_experts={self.num_experts}\nuse at most num_experts"
             )
         if self.family == "pangualpha" and self.num_layers < 2:
             raise ConfigError(
@@ -89,7 +92,7 @@ class Dimensions:
                 " its query layer"
             )
 
-    def _check_values(self) -> None:
+    def _check_field_values(self) -> None:
         literals = (("positions", Positions), ("activation", Gelu))
         for name, valid in ((name, get_args(literal)) for name, literal in literals):
             if getattr(self, name) not in valid:
@@ -189,7 +192,7 @@ MODELS: Mapping[str, Dimensions] = {
     **_PUBLISHED,
     **{f"{name}_tiny": dimensions.tiny() for name, dimensions in _PUBLISHED.items()},
 }
-"""Models by name; `llama2_7b_tiny` is a small `llama2_7b` for tests."""
+"""Dimensions of the built-in models, by name; `llama2_7b_tiny` is `llama2_7b` scaled for tests."""
 
 COMPUTE_DTYPES: Mapping[str, str] = dict.fromkeys(_PUBLISHED, "bfloat16")
 """Compute dtype of the published training, with float32 parameters in the optimizer, by model. Tiny

@@ -156,7 +156,7 @@ def fit_cluster(
         )
 
     on_progress("fitting")
-    logs = _least_squares(residuals, initial_logs, figures)
+    logs = _fit_by_least_squares(residuals, initial_logs, figures)
     fit = fit_with([float(f"{value:.3g}") for value in np.exp(logs)])
     if fit.error > MAX_MEDIAN_ERROR:
         raise ConfigError(
@@ -166,7 +166,7 @@ def fit_cluster(
     return fit
 
 
-def _least_squares(
+def _fit_by_least_squares(
     residuals: Callable[[Vector], Vector], initial_logs: Vector, figures: Sequence[Figure]
 ) -> Vector:
     with needs_extra("tools", "fitting a cluster needs `scipy`", ConfigError):

@@ -73,13 +73,13 @@ def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -
         ConfigError: `scipy` is not installed.
     """
     if processes < 2:
-        raise ValueError(f"links connect at least 2 processes, got processes={processes}")
+        raise ValueError(f"links need at least 2 processes, got {processes}\nuse processes=2")
     with needs_extra("tools", "calibrating this machine needs `scipy`", ConfigError):
         import scipy.optimize  # noqa: F401
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "cluster.yaml"
         reports: SimpleQueue[tuple[str, int, int]] = get_context("spawn").SimpleQueue()
-        context = spawn(_measure_process, (processes, result, reports), processes, join=False)  # type: ignore[no-untyped-call]
+        context = spawn(_measure_as_process, (processes, result, reports), processes, join=False)  # type: ignore[no-untyped-call]
         on_progress("starting processes")
         while not context.join(timeout=0.2):
             while not reports.empty():
@@ -87,7 +87,7 @@ def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -
         return read_cluster(read_text(result, ConfigError), str(result))
 
 
-def _measure_process(
+def _measure_as_process(
     rank: int, processes: int, result: Path, reports: SimpleQueue[tuple[str, int, int]]
 ) -> None:
     """Run the measurements as one of the processes.

@@ -87,7 +87,7 @@ class RealComparison:
         return low, middle, high
 
     def run(self, prefix: str) -> MeasuredPlan:
-        """Return the first run that has an alternative whose name starts with `prefix`."""
+        """Return the first measured plan with an alternative whose name starts with `prefix`."""
         return next(run for run in self.runs if any(each.startswith(prefix) for each in run.names))
 
 
@@ -148,9 +148,9 @@ def compare_measured(
         _write_order(index, plans, logs.run, rounds) for index, plans in enumerate(model_plans)
     ]
     # One launch per model: the process groups of other models would slow down its steps.
-    seconds = [_measure_seconds(order, devices, logs) for order in orders]
+    seconds = [_measure_step_seconds(order, devices, logs) for order in orders]
     return [
-        _comparison_of(run, devices, plans, plan_seconds)
+        _comparison_of_measurements(run, devices, plans, plan_seconds)
         for run, plans, plan_seconds in zip(runs, model_plans, seconds, strict=True)
     ]
 
@@ -224,7 +224,7 @@ def _write_order(
     return MeasureOrder(model_plans.config, str(graph), files, rounds)
 
 
-def _measure_seconds(order: MeasureOrder, devices: int, logs: LogFolder) -> list[list[float]]:
+def _measure_step_seconds(order: MeasureOrder, devices: int, logs: LogFolder) -> list[list[float]]:
     """Launch the processes, and return the measured step seconds by plan and round."""
     request, result = logs.run / "order.json", logs.run / "seconds.json"
     request.write_text(json.dumps(asdict(order)), encoding="utf-8")
@@ -235,7 +235,7 @@ def _measure_seconds(order: MeasureOrder, devices: int, logs: LogFolder) -> list
     return seconds
 
 
-def _comparison_of(
+def _comparison_of_measurements(
     run: Run, devices: int, model_plans: _ModelPlans, seconds: Sequence[Sequence[float]]
 ) -> RealComparison:
     assert run.config.data.seq_length is not None

@@ -219,7 +219,7 @@ class GridComparison:
             stages="auto",
             memory_limit=NO_LIMIT if memory_limit is None else memory_limit,
             on_progress=nested_progress(self.run.on_progress, AUTO),
-            **{**self._shared_options(), "schedule": self.run.config.parallel.schedule},
+            **{**self._shared_plan_options(), "schedule": self.run.config.parallel.schedule},
         )
 
     def megatron_plan(
@@ -255,10 +255,10 @@ class GridComparison:
             memory_limit=NO_LIMIT,
             stage_config=expert_stages(self.net, stages) if stages > 1 else None,
             on_progress=nested_progress(self.run.on_progress, "·".join(map(str, parts))),
-            **{**self._shared_options(), **({} if hsdp is None else {"hsdp": hsdp})},
+            **{**self._shared_plan_options(), **({} if hsdp is None else {"hsdp": hsdp})},
         )
 
-    def _shared_options(self) -> dict[str, Any]:
+    def _shared_plan_options(self) -> dict[str, Any]:
         parallel = self.run.config.parallel
         return {
             "micro_batches": parallel.num_micro_batches,

@@ -342,7 +342,7 @@ class PlannedRun:
         all_recomputed = {name: Recompute(path) for name, path in block_ops.items()}
         peak = candidate.memory(replace(decisions, recompute=all_recomputed)).peak
         saved_bytes = sum(
-            _result_bytes(graph.by_name[name], candidate)
+            _output_bytes(graph.by_name[name], candidate)
             for name in block_ops
             if name not in decisions.recompute
         )
@@ -415,7 +415,7 @@ def _selectively_recomputed(
         yield op.name, Recompute(block)
 
 
-def _result_bytes(op: Op, candidate: Candidate) -> float:
+def _output_bytes(op: Op, candidate: Candidate) -> float:
     """Return the bytes of `op`'s output on one device in the plan `candidate`."""
     rule = rule_of(op)
     assert rule is not None

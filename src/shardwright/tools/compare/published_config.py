@@ -55,7 +55,7 @@ class ConfiguredRun:
     """A published run with its configuration.
 
     Args:
-        configuration: the run in Shardwright's terms.
+        configuration: the run as a configured run of Shardwright.
         mindformers_run: the parsed configuration file.
     """
 
@@ -177,7 +177,7 @@ def _planned_measurement(run: PublishedRun | ConfiguredRun, cluster: Cluster) ->
 
 
 def _read_configured_run(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
-    path = next(_candidate_paths(row.file, folder), None)
+    path = next(_existing_config_paths(row.file, folder), None)
     if path is None:
         raise ConfigError(f"{row.file}: no such file in {folder} or below {folder / 'mindformers'}")
     configuration = Run.from_file(path).for_devices(row.devices)
@@ -189,7 +189,7 @@ def _read_configured_run(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
     )
 
 
-def _candidate_paths(name: str, folder: Path) -> Iterator[Path]:
+def _existing_config_paths(name: str, folder: Path) -> Iterator[Path]:
     """Yield the existing paths of a configuration file, in order of preference."""
     if (folder / name).is_file():
         yield folder / name

@@ -53,7 +53,7 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
     """Measure training steps; return the seconds on the slowest process, by plan and round.
 
     The plans take turns, each round in another order, so that other load on the machine affects all
-    of them equally.
+    plans equally.
 
     Raises:
         PlanError: a plan cannot run.

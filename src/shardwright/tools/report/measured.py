@@ -21,7 +21,7 @@ MAX_RANKS = 16
 
 
 def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
-    """Return the chart of a step's time by kind of work, predicted and measured."""
+    """Return the chart of a step's predicted and measured time, by category."""
     stage, ranks = _busiest_stage(measured)
     seconds = fmean(rank.seconds for rank in ranks)
     kinds = {kind: fmean(rank.kinds.get(kind, 0.0) for rank in ranks) for kind in KINDS}
@@ -30,7 +30,7 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
     longest = max(seconds, sum(predicted_kinds.values())) or 1.0
     predicted_rows = [("predicted", predicted_kinds)] if predicted_kinds else []
     rows = tuple(
-        _kinds_stack(name, row_kinds, longest)
+        _step_time_stack(name, row_kinds, longest)
         for name, row_kinds in (*predicted_rows, ("measured", kinds))
     )
     step = None if plan.step is None else plan.step.seconds
@@ -46,14 +46,14 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
             unknown = kind == WAITING and not kinds[kind]
             table.append(_comparison_cells(kind, predicted, None if unknown else kinds[kind]))
     shown = tuple(kind for kind in KINDS if kinds[kind] or predicted_kinds.get(kind))
-    return Chart(rows, shown, _kinds_note(plan, measured, stage), ("", *HEADER), tuple(table))
+    return Chart(rows, shown, _step_time_note(plan, measured, stage), ("", *HEADER), tuple(table))
 
 
 HEADER = ("predicted", "measured", "of predicted")
 
 
 def _busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
-    """Return the stage that computes longest, which predictions describe, and its ranks."""
+    """Return the stage with the longest computation, which predictions describe, and its ranks."""
     stages: dict[int, list[MeasuredRank]] = {}
     for rank in measured.ranks:
         stages.setdefault(rank.stage, []).append(rank)
@@ -66,7 +66,7 @@ def _busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
 
 
 def _predicted_seconds(plan: PlanData) -> dict[str, float]:
-    """Return predicted seconds by measured kind of work; empty without a prediction."""
+    """Return a step's predicted seconds by measured category; empty without a prediction."""
     result: dict[str, float] = {}
     for part in () if plan.step is None else plan.step.parts:
         kind = EXPOSED if part.kind in COMMUNICATION else part.kind
@@ -74,7 +74,7 @@ def _predicted_seconds(plan: PlanData) -> dict[str, float]:
     return result
 
 
-def _kinds_stack(label: str, kinds: Mapping[str, float], longest: float) -> Stack:
+def _step_time_stack(label: str, kinds: Mapping[str, float], longest: float) -> Stack:
     shown = {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
     return Stack(label, seconds_text(sum(kinds.values())), stack_bars(shown, longest, seconds_text))
 
@@ -87,7 +87,7 @@ def _comparison_cells(
     return (name, *texts, ratio)
 
 
-def _kinds_note(plan: PlanData, measured: Measured, stage: int) -> str:
+def _step_time_note(plan: PlanData, measured: Measured, stage: int) -> str:
     ranks = f"the ranks of stage {stage}" if plan.pipeline.stages > 1 else "all ranks"
     note = f"Mean of {ranks} over {measured.steps} steps, which the profiler slows down. "
     if measured.device == "cpu":
@@ -112,7 +112,7 @@ def collectives_chart(plan: PlanData, measured: Measured) -> Chart:
         ranks = [rank for rank in measured.ranks if rank.stage == stage]
         for key, (predicted_total, mean_total) in _paired_totals(predicted, ranks).items():
             name = f"{key[0]} over {key[1]}" + (f", stage {stage}" if has_stages else "")
-            table.append((name, *_total_cells(predicted_total, mean_total)))
+            table.append((name, *_collective_cells(predicted_total, mean_total)))
     header = ("collective", "count", "measured", "bytes", "measured", "seconds", "measured")
     note = (
         "One rank in a step, predicted and measured. Predicted seconds include communication that"
@@ -150,7 +150,7 @@ def _mean_total(totals: list[CollectiveTotal], num_ranks: int) -> CollectiveTota
     return CollectiveTotal(kind, over, mean("count"), mean("bytes"), mean("seconds"))
 
 
-def _total_cells(
+def _collective_cells(
     predicted: CollectiveTotal | None, measured: CollectiveTotal | None
 ) -> Iterator[str]:
     for quantity in ("count", "bytes", "seconds"):

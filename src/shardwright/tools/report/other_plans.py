@@ -49,17 +49,17 @@ def _plan_stacks(
     plan: PlanData, max_seconds: float, max_memory: int, max_sent: int
 ) -> Iterator[Stack]:
     if plan.step_time is not None and max_seconds:
-        yield _single_bar("step", seconds_text(plan.step_time), plan.step_time / max_seconds)
+        yield _single_bar_stack("step", seconds_text(plan.step_time), plan.step_time / max_seconds)
     peak, limit = _peak_bytes(plan), plan.memory_limit
     if peak:
         text = binary(peak) + ", does not fit" * plan.over_limit
         limit_position = None if limit is None else limit / max_memory
         state = "bad" if plan.over_limit else ""
-        yield _single_bar("memory", text, peak / max_memory, limit_position, state)
-    yield _single_bar("sent", binary(plan.bytes), plan.bytes / (max_sent or 1))
+        yield _single_bar_stack("memory", text, peak / max_memory, limit_position, state)
+    yield _single_bar_stack("sent", binary(plan.bytes), plan.bytes / (max_sent or 1))
 
 
-def _single_bar(
+def _single_bar_stack(
     kind: str, text: str, length: float, limit: float | None = None, state: str = ""
 ) -> Stack:
     return Stack(kind, text, (Bar(kind, kind, text, 0.0, length),), limit, state)

@@ -14,7 +14,7 @@ from shardwright.errors import PlanError, needs_extra
 from shardwright.tools.report.picture import Picture
 
 Size = TypeVar("Size", int, float)
-"""Type of bytes (int) or of seconds (float)."""
+"""Number type of bytes (int) or of seconds (float)."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Headline:
     """A key figure at the top of the page.
 
     Args:
-        state: `good`, `bad` or empty; decides the color.
+        state: `good`, `bad` or empty; determines the color.
     """
 
     label: str
@@ -36,7 +36,7 @@ class Bar:
     """A bar of a waterfall; lengths are fractions of the total.
 
     Args:
-        kind: kind of work or memory, which decides the color.
+        kind: category of time or memory, which determines the color.
         start, length: position of the left end, and length.
         hidden: length of the part that overlaps earlier bars, drawn left of `start`.
     """
@@ -53,7 +53,7 @@ class Bar:
 def stack_bars(
     sizes: Mapping[str, Size], full_width: float, text: Callable[[Size], str]
 ) -> tuple[Bar, ...]:
-    """Return one bar for each kind, end to end.
+    """Return adjacent bars, one for each kind of memory or time.
 
     Args:
         sizes: bytes or seconds by kind.
@@ -69,7 +69,7 @@ def stack_bars(
 
 @dataclass(frozen=True)
 class Stack:
-    """A row of bars, end to end; lengths are fractions of the row's width.
+    """A row of adjacent bars; lengths are fractions of the row's width.
 
     Args:
         limit: position of the limit line; None without a limit.

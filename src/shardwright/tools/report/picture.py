@@ -19,7 +19,7 @@ MAX_SHEETS = 4
 """Maximum number of sheets drawn behind the first one."""
 
 Border = tuple[float, int]
-"""Position of a border between two blocks, 0 to 1, and the index of the mesh axis."""
+"""Position of a border between blocks, 0 to 1, and index of the mesh axis that shards there."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def plan_page(
     others: Mapping[str, PlanData | str] | None = None,
     measured: Measured | None = None,
 ) -> Page:
-    """Return the content of a plan's page; a note replaces anything that an old plan file lacks.
+    """Return the content of a plan's page; notes replace charts that an old plan file lacks.
 
     Args:
         others: plan, or reason why it does not exist, by name of the plan.
@@ -94,7 +94,7 @@ def plan_page(
         axes=tuple(_mesh_axes(plan)),
         tree=tree,
         pictures=pictures,
-        origin=_origin_text(plan),
+        origin=_plan_origin_text(plan),
     )
 
 
@@ -122,7 +122,7 @@ def _headlines(plan: PlanData) -> Iterator[Headline]:
             yield Headline("Utilization", f"{step.utilization:.1%}", note)
     count = sum(prod(shape) for shape, _ in plan.parameters.values())
     stored = f"{binary(plan.parameter_bytes)} stored per device"
-    yield Headline("Parameters", _count_text(count), stored)
+    yield Headline("Parameters", _params_text(count), stored)
     yield _memory_headline(plan)
     sent = f"{binary(plan.forward_bytes)} forward, {binary(plan.backward_bytes)} backward"
     yield Headline("Sent per device", binary(plan.bytes), f"a step: {sent}")
@@ -134,10 +134,10 @@ def _headlines(plan: PlanData) -> Iterator[Headline]:
         yield Headline("Global batch", f"{plan.global_batch:,} {unit}", ", ".join(parts))
 
 
-def _count_text(count: int) -> str:
+def _params_text(count: int) -> str:
     """Format a number of parameters.
 
-    >>> _count_text(68_976_648_192), _count_text(1_250_000), _count_text(9_000)
+    >>> _params_text(68_976_648_192), _params_text(1_250_000), _params_text(9_000)
     ('69.0 billion', '1.2 million', '9,000')
     """
     for unit, size in (("billion", 1e9), ("million", 1e6)):
@@ -166,14 +166,14 @@ def _time_chart(plan: PlanData) -> Chart:
     if step is None:
         return Chart(note="No time is predicted: plan for a cluster.")
     coarse = step.utilization is None
-    parts = tuple(_coarse_parts(step)) if coarse else step.parts
+    parts = tuple(_time_parts_of_old_plan(step)) if coarse else step.parts
     whole = max(step.seconds, sum(part.seconds for part in parts)) or 1.0
     starts = accumulate((part.seconds for part in parts), initial=0.0)
     bars = tuple(
         Bar(
-            label=_part_label(part),
+            label=_time_part_label(part),
             kind=part.kind,
-            text=_share_text(part.seconds, whole),
+            text=_seconds_and_share(part.seconds, whole),
             start=start / whole,
             length=part.seconds / whole,
             hidden=min(part.hidden, start) / whole,
@@ -201,12 +201,12 @@ def _measured_charts(plan: PlanData, measured: Measured) -> Iterator[Chart]:
     yield ranks_chart(plan, measured)
 
 
-def _share_text(seconds: float, whole: float) -> str:
-    return f"{seconds_text(seconds)}, {seconds / whole:.1%}" if seconds else ""
+def _seconds_and_share(seconds: float, total: float) -> str:
+    return f"{seconds_text(seconds)}, {seconds / total:.1%}" if seconds else ""
 
 
-def _coarse_parts(step: StepRow) -> Iterator[TimePart]:
-    """Yield the parts of a step from an old plan file, which lacks the finer ones."""
+def _time_parts_of_old_plan(step: StepRow) -> Iterator[TimePart]:
+    """Yield computation, communication and waiting time, the only times in an old plan file."""
     yield TimePart("computation", (), step.computation)
     yield TimePart("communication", (), step.communication)
     rest = step.seconds - step.computation - step.communication
@@ -214,7 +214,7 @@ def _coarse_parts(step: StepRow) -> Iterator[TimePart]:
         yield TimePart(WAITING, (), rest)
 
 
-def _part_label(part: TimePart) -> str:
+def _time_part_label(part: TimePart) -> str:
     over = f" over {'·'.join(part.axes)}" if part.axes else ""
     return part.kind if part.kind in COMPUTATION else f"{part.kind}{over}"
 
@@ -267,7 +267,7 @@ def _memory_curves(plan: PlanData) -> Iterator[Curve]:
 
 
 _COLUMN_KINDS = {"forward": "F0", "backward": "B0"}
-"""Kind of a column, which decides its color, by the first word of its moment."""
+"""Kind of a column, which determines its color, by the first word of the column's text."""
 
 
 def _largest_tensors_chart(plan: PlanData) -> Chart:
@@ -282,7 +282,7 @@ def _largest_tensors_chart(plan: PlanData) -> Chart:
 
 
 def _stage_lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
-    """Return each stage's timeline, and a note; () without stages or with too many passes."""
+    """Return stage timelines, and a note; no timelines without stages or for too many passes."""
     pipeline, chunks = plan.pipeline, plan.chunk_seconds
     if pipeline.stages == 1:
         return (), ""
@@ -392,7 +392,7 @@ def _plan_cells(plan: PlanData | str, page_plan: PlanData) -> tuple[str, ...]:
     )
 
 
-def _origin_text(plan: PlanData) -> str:
+def _plan_origin_text(plan: PlanData) -> str:
     return (
         f"{plan.mode}({plan.options_text}); captured in {plan.capture_seconds:.2f} s, searched in"
         f" {plan.search_seconds:.2f} s; fingerprint of the model {plan.fingerprint}"

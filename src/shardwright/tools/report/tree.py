@@ -1,4 +1,4 @@
-"""The model as a tree of modules, with the sharding of each operator, repeated blocks once."""
+"""Tree of a model's modules and sharded operators; repeated blocks appear once."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def page_tree(plan: PlanData) -> tuple[tuple[Branch | Operator, ...], tuple[Pict
     operators_in_modules: list[_OperatorInModules] = []
     for fold in fold_rows(plan.operators):
         *modules, name = module_words(fold.row.name, MAX_DEPTH)
-        operators_in_modules.append((modules, _operator_of_fold(plan, fold, name, pictures)))
-    return tuple(_children_of(operators_in_modules)), tuple(map(picture, pictures))
+        operators_in_modules.append((modules, _page_operator(plan, fold, name, pictures)))
+    return tuple(_module_children(operators_in_modules)), tuple(map(picture, pictures))
 
 
-def _children_of(
+def _module_children(
     operators_in_modules: list[_OperatorInModules], path: str = ""
 ) -> Iterator[Branch | Operator]:
     """Yield the children of the module at `path`, in the order of the model.
@@ -47,14 +47,14 @@ def _children_of(
             yield members[0][1]
             continue
         child_path = f"{path}.{name}".lstrip(".")
-        first, *others = _children_of(members, child_path)
+        first, *others = _module_children(members, child_path)
         if isinstance(first, Branch) and not others:
             yield replace(first, name=f"{name}.{first.name}")
         else:
             yield Branch(name, child_path, (first, *others))
 
 
-def _operator_of_fold(
+def _page_operator(
     plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout, int]
 ) -> Operator:
     row, count = fold.row, fold.count
@@ -70,7 +70,7 @@ def _operator_of_fold(
         seconds=count * row.seconds,
         why=why,
         reason=reason,
-        facts=tuple(_fact_rows(plan, fold, reason)),
+        facts=tuple(_operator_fact_rows(plan, fold, reason)),
         inputs=tuple(_input_tensors(plan, row, pictures)),
         outputs=tuple(
             _operator_tensor(f"output {index}" if index else "output", "", shape, layout, pictures)
@@ -82,7 +82,7 @@ def _operator_of_fold(
     )
 
 
-def _fact_rows(plan: PlanData, fold: Fold, reason: str) -> Iterable[tuple[str, str]]:
+def _operator_fact_rows(plan: PlanData, fold: Fold, reason: str) -> Iterable[tuple[str, str]]:
     row = fold.row
     yield "why", reason
     yield from choice_lines(plan, fold.members[0])
