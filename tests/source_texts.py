@@ -47,13 +47,14 @@ def messages() -> Iterator[SourceText]:
     for file, tree in modules():
         for node in ast.walk(tree):
             match node:
-                case ast.Raise(exc=ast.Call(args=[first, *_])):
-                    text = literal(first)
+                case ast.Raise(exc=ast.Call(args=arguments)):
+                    # As in `keys.error("type", "the key is missing")`.
+                    text = ": ".join(filter(None, map(literal, arguments)))
                 case ast.Call(func=ast.Attribute(attr="warn"), args=[first, *_]):
                     text = literal(first)
                 case _:
                     continue
-            if text.replace("{}", "").strip():
+            if re.search("[a-z]", text):
                 yield _source_text(file, node.lineno, text)
 
 

@@ -54,7 +54,11 @@ def first_line(file: Path) -> str:
 
 
 def listing_lines(files: Mapping[str, Path]) -> Iterator[str]:
-    """Yield lines of at most 80 columns with each name and its description, examples last."""
+    """Yield lines of at most 80 columns with each file's name and description.
+
+    Args:
+        files: files by name, configurations before examples.
+    """
     for _, group in groupby(files, lambda name: name.startswith("examples/")):
         names = list(group)
         width = max(map(len, names))

@@ -110,7 +110,14 @@ def run_of(
     memory_limit: str | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> Run:
-    """Load a configuration file, and override its keys by options of the command line."""
+    """Load a configuration file, and override its keys by options of the command line.
+
+    Args:
+        on_progress: called before each phase of planning.
+
+    Raises:
+        ConfigError: the file does not exist or is invalid.
+    """
     run = Run.from_file(config)
     _print_foreign_keys(run, config)
     changes: dict[str, object] = {}
@@ -146,7 +153,7 @@ def _print_foreign_keys(run: Run, config: Path) -> None:
 
 
 def print_batch_formula(run: Run, config: Path, devices: int) -> None:
-    """Print the formula of the global batch size of another framework's file."""
+    """Print the global batch size and its formula to stderr, for another framework's file."""
     if run.foreign is not None and not is_launched():
         typer.echo(f"{config}: {run.foreign.batch_formula(devices)}", err=True)
 

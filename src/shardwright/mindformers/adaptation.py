@@ -57,13 +57,13 @@ def read_adaptation(config: Keys, architecture: str, notes: list[str]) -> Adapta
     """
     section, ptuning = config.section("pet_config"), architecture == PTUNING_ARCHITECTURE
     if ptuning and section.text("pet_type", "ptuning2") != "ptuning2":
-        raise section.error("pet_type", f"{architecture} needs ptuning2")
+        raise section.error("pet_type", f"{architecture} needs ptuning2\nset it to ptuning2")
     # MindFormers overwrites both keys with pet_config in models with prefixes. In other models they
     # would have no effect.
     has_prefix, projected = config.has("pre_seq_len"), config.flag("prefix_projection", False)
     if not ptuning and (has_prefix or projected):
         name = "pre_seq_len" if has_prefix else "prefix_projection"
-        raise config.error(name, f"needs the architecture {PTUNING_ARCHITECTURE}")
+        raise config.error(name, f"needs the architecture {PTUNING_ARCHITECTURE}\nremove the key")
     if not section.content and not ptuning:
         return Adaptation()
     pet_type = section.text("pet_type", "lora", valid=("lora", "prefixtuning", "ptuning2"))

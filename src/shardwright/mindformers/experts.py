@@ -37,7 +37,7 @@ def read_experts(
     """
     num_experts, has_qkv_bias = section.integer("expert_num", 1), config.flag("qkv_has_bias", False)
     if has_qkv_bias and family not in ("llama", "qwen"):
-        raise config.error("qkv_has_bias", f"True is not supported: {family} has no QKV biases")
+        raise config.error("qkv_has_bias", f"{family} has no QKV biases\nset it to False")
     if num_experts == 1 and family != "deepseek_v2":
         return ("qwen" if family == "llama" and has_qkv_bias else family), {}
     if family not in _EXPERT_READERS:

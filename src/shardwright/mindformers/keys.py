@@ -75,7 +75,7 @@ class Keys:
             raise (
                 self._missing_key_error(name)
                 if value is None
-                else self._invalid_value_error(name, "a number", value)
+                else self._invalid_value_error(name, "expected a number", value)
             )
         if not (minimum <= number and above < number < below):
             bounds = ((minimum, "at least"), (above, "above"), (below, "below"))
@@ -91,7 +91,7 @@ class Keys:
         """
         number = float(self.number(name, default))
         if not number.is_integer():
-            raise self._invalid_value_error(name, "a whole number", self._read_value(name))
+            raise self._invalid_value_error(name, "expected a whole number", self._read_value(name))
         return int(self.number(name, default, minimum=minimum))
 
     def flag(self, name: str, default: bool) -> bool:
@@ -107,7 +107,7 @@ class Keys:
             return value
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
-        raise self._invalid_value_error(name, "True or False", value)
+        raise self._invalid_value_error(name, "expected True or False", value)
 
     def text(self, name: str, default: str = "", valid: Sequence[str] = ()) -> str:
         """Return the string at `name`.
@@ -122,7 +122,7 @@ class Keys:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self._invalid_value_error(name, "a string", value)
+            raise self._invalid_value_error(name, "expected a string", value)
         if valid and value not in valid:
             raise self.error(name, f"{value!r} is not supported\nuse one of {', '.join(valid)}")
         return value
@@ -139,7 +139,7 @@ class Keys:
         match = _SIZE_PATTERN.fullmatch(value) if isinstance(value, str) else None
         number = _parse_number(match.group(1)) if match else None
         if match is None or number is None or number <= 0:
-            raise self._invalid_value_error(name, "a size such as 58GB", value)
+            raise self._invalid_value_error(name, "expected a size such as 58GB", value)
         return int(number * _BYTES_PER_UNIT[match.group(2).upper()])
 
     def any(self, name: str) -> Any:
@@ -176,8 +176,8 @@ class Keys:
     def _missing_key_error(self, name: str) -> ConfigError:
         return self.error(name, "the key is missing")
 
-    def _invalid_value_error(self, name: str, expected: str, value: Any) -> ConfigError:
-        return self.error(name, f"expected {expected}, got {value!r}")
+    def _invalid_value_error(self, name: str, problem: str, value: Any) -> ConfigError:
+        return self.error(name, f"{problem}, got {value!r}")
 
 
 def _parse_number(value: Any) -> float | None:

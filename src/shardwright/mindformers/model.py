@@ -141,7 +141,7 @@ def _read_dimensions(
     has_channels = config_type in ("QwenConfig", "ChatGLM2Config") and config.has("kv_channels")
     if has_channels and config.integer("kv_channels") * heads != hidden:
         product = f"{config.integer('kv_channels')} · {name('num_heads')} {heads}"
-        raise config.error("kv_channels", f"{product} is not hidden_size {hidden}")
+        raise config.error("kv_channels", f"{product} is not hidden_size {hidden}\nremove the key")
     grouped_query = family != "glm" or config.flag("multi_query_attention", True)
     sizes: dict[str, Any] = {
         "num_layers": config.integer("num_layers"),

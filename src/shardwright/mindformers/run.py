@@ -110,6 +110,10 @@ def _read_only_strategies(keys: Keys, strategy_file: str) -> bool:
 def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -> tuple[int, ...]:
     """Check the parallel degrees against each other and the model.
 
+    Args:
+        keys: the whole file.
+        sizes: dimensions of the model.
+
     Returns:
         The number of blocks in each stage.
 
@@ -126,7 +130,12 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
 
 
 def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, file: str) -> None:
-    """Raise ConfigError if degrees do not multiply to `devices`, or stages do not divide them."""
+    """Check that the parallel degrees fit the number of devices.
+
+    Raises:
+        ConfigError: the degrees do not multiply to `devices`, or `devices` is not a multiple of the
+            number of stages.
+    """
     section_path = f"{file}: parallel_config"
     if parallelism.shards_by_degrees and parallelism.devices != devices:
         raise ConfigError(

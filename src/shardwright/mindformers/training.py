@@ -148,7 +148,7 @@ def _read_betas(section: Keys) -> list[float]:
     if betas is None:
         names = ("beta1", "beta2")
     elif not isinstance(betas, list | tuple) or len(betas) != 2:
-        raise section.error("betas", f"expected two numbers, got {betas!r}")
+        raise section.error("betas", f"expected two numbers such as [0.9, 0.95], got {betas!r}")
     elif section.has("beta1") or section.has("beta2"):
         raise section.error("betas", "set either `betas`, or `beta1` and `beta2`")
     else:
@@ -176,7 +176,7 @@ def _read_lr_schedule(keys: Keys) -> dict[str, Any]:
     section = keys.section("lr_schedule")
     for name in ("lr_scale", "layer_scale"):
         if keys.flag(name, False):
-            raise keys.error(name, "True is not supported: all layers have the same learning rate")
+            raise keys.error(name, "all layers have the same learning rate\nset it to False")
     if not section.content:
         return {"kind": "constant"}
     for name, value in _ONLY_SCHEDULE_VALUES.items():
@@ -298,7 +298,7 @@ def read_batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
     if dataset.flag("eod_reset", False):
         raise dataset.error(
             "eod_reset",
-            "True is not supported: positions and attention are not reset between documents",
+            "positions and attention are not reset between documents\nset it to False",
         )
     if runner.has("batch_size"):
         size = runner.integer("batch_size")

@@ -101,7 +101,16 @@ def example_batch(
     seq_length: int | None = None,
     device: str | torch.device = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """Draw random token ids `[batch, positions]`; return them as `input_ids` and as labels."""
+    """Draw random token ids, as `input_ids` and as labels of a language model.
+
+    Args:
+        sizes: dimensions with the vocabulary size, and the default of `seq_length`.
+        batch_size: number of samples.
+        seq_length: tokens per sample; by default that of `sizes`.
+
+    Returns:
+        Token ids `[batch_size, seq_length]`, twice.
+    """
     shape = (batch_size, sizes.seq_length if seq_length is None else seq_length)
     ids = torch.randint(0, sizes.vocab_size, shape, device=device)
     return ids, ids

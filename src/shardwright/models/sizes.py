@@ -142,6 +142,7 @@ def feed_forward_size(
     """Compute the default width of LLaMA's feed-forward layers.
 
     Args:
+        hidden_size: width of the residual stream.
         multiple_of: the width is rounded up to a multiple of this number.
         ffn_dim_multiplier: factor of the width, as in LLaMA 2 70B.
     """

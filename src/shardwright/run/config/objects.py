@@ -180,7 +180,12 @@ def _recomputed_op_types(
 def load_batches(
     data: schema.DataSection, model: schema.ModelSection, folder: Path, dtype: torch.dtype
 ) -> Batches:
-    """Load the dataset in batches, floating-point tensors in `dtype`.
+    """Load the dataset as batches.
+
+    Args:
+        data, model: sections of the configuration.
+        folder: the folder to which paths of the sections are relative.
+        dtype: dtype to which floating-point tensors are cast.
 
     Raises:
         ConfigError, DataError: see `load_samples`.
@@ -200,7 +205,8 @@ def load_samples(
     Token files are memory-mapped; token ids are checked only when a batch is read.
 
     Args:
-        folder: the folder to which paths of the section are relative.
+        data, model: sections of the configuration.
+        folder: the folder to which paths of the sections are relative.
 
     Raises:
         ConfigError: a target does not return a tuple of tensors.

@@ -145,7 +145,7 @@ class RankTraining:
         on_step: Callable[[StepRecord], None],
         on_start: Callable[[Position], None] = lambda start: None,
     ) -> StoppedError | None:
-        """Restore the newest checkpoint, and run the remaining steps.
+        """Restore the newest checkpoint, and train for the remaining steps.
 
         If `checkpoints` is not None, a signal to stop on any rank ends the run on all ranks after
         the same step, with a checkpoint.

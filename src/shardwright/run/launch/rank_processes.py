@@ -232,6 +232,12 @@ def rank_environments(
     """Return the environment of each rank, as torchrun sets it on a single node.
 
     Communication backends listen on the loopback interface unless the user sets another.
+
+    Args:
+        num_ranks: number of ranks.
+        store_port: port of the rendezvous store on this machine.
+        restart: number of restarts so far.
+        max_restarts: maximum number of restarts.
     """
     size = str(num_ranks)
     shared = {

@@ -66,6 +66,9 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
     The caller must have restored buffers and random generators to their state before the step.
     Gradients are left in the parameters.
 
+    Args:
+        batch: the arguments of `net.train_step`.
+
     Returns:
         A description of the value and of its operator; None if the repeated step is finite.
     """

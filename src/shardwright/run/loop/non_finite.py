@@ -103,6 +103,9 @@ class NonFiniteGuard:
 def check_finite_state(net: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None:
     """Check that trained parameters, buffers and optimizer state are finite.
 
+    Args:
+        where: description of the step, for messages.
+
     Raises:
         NonFiniteError: on every rank, if any rank has a non-finite tensor.
     """

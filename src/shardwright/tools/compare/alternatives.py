@@ -118,6 +118,7 @@ def step_seconds_bound(
 
     Args:
         graph: the graph of one micro-batch.
+        cluster: the cluster, with rates and links of its devices.
         parts: degrees of parallelism.
         micro_batches: number of micro-batches per step.
     """

@@ -128,6 +128,7 @@ def fit_cluster(
         planned: published runs, each with the plan of its publication.
         cluster: cluster with the peak rates and bandwidths, and with initial values of the fitted
             figures.
+        on_progress: called before each run is planned, and before fitting.
 
     Returns:
         The cluster with fitted figures, each rounded to three digits.

@@ -53,7 +53,7 @@ FIGURES = ("overhead", "pass_overhead", "step_overhead", "call", "latency")
 
 
 def calibrate(processes: int = 2, on_progress: OnProgress = ignore_progress) -> Cluster:
-    """Measure this machine with `measure_cluster`, and save the result in the user's cache."""
+    """Measure this machine with `measure_cluster`, and save the cluster in the user's cache."""
     cluster = measure_cluster(processes, on_progress)
     save(cluster)
     return cluster
@@ -169,9 +169,11 @@ def _measure_steps(clock: Clock, cluster: Cluster, report: OnProgress) -> Iterat
 
 
 def measured_step(partitioned: Partitioned, cluster: Cluster, seconds: float) -> MeasuredStep:
-    """Split the predicted seconds of a step into those of each of `FIGURES`, and the rest.
+    """Split the predicted time of a step into counts of `FIGURES` and the remaining seconds.
 
     Args:
+        partitioned: the step.
+        cluster: cluster of the prediction; its values of `FIGURES` have no effect.
         seconds: measured seconds of the step.
     """
     # For devices that share a processor the time model is linear in FIGURES: a prediction with one

@@ -50,7 +50,11 @@ def write_page(
     others: Mapping[str, PlanData | str] | None = None,
     measured: Measured | None = None,
 ) -> None:
-    """Write the page of a plan; see `plan_page`.
+    """Write the page of a plan as HTML.
+
+    Args:
+        path: the file to write.
+        others, measured: see `plan_page`.
 
     Raises:
         PlanError: see `plan_page`; or `jinja2` is not installed.
