@@ -352,7 +352,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "positions that begin anew inside a sample": (
         {"train_dataset__eod_reset": True},
         8,
-        "train_dataset.eod_reset: True is not supported: positions and attention are not reset",
+        "train_dataset.eod_reset: positions and attention are not reset",
     ),
     "an empty batch": ({"runner_config__batch_size": 0}, 8, "batch_size: 0 must be at least 1"),
     "a learning rate that grows with the devices": (
@@ -380,7 +380,11 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         8,
         "optimizer.type: 'Lion' is not supported\nuse one of FP32StateAdamWeightDecay, ",
     ),
-    "one beta": ({"optimizer__betas": 0.9}, 8, "optimizer.betas: expected two numbers such as [0.9, 0.95], got 0.9"),
+    "one beta": (
+        {"optimizer__betas": 0.9},
+        8,
+        "optimizer.betas: expected two numbers such as [0.9, 0.95], got 0.9",
+    ),
     "a beta that is too large": (
         {"optimizer__betas": [0.9, 1.5]},
         8,
