@@ -12,7 +12,7 @@ OnShare = Callable[[float], None]
 """Callback for the completed share of a phase, from 0 to 1."""
 
 _REPORTS_PER_PHASE = 100
-"""Number of equal parts of a phase, after each of which its completed share may be reported."""
+"""Maximum number of progress reports per phase, each after an equal share of the phase."""
 
 # A callback may print a line for each report: a phase of an hour must not print thousands.
 _SECONDS_BETWEEN_REPORTS = 1.0
@@ -83,7 +83,7 @@ def subrange(on_share: OnShare, index: int, num_parts: int, size: int = 1) -> On
 
 
 def track(items: Sequence[Item], on_share: OnShare) -> Iterator[Item]:
-    """Yield `items`; report the share of them that the caller has processed."""
+    """Yield `items`, and report the share of items that the caller has processed."""
     for index, item in enumerate(items):
         on_share(index / len(items))
         yield item

@@ -156,7 +156,7 @@ def _check_plain_data(data: Any, max_values: float) -> None:
                 ((path, _format_index, index), depth + 1, item) for index, item in enumerate(value)
             )
         elif problem := _problem_of_value(value):
-            location = _format_path(path)
+            location = _format_value_path(path)
             raise ValueError(f"{location}: {problem}" if location else problem)
 
 
@@ -171,11 +171,11 @@ def _format_key(key: Any) -> str:
     return f".{key if isinstance(key, str) else short_repr(key)}"
 
 
-def _format_path(path: _ValuePath) -> str:
+def _format_value_path(path: _ValuePath) -> str:
     if path is None:
         return ""
     container_path, format_key, key = path
-    return (_format_path(container_path) + format_key(key)).lstrip(".")
+    return (_format_value_path(container_path) + format_key(key)).lstrip(".")
 
 
 def _problem_of_value(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The command `compare`."""
+"""The command `compare`, which compares automatic plans with expert configurations."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def init_command(
 ) -> None:
     """Copy a configuration or an example to start from.
 
-    Without a name, lists them with descriptions.
+    Without a name, lists all configurations and examples with descriptions.
     """
     files = available_files()
     if name is None:

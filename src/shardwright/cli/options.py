@@ -1,4 +1,4 @@
-"""Options that several commands share, and the run loaded with them."""
+"""Options that several commands share, and the loading of a run with these options."""
 
 from __future__ import annotations
 

@@ -257,9 +257,9 @@ def report_command(
     memory_limit: MemoryLimitOption = None,
     progress: ProgressOption = None,
 ) -> None:
-    """Write a plan as a page: one HTML file that needs no network.
+    """Write an HTML page about a plan: one file that needs no network.
 
-    A configuration is planned first.
+    For a configuration, searches for a plan first.
     """
     _check_options(source, devices, (cluster, memory_limit, what_if or None, top))
     measured = None if profile is None else Measured.load(profile)

@@ -1,4 +1,4 @@
-"""The command `rehearse`."""
+"""The command `rehearse`, which trains single ranks of a plan in one process."""
 
 from __future__ import annotations
 

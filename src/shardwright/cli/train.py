@@ -1,4 +1,4 @@
-"""The command `train`."""
+"""The command `train`: training on local processes, on several nodes, or under torchrun."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def _load_or_search_plan(
 
 @dataclass(frozen=True)
 class _LocalRanks:
-    """Starts the local ranks of a run, and shows their progress.
+    """Launcher of the local ranks of a run, which shows their progress.
 
     Args:
         locks: file descriptors of the locked folders, which the ranks inherit.

@@ -1,4 +1,4 @@
-"""The command `tune`."""
+"""The command `tune`, which recommends a value of `mem_coeff`."""
 
 from __future__ import annotations
 

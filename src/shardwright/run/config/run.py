@@ -223,7 +223,7 @@ class Run:
         """
         if not self.config.parallel.chooses_micro_batches:
             return self
-        return self._with_num_micro_batches(self._search(devices).pipeline.micro_batches)
+        return self._with_num_micro_batches(self._search_candidate(devices).pipeline.micro_batches)
 
     def best_plans(self, devices: int, top: int) -> RankedPlans:
         """Plan the fastest strategy of each of the `top` fastest kinds; see `sw.best_plans`.
@@ -232,10 +232,10 @@ class Run:
             ShardwrightError: see `plan`; or the configuration names no cluster.
         """
         ranking = Ranking(top)
-        self.for_devices(devices)._search(devices, ranking)
+        self.for_devices(devices)._search_candidate(devices, ranking)
         return ranking.ranked()
 
-    def _search(self, devices: int, ranking: Ranking | None = None) -> Candidate:
+    def _search_candidate(self, devices: int, ranking: Ranking | None = None) -> Candidate:
         """Search for the fastest plan, and the number of micro-batches if the planner chooses it.
 
         Args:

@@ -28,7 +28,7 @@ def check_trackers(names: Sequence[str]) -> None:
 def open_trackers(
     names: Sequence[str], folder: Path, config: Mapping[str, Any], start: int
 ) -> Iterator[Track]:
-    """Context with open trackers; yields a function that logs the metrics of a step to all.
+    """Context with open trackers; yields a function that logs the metrics of a step to each.
 
     Args:
         names: `tensorboard`, which writes to the subfolder `tensorboard`, and `wandb`, whose
